@@ -1,0 +1,74 @@
+"""Every error StreamRL raises on purpose, and the sentence a person reads.
+
+Invariant: an error names the field or the peer, what it was, and what is allowed. What the daemons
+do with each family is fixed in `streamrl.service`: `ConfigError` ends the process with exit code 2,
+`RolloutError` is data, `TransportError` is retried under a deadline, all else crashes.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class StreamRLError(Exception):
+    """Root of the errors raised on purpose."""
+
+
+class ConfigError(StreamRLError):
+    """The configuration, or a file it names, cannot be used as it stands."""
+
+
+class RolloutError(StreamRLError):
+    """One rollout failed: recorded as data, its group dropped with a reason; never fatal."""
+
+
+class TransportError(StreamRLError):
+    """A peer did not answer in time or answered nonsense; retried under a deadline."""
+
+
+class WireError(TransportError):
+    """A message could not be decoded."""
+
+
+class MessageTooLargeError(WireError):
+    """A message is larger than its reader allows; nothing of it was decoded."""
+
+
+class SchemaVersionError(WireError):
+    """A message was written by another schema version."""
+
+
+class CorruptMessageError(WireError):
+    """A message is truncated, fails its checksum, or breaks the rules of its type."""
+
+
+class LedgerError(StreamRLError):
+    """A call that the ledger refuses; its state is unchanged."""
+
+
+class UnknownLeaseError(LedgerError):
+    """The lease was never granted, has expired, or was given back."""
+
+
+class DuplicateGroupError(LedgerError):
+    """Another group was already put under this lease."""
+
+
+class FencedError(LedgerError):
+    """A newer learner attached; this one must stop."""
+
+
+class WeightTransferError(TransportError):
+    """A weight update did not reach a receiver within its deadline."""
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """Closing words for an unknown-name error: the nearest allowed name, or all of them.
+
+    >>> did_you_mean("zqm", ["zmq", "redis"])
+    "did you mean 'zmq'?"
+    >>> did_you_mean("x", ["zmq", "redis"])
+    'allowed: redis, zmq'
+    """
+    names = sorted(allowed)
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(names)}"

@@ -1,0 +1,169 @@
+"""The seams: what a generator, a learner and the buffer ask of each other's plug-ins.
+
+Protocols only, each of a handful of methods, so that a backend, an engine or an environment can be
+written without reading the daemons. Whoever implements one of these keeps the promises written
+here; `tests/contract` holds every implementation to them.
+
+The buffer is two seams, because no caller needs both: `GeneratorBuffer` for those who fill it and
+`LearnerBuffer` for the one who empties it. A backend implements both as `TrajectoryBuffer`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from streamrl.types import (
+    Books,
+    BufferStats,
+    Completion,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    HeartbeatReply,
+    Lease,
+    SamplingParams,
+    TrajectoryGroup,
+    WeightUpdate,
+)
+
+
+class GeneratorBuffer(Protocol):
+    """The generators' side of the buffer. Every call may be repeated after a lost answer."""
+
+    async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
+        """The right to generate one group, or None if admission stayed closed for `wait_s`.
+
+        `lease_id` is chosen by the caller; asking again with the same id returns the same lease.
+        """
+        ...
+
+    async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
+        """Hand over the finished group; the lease is over.
+
+        Raises:
+            UnknownLeaseError: expired or never granted; the group is not taken in.
+            DuplicateGroupError: another group was put under this lease.
+            CorruptMessageError: the group breaks a rule of its type; it is quarantined.
+        """
+        ...
+
+    async def release(self, lease_id: str, reason: DropReason) -> None:
+        """Give the lease up. Whether its sequence is granted again depends on the reason."""
+        ...
+
+    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
+        """Report, and renew the leases named; a new session ends those of the old one."""
+        ...
+
+
+class LearnerBuffer(Protocol):
+    """The learner's side of the buffer; calls of a learner that another one replaced are fenced."""
+
+    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
+        """Become the learner, at this version. Groups its history does not contain come back.
+
+        `books` restores the position in the prompt stream in a buffer that has lost it.
+        """
+        ...
+
+    async def take(
+        self, num_groups: int, policy_version: int, wait_s: float
+    ) -> tuple[GroupHeader, ...]:
+        """On loan, the oldest groups, to be trained at `policy_version`; () if too few in `wait_s`.
+
+        Taking again for the same version returns the same loan.
+        """
+        ...
+
+    async def fetch(self, sequences: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
+        """The payloads of taken groups, in the order asked for."""
+        ...
+
+    async def advance(self, policy_version: int) -> Books:
+        """The optimizer step that made this version has used the taken groups."""
+        ...
+
+    async def acknowledge(self, policy_version: int) -> None:
+        """A checkpoint of this version is durable; the groups it contains are freed."""
+        ...
+
+    async def finish(self) -> None:
+        """The run has reached its end: no lease is granted any more, generators may go."""
+        ...
+
+
+class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
+    """What every backend implements."""
+
+    async def stats(self) -> BufferStats:
+        """A reading of the books, the roster and the sizes."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of sockets and tasks; held leases stay held until they are released or expire."""
+        ...
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out. Every method may be called from the event loop at any time."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version that samples the next token."""
+        ...
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams
+    ) -> Completion:
+        """One completion. Cancelling the call gives its slot back at the next token.
+
+        Raises:
+            RolloutError: this request cannot be served; others are not touched.
+        """
+        ...
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Receive and load an announced update between two tokens; requests in flight go on."""
+        ...
+
+    def gauges(self) -> Mapping[str, float]:
+        """Readings: `num_active`, `num_waiting`; running totals: `num_tokens`, `pause_s`."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; requests in flight fail with RolloutError."""
+        ...
+
+
+class Transition(Protocol):
+    """What an environment answers to a completion."""
+
+    @property
+    def observation_token_ids(self) -> tuple[int, ...]:
+        """Tokens the policy reads before its next turn; () when the episode is done."""
+        ...
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Environment(Protocol):
+    """One episode; used once."""
+
+    async def start(self) -> tuple[int, ...]:
+        """The first observation, as token ids."""
+        ...
+
+    async def step(self, completion: Completion) -> Transition:
+        """The world's answer to one completion."""
+        ...
+
+
+class Tracker(Protocol):
+    """A place where metrics go."""
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,122 @@
+"""Records to bytes and back: a msgpack envelope with a schema version, arrays as raw bytes.
+
+    envelope = [schema version, xxh3-64 of the body, body]      body = msgpack of one record
+
+Invariant: `decode` returns a well-formed record or raises a `WireError`; it never allocates more
+than a small multiple of the bytes it was given, and never executes anything (no pickle). Arrays are
+msgpack extensions holding little-endian bytes, decoded as read-only views into the message. Every
+process that speaks to another one calls this module and nothing else.
+"""
+
+from typing import Any, TypeVar, get_args
+
+import msgspec
+import numpy as np
+import xxhash
+
+from streamrl.errors import CorruptMessageError, MessageTooLargeError, SchemaVersionError
+
+SCHEMA_VERSION = 1
+MAX_MESSAGE_BYTES = 256 * 2**20
+
+_ARRAY_CODES: dict[np.dtype[Any], int] = {
+    np.dtype("<i4"): 1,
+    np.dtype("<f4"): 2,
+    np.dtype("?"): 3,
+}
+_ARRAY_DTYPES = {code: dtype for dtype, code in _ARRAY_CODES.items()}
+
+Record = TypeVar("Record")
+Buffer = bytes | bytearray | memoryview
+
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    schema_version: int
+    checksum: int
+    body: msgspec.Raw
+
+
+def encode(record: Any) -> bytes:
+    """The record's envelope as bytes."""
+    body = _encoder.encode(record)
+    envelope = _Envelope(SCHEMA_VERSION, xxhash.xxh3_64_intdigest(body), msgspec.Raw(body))
+    return _encoder.encode(envelope)
+
+
+def decode(data: Buffer, kind: type[Record], *, max_bytes: int = MAX_MESSAGE_BYTES) -> Record:
+    """The record of type `kind` (a Struct, or a union of tagged ones) in `data`.
+
+    Raises:
+        MessageTooLargeError: `data` is longer than `max_bytes`.
+        SchemaVersionError: another schema version wrote it.
+        CorruptMessageError: truncated, checksum mismatch, wrong type, or an invariant is broken.
+    """
+    if len(data) > max_bytes:
+        raise MessageTooLargeError(f"message of {len(data)} bytes; at most {max_bytes} are read")
+    try:
+        envelope = _envelope_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise CorruptMessageError(f"not a StreamRL message: {error}") from error
+    if envelope.schema_version != SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"message of schema version {envelope.schema_version}; this process reads "
+            f"{SCHEMA_VERSION}: bring both ends to one StreamRL release"
+        )
+    body = memoryview(envelope.body)
+    if xxhash.xxh3_64_intdigest(body) != envelope.checksum:
+        raise CorruptMessageError("checksum mismatch: the message was damaged on its way")
+    try:
+        record: Record = _decoder(kind).decode(body)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CorruptMessageError(f"not a valid {_name(kind)}: {error}") from error
+    return record
+
+
+def _encode_array(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"{type(value).__name__} does not cross a process")
+    little = value.astype(value.dtype.newbyteorder("<"), order="C", copy=False)
+    if little.ndim != 1 or little.dtype not in _ARRAY_CODES:
+        raise NotImplementedError(f"array of {value.dtype}, {value.ndim} dimensions")
+    return msgspec.msgpack.Ext(_ARRAY_CODES[little.dtype], little.view(np.uint8).data)
+
+
+def _decode_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
+    dtype = _ARRAY_DTYPES.get(code)
+    if dtype is None:
+        raise ValueError(f"unknown array code {code}")
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are no whole number of {dtype} values")
+    array = np.frombuffer(data, dtype)
+    if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+        raise ValueError("a boolean array holds other bytes than 0 and 1")
+    return array
+
+
+def _check_array(kind: Any, value: Any) -> Any:
+    """msgspec's hook for fields of a type it does not know; here: `NDArray[dtype]`."""
+    if not isinstance(value, np.ndarray):
+        raise ValueError(f"expected an array, got {type(value).__name__}")
+    (expected,) = get_args(get_args(kind)[1])
+    if value.dtype != np.dtype(expected):
+        raise ValueError(f"expected an array of {np.dtype(expected)}, got {value.dtype}")
+    return value
+
+
+def _decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = msgspec.msgpack.Decoder(
+            kind, dec_hook=_check_array, ext_hook=_decode_extension, strict=True
+        )
+        _decoders[kind] = decoder
+    return decoder
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind))
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_decoders: dict[Any, "msgspec.msgpack.Decoder[Any]"] = {}
