@@ -1,0 +1,303 @@
+"""The ledger: who may generate what, what is too stale to train on, and what was trained.
+
+    LEASED -> BUFFERED -> TAKEN -> TRAINED -> acknowledged (gone); dropped(reason) from any
+
+Invariants, whatever is called in whatever order:
+
+- The books close: leases granted = leased + buffered + taken + trained + acknowledged + dropped.
+- A sequence has one live lease or group at most; in the surviving history it is trained once, or
+  dropped for good with a reason, and none is skipped.
+- No group is handed out whose oldest token is more than `max_staleness` versions older than the
+  version that will train it.
+
+Admission bounds the line to `(max_staleness + 1) * groups_per_step` groups, so one that keeps its
+place is never too old; a lease's floor says the same of one place p, trained p // groups_per_step
+versions from here. Nothing is granted before a learner attached: only it knows where a new buffer
+stands in the prompt stream.
+
+Oldest first also keeps the bound after a learner's death. Let the lost history have trained at
+version u groups of oldest version within [u - max_staleness, u], from version v on. Given back and
+sorted, at most (x - v + max_staleness + 1) * groups_per_step of them are as old as x or older, so
+the one of version x is trained again by x + max_staleness at the latest, and never before x.
+
+Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness. Backends
+call it; `drain_freed` tells them whose payload they may forget.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+
+from buffers.account import Account, Entry, State
+from streamrl.errors import (
+    ConfigError,
+    DuplicateGroupError,
+    FencedError,
+    LedgerError,
+    UnknownLeaseError,
+)
+from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason
+
+
+class Ledger:
+    """See the module. Near `final_version` admission closes, so that nothing is made in vain."""
+
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, final_version: int | None = None
+    ) -> None:
+        if groups_per_step < 1 or max_staleness < 0:
+            raise ConfigError(
+                f"learner.groups_per_step must be >= 1 (was {groups_per_step}) and "
+                f"buffer.max_staleness >= 0 (was {max_staleness})"
+            )
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self.final_version = final_version
+        self.version = 0
+        self.epoch = 0
+        self.finished = False
+        self._account = Account()
+        self._waiting: list[tuple[int, int]] = []
+        self._expiries: list[tuple[float, str]] = []
+        self._loans: dict[int, tuple[int, ...]] = {}
+        self._trained: dict[int, tuple[int, ...]] = {}
+        self._acknowledged_version = 0
+        self._refused: Counter[RefusalReason] = Counter()
+
+    # The generators' side.
+
+    def lease(self, lease_id: str, now_s: float, ttl_s: float) -> Lease | None:
+        """The right to generate the next group of the stream; None while admission is closed."""
+        self.expire(now_s)
+        entry = self._account.find(lease_id)
+        if entry is None:
+            if not self.admits():
+                return None
+            trained_at = self.version + self._in_line() // self.groups_per_step
+            floor = max(0, trained_at - self.max_staleness)
+            entry = self._account.grant(lease_id, floor, now_s + ttl_s)
+            heapq.heappush(self._expiries, (entry.expires_at_s, lease_id))
+        return Lease(
+            lease_id=lease_id,
+            sequence=entry.sequence,
+            policy_version=entry.floor,
+            expires_at_s=entry.expires_at_s,
+        )
+
+    def admits(self) -> bool:
+        """Whether one more lease fits under the staleness bound and before the run's end."""
+        room = (self.max_staleness + 1) * self.groups_per_step
+        if self.final_version is not None:
+            room = min(room, (self.final_version - self.version) * self.groups_per_step)
+        return self.epoch > 0 and not self.finished and self._in_line() < room
+
+    def renew(self, lease_ids: Iterable[str], now_s: float, ttl_s: float) -> tuple[str, ...]:
+        """Extend these leases; those that are no longer honored are returned."""
+        self.expire(now_s)
+        lost = []
+        for lease_id in lease_ids:
+            entry = self._account.find(lease_id)
+            if entry is None:
+                lost.append(lease_id)
+            elif entry.state is State.LEASED and now_s + ttl_s > entry.expires_at_s:
+                entry.expires_at_s = now_s + ttl_s
+                heapq.heappush(self._expiries, (entry.expires_at_s, lease_id))
+        return tuple(lost)
+
+    def put(self, lease_id: str, header: GroupHeader, now_s: float) -> bool:
+        """Take the group in. True: its payload must be kept; False: not (repeated, or too old).
+
+        Raises:
+            UnknownLeaseError, DuplicateGroupError: refused and counted; nothing else changes.
+            LedgerError: the group is for another sequence than the lease.
+        """
+        self.expire(now_s)
+        entry = self._account.find(lease_id)
+        if entry is None:
+            self._refused[RefusalReason.UNKNOWN_LEASE] += 1
+            raise UnknownLeaseError(f"lease {lease_id} is unknown here, or has expired")
+        if entry.header is not None:
+            if entry.header.group_id == header.group_id:
+                return False
+            self._refused[RefusalReason.DUPLICATE] += 1
+            raise DuplicateGroupError(f"lease {lease_id} already holds {entry.header.group_id}")
+        if header.sequence != entry.sequence:
+            told = f"sequence {entry.sequence}; the group says {header.sequence}"
+            raise LedgerError(f"lease {lease_id} is for {told}")
+        if self.version - header.oldest_version > self.max_staleness:
+            self._account.drop(entry, DropReason.STALE)
+            return False
+        entry.header = header
+        self._wait(entry)
+        return True
+
+    def release(self, lease_id: str, reason: DropReason) -> None:
+        """End a lease without a group; unknown or already filled leases are left as they are."""
+        entry = self._account.find(lease_id)
+        if entry is not None and entry.state is State.LEASED:
+            self._account.drop(entry, reason)
+
+    def refuse_malformed(self, lease_id: str) -> None:
+        """A message for this lease could not be read: its sequence is dropped, the fact counted."""
+        entry = self._account.find(lease_id)
+        if entry is not None and entry.state is State.LEASED:
+            self._account.drop(entry, DropReason.MALFORMED)
+        else:
+            self._refused[RefusalReason.MALFORMED] += 1
+
+    def expire(self, now_s: float) -> tuple[str, ...]:
+        """End the leases whose time has come; their sequences are granted again."""
+        expired = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, lease_id = heapq.heappop(self._expiries)
+            entry = self._account.find(lease_id)
+            if entry and entry.state is State.LEASED and entry.expires_at_s <= now_s:
+                self._account.drop(entry, DropReason.EXPIRED)
+                expired.append(lease_id)
+        return tuple(expired)
+
+    # The learner's side.
+
+    def attach(self, version: int, books: Books | None = None) -> int:
+        """A learner restored to `version` takes over; the epoch it gets fences every older one.
+
+        Its history contains what was trained at versions <= `version`: acknowledged. What was
+        taken, or trained later, waits again. `books` (from its checkpoint) fills in what this
+        ledger never knew, or knows only from a history that came to nothing.
+        """
+        is_older = self.version < version or self._account.granted < (books or Books()).granted
+        rewinds = version < self._acknowledged_version
+        self._settle(version)
+        for batches in (self._loans, self._trained):
+            for sequence in chain.from_iterable(batches.values()):
+                self._wait(self._account[sequence])
+            batches.clear()
+        if books is not None and (is_older or rewinds):
+            self._account.reconcile(books)
+        self.version = self._acknowledged_version = version
+        self.finished = False
+        self.epoch += 1
+        return self.epoch
+
+    def take(self, num_groups: int, version: int, epoch: int) -> tuple[GroupHeader, ...]:
+        """Lend the oldest groups for training at `version`; () while there are too few.
+
+        Evicts first what would be too stale by then. The same version gets the same loan again.
+        """
+        self._check_epoch(epoch)
+        if version not in self._loans:
+            self._check_take(num_groups, version)
+            self._evict(version)
+            if self._account.count(State.BUFFERED) < num_groups:
+                return ()
+            self._loans[version] = tuple(self._lend_oldest() for _ in range(num_groups))
+        return tuple(_header(self._account[sequence]) for sequence in self._loans[version])
+
+    def advance(self, version: int, epoch: int) -> None:
+        """The step that made `version` used the loan of the version before. May be repeated."""
+        self._check_epoch(epoch)
+        if version == self.version:
+            return
+        loan = self._loans.get(self.version)
+        if version != self.version + 1 or loan is None:
+            lent = sorted(self._loans)
+            raise LedgerError(
+                f"advance to {version}: the ledger is at {self.version} and has lent for {lent}"
+            )
+        for sequence in loan:
+            self._account.move(self._account[sequence], State.TRAINED)
+        self._trained[version] = self._loans.pop(self.version)
+        self.version = version
+        self._evict(version)
+
+    def acknowledge(self, version: int, epoch: int) -> None:
+        """A checkpoint of `version` is durable: what it contains is freed. May be repeated."""
+        self._check_epoch(epoch)
+        if version > self.version:
+            raise LedgerError(f"acknowledge of version {version}; the ledger is at {self.version}")
+        self._settle(version)
+        self._acknowledged_version = max(self._acknowledged_version, version)
+
+    def finish(self, epoch: int) -> None:
+        """No lease is granted from here on."""
+        self._check_epoch(epoch)
+        self.finished = True
+
+    # Readings.
+
+    def books(self) -> Books:
+        return self._account.books()
+
+    def refused(self) -> dict[RefusalReason, int]:
+        return dict(self._refused)
+
+    def oldest_version(self) -> int | None:
+        """Oldest policy version among the waiting groups."""
+        while self._waiting:
+            oldest, sequence = self._waiting[0]
+            entry = self._account.get(sequence)
+            if entry and entry.state is State.BUFFERED and _header(entry).oldest_version == oldest:
+                return oldest
+            heapq.heappop(self._waiting)
+        return None
+
+    def live_leases(self) -> tuple[str, ...]:
+        return tuple(e.lease_id for e in self._account if e.state is State.LEASED)
+
+    def next_expiry_s(self) -> float | None:
+        """When `expire` may next have something to do."""
+        return self._expiries[0][0] if self._expiries else None
+
+    def drain_freed(self) -> tuple[int, ...]:
+        """Sequences whose payload nobody will ask for again, since the last call."""
+        return self._account.drain_freed()
+
+    # Steps of the above.
+
+    def _in_line(self) -> int:
+        return self._account.count(State.LEASED, State.BUFFERED, State.TAKEN)
+
+    def _wait(self, entry: Entry) -> None:
+        self._account.move(entry, State.BUFFERED)
+        heapq.heappush(self._waiting, (_header(entry).oldest_version, entry.sequence))
+
+    def _lend_oldest(self) -> int:
+        self.oldest_version()
+        _, sequence = heapq.heappop(self._waiting)
+        self._account.move(self._account[sequence], State.TAKEN)
+        return sequence
+
+    def _evict(self, version: int) -> None:
+        while (oldest := self.oldest_version()) is not None:
+            if version - oldest <= self.max_staleness:
+                return
+            _, sequence = heapq.heappop(self._waiting)
+            self._account.drop(self._account[sequence], DropReason.STALE)
+
+    def _settle(self, version: int) -> None:
+        """Acknowledge what was trained at versions <= `version`."""
+        for trained in sorted(v for v in self._trained if v <= version):
+            for sequence in self._trained.pop(trained):
+                self._account.acknowledge(self._account[sequence])
+
+    def _check_take(self, num_groups: int, version: int) -> None:
+        following = self.version + len(self._loans)
+        if version != following:
+            raise LedgerError(f"take for version {version}; the next to be trained is {following}")
+        capacity = (self.max_staleness + 1) * self.groups_per_step
+        if num_groups > capacity:
+            raise ConfigError(
+                f"a batch of {num_groups} groups can never fill: buffer.max_staleness "
+                f"{self.max_staleness} and learner.groups_per_step {self.groups_per_step} admit "
+                f"{capacity}"
+            )
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise FencedError(f"this learner is of epoch {epoch}; epoch {self.epoch} took over")
+
+
+def _header(entry: Entry) -> GroupHeader:
+    assert entry.header is not None, "only a LEASED entry has no header"
+    return entry.header

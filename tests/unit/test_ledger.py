@@ -1,0 +1,289 @@
+"""The ledger's rules, one at a time. `test_ledger_properties.py` mixes them in any order."""
+
+import pytest
+
+from buffers.ledger import Ledger
+from streamrl.errors import (
+    ConfigError,
+    DuplicateGroupError,
+    FencedError,
+    LedgerError,
+    UnknownLeaseError,
+)
+from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason
+
+
+def make_ledger(groups_per_step: int = 2, max_staleness: int = 1, **kwargs: int) -> Ledger:
+    ledger = Ledger(groups_per_step=groups_per_step, max_staleness=max_staleness, **kwargs)
+    ledger.attach(0)
+    return ledger
+
+
+def header(lease: Lease, version: int = 0, group_id: str | None = None) -> GroupHeader:
+    return GroupHeader(
+        group_id=group_id or f"group of {lease.lease_id}",
+        sequence=lease.sequence,
+        environment="test",
+        oldest_version=version,
+        lengths=(3,),
+        rewards=(1.0,),
+    )
+
+
+def grant(ledger: Ledger, lease_id: str, now_s: float = 0.0, ttl_s: float = 10.0) -> Lease:
+    lease = ledger.lease(lease_id, now_s, ttl_s)
+    assert lease is not None
+    return lease
+
+
+def fill(ledger: Ledger, *lease_ids: str, version: int = 0) -> None:
+    for lease_id in lease_ids:
+        ledger.put(lease_id, header(grant(ledger, lease_id), version), 0.0)
+
+
+def train_one_step(ledger: Ledger, epoch: int = 1) -> list[int]:
+    taken = ledger.take(ledger.groups_per_step, ledger.version, epoch)
+    ledger.advance(ledger.version + 1, epoch)
+    return [group.sequence for group in taken]
+
+
+def test_nothing_is_granted_before_a_learner_attached():
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    assert ledger.lease("a", 0.0, 10.0) is None
+    ledger.attach(0)
+    assert grant(ledger, "a").sequence == 0
+
+
+def test_admission_stops_at_the_staleness_bound_and_opens_with_the_next_version():
+    ledger = make_ledger(groups_per_step=2, max_staleness=1)
+    fill(ledger, "a", "b", "c", "d")
+    assert ledger.lease("e", 0.0, 10.0) is None
+    train_one_step(ledger)
+    assert [grant(ledger, name).sequence for name in "ef"] == [4, 5]
+    assert ledger.lease("g", 0.0, 10.0) is None
+
+
+def test_admission_stops_near_the_end_of_the_run():
+    ledger = make_ledger(groups_per_step=2, max_staleness=5, final_version=2)
+    fill(ledger, *"abcd")
+    assert ledger.lease("e", 0.0, 10.0) is None
+    train_one_step(ledger)
+    assert ledger.lease("e", 0.0, 10.0) is None
+
+
+def test_a_lease_asked_for_twice_is_granted_once():
+    ledger = make_ledger()
+    assert grant(ledger, "a") == grant(ledger, "a")
+    assert ledger.books().granted == 1
+
+
+def test_the_floor_of_a_lease_follows_its_place_in_the_line():
+    ledger = make_ledger(groups_per_step=1, max_staleness=2)
+    for step in range(3):
+        fill(ledger, f"first {step}")
+        train_one_step(ledger)
+    floors = [grant(ledger, name).policy_version for name in "abc"]
+    assert floors == [1, 2, 3]
+
+
+def test_without_staleness_every_floor_is_the_current_version():
+    ledger = make_ledger(groups_per_step=2, max_staleness=0)
+    fill(ledger, "a", "b")
+    train_one_step(ledger)
+    assert {grant(ledger, name).policy_version for name in "cd"} == {1}
+
+
+def test_an_expired_lease_gives_its_sequence_back_and_its_put_is_refused():
+    ledger = make_ledger()
+    late = grant(ledger, "late", now_s=0.0, ttl_s=10.0)
+    assert ledger.expire(9.9) == ()
+    assert ledger.expire(10.0) == ("late",)
+    assert grant(ledger, "other", now_s=11.0).sequence == late.sequence
+    with pytest.raises(UnknownLeaseError, match="late"):
+        ledger.put("late", header(late), 11.0)
+    assert ledger.books().dropped == {DropReason.EXPIRED: 1}
+    assert ledger.refused() == {RefusalReason.UNKNOWN_LEASE: 1}
+
+
+def test_a_renewed_lease_lives_on_and_a_lost_one_is_named():
+    ledger = make_ledger()
+    grant(ledger, "a", now_s=0.0, ttl_s=10.0)
+    assert ledger.renew(["a", "never"], 5.0, 10.0) == ("never",)
+    assert ledger.expire(14.0) == ()
+    assert ledger.expire(15.0) == ("a",)
+
+
+def test_putting_the_same_group_again_changes_nothing_and_another_one_is_a_duplicate():
+    ledger = make_ledger()
+    lease = grant(ledger, "a")
+    assert ledger.put("a", header(lease), 0.0)
+    books = ledger.books()
+    assert not ledger.put("a", header(lease), 0.0)
+    with pytest.raises(DuplicateGroupError):
+        ledger.put("a", header(lease, group_id="another"), 0.0)
+    assert ledger.books() == books
+    assert ledger.refused() == {RefusalReason.DUPLICATE: 1}
+
+
+def test_a_group_of_another_sequence_is_refused():
+    ledger = make_ledger()
+    first, second = grant(ledger, "a"), grant(ledger, "b")
+    with pytest.raises(LedgerError, match="sequence 0; the group says 1"):
+        ledger.put(first.lease_id, header(second), 0.0)
+
+
+@pytest.mark.parametrize("reason", DropReason)
+def test_a_released_lease_returns_its_sequence_or_ends_it_by_its_reason(reason):
+    ledger = make_ledger()
+    lease = grant(ledger, "a")
+    ledger.release("a", reason)
+    again = grant(ledger, "b").sequence
+    assert (again == lease.sequence) is reason.returns_sequence
+    assert ledger.books().dropped == {reason: 1}
+
+
+def test_take_waits_for_a_whole_batch_and_lends_the_oldest_first():
+    ledger = make_ledger(groups_per_step=2, max_staleness=3)
+    leases = [grant(ledger, name) for name in "abcd"]
+    ledger.put("a", header(leases[0], version=0), 0.0)
+    assert ledger.take(2, 0, 1) == ()
+    ledger.put("b", header(leases[1]), 0.0)
+    assert [g.sequence for g in ledger.take(2, 0, 1)] == [0, 1]
+    ledger.advance(1, 1)
+    ledger.put("d", header(leases[3], version=0), 0.0)
+    ledger.put("c", header(leases[2], version=1), 0.0)
+    assert [g.sequence for g in ledger.take(2, 1, 1)] == [3, 2]
+
+
+def test_the_same_version_gets_the_same_loan():
+    ledger = make_ledger()
+    fill(ledger, "a", "b", "c", "d")
+    assert ledger.take(2, 0, 1) == ledger.take(2, 0, 1)
+    assert ledger.books().taken == 2
+
+
+def test_a_prefetched_batch_counts_the_version_it_will_wait_for():
+    ledger = make_ledger(groups_per_step=1, max_staleness=0)
+    fill(ledger, "a")
+    ledger.take(1, 0, 1)
+    with pytest.raises(LedgerError, match="next to be trained is 1"):
+        ledger.take(1, 2, 1)
+    assert ledger.take(1, 1, 1) == ()
+
+
+def test_a_prefetched_batch_is_evicted_by_the_version_that_will_train_it():
+    ledger = make_ledger(groups_per_step=1, max_staleness=2)
+    fill(ledger, *"abc")
+    train_one_step(ledger)
+    fill(ledger, "d", version=0)
+    assert [len(ledger.take(1, version, 1)) for version in (1, 2, 3)] == [1, 1, 0]
+    assert ledger.books().dropped == {DropReason.STALE: 1}
+
+
+def test_what_became_too_stale_is_evicted_with_the_reason():
+    ledger = make_ledger(groups_per_step=1, max_staleness=1)
+    slow = grant(ledger, "slow")
+    for _ in range(2):
+        fill(ledger, f"quick {ledger.version}", version=ledger.version)
+        train_one_step(ledger)
+    assert not ledger.put("slow", header(slow, version=0), 0.0)
+    assert ledger.books().dropped == {DropReason.STALE: 1}
+
+
+def test_a_batch_that_admission_can_never_fill_is_refused_by_name():
+    ledger = make_ledger(groups_per_step=2, max_staleness=0)
+    with pytest.raises(ConfigError, match=r"buffer.max_staleness .* learner.groups_per_step"):
+        ledger.take(3, 0, 1)
+
+
+def test_acknowledged_groups_are_freed_and_the_books_close():
+    ledger = make_ledger()
+    fill(ledger, *"abcd")
+    train_one_step(ledger)
+    ledger.acknowledge(1, 1)
+    ledger.acknowledge(1, 1)
+    books = ledger.books()
+    assert (books.acknowledged, books.trained, books.buffered) == (2, 0, 2)
+    assert books.balanced
+    assert ledger.drain_freed() == (0, 1)
+    assert ledger.drain_freed() == ()
+
+
+def test_a_learner_restored_to_a_checkpoint_trains_the_rest_again():
+    ledger = make_ledger(groups_per_step=1, max_staleness=3)
+    fill(ledger, *"abcd")
+    history = [train_one_step(ledger), train_one_step(ledger)]
+    ledger.acknowledge(1, 1)
+    ledger.take(1, 2, 1)
+    assert ledger.attach(1) == 2
+    assert (ledger.books().acknowledged, ledger.books().buffered) == (1, 3)
+    assert [train_one_step(ledger, epoch=2) for _ in range(3)] == [history[1], [2], [3]]
+
+
+def test_an_old_learner_is_fenced():
+    ledger = make_ledger()
+    fill(ledger, "a", "b")
+    ledger.attach(0)
+    for call in (
+        lambda: ledger.take(2, 0, 1),
+        lambda: ledger.advance(1, 1),
+        lambda: ledger.acknowledge(0, 1),
+        lambda: ledger.finish(1),
+    ):
+        with pytest.raises(FencedError, match="epoch 2 took over"):
+            call()
+
+
+def test_a_blank_ledger_continues_the_account_of_a_checkpoint():
+    old = make_ledger(groups_per_step=1, max_staleness=3)
+    fill(old, *"abcd")
+    train_one_step(old)
+    old.release(grant(old, "e").lease_id, DropReason.FAILED)
+    books = old.books()
+    new = Ledger(groups_per_step=1, max_staleness=3)
+    new.attach(1, books)
+    assert new.books().balanced
+    assert new.books().acknowledged == 1
+    assert new.books().dropped == {DropReason.FAILED: 1, DropReason.ORPHANED: 3}
+    assert [grant(new, name).sequence for name in "fghi"] == [1, 2, 3, 5]
+
+
+def test_a_learner_that_rewinds_behind_acknowledged_groups_gets_them_generated_again():
+    ledger = make_ledger(groups_per_step=1, max_staleness=3)
+    fill(ledger, *"ab")
+    books_at_0 = ledger.books()
+    train_one_step(ledger)
+    train_one_step(ledger)
+    ledger.acknowledge(2, 1)
+    ledger.attach(0, books_at_0)
+    assert ledger.books().balanced
+    assert [grant(ledger, name).sequence for name in "cde"] == [0, 1, 2]
+
+
+def test_after_finish_nothing_is_granted_until_a_learner_attaches_again():
+    ledger = make_ledger()
+    ledger.finish(1)
+    assert ledger.lease("a", 0.0, 10.0) is None
+    ledger.attach(0)
+    assert grant(ledger, "a")
+
+
+def test_advance_without_a_loan_is_refused_and_may_be_repeated_with_one():
+    ledger = make_ledger(groups_per_step=1)
+    with pytest.raises(LedgerError, match="has lent for \\[\\]"):
+        ledger.advance(1, 1)
+    fill(ledger, "a")
+    ledger.take(1, 0, 1)
+    ledger.advance(1, 1)
+    ledger.advance(1, 1)
+    assert ledger.books().trained == 1
+
+
+def test_settings_out_of_range_are_named():
+    with pytest.raises(ConfigError, match="groups_per_step must be >= 1 \\(was 0\\)"):
+        Ledger(groups_per_step=0, max_staleness=0)
+
+
+def test_books_of_nothing_are_balanced():
+    assert Books().balanced
+    assert not Books(granted=1).balanced

@@ -1,0 +1,171 @@
+"""Any interleaving of calls, expiries and deaths keeps the ledger's promises.
+
+The model beside the ledger is what an outside auditor would write down: which sequences the
+surviving history has trained, at which version, and what the last durable checkpoint contains.
+"""
+
+from copy import deepcopy
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from buffers.ledger import Ledger
+from streamrl.types import Books, DropReason, GroupHeader, Lease
+
+TTL_S = 10.0
+ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    @initialize(groups_per_step=st.integers(1, 3), max_staleness=st.integers(0, 3))
+    def start(self, groups_per_step: int, max_staleness: int) -> None:
+        self.settings = {"groups_per_step": groups_per_step, "max_staleness": max_staleness}
+        self.ledger = Ledger(**self.settings)
+        self.epoch = self.ledger.attach(0)
+        self.now_s = 0.0
+        self.num_leases = 0
+        self.held: dict[str, Lease] = {}
+        self.loan: tuple[GroupHeader, ...] = ()
+        self.version = 0
+        self.history: dict[int, int] = {}
+        self.checkpoint: tuple[int, Books, dict[int, int]] = (0, Books(), {})
+        self.first_checkpoint = self.checkpoint
+        self.older_ledger = Ledger(**self.settings)
+
+    @rule()
+    def lease(self) -> None:
+        lease = self.ledger.lease(f"lease {self.num_leases}", self.now_s, TTL_S)
+        if lease is not None:
+            self.num_leases += 1
+            assert lease.sequence not in {held.sequence for held in self.held.values()}
+            assert lease.sequence not in self.history
+            assert lease.policy_version <= self.version
+            self.held[lease.lease_id] = lease
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), extra=st.integers(0, 3))
+    def put(self, data: st.DataObject, extra: int) -> None:
+        lease = self.held.pop(data.draw(st.sampled_from(sorted(self.held))))
+        self._put(lease, max(0, lease.policy_version - 1 + extra))
+
+    def _put(self, lease: Lease, oldest: int) -> None:
+        header = GroupHeader(
+            group_id=lease.lease_id,
+            sequence=lease.sequence,
+            environment="test",
+            oldest_version=oldest,
+            lengths=(1,),
+            rewards=(0.0,),
+        )
+        self.ledger.put(lease.lease_id, header, self.now_s)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), reason=st.sampled_from(ENDS_A_LEASE))
+    def release(self, data: st.DataObject, reason: DropReason) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.held)))
+        del self.held[lease_id]
+        self.ledger.release(lease_id, reason)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def let_time_pass_with_some_generators_dead(self, data: st.DataObject) -> None:
+        alive = data.draw(st.sets(st.sampled_from(sorted(self.held))))
+        self.now_s += 0.6 * TTL_S
+        lost = set(self.ledger.renew(alive, self.now_s, TTL_S))
+        self.now_s += 0.6 * TTL_S
+        self.ledger.expire(self.now_s)
+        self.held = {k: v for k, v in self.held.items() if k in alive - lost}
+        assert set(self.ledger.live_leases()) == self.held.keys()
+
+    @rule()
+    def take(self) -> None:
+        loan = self.ledger.take(self.settings["groups_per_step"], self.version, self.epoch)
+        for group in loan:
+            assert self.version - group.oldest_version <= self.settings["max_staleness"]
+            assert group.sequence not in self.history
+        self.loan = loan
+
+    @precondition(lambda self: self.loan)
+    @rule()
+    def train(self) -> None:
+        self.version += 1
+        self.ledger.advance(self.version, self.epoch)
+        self.history |= {group.sequence: self.version for group in self.loan}
+        self.loan = ()
+
+    @rule(num_steps=st.integers(1, 3), spread=st.integers(0, 3))
+    def run_some_steps(self, num_steps: int, spread: int) -> None:
+        """Steady work: without this rule, random calls rarely fill a batch."""
+        for _ in range(num_steps):
+            for _ in range(12):
+                self.lease()
+            for lease in tuple(self.held.values()):
+                del self.held[lease.lease_id]
+                self._put(lease, min(lease.policy_version + spread, self.version))
+            self.take()
+            if self.loan:
+                self.train()
+
+    @rule(acknowledges=st.booleans())
+    def save(self, acknowledges: bool) -> None:
+        """A learner may die between the durable checkpoint and its acknowledgement."""
+        self.checkpoint = (self.version, self.ledger.books(), dict(self.history))
+        if acknowledges:
+            self.ledger.acknowledge(self.version, self.epoch)
+
+    @rule(buffer=st.sampled_from(["lives", "comes back blank", "comes back older"]))
+    def kill_the_learner(self, buffer: str) -> None:
+        """A buffer that comes back never hears again of the leases it remembers."""
+        self.version, books, history = self.checkpoint
+        self.history = dict(history)
+        if buffer != "lives":
+            blank = Ledger(**self.settings)
+            self.ledger = deepcopy(self.older_ledger) if buffer.endswith("older") else blank
+            self.held = {}
+        self._attach(books)
+        if buffer != "lives":
+            self.now_s += 2 * TTL_S
+            self.ledger.expire(self.now_s)
+
+    @rule()
+    def resume_from_an_earlier_checkpoint(self) -> None:
+        """The checkpoint is not the last one acknowledged: what came after is made again."""
+        self.version, books, history = self.first_checkpoint
+        self.checkpoint = self.first_checkpoint
+        self.history = dict(history)
+        self._attach(books)
+
+    @rule()
+    def copy_the_buffer(self) -> None:
+        self.older_ledger = deepcopy(self.ledger)
+
+    def _attach(self, books: Books) -> None:
+        self.epoch = self.ledger.attach(self.version, books)
+        self.loan = ()
+
+    @invariant()
+    def the_books_close(self) -> None:
+        books = self.ledger.books()
+        assert books.balanced
+        assert books.leased == len(self.held)
+        assert books.taken == len(self.loan)
+
+    @invariant()
+    def every_sequence_is_open_trained_or_dropped_for_good(self) -> None:
+        books = self.ledger.books()
+        accounted = set(books.open_sequences) | self.history.keys()
+        assert not set(books.open_sequences) & self.history.keys()
+        assert accounted <= set(range(books.next_sequence))
+        ended = sum(n for reason, n in books.dropped.items() if not reason.returns_sequence)
+        assert books.next_sequence - len(accounted) <= ended
+
+    @invariant()
+    def the_line_is_bounded(self) -> None:
+        books = self.ledger.books()
+        bound = (self.settings["max_staleness"] + 1) * self.settings["groups_per_step"]
+        assert books.leased <= bound
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLedger = LedgerMachine.TestCase
