@@ -61,7 +61,8 @@ class LearnerBuffer(Protocol):
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
         """Become the learner, at this version. Groups its history does not contain come back.
 
-        `books` restores the position in the prompt stream in a buffer that has lost it.
+        `books` restores the position in the prompt stream in a buffer that has lost it. Later calls
+        raise FencedError once another learner has attached.
         """
         ...
 

@@ -240,6 +240,7 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     tokens_per_s: float = 0.0
     pause_s: float = 0.0
+    is_leaving: bool = False
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
@@ -255,6 +256,8 @@ class BufferStats(Struct, frozen=True, kw_only=True):
 
     incarnation: str
     policy_version: int
+    groups_per_step: int
+    max_staleness: int
     books: Books
     refused: dict[RefusalReason, int] = {}
     oldest_version: int | None = None

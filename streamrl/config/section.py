@@ -4,12 +4,15 @@ Invariant: a section is frozen, knows every key it accepts, and says of a wrong 
 is, what it was, and what is allowed. Used by all of `streamrl.config`; nothing here reads files.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from streamrl.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 class Section(BaseModel):
@@ -25,26 +28,42 @@ class Section(BaseModel):
     )
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> ConfigError:
-    """The validation error as sentences: field, what it was, what is allowed."""
-    return ConfigError("\n".join(_sentences(error, model)))
+def explain(
+    error: ValidationError, model: type[BaseModel], origins: Mapping[str, str] | None = None
+) -> ConfigError:
+    """The validation error as sentences: field, what it was, what is allowed, where it stands."""
+    return ConfigError("\n".join(_sentences(error, model, origins or {})))
 
 
-def _sentences(error: ValidationError, model: type[BaseModel]) -> Iterator[str]:
+def _sentences(
+    error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]
+) -> Iterator[str]:
     for detail in error.errors(include_url=False):
         path = [part for part in detail["loc"] if not _is_union_branch(part)]
         field = ".".join(str(part) for part in path) or "configuration"
-        match detail["type"]:
-            case "extra_forbidden":
-                siblings = _fields_at(model, path[:-1])
-                yield f"{field}: unknown key; {did_you_mean(str(path[-1]), siblings)}"
-            case "missing":
-                yield f"{field}: is required and was not given"
-            case "value_error":
-                sentence = detail["msg"].removeprefix("Value error, ")
-                yield sentence if not path else f"{field}: {sentence}"
-            case _:
-                yield f"{field}: was {_shown(detail['input'])}; {_lower(detail['msg'])}"
+        origin = next((f" ({o})" for key, o in origins.items() if _is_at(key, field)), "")
+        yield _sentence(detail, path, field, model) + origin
+
+
+def _sentence(
+    detail: "ErrorDetails", path: list[int | str], field: str, model: type[BaseModel]
+) -> str:
+    match detail["type"]:
+        case "extra_forbidden":
+            return (
+                f"{field}: unknown key; {did_you_mean(str(path[-1]), _fields_at(model, path[:-1]))}"
+            )
+        case "missing":
+            return f"{field}: is required and was not given"
+        case "value_error":
+            sentence = detail["msg"].removeprefix("Value error, ")
+            return f"{field}: {sentence}" if path else sentence
+        case _:
+            return f"{field}: was {_shown(detail['input'])}; {_lower(detail['msg'])}"
+
+
+def _is_at(key: str, field: str) -> bool:
+    return key == field or key.startswith(field + ".") or field.startswith(key + ".")
 
 
 def _fields_at(model: type[BaseModel], path: list[int | str]) -> list[str]:

@@ -1,0 +1,151 @@
+"""What a buffer client and a buffer server say to each other.
+
+    request = [request id, request record, payload of a put]      DEALER -> ROUTER
+    reply   = [request id, reply record, payloads of a fetch]
+
+Records travel as `streamrl.wire` envelopes, group payloads as envelopes of their own frame, so a
+server keeps and hands out bytes it need not encode again. Every request may be sent again after a
+lost reply: the ledger answers a repeated one alike.
+"""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from streamrl import errors
+from streamrl.errors import StreamRLError
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    HeartbeatReply,
+    Lease,
+)
+
+
+class LeaseRequest(Struct, frozen=True, tag="lease"):
+    lease_id: str
+    generator_id: str
+    wait_s: float
+
+
+class PutRequest(Struct, frozen=True, tag="put"):
+    lease_id: str
+
+
+class ReleaseRequest(Struct, frozen=True, tag="release"):
+    lease_id: str
+    reason: DropReason
+
+
+class HeartbeatRequest(Struct, frozen=True, tag="heartbeat"):
+    status: GeneratorStatus
+
+
+class AttachRequest(Struct, frozen=True, tag="attach"):
+    policy_version: int
+    books: Books | None
+
+
+class TakeRequest(Struct, frozen=True, tag="take"):
+    num_groups: int
+    policy_version: int
+    epoch: int
+    wait_s: float
+
+
+class FetchRequest(Struct, frozen=True, tag="fetch"):
+    sequences: tuple[int, ...]
+
+
+class AdvanceRequest(Struct, frozen=True, tag="advance"):
+    policy_version: int
+    epoch: int
+
+
+class AcknowledgeRequest(Struct, frozen=True, tag="acknowledge"):
+    policy_version: int
+    epoch: int
+
+
+class FinishRequest(Struct, frozen=True, tag="finish"):
+    epoch: int
+
+
+class StatsRequest(Struct, frozen=True, tag="stats"):
+    pass
+
+
+Request: TypeAlias = (
+    LeaseRequest
+    | PutRequest
+    | ReleaseRequest
+    | HeartbeatRequest
+    | AttachRequest
+    | TakeRequest
+    | FetchRequest
+    | AdvanceRequest
+    | AcknowledgeRequest
+    | FinishRequest
+    | StatsRequest
+)
+
+
+class Done(Struct, frozen=True, tag="done"):
+    """The answer to put, release, acknowledge, finish and (with payload frames) fetch."""
+
+
+class LeaseReply(Struct, frozen=True, tag="lease"):
+    lease: Lease | None
+
+
+class HeartbeatAnswer(Struct, frozen=True, tag="heartbeat"):
+    reply: HeartbeatReply
+
+
+class AttachReply(Struct, frozen=True, tag="attach"):
+    epoch: int
+    stats: BufferStats
+
+
+class TakeReply(Struct, frozen=True, tag="take"):
+    headers: tuple[GroupHeader, ...]
+
+
+class AdvanceReply(Struct, frozen=True, tag="advance"):
+    books: Books
+
+
+class StatsReply(Struct, frozen=True, tag="stats"):
+    stats: BufferStats
+
+
+class ErrorReply(Struct, frozen=True, tag="error"):
+    """A refusal; `kind` is the name of a class in `streamrl.errors`."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: StreamRLError) -> "ErrorReply":
+        return cls(type(error).__name__, str(error))
+
+    def exception(self) -> StreamRLError:
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, StreamRLError):
+            return kind(self.message)
+        return StreamRLError(f"{self.kind}: {self.message}")
+
+
+Reply: TypeAlias = (
+    Done
+    | LeaseReply
+    | HeartbeatAnswer
+    | AttachReply
+    | TakeReply
+    | AdvanceReply
+    | StatsReply
+    | ErrorReply
+)

@@ -1,0 +1,125 @@
+"""A buffer's whole state: the ledger, the payloads it keeps, and who reported when.
+
+Invariant: a payload is held exactly while the ledger has its group. Calls return at once and never
+wait; a backend (`buffers.memory`, `buffers.zmq_server`) does the waiting and owns the clock.
+"""
+
+import uuid
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+from buffers.ledger import Ledger
+from streamrl.errors import LedgerError
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    HeartbeatReply,
+    Lease,
+)
+
+Payload = TypeVar("Payload")
+
+
+class BufferState(Generic[Payload]):
+    """`Payload` is what the backend keeps of a group: the record itself, or its bytes."""
+
+    def __init__(self, ledger: Ledger, *, lease_ttl_s: float) -> None:
+        self.ledger = ledger
+        self.lease_ttl_s = lease_ttl_s
+        self.incarnation = uuid.uuid4().hex
+        self._payloads: dict[int, tuple[Payload, int]] = {}
+        self._num_bytes = 0
+        self._roster: dict[str, tuple[GeneratorStatus, float]] = {}
+
+    def lease(self, lease_id: str, now_s: float) -> Lease | None:
+        return self.ledger.lease(lease_id, now_s, self.lease_ttl_s)
+
+    def put(self, lease_id: str, header: GroupHeader, payload: Payload, now_s: float) -> None:
+        if self.ledger.put(lease_id, header, now_s):
+            self._payloads[header.sequence] = (payload, header.num_bytes)
+            self._num_bytes += header.num_bytes
+
+    def release(self, lease_id: str, reason: DropReason) -> None:
+        self.ledger.release(lease_id, reason)
+
+    def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
+        """Renew its leases. Leases of the same generator's earlier session end here."""
+        known = self._roster.get(status.generator_id)
+        if known and known[0].session != status.session:
+            self._end_session(known[0].session)
+        if status.is_leaving:
+            self._roster.pop(status.generator_id, None)
+        else:
+            self._roster[status.generator_id] = (status, now_s)
+        return HeartbeatReply(
+            policy_version=self.ledger.version,
+            lost_lease_ids=self.ledger.renew(status.lease_ids, now_s, self.lease_ttl_s),
+            finished=self.ledger.finished,
+        )
+
+    def attach(self, policy_version: int, books: Books | None) -> int:
+        epoch = self.ledger.attach(policy_version, books)
+        self._forget_freed()
+        return epoch
+
+    def take(self, num_groups: int, policy_version: int, epoch: int) -> tuple[GroupHeader, ...]:
+        headers = self.ledger.take(num_groups, policy_version, epoch)
+        self._forget_freed()
+        return headers
+
+    def fetch(self, sequences: Iterable[int]) -> tuple[Payload, ...]:
+        missing = [sequence for sequence in sequences if sequence not in self._payloads]
+        if missing:
+            raise LedgerError(f"no group is held for the sequences {missing}")
+        return tuple(self._payloads[sequence][0] for sequence in sequences)
+
+    def advance(self, policy_version: int, epoch: int) -> Books:
+        self.ledger.advance(policy_version, epoch)
+        self._forget_freed()
+        return self.ledger.books()
+
+    def acknowledge(self, policy_version: int, epoch: int) -> None:
+        self.ledger.acknowledge(policy_version, epoch)
+        self._forget_freed()
+
+    def finish(self, epoch: int) -> None:
+        self.ledger.finish(epoch)
+
+    def expire(self, now_s: float) -> None:
+        """End overdue leases and forget generators not heard of for one lease's life."""
+        self.ledger.expire(now_s)
+        silent = [g for g, (_, seen_s) in self._roster.items() if now_s - seen_s > self.lease_ttl_s]
+        for generator_id in silent:
+            del self._roster[generator_id]
+
+    def stats(self) -> BufferStats:
+        return BufferStats(
+            incarnation=self.incarnation,
+            policy_version=self.ledger.version,
+            groups_per_step=self.ledger.groups_per_step,
+            max_staleness=self.ledger.max_staleness,
+            books=self.ledger.books(),
+            refused=self.ledger.refused(),
+            oldest_version=self.ledger.oldest_version(),
+            num_bytes=self._num_bytes,
+            generators=tuple(status for status, _ in self._roster.values()),
+            finished=self.ledger.finished,
+        )
+
+    @property
+    def is_deserted(self) -> bool:
+        """The run has ended and every generator has left."""
+        return self.ledger.finished and not self._roster and not self.ledger.live_leases()
+
+    def _end_session(self, session: str) -> None:
+        for lease_id in self.ledger.live_leases():
+            if lease_id.startswith(session):
+                self.ledger.release(lease_id, DropReason.EXPIRED)
+
+    def _forget_freed(self) -> None:
+        for sequence in self.ledger.drain_freed():
+            _, num_bytes = self._payloads.pop(sequence)
+            self._num_bytes -= num_bytes

@@ -1,0 +1,155 @@
+"""`zmq://`, the client: asynchronous calls over one DEALER socket.
+
+Invariant: a call returns the server's answer, raises the error the server named, or raises
+TransportError at its deadline; it never hangs. An unanswered request is sent again (the server
+restarted, or the answer was lost), each time with twice the patience; the ledger makes repeating
+harmless. At most MAX_PUTS payloads are under way at once, so that a slow server is not sent what
+it has not read yet a second time.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from buffers import messages as m
+from streamrl import wire
+from streamrl.errors import TransportError
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    HeartbeatReply,
+    Lease,
+    TrajectoryGroup,
+)
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+MAX_PUTS = 4
+
+
+class ZmqBuffer:
+    """Implements `streamrl.interfaces.TrajectoryBuffer` against a `ZmqBufferServer`.
+
+    `deadline_s` bounds how long a call goes unanswered beyond what it asked to wait.
+    """
+
+    def __init__(self, url: str, *, deadline_s: float = 60.0, retry_s: float = 5.0) -> None:
+        self._url = url
+        self._deadline_s = deadline_s
+        self._retry_s = retry_s
+        self._epoch = 0
+        self._ids = itertools.count()
+        self._answers: dict[bytes, asyncio.Future[list[bytes]]] = {}
+        self._puts = asyncio.Semaphore(MAX_PUTS)
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        # Until the server is there, requests wait here, under the caller's deadline.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.connect(url.replace("zmq://", "tcp://"))
+        self._reader = asyncio.create_task(self._read())
+
+    async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
+        request = m.LeaseRequest(lease_id, generator_id, wait_s)
+        return (await self._call(request, m.LeaseReply, wait_s))[0].lease
+
+    async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
+        async with self._puts:
+            await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(group))
+
+    async def release(self, lease_id: str, reason: DropReason) -> None:
+        await self._call(m.ReleaseRequest(lease_id, reason), m.Done)
+
+    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
+        return (await self._call(m.HeartbeatRequest(status), m.HeartbeatAnswer))[0].reply
+
+    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
+        reply, _ = await self._call(m.AttachRequest(policy_version, books), m.AttachReply)
+        self._epoch = reply.epoch
+        return reply.stats
+
+    async def take(
+        self, num_groups: int, policy_version: int, wait_s: float
+    ) -> tuple[GroupHeader, ...]:
+        request = m.TakeRequest(num_groups, policy_version, self._epoch, wait_s)
+        return (await self._call(request, m.TakeReply, wait_s))[0].headers
+
+    async def fetch(self, sequences: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
+        _, payloads = await self._call(m.FetchRequest(tuple(sequences)), m.Done)
+        return tuple(wire.decode(payload, TrajectoryGroup) for payload in payloads)
+
+    async def advance(self, policy_version: int) -> Books:
+        request = m.AdvanceRequest(policy_version, self._epoch)
+        return (await self._call(request, m.AdvanceReply))[0].books
+
+    async def acknowledge(self, policy_version: int) -> None:
+        await self._call(m.AcknowledgeRequest(policy_version, self._epoch), m.Done)
+
+    async def finish(self) -> None:
+        await self._call(m.FinishRequest(self._epoch), m.Done)
+
+    async def stats(self) -> BufferStats:
+        return (await self._call(m.StatsRequest(), m.StatsReply))[0].stats
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._socket.close()
+
+    async def _call(
+        self, request: Any, expected: type[Answer], wait_s: float = 0.0, *payloads: bytes
+    ) -> tuple[Answer, list[bytes]]:
+        """Sends and waits for the answer; unblocked by it, by a resend, or by the deadline."""
+        frames = [wire.encode(request), *payloads]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s + self._deadline_s
+        patience_s = self._retry_s
+        while (remaining_s := deadline - loop.time()) > 0:
+            answer = await self._send_and_wait(frames, min(remaining_s, wait_s + patience_s))
+            if answer is not None:
+                return self._unpack(answer, expected)
+            patience_s *= 2
+            log.warning("no answer from the buffer at %s to %s", self._url, type(request).__name__)
+        raise TransportError(
+            f"the buffer at {self._url} has not answered {type(request).__name__} for "
+            f"{wait_s + self._deadline_s:.0f} s: is it running, and is buffer.url right?"
+        )
+
+    async def _send_and_wait(self, frames: list[bytes], patience_s: float) -> list[bytes] | None:
+        request_id = next(self._ids).to_bytes(8, "little")
+        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        self._answers[request_id] = answer
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._socket.send_multipart([request_id, *frames], copy=False)
+                return await answer
+        except TimeoutError:
+            return None
+        finally:
+            del self._answers[request_id]
+
+    def _unpack(self, frames: list[bytes], expected: type[Answer]) -> tuple[Answer, list[bytes]]:
+        reply: Any = wire.decode(frames[0] if frames else b"", m.Reply)  # type: ignore[arg-type]
+        if isinstance(reply, m.ErrorReply):
+            raise reply.exception()
+        if not isinstance(reply, expected):
+            raise TransportError(f"the buffer answered {type(reply).__name__} instead")
+        return reply, frames[1:]
+
+    async def _read(self) -> None:
+        """Hands replies to their callers; waits for the socket, ends when the client closes."""
+        while True:
+            request_id, *frames = await self._socket.recv_multipart()
+            answer = self._answers.get(request_id)
+            if answer is not None and not answer.done():
+                answer.set_result(frames)

@@ -1,0 +1,188 @@
+"""`zmq://`, the server: one ROUTER socket around a `BufferState`.
+
+Invariant: every request gets exactly one reply. A lease or take that cannot be granted yet is
+parked and answered when the state changes or its `wait_s` is over; that is the back-pressure, so
+nothing ever queues up unasked. One thread runs `serve`; nothing else touches the state.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import zmq
+from msgspec import Struct
+
+from buffers import messages as m
+from buffers.state import BufferState
+from streamrl import wire
+from streamrl.errors import StreamRLError, WireError
+from streamrl.types import BufferStats, GroupHeader, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+Frames: TypeAlias = Sequence[bytes]
+POLL_S = 0.2
+
+
+class _Parked(Struct):
+    """A request that waits for the state to change."""
+
+    sender: bytes
+    request_id: bytes
+    request: m.LeaseRequest | m.TakeRequest
+    deadline_s: float
+
+
+class ZmqBufferServer:
+    """Serves one run's buffer at `url` (`zmq://host:port`; port 0 picks a free one)."""
+
+    def __init__(
+        self,
+        state: BufferState[bytes],
+        url: str,
+        *,
+        quarantine: Path,
+        max_group_bytes: int = wire.MAX_MESSAGE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._quarantine = quarantine
+        self._max_group_bytes = max_group_bytes
+        self._clock = clock
+        self._parked: deque[_Parked] = deque()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        # A reply exists only for a request, so queues are bounded by what clients ask for.
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.bind(url.replace("zmq://", "tcp://"))
+        endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.url = endpoint.replace("tcp://", "zmq://")
+
+    def serve(self, stop: threading.Event, *, until_deserted: bool = False) -> BufferStats:
+        """Answers until `stop` is set, or the run is over and every generator has left.
+
+        Waits for a request, the next expiry or the next parked deadline, at most POLL_S; unblocked
+        by any of them. Returns the last reading of the books.
+        """
+        try:
+            while not stop.is_set() and not (until_deserted and self._state.is_deserted):
+                if self._socket.poll(int(1000 * self._patience_s())):
+                    self._receive_all()
+                self._state.expire(self._clock())
+                self._retry_parked()
+            return self._state.stats()
+        finally:
+            self._socket.close()
+
+    def _patience_s(self) -> float:
+        now_s = self._clock()
+        times = [now_s + POLL_S, *(parked.deadline_s for parked in self._parked)]
+        if (expiry_s := self._state.ledger.next_expiry_s()) is not None:
+            times.append(expiry_s)
+        return max(0.0, min(times) - now_s)
+
+    def _receive_all(self) -> None:
+        while True:
+            try:
+                sender, request_id, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                log.warning("a message without a request id was thrown away")
+                continue
+            self._handle(sender, request_id, frames)
+
+    def _handle(self, sender: bytes, request_id: bytes, frames: Frames) -> None:
+        try:
+            request: Any = wire.decode(frames[0] if frames else b"", m.Request)  # type: ignore[arg-type]
+            answer = self._answer(request, frames[1:])
+        except StreamRLError as error:
+            answer = (m.ErrorReply.of(error),)
+        if answer is None:
+            deadline_s = self._clock() + request.wait_s
+            self._parked.append(_Parked(sender, request_id, request, deadline_s))
+        else:
+            self._reply(sender, request_id, *answer)
+
+    def _answer(self, request: Any, frames: Frames) -> tuple[Any, ...] | None:
+        """The reply record and its payload frames; None if the request has to wait."""
+        state = self._state
+        match request:
+            case m.LeaseRequest() | m.TakeRequest():
+                return self._attempt(request)
+            case m.PutRequest(lease_id):
+                self._put(lease_id, frames)
+                return (m.Done(),)
+            case m.ReleaseRequest(lease_id, reason):
+                state.release(lease_id, reason)
+                return (m.Done(),)
+            case m.HeartbeatRequest(status):
+                return (m.HeartbeatAnswer(state.heartbeat(status, self._clock())),)
+            case m.AttachRequest(policy_version, books):
+                epoch = state.attach(policy_version, books)
+                return (m.AttachReply(epoch, state.stats()),)
+            case m.FetchRequest(sequences):
+                return (m.Done(), *state.fetch(sequences))
+            case m.AdvanceRequest(policy_version, epoch):
+                return (m.AdvanceReply(state.advance(policy_version, epoch)),)
+            case m.AcknowledgeRequest(policy_version, epoch):
+                state.acknowledge(policy_version, epoch)
+                return (m.Done(),)
+            case m.FinishRequest(epoch):
+                state.finish(epoch)
+                return (m.Done(),)
+            case _:
+                return (m.StatsReply(state.stats()),)
+
+    def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> tuple[Any, ...] | None:
+        if isinstance(request, m.LeaseRequest):
+            lease = self._state.lease(request.lease_id, self._clock())
+            return None if lease is None else (m.LeaseReply(lease),)
+        headers = self._state.take(request.num_groups, request.policy_version, request.epoch)
+        return (m.TakeReply(headers),) if headers else None
+
+    def _put(self, lease_id: str, frames: Frames) -> None:
+        payload = frames[0] if frames else b""
+        try:
+            group = wire.decode(payload, TrajectoryGroup, max_bytes=self._max_group_bytes)
+        except WireError as error:
+            self._quarantine_payload(lease_id, payload, error)
+            self._state.ledger.refuse_malformed(lease_id)
+            raise
+        header = GroupHeader.of(group, num_bytes=len(payload))
+        self._state.put(lease_id, header, payload, self._clock())
+
+    def _quarantine_payload(self, lease_id: str, payload: bytes, error: WireError) -> None:
+        self._quarantine.mkdir(parents=True, exist_ok=True)
+        name = "".join(c if c.isalnum() or c in "-_" else "_" for c in lease_id)
+        path = self._quarantine / f"{time.time_ns()}-{name}.msgpack"
+        path.write_bytes(payload[: self._max_group_bytes])
+        log.warning("malformed group of lease %s kept in %s: %s", lease_id, path, error)
+
+    def _retry_parked(self) -> None:
+        """Answer what can be answered or has waited long enough; the others keep their order."""
+        now_s = self._clock()
+        for _ in range(len(self._parked)):
+            parked = self._parked.popleft()
+            try:
+                answer = self._attempt(parked.request)
+            except StreamRLError as error:
+                answer = (m.ErrorReply.of(error),)
+            if answer is None and now_s >= parked.deadline_s:
+                answer = (_EMPTY[type(parked.request)],)
+            if answer is None:
+                self._parked.append(parked)
+            else:
+                self._reply(parked.sender, parked.request_id, *answer)
+
+    def _reply(self, sender: bytes, request_id: bytes, record: Any, *payloads: bytes) -> None:
+        frames = [sender, request_id, wire.encode(record), *payloads]
+        self._socket.send_multipart(frames, copy=not payloads)
+
+
+_EMPTY: dict[type, Any] = {m.LeaseRequest: m.LeaseReply(None), m.TakeRequest: m.TakeReply(())}

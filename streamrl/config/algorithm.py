@@ -1,0 +1,7 @@
+"""Stub."""
+
+from streamrl.config.section import Section
+
+
+class AlgorithmSection(Section):
+    advantage: str = "grpo"

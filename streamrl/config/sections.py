@@ -1,0 +1,245 @@
+"""The settings of each owner: one section per part of the system, each field explained below it.
+
+Invariant: what a section can check by itself it checks here; what takes two sections is checked in
+`streamrl.config.run`. Read by every daemon; nothing here imports torch.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from streamrl.config.section import Section
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class RunSettings(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
+    """Name of the run and of its folder."""
+    folder: Path = Path("runs")
+    """Where run folders are made."""
+    max_steps: Positive = 100
+    """Optimizer steps until the run ends."""
+    seed: int = 0
+    """Seed of the prompt stream, of sampling and of initialization."""
+    resume: Literal["never", "auto"] | Path = "never"
+    """`auto` goes on from the newest checkpoint of the run folder, if there is one; a path names
+    the checkpoint."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What the daemons write to their logs."""
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.name
+
+
+class RecipeSettings(Section):
+    """A small Llama and its character tokenizer, made locally and warm-started (make-model)."""
+
+    hidden_size: Positive = 128
+    """Width of the residual stream."""
+    intermediate_size: Positive = 384
+    """Width of the MLP."""
+    num_layers: Positive = 3
+    """Decoder layers."""
+    num_heads: Positive = 4
+    """Attention heads."""
+    alphabet: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?"
+    """Characters of the tokenizer; one token each."""
+    warm_start_steps: NotNegative = 150
+    """Upper bound of supervised steps; 0 leaves the model random."""
+    warm_start_accuracy: Probability = 0.3
+    """Supervised steps end when this sampled exact match is reached."""
+    batch_size: Positive = 256
+    """Examples per supervised step."""
+    lr: Annotated[float, Field(gt=0)] = 2e-3
+    """Learning rate of the supervised steps."""
+
+
+class ModelSettings(Section):
+    path: str
+    """Folder (or hub name) of a Hugging Face causal language model."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer, if it is not with the model."""
+    trust_remote_code: bool = False
+    """Allow models that bring their own code."""
+    recipe: RecipeSettings | None = None
+    """How `streamrl make-model` makes the model when `path` does not exist."""
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.tokenizer or self.path
+
+
+class DataSettings(Section):
+    source: str
+    """A .jsonl or .parquet file, the name of a procedural task (addition, reverse, copy, sort), or
+    reasoning_gym:NAME."""
+    source_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a procedural task."""
+    eval_source: str | None = None
+    """Held-out prompts; a procedural task without one holds out prompts of its own."""
+    num_eval_prompts: Positive = 256
+    """Held-out prompts an evaluation uses."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column of the reference answer."""
+    chat_template: Literal["native", "none"] | Path = "native"
+    """`native` uses the tokenizer's template, if it has one; `none` feeds the prompt as it stands;
+    a path names a Jinja file."""
+    system_prompt: str | None = None
+    """Put in front of prompts that are strings."""
+    max_prompt_length: Positive = 1024
+    """Longest prompt, in tokens."""
+    truncation: Literal["error", "left", "right", "drop"] = "error"
+    """What happens to longer ones: refuse, cut that side, or drop the prompt (counted)."""
+    shuffle: bool = True
+    """Draw files in a new seeded order each epoch."""
+    reward: str = "exact_match"
+    """exact_match, numeric_answer, regex, or PATH.py:FUNCTION."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the reward."""
+
+
+class GeneratorSettings(Section):
+    count: Positive = 1
+    """Generators that `streamrl launch` starts; more may join at any time."""
+    engine: str = "hf"
+    """Inference library: hf."""
+    group_size: Positive = 8
+    """Trajectories per prompt."""
+    max_new_tokens: Positive = 256
+    """Longest completion, in tokens."""
+    min_new_tokens: NotNegative = 0
+    """Tokens before an end-of-sequence token may be sampled."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass; 1 is unrestricted."""
+    top_k: NotNegative = 0
+    """Sample among the k likeliest tokens; 0 is unrestricted."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, beside the model's own."""
+    ignore_eos: bool = False
+    """Go on past the end-of-sequence token."""
+    max_num_seqs: Positive = 64
+    """Sequences one engine decodes at a time."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus completion, in tokens; unset: max_prompt_length + max_new_tokens."""
+    dtype: Dtype = "float32"
+    """Precision of the engine's weights."""
+    device: str = "auto"
+    """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
+    num_threads: NotNegative = 0
+    """CPU threads of one generator; 0 leaves torch's choice."""
+    drain_s: Seconds = 5.0
+    """After SIGTERM, time given to unfinished groups before their leases are released."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the engine, as its own documentation names them."""
+
+
+class BufferSettings(Section):
+    url: str = "zmq://127.0.0.1:0"
+    """memory:// or zmq://host:port; with port 0, `streamrl launch` picks a free port."""
+    max_staleness: NotNegative = 2
+    """Versions a group may be behind when it is trained; 0 is the synchronous algorithm."""
+    lease_ttl_s: Seconds = 30.0
+    """A generator not heard of for so long loses its leases."""
+    max_group_bytes: Positive = 64 * 2**20
+    """Largest group taken in."""
+    deadline_s: Seconds = 60.0
+    """How long a client waits for the buffer before it gives up."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_known_scheme(cls, url: str) -> str:
+        if not url.startswith(("memory://", "zmq://")):
+            raise ValueError(f"was {url!r}; it must start with memory:// or zmq://")
+        return url
+
+
+class OptimizerSettings(Section):
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate of AdamW."""
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay; vectors (norms, biases) are exempt."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Global norm gradients are clipped to; null switches clipping off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up, down to `min_lr_ratio` at `run.max_steps`."""
+    warmup_steps: NotNegative = 0
+    """Steps over which the rate rises linearly from 0."""
+    min_lr_ratio: Probability = 0.0
+    """Floor of the schedule as a fraction of `lr`."""
+
+
+class CheckpointSettings(Section):
+    every: Positive = 50
+    """Steps between checkpoints; one is always made at the end."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+
+
+class LearnerSettings(Section):
+    groups_per_step: Positive = 32
+    """Trajectory groups per optimizer step."""
+    max_tokens_per_micro_batch: Positive = 8192
+    """Tokens (prompt and response) of one forward and backward pass."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    dtype: Dtype = "float32"
+    """Precision of forward and backward; master weights and optimizer stay float32."""
+    device: str = "auto"
+    """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
+    num_threads: NotNegative = 0
+    """CPU threads of the learner; 0 leaves torch's choice."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+
+class WeightSettings(Section):
+    address: str = "tcp://127.0.0.1:0"
+    """Where the learner announces weights; generators connect to it."""
+    transport: Literal["broadcast", "files"] = "broadcast"
+    """torch.distributed broadcast, or safetensors in the run folder (a shared file system)."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Of the broadcast; auto takes nccl if learner and generators are on GPUs."""
+    catch_up: Literal["broadcast", "files"] = "files"
+    """How a generator that joins late, or failed an update, gets the last published version."""
+    publish_every: Positive = 1
+    """Optimizer steps between published versions."""
+    dtype: Dtype | None = None
+    """Cast on send; null sends the learner's own precision."""
+    bucket_bytes: Positive = 64 * 2**20
+    """Bytes of one broadcast."""
+    deadline_s: Seconds = 30.0
+    """Longest wait for one hop of an update; who exceeds it is left out until it catches up."""
+
+    @model_validator(mode="after")
+    def _is_tcp(self) -> "WeightSettings":
+        if not self.address.startswith("tcp://"):
+            raise ValueError(f"weights.address: was {self.address!r}; it must be tcp://host:port")
+        return self
+
+
+class TrackingSettings(Section):
+    """metrics.jsonl is always written."""
+
+    console: bool = True
+    """One line a step in the learner's log."""
+    tensorboard: bool = False
+    """Event files in the run folder (extra: tensorboard)."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases (extra: wandb)."""
+    project: str = "streamrl"
+    """Project name at Weights & Biases."""
