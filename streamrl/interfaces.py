@@ -20,6 +20,7 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
+    LoadReport,
     SamplingParams,
     TrajectoryGroup,
     WeightUpdate,
@@ -122,7 +123,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def load_weights(self, update: WeightUpdate) -> None:
+    async def load_weights(self, update: WeightUpdate) -> LoadReport:
         """Receive and load an announced update between two tokens; requests in flight go on."""
         ...
 

@@ -297,6 +297,13 @@ class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
     path: str
 
 
+class LoadReport(Struct, frozen=True, kw_only=True):
+    """What one load cost: receiving, and the pause in which no token was sampled."""
+
+    transfer_s: float
+    pause_s: float
+
+
 class WeightUpdate(Struct, frozen=True, kw_only=True):
     """An announcement: these tensors, of this version, are to be had at this endpoint.
 

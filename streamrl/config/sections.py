@@ -215,7 +215,7 @@ class WeightSettings(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Of the broadcast; auto takes nccl if learner and generators are on GPUs."""
     catch_up: Literal["broadcast", "files"] = "files"
-    """How a generator that joins late, or failed an update, gets the last published version."""
+    """How a generator that joins late gets the last published version."""
     publish_every: Positive = 1
     """Optimizer steps between published versions."""
     dtype: Dtype | None = None

@@ -1,0 +1,123 @@
+"""torch.distributed groups between processes that were started separately.
+
+A group is formed from a name in a TCPStore that the sender hosts, so there is no default process
+group, no launcher, and a new group can stand beside a broken one. gloo moves host tensors, NCCL
+device tensors; nothing else in StreamRL knows the difference.
+
+Invariant: no call outlasts the group's timeout. After an error the group is unusable: `close` it
+and form another one. gloo shows a peer that died before the call at once, one that died or froze
+inside it only at the timeout.
+"""
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import Store as TorchStore
+
+from streamrl.errors import WeightTransferError
+
+
+class Store:
+    """The sender's rendezvous; receivers connect to `host`:`port`."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.host = host
+        self._store = TCPStore(
+            host,
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self.port: int = self._store.port
+
+    def join(self, name: str, world_size: int, backend: str, timeout_s: float) -> "Group":
+        """Rank 0 of the named group. Waits for all ranks; unblocked by them or the timeout."""
+        return _form(self._store, self.host, name, 0, world_size, backend, timeout_s)
+
+
+def join(
+    host: str, port: int, name: str, rank: int, world_size: int, backend: str, timeout_s: float
+) -> "Group":
+    """A receiver's rank of the named group. Waits for all ranks or the timeout."""
+    try:
+        store = TCPStore(
+            host,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise WeightTransferError(f"no weight store at {host}:{port}: {error}") from error
+    return _form(store, host, name, rank, world_size, backend, timeout_s)
+
+
+class Group:
+    """Broadcasts from rank 0 to everyone."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self._group = group
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send (rank 0) or fill (others) the tensor. Waits for the peers or the timeout.
+
+        Raises:
+            WeightTransferError: a peer is gone or too slow; the group is unusable.
+        """
+        try:
+            self._group.broadcast(tensor, 0, timeout=self._timeout).wait()
+        except RuntimeError as error:
+            raise WeightTransferError(f"broadcast failed: {error}") from error
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+def _form(
+    store: TorchStore,
+    host: str,
+    name: str,
+    rank: int,
+    world_size: int,
+    backend: str,
+    timeout_s: float,
+) -> Group:
+    prefixed = PrefixStore(name, store)
+    try:
+        match backend:
+            case "gloo":
+                group = _gloo(prefixed, host, rank, world_size, timeout_s)
+            case "nccl":
+                group = _nccl(prefixed, rank, world_size, timeout_s)
+            case _:
+                raise WeightTransferError(f"weights.backend: was {backend!r}; gloo or nccl")
+    except RuntimeError as error:
+        raise WeightTransferError(f"group {name} did not form: {error}") from error
+    return Group(group, timeout_s)
+
+
+def _gloo(store: TorchStore, host: str, rank: int, world_size: int, timeout_s: float) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(host))]
+    return ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _nccl(store: TorchStore, rank: int, world_size: int, timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the route to `host`: where gloo listens, peers can reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        address: str = probe.getsockname()[0]
+        return address

@@ -1,0 +1,195 @@
+"""Receivers come to the newest version, whatever happens on the way. Real sockets and gloo groups.
+
+The receivers here live in the test's process; `tests/system` has them in processes of their own.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamrl.config.sections import WeightSettings
+from streamrl.errors import WeightTransferError
+from streamrl.types import BroadcastEndpoint, FilesEndpoint, LoadReport, WeightUpdate
+from streamrl.weights import sender as sender_module
+from streamrl.weights.channel import WeightReceiver
+from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.sender import WeightSender
+from streamrl.weights.transfer import TransferReceiver
+
+SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,)}
+
+
+def parameters(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class Generator:
+    """A receiver that keeps what it loads."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self.policy_version = 0
+        self.updates: list[WeightUpdate] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.fails = False
+        self._transfer = TransferReceiver()
+        self.receiver = WeightReceiver(address, name, f"session of {name}", self.load)
+
+    async def load(self, update: WeightUpdate) -> LoadReport:
+        if self.fails:
+            raise WeightTransferError("told to fail")
+        received = await asyncio.to_thread(
+            lambda: {name: tensor.clone() for name, tensor in self._transfer.tensors(update)}
+        )
+        self.weights = received
+        self.policy_version = update.policy_version
+        self.updates.append(update)
+        return LoadReport(transfer_s=0.0, pause_s=0.0)
+
+    def has(self, value: float) -> bool:
+        return self.weights.keys() == SHAPES.keys() and all(
+            torch.equal(tensor, torch.full_like(tensor, value)) for tensor in self.weights.values()
+        )
+
+
+class Run:
+    """A sender and its receivers, as tasks."""
+
+    def __init__(self, tmp_path: Path, tasks: asyncio.TaskGroup, **settings: object) -> None:
+        chosen = {"address": "tcp://127.0.0.1:*", "bucket_bytes": 600, "deadline_s": 4, **settings}
+        layout = Layout(manifest_of(parameters(0.0)), int(str(chosen["bucket_bytes"])))
+        self._tasks = tasks
+        self.sender = WeightSender(
+            WeightSettings.model_validate(chosen), layout, torch.device("cpu"), tmp_path
+        )
+        self.running = [tasks.create_task(self.sender.run())]
+
+    def join(self, name: str) -> tuple[Generator, "asyncio.Task[None]"]:
+        generator = Generator(self.sender.address, name)
+        task = self._tasks.create_task(generator.receiver.run())
+        self.running.append(task)
+        return generator, task
+
+    def publish(self, version: int, value: float) -> None:
+        self.sender.snapshot(parameters(value), version)
+        self.sender.publish()
+
+
+@contextlib.asynccontextmanager
+async def run(tmp_path: Path, **settings: object) -> AsyncIterator[Run]:
+    async with asyncio.TaskGroup() as tasks:
+        started = Run(tmp_path, tasks, **settings)
+        yield started
+        for task in started.running:
+            task.cancel()
+        await asyncio.wait(started.running)
+        started.sender.close()
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "files"])
+async def test_every_receiver_gets_every_value_of_the_newest_version(tmp_path, transport):
+    async with run(tmp_path, transport=transport) as started:
+        generators = [started.join(name)[0] for name in "ab"]
+        await until(lambda: started.sender.gauges()["num_receivers"] == 2)
+        for version in (1, 2):
+            started.publish(version, version / 2)
+            await until(lambda v=version: all(g.policy_version == v for g in generators))
+            assert all(g.has(version / 2) for g in generators)
+
+
+async def test_version_0_is_the_model_folders_and_is_not_sent(tmp_path):
+    async with run(tmp_path) as started:
+        started.publish(0, 0.0)
+        generator, _ = started.join("a")
+        await until(lambda: started.sender.gauges()["num_receivers"] == 1)
+        started.publish(1, 1.0)
+        await until(lambda: generator.policy_version == 1)
+        assert [update.policy_version for update in generator.updates] == [1]
+
+
+@pytest.mark.parametrize(
+    ("catch_up", "kind"), [("files", FilesEndpoint), ("broadcast", BroadcastEndpoint)]
+)
+async def test_a_late_joiner_catches_up_the_way_it_is_configured(tmp_path, catch_up, kind):
+    async with run(tmp_path, catch_up=catch_up) as started:
+        first, _ = started.join("first")
+        started.publish(1, 1.0)
+        await until(lambda: first.policy_version == 1)
+        late, _ = started.join("late")
+        await until(lambda: late.policy_version == 1)
+        assert late.has(1.0)
+        assert isinstance(late.updates[0].endpoint, kind)
+        started.publish(2, 2.0)
+        await until(lambda: first.has(2.0) and late.has(2.0))
+
+
+async def test_the_group_is_kept_while_members_stay_and_formed_anew_when_they_change(tmp_path):
+    async with run(tmp_path) as started:
+        first, _ = started.join("first")
+        second, second_task = started.join("second")
+        await until(lambda: started.sender.gauges()["num_receivers"] == 2)
+        for version in (1, 2):
+            started.publish(version, 1.0)
+            await until(lambda v=version: first.policy_version == second.policy_version == v)
+        second_task.cancel()
+        await until(lambda: started.sender.gauges()["num_receivers"] == 1)
+        started.publish(3, 3.0)
+        await until(lambda: first.has(3.0))
+        names = [update.endpoint.group for update in first.updates]
+        assert names[0] == names[1] != names[2]
+
+
+async def test_a_receiver_that_fails_does_not_keep_the_others_and_gets_the_next_chance(tmp_path):
+    async with run(tmp_path, deadline_s=2) as started:
+        good, _ = started.join("good")
+        bad, _ = started.join("bad")
+        await until(lambda: started.sender.gauges()["num_receivers"] == 2)
+        bad.fails = True
+        started.publish(1, 1.0)
+        await until(lambda: good.has(1.0))
+        assert bad.policy_version == 0
+        bad.fails = False
+        await until(lambda: bad.has(1.0))
+
+
+async def test_a_receiver_that_stopped_answering_is_left_out_within_the_deadline(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sender_module, "ALIVE_S", 1000.0)
+    async with run(tmp_path, deadline_s=2) as started:
+        good, _ = started.join("good")
+        silent, task = started.join("silent")
+        await until(lambda: started.sender.gauges()["num_receivers"] == 2)
+        silent.receiver._say = lambda _: asyncio.sleep(0)  # no Ready, no Goodbye
+        started.publish(1, 1.0)
+        await until(lambda: good.has(1.0), deadline_s=4.0)
+        assert started.sender.gauges()["num_receivers"] == 1
+        task.cancel()
+
+
+async def test_generators_follow_a_learner_that_starts_again(tmp_path):
+    """The same version number of another history stands for other weights."""
+    async with run(tmp_path) as started:
+        generator, _ = started.join("a")
+        started.publish(1, 1.0)
+        await until(lambda: generator.has(1.0))
+        sender_task = started.running[0]
+        sender_task.cancel()
+        await asyncio.wait([sender_task])
+        started.sender.close()
+        async with asyncio.TaskGroup() as tasks:
+            again = Run(tmp_path, tasks, address=started.sender.address)
+            again.publish(1, 5.0)
+            await until(lambda: generator.has(5.0))
+            again.running[0].cancel()
+            await asyncio.wait(again.running)
+            again.sender.close()
