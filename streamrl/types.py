@@ -62,6 +62,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
+    ignore_eos: bool = False
     seed: int | None = None
 
 

@@ -1,0 +1,200 @@
+"""The running batch: requests join, get one token each per step, and leave when they are done.
+
+Invariant: every token was sampled by the weights of the version noted beside it, and what a request
+gets does not depend on who else is running (up to floating-point rounding). Not thread safe: the
+engine's thread owns it. Shapes: n running rows, V vocabulary.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from msgspec import Struct
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from actors.engines.hf import attention
+from actors.engines.hf.cache import SlotCache
+from actors.engines.hf.records import Records
+from actors.engines.hf.sampling import RowSampling, sample
+from streamrl.types import Completion, FinishReason, SamplingParams
+
+_PREFILL_TOKENS = 16384
+
+
+class Request(Struct, eq=False):
+    """What is asked for; `is_canceled` may be set at any time, from any thread."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    is_canceled: bool = False
+
+
+class RunningBatch:
+    """Up to `num_slots` requests that advance together."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        model.set_attn_implementation(attention.NAME)
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._max_model_len = max_model_len
+        self._stops = StopSets(eos_token_ids, model.config.vocab_size)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._cache = SlotCache(model.config.num_hidden_layers, num_slots, self._device)
+        self._records = Records(num_slots)
+        self._rows: list[Request] = []
+        self._seeded: dict[Request, torch.Generator] = {}
+        self.num_slots = num_slots
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @torch.inference_mode()
+    def join(self, requests: Iterable[Request], policy_version: int) -> None:
+        """Prefill the prompts, equal ones once, and sample each request's first token."""
+        for chunk in _chunks(sorted(requests, key=lambda request: len(request.prompt))):
+            unique = list(dict.fromkeys(request.prompt for request in chunk))
+            place = {prompt: i for i, prompt in enumerate(unique)}
+            of = torch.tensor([place[request.prompt] for request in chunk], device=self._device)
+            logits, prefilled = self._prefill(unique)
+            first = len(self._rows)
+            self._cache.join(first, prefilled, of)
+            for request in chunk:
+                self._open(request)
+            self._sample(first, logits[of], policy_version)
+
+    @torch.inference_mode()
+    def step(self, policy_version: int) -> None:
+        """One more token for every row."""
+        positions = torch.from_numpy(self._records.positions).to(self._device)
+        last = torch.from_numpy(self._records.last_token_ids).to(self._device)
+        output = self._model(
+            input_ids=last[:, None],
+            attention_mask=self._cache.point_at(positions, self._model.dtype),
+            position_ids=positions[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._sample(0, output.logits[:, -1], policy_version)
+
+    @torch.inference_mode()
+    def leave(self) -> list[tuple[Request, Completion]]:
+        """Take out the rows that are done or canceled; last rows fill their places."""
+        records = self._records
+        is_stop = self._stops.contains(records.stop_set[: records.size], records.last_token_ids)
+        is_canceled = np.array([request.is_canceled for request in self._rows], dtype=np.bool_)
+        left = []
+        for row in np.flatnonzero(is_stop | records.is_full | is_canceled)[::-1].tolist():
+            is_full = records.counts[row] >= records.limits[row]
+            reason = FinishReason.LENGTH if is_full else FinishReason.ABORT
+            reason = FinishReason.STOP if is_stop[row] else reason
+            left.append((self._rows[row], records.completion(row, reason)))
+            self._close(row)
+        return left
+
+    def _open(self, request: Request) -> None:
+        sampling = request.sampling
+        limit = min(sampling.max_new_tokens, self._max_model_len - len(request.prompt))
+        stop_set = self._stops.index_of(sampling)
+        self._records.open(len(request.prompt), limit, sampling, stop_set)
+        self._rows.append(request)
+        if sampling.seed is not None:
+            self._seeded[request] = torch.Generator().manual_seed(sampling.seed)
+
+    def _close(self, row: int) -> None:
+        last = len(self._rows) - 1
+        if row != last:
+            self._cache.move(last, row, int(self._records.positions[last]))
+        self._records.close(row)
+        self._seeded.pop(self._rows[row], None)
+        self._rows[row] = self._rows[last]
+        self._rows.pop()
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[torch.Tensor, DynamicCache]:
+        """Logits [P, V] behind each prompt's last token, and the keys and values of all."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
+        longest = max(len(prompt) for prompt in prompts)
+        padded = [prompt + (0,) * (longest - len(prompt)) for prompt in prompts]
+        ends, which = torch.unique(lengths - 1, return_inverse=True)
+        # Padding stands on the right, where causal attention never looks at it.
+        output = self._model(
+            input_ids=torch.tensor(padded, device=self._device),
+            use_cache=True,
+            logits_to_keep=ends,
+        )
+        rows = torch.arange(len(prompts), device=self._device)
+        return output.logits[rows, which], output.past_key_values
+
+    def _sample(self, first: int, logits: torch.Tensor, policy_version: int) -> None:
+        records = self._records
+        rows = slice(first, first + len(logits))
+        is_short = records.counts[rows] < records.minimums[rows]
+        if is_short.any():
+            logits = self._stops.forbid(logits.clone(), records.stop_set[rows], is_short)
+        generators = tuple(
+            (i, self._seeded[request])
+            for i, request in enumerate(self._rows[rows] if self._seeded else ())
+            if request in self._seeded
+        )
+        sampling = RowSampling.of(
+            records.temperature[rows],
+            records.top_k[rows],
+            records.top_p[rows],
+            generators,
+            self._device,
+        )
+        token_ids, logprobs = sample(logits, sampling, self._generator)
+        records.append(first, token_ids.cpu().numpy(), logprobs.cpu().numpy(), policy_version)
+        self.num_tokens += len(logits)
+
+
+class StopSets:
+    """Which tokens end a completion, as one table row per distinct set of them."""
+
+    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._table = np.zeros((0, vocab_size), dtype=np.bool_)
+        self._index: dict[frozenset[int], int] = {}
+
+    def index_of(self, sampling: SamplingParams) -> int:
+        eos = frozenset() if sampling.ignore_eos else self._eos_token_ids
+        stops = eos | frozenset(sampling.stop_token_ids)
+        if stops not in self._index:
+            row = np.zeros((1, self._table.shape[1]), dtype=np.bool_)
+            row[0, [token for token in stops if token < row.shape[1]]] = True
+            self._index[stops] = len(self._table)
+            self._table = np.concatenate([self._table, row])
+        return self._index[stops]
+
+    def contains(self, sets: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        is_stop: NDArray[np.bool_] = self._table[sets, token_ids]
+        return is_stop
+
+    def forbid(
+        self, logits: torch.Tensor, sets: NDArray[np.int64], rows: NDArray[np.bool_]
+    ) -> torch.Tensor:
+        """-inf at the stops of these rows, in place."""
+        stops = torch.from_numpy(self._table[sets] & rows[:, None]).to(logits.device)
+        return logits.masked_fill_(stops, -torch.inf)
+
+
+def _chunks(requests: list[Request]) -> Iterator[list[Request]]:
+    """Runs of the length-sorted requests that hold at most _PREFILL_TOKENS with padding."""
+    chunk: list[Request] = []
+    for request in requests:
+        if chunk and (len(chunk) + 1) * len(request.prompt) > _PREFILL_TOKENS:
+            yield chunk
+            chunk = []
+        chunk = [*chunk, request]
+    if chunk:
+        yield chunk

@@ -1,0 +1,127 @@
+"""Keys and values of the running batch: one slot per sequence, the running ones in front.
+
+Invariant: rows 0..n-1 are running, so attention reads views and never gathers. A row that ends is
+filled by the last one. Positions beyond a row's length hold leftovers that the mask keeps out.
+Shapes: slots, H key-value heads, L positions, D head width.
+"""
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+# Tight slots are read faster than roomy ones, and copying all of them every so many positions costs
+# less than the attention of one.
+_GROWTH = 32
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer's keys and values [slots, H, L, D], grown as positions are reached."""
+
+    def __init__(self, owner: "SlotCache") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+        self._keys = self._values = torch.empty(0)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        _, heads, _, width = key_states.shape
+        owner = self._owner
+        self._keys = key_states.new_zeros(owner.num_slots, heads, owner.capacity, width)
+        _, heads, _, width = value_states.shape
+        self._values = value_states.new_zeros(owner.num_slots, heads, owner.capacity, width)
+        self.is_initialized = True
+
+    def grow(self, capacity: int) -> None:
+        if self.is_initialized:
+            self._keys = _longer(self._keys, capacity)
+            self._values = _longer(self._values, capacity)
+
+    def join(self, first: int, keys: torch.Tensor, values: torch.Tensor, of: torch.Tensor) -> None:
+        """Rows first.. get the prefilled rows `of` of keys and values [P, H, length, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        rows, length = slice(first, first + len(of)), keys.shape[2]
+        self._keys[rows, :, :length] = keys[of]
+        self._values[rows, :, :length] = values[of]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._keys[target, :, :length] = self._keys[source, :, :length]
+        self._values[target, :, :length] = self._values[source, :, :length]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one position of every running row [n, H, 1, D]; everything up to the longest."""
+        owner = self._owner
+        running = len(key_states)
+        for whole, news in ((self._keys, key_states), (self._values, value_states)):
+            width = whole.shape[-1]
+            whole.view(-1, width).index_copy_(
+                0, owner.places(whole.shape[1]), news.reshape(-1, width)
+            )
+        return self._keys[:running, :, : owner.longest], self._values[:running, :, : owner.longest]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner.longest, 0
+
+    def get_seq_length(self) -> int:
+        return self._owner.longest - 1
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """What a decoding forward pass is given as `past_key_values`."""
+
+    def __init__(self, num_layers: int, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.capacity = _GROWTH
+        self.longest = 0
+        self._rows = torch.arange(num_slots, device=device)
+        self._positions = self._rows
+        self._places: dict[int, torch.Tensor] = {}
+        self._slots = [SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._slots))
+
+    def point_at(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The next pass writes positions [n]; returns its additive mask [n, 1, 1, L]."""
+        self._positions, self._places = positions, {}
+        self.longest = int(positions.max()) + 1
+        self.reserve(self.longest)
+        reach = torch.arange(self.longest, device=positions.device)
+        mask = torch.zeros(len(positions), self.longest, dtype=dtype, device=positions.device)
+        return mask.masked_fill_(reach > positions[:, None], -torch.inf)[:, None, None]
+
+    def places(self, heads: int) -> torch.Tensor:
+        """Where the new position of every running row and head [n * H] stands in a flat layer."""
+        if heads not in self._places:
+            rows = self._rows[: len(self._positions), None]
+            all_heads = torch.arange(heads, device=rows.device)
+            starts = (rows * heads + all_heads) * self.capacity
+            self._places[heads] = (starts + self._positions[:, None]).view(-1)
+        return self._places[heads]
+
+    def reserve(self, length: int) -> None:
+        if length > self.capacity:
+            self.capacity = -(-length // _GROWTH) * _GROWTH
+            for layer in self._slots:
+                layer.grow(self.capacity)
+
+    def join(self, first: int, prefilled: DynamicCache, of: torch.Tensor) -> None:
+        """Slots first, first + 1, ... continue the prefilled rows `of` [k]."""
+        self.reserve(prefilled.get_seq_length())
+        for slot, layer in zip(self._slots, prefilled.layers, strict=True):
+            assert isinstance(layer, DynamicLayer), "full attention has no other kind"
+            assert layer.keys is not None, "a prefill fills every layer"
+            assert layer.values is not None, "a prefill fills every layer"
+            slot.join(first, layer.keys, layer.values, of)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for layer in self._slots:
+            layer.move(source, target, length)
+
+
+def _longer(old: torch.Tensor, capacity: int) -> torch.Tensor:
+    slots, heads, length, width = old.shape
+    longer = old.new_zeros(slots, heads, capacity, width)
+    longer[:, :, :length] = old
+    return longer

@@ -1,0 +1,244 @@
+"""The HF engine: a transformers model in this process, with continuous batching.
+
+One thread decodes; the event loop hands it requests and weights and gets completions back. Between
+two tokens the thread lets requests join and leave and swaps weights in, so nobody waits for the
+longest completion and an update interrupts nothing.
+
+Invariant: every request is answered once: a completion, a RolloutError of its own, or, if the
+thread died, the error that killed it.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from actors.engines.hf.batch import Request, RunningBatch
+from actors.engines.hf.weights import SpareWeights
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.types import Completion, LoadReport, SamplingParams, WeightUpdate
+from streamrl.weights.transfer import TransferReceiver
+
+Future = asyncio.Future[Completion]
+
+
+class HfEngine:
+    """Implements `streamrl.interfaces.Engine`; made in the event loop that uses it."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, max_num_seqs: int, max_model_len: int, seed: int = 0
+    ) -> None:
+        _require_full_attention(model)
+        self._loop = asyncio.get_running_loop()
+        self._max_model_len = max_model_len
+        self._batch = RunningBatch(
+            model,
+            num_slots=max_num_seqs,
+            max_model_len=max_model_len,
+            eos_token_ids=_eos_token_ids(model),
+            seed=seed,
+        )
+        self._weights = SpareWeights(model)
+        self._transfer = TransferReceiver(next(model.parameters()).device)
+        self._policy_version = 0
+        self._pause_s = 0.0
+        self._waiting: deque[tuple[Request, Future]] = deque()
+        self._running: dict[Request, Future] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._is_closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hf-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "HfEngine":
+        """The engine a run's configuration describes, with the weights of `model.path`."""
+        generator = config.generator
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model.path,
+            dtype=getattr(torch, generator.dtype),
+            attn_implementation="sdpa",
+            trust_remote_code=config.model.trust_remote_code,
+            **generator.engine_kwargs,
+        )
+        device = generator.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return cls(
+            model.to(device).eval(),  # type: ignore[arg-type]
+            max_num_seqs=generator.max_num_seqs,
+            max_model_len=config.max_model_len,
+            seed=config.run.seed,
+        )
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams
+    ) -> Completion:
+        """One completion, cut at `max_new_tokens` or at the longest length."""
+        if not 0 < len(prompt_token_ids) < self._max_model_len:
+            raise RolloutError(
+                f"a prompt of {len(prompt_token_ids)} tokens leaves no room for a completion: "
+                f"generator.max_model_len is {self._max_model_len}"
+            )
+        request = Request(tuple(prompt_token_ids), sampling)
+        future: Future = self._loop.create_future()
+        with self._wake:
+            self._raise_if_dead()
+            self._waiting.append((request, future))
+            self._wake.notify()
+        try:
+            return await future
+        finally:
+            request.is_canceled = True
+
+    async def load_weights(self, update: WeightUpdate) -> LoadReport:
+        """Receives beside the decoding thread, then swaps between two tokens."""
+        start = time.perf_counter()
+        self._weights.check(update.manifest)
+        await asyncio.to_thread(self._receive, update)
+        transfer_s = time.perf_counter() - start
+        swapped: asyncio.Future[float] = self._loop.create_future()
+
+        def swap() -> None:
+            pause = time.perf_counter()
+            self._weights.swap()
+            self._policy_version = update.policy_version
+            pause_s = time.perf_counter() - pause
+            self._pause_s += pause_s
+            self._loop.call_soon_threadsafe(swapped.set_result, pause_s)
+
+        with self._wake:
+            self._raise_if_dead()
+            self._commands.append(swap)
+            self._wake.notify()
+        return LoadReport(transfer_s=transfer_s, pause_s=await swapped)
+
+    def gauges(self) -> Mapping[str, float]:
+        return {
+            "num_active": len(self._running),
+            "num_waiting": len(self._waiting),
+            "num_tokens": self._batch.num_tokens,
+            "pause_s": self._pause_s,
+        }
+
+    async def close(self) -> None:
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+        self._transfer.close()
+
+    def _receive(self, update: WeightUpdate) -> None:
+        for name, tensor in self._transfer.tensors(update):
+            self._weights.stage(name, tensor)
+
+    def _raise_if_dead(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the engine's thread has died") from self._failure
+        if self._is_closed:
+            raise RolloutError("the engine is closed")
+
+    # The decoding thread.
+
+    def _run(self) -> None:
+        try:
+            self._decode()
+            self._fail_all(RolloutError("the engine is closed"))
+        except BaseException as error:
+            self._failure = error
+            self._fail_all(error)
+            raise
+
+    def _decode(self) -> None:
+        """A step per turn. Waits only while nobody runs or waits; a request or a swap unblocks."""
+        while True:
+            with self._wake:
+                self._wake.wait_for(self._has_work)
+                commands, joining = self._collect()
+            if self._is_closed:
+                return
+            for command in commands:
+                command()
+            if joining:
+                self._batch.join(joining, self._policy_version)
+            elif len(self._batch):
+                self._batch.step(self._policy_version)
+            self._answer(self._batch.leave())
+
+    def _has_work(self) -> bool:
+        return bool(self._is_closed or self._commands or self._waiting or len(self._batch))
+
+    def _collect(self) -> tuple[list[Callable[[], None]], list[Request]]:
+        commands = list(self._commands)
+        self._commands.clear()
+        return commands, self._admit()
+
+    def _admit(self) -> list[Request]:
+        """Those who join: all that wait, or as many as have slots once enough of them are free.
+
+        A prefill stops everybody for about one step; filling slots a few at a time would stop them
+        for every single one.
+        """
+        free = self._batch.num_slots - len(self._batch)
+        if free < min(len(self._waiting), max(1, self._batch.num_slots // 8)):
+            return []
+        joining: list[Request] = []
+        while self._waiting and len(joining) < free:
+            request, future = self._waiting.popleft()
+            if not request.is_canceled:
+                self._running[request] = future
+                joining.append(request)
+        return joining
+
+    def _answer(self, done: list[tuple[Request, Completion]]) -> None:
+        answers = [(self._running.pop(request), completion) for request, completion in done]
+        if answers:
+            self._loop.call_soon_threadsafe(_resolve, answers)
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._wake:
+            futures = [future for _, future in self._waiting] + list(self._running.values())
+            self._waiting.clear()
+            self._running.clear()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_reject, futures, error)
+
+
+def _resolve(answers: list[tuple[Future, Completion]]) -> None:
+    for future, completion in answers:
+        if not future.done():
+            future.set_result(completion)
+
+
+def _reject(futures: list[Future], error: BaseException) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    generation: GenerationConfig | None = model.generation_config
+    eos = generation.eos_token_id if generation else model.config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _require_full_attention(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+        raise ConfigError(
+            f"generator.engine hf decodes models with full attention; {config.model_type} has "
+            f"{', '.join(sorted(kinds - {'full_attention'})) or 'sliding windows'}: use vllm"
+        )

@@ -1,0 +1,118 @@
+"""What the running rows have sampled so far, as columns, so that a step costs no Python per row.
+
+Invariant: row i of every column belongs to the i-th running request. Shapes: n running rows, M
+tokens of the longest completion so far (columns grow).
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.types import Completion, FinishReason, SamplingParams
+
+_FIRST_CAPACITY = 64
+
+
+class Records:
+    """Token ids, log-probabilities and versions [slots, M]; lengths and sampling [slots]."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.size = 0
+        self.counts = np.zeros(num_slots, dtype=np.int64)
+        self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
+        self.limits = np.zeros(num_slots, dtype=np.int64)
+        self.minimums = np.zeros(num_slots, dtype=np.int64)
+        self.temperature = np.zeros(num_slots, dtype=np.float32)
+        self.top_k = np.zeros(num_slots, dtype=np.int64)
+        self.top_p = np.zeros(num_slots, dtype=np.float32)
+        self.stop_set = np.zeros(num_slots, dtype=np.int64)
+        self._columns = (
+            self.counts,
+            self.prompt_lengths,
+            self.limits,
+            self.minimums,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.stop_set,
+        )
+        shape = (num_slots, _FIRST_CAPACITY)
+        self._token_ids = np.zeros(shape, dtype=np.int32)
+        self._logprobs = np.zeros(shape, dtype=np.float32)
+        self._versions = np.zeros(shape, dtype=np.int32)
+
+    def open(self, prompt_length: int, limit: int, sampling: SamplingParams, stop_set: int) -> None:
+        """A new last row whose completion may have `limit` tokens."""
+        row = self.size
+        self.counts[row], self.prompt_lengths[row], self.limits[row] = 0, prompt_length, limit
+        self.minimums[row], self.stop_set[row] = sampling.min_new_tokens, stop_set
+        self.temperature[row] = sampling.temperature
+        self.top_k[row], self.top_p[row] = sampling.top_k, sampling.top_p
+        self.size += 1
+
+    def append(
+        self,
+        first: int,
+        token_ids: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        policy_version: int,
+    ) -> None:
+        """One token more for the rows first, first + 1, ..."""
+        stop = first + len(token_ids)
+        counts = self.counts[first:stop]
+        self._reserve(int(counts.max()) + 1)
+        rows = np.arange(first, stop)
+        self._token_ids[rows, counts] = token_ids
+        self._logprobs[rows, counts] = logprobs
+        self._versions[rows, counts] = policy_version
+        counts += 1
+
+    @property
+    def last_token_ids(self) -> NDArray[np.int32]:
+        rows = np.arange(self.size)
+        last: NDArray[np.int32] = self._token_ids[rows, self.counts[: self.size] - 1]
+        return last
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Where each row's last token stands."""
+        lengths: NDArray[np.int64] = self.prompt_lengths[: self.size] + self.counts[: self.size]
+        return lengths - 1
+
+    @property
+    def is_full(self) -> NDArray[np.bool_]:
+        full: NDArray[np.bool_] = self.counts[: self.size] >= self.limits[: self.size]
+        return full
+
+    def completion(self, row: int, finish_reason: FinishReason) -> Completion:
+        count = self.counts[row]
+        return Completion(
+            token_ids=self._token_ids[row, :count].copy(),
+            logprobs=self._logprobs[row, :count].copy(),
+            policy_versions=self._versions[row, :count].copy(),
+            finish_reason=finish_reason,
+        )
+
+    def close(self, row: int) -> None:
+        """Forget the row; the last one takes its place."""
+        last = self.size - 1
+        self.size = last
+        for column in self._columns:
+            column[row] = column[last]
+        count = self.counts[row]
+        for matrix in (self._token_ids, self._logprobs, self._versions):
+            matrix[row, :count] = matrix[last, :count]
+
+    def _reserve(self, length: int) -> None:
+        capacity = self._token_ids.shape[1]
+        if length > capacity:
+            self._token_ids = _wider(self._token_ids, 2 * capacity)
+            self._logprobs = _wider(self._logprobs, 2 * capacity)
+            self._versions = _wider(self._versions, 2 * capacity)
+
+
+def _wider(old: NDArray[Any], capacity: int) -> NDArray[Any]:
+    wider = np.zeros((len(old), capacity), dtype=old.dtype)
+    wider[:, : old.shape[1]] = old
+    return wider

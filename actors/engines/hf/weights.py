@@ -1,0 +1,43 @@
+"""A second set of parameters, filled while the first one samples, swapped in between two tokens.
+
+Invariant: `stage` never touches a parameter in use; `swap` exchanges storage pointers, so sampling
+pauses for microseconds however large the model is. The price is memory for one more copy.
+"""
+
+import torch
+
+from streamrl.errors import WeightTransferError
+from streamrl.types import TensorSpec
+
+
+class SpareWeights:
+    """Parameters by name; those the learner does not send (none, as a rule) stay as they are."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._active = dict(model.named_parameters())
+        self._spare: dict[str, torch.Tensor] = {}
+
+    def check(self, manifest: tuple[TensorSpec, ...]) -> None:
+        """Refuse a manifest that is not this model's."""
+        offered = {spec.name: spec.shape for spec in manifest}
+        own = {name: tuple(parameter.shape) for name, parameter in self._active.items()}
+        for name in offered.keys() ^ own.keys():
+            where = "the learner" if name in offered else "the engine"
+            raise WeightTransferError(f"only {where}'s model has a parameter {name}")
+        for name, shape in own.items():
+            if offered[name] != shape:
+                raise WeightTransferError(
+                    f"parameter {name}: the learner's is {offered[name]}, the engine's {shape}"
+                )
+
+    def stage(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep the tensor, cast to the engine's precision, for the next swap."""
+        if name not in self._spare:
+            self._spare[name] = torch.empty_like(self._active[name].data)
+        self._spare[name].copy_(tensor)
+
+    def swap(self) -> None:
+        """What was staged becomes active; what was active becomes the next staging area."""
+        for name, staged in self._spare.items():
+            parameter = self._active[name]
+            parameter.data, self._spare[name] = staged, parameter.data

@@ -1,0 +1,249 @@
+"""What every engine promises, held against a plain forward pass of the same weights."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+
+from actors.engines.hf.engine import HfEngine
+from streamrl.errors import RolloutError, WeightTransferError
+from streamrl.interfaces import Engine
+from streamrl.types import Completion, FilesEndpoint, FinishReason, SamplingParams, WeightUpdate
+from streamrl.weights.layout import manifest_of
+from tests.tiny_model import EOS, VOCAB_SIZE, make_llama
+
+MakeEngine = Callable[..., Awaitable[Engine]]
+PROMPTS = [[5, 6, 7], [9], [3, 3, 3, 3, 3, 3, 3], [20, 21], [5, 6, 7]]
+FREE = {"ignore_eos": True}
+
+
+@pytest.fixture(params=["hf"])
+async def make_engine(request: pytest.FixtureRequest) -> AsyncIterator[MakeEngine]:
+    made: list[Engine] = []
+
+    async def make(model: LlamaForCausalLM | None = None, **kwargs: int) -> Engine:
+        settings = {"max_num_seqs": 4, "max_model_len": 64, **kwargs}
+        made.append(HfEngine(model or make_llama(), **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        await engine.close()
+
+
+@torch.no_grad()
+def logprobs_of(
+    model: LlamaForCausalLM, prompt: list[int], completion: Completion, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probabilities [N, V] of the model at each token of the completion."""
+    ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, dim=-1)
+
+
+def chosen(logprobs: torch.Tensor, completion: Completion) -> np.ndarray:
+    index = torch.from_numpy(completion.token_ids).long()[:, None]
+    return logprobs.gather(-1, index)[:, 0].numpy()
+
+
+async def test_greedy_equals_transformers_greedy(make_engine):
+    model = make_llama()
+    engine = await make_engine(make_llama())
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
+    completions = await asyncio.gather(*(engine.generate(p, sampling) for p in PROMPTS))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        reference = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        assert completion.token_ids.tolist() == reference[0, len(prompt) :].tolist()
+        assert (
+            np.abs(
+                chosen(logprobs_of(model, prompt, completion), completion) - completion.logprobs
+            ).max()
+            < 1e-4
+        )
+
+
+# The logits are as large as 10, where neighboring bfloat16 numbers are 0.06 apart.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.3)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+async def test_logprobs_equal_a_forward_pass(make_engine, dtype, tolerance, temperature):
+    engine = await make_engine(make_llama().to(dtype))
+    sampling = SamplingParams(max_new_tokens=30, temperature=temperature, **FREE)
+    completions = await asyncio.gather(*(engine.generate(p, sampling) for p in PROMPTS))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        expected = chosen(
+            logprobs_of(make_llama().to(dtype), prompt, completion, temperature), completion
+        )
+        error = np.abs(expected - completion.logprobs)
+        assert error.max() < tolerance
+        assert error.mean() < tolerance / 5
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.7}])
+async def test_logprobs_are_of_the_truncated_distribution(make_engine, truncation):
+    engine = await make_engine()
+    sampling = SamplingParams(max_new_tokens=40, **truncation, **FREE)
+    completion = await engine.generate([5, 6], sampling)
+    whole = logprobs_of(make_llama(), [5, 6], completion)
+    for row, token, logprob in zip(whole, completion.token_ids, completion.logprobs, strict=True):
+        kept = np.array(sorted(row.exp().tolist(), reverse=True))
+        kept = (
+            kept[: truncation.get("top_k", VOCAB_SIZE)]
+            / kept[: truncation.get("top_k", VOCAB_SIZE)].sum()
+        )
+        before = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
+        mass = kept[before < truncation.get("top_p", 1.0) + 1e-9]
+        full = np.array(sorted(row.exp().tolist(), reverse=True))[: len(mass)]
+        assert row[token].exp() >= full[-1] * (1 - 1e-5), "a token outside the kept ones"
+        assert logprob == pytest.approx(row[token].item() - np.log(full.sum()), abs=1e-4)
+
+
+async def test_tokens_follow_the_distribution(make_engine):
+    engine = await make_engine(max_num_seqs=64)
+    sampling = SamplingParams(max_new_tokens=1, **FREE)
+    drawn = await asyncio.gather(*(engine.generate([5, 6], sampling) for _ in range(4000)))
+    counts = np.bincount([int(c.token_ids[0]) for c in drawn], minlength=VOCAB_SIZE)
+    expected = logprobs_of(make_llama(), [5, 6], drawn[0])[0].exp().numpy() * len(drawn)
+    seen = expected > 5
+    chi_squared = ((counts - expected) ** 2 / expected)[seen].sum()
+    assert chi_squared < seen.sum() + 6 * np.sqrt(2 * seen.sum())
+
+
+async def test_a_seed_gives_the_same_completion_whoever_else_is_running(make_engine):
+    engine = await make_engine()
+    seeded = SamplingParams(max_new_tokens=20, seed=3, **FREE)
+    alone = await engine.generate(PROMPTS[0], seeded)
+    other = SamplingParams(max_new_tokens=25, **FREE)
+    crowd = [engine.generate(p, other) for p in PROMPTS]
+    among_others = (await asyncio.gather(*crowd, engine.generate(PROMPTS[0], seeded)))[-1]
+    assert alone.token_ids.tolist() == among_others.token_ids.tolist()
+    different = await engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=20, seed=4, **FREE))
+    assert alone.token_ids.tolist() != different.token_ids.tolist()
+
+
+async def test_completions_end_at_stop_tokens_at_eos_or_at_their_length(make_engine):
+    engine = await make_engine()
+    free = await engine.generate([5], SamplingParams(max_new_tokens=30, temperature=0.0, **FREE))
+    assert (len(free.token_ids), free.finish_reason) == (30, FinishReason.LENGTH)
+    stop = int(free.token_ids[4])
+    first = free.token_ids.tolist().index(stop)
+    stopped = await engine.generate(
+        [5], SamplingParams(max_new_tokens=30, temperature=0.0, stop_token_ids=(stop,), **FREE)
+    )
+    assert stopped.finish_reason == FinishReason.STOP
+    assert stopped.token_ids.tolist() == free.token_ids.tolist()[: first + 1]
+    ends = await asyncio.gather(
+        *(engine.generate([5], SamplingParams(max_new_tokens=60)) for _ in range(40))
+    )
+    by_eos = [c for c in ends if c.finish_reason == FinishReason.STOP]
+    assert by_eos
+    assert all(c.token_ids[-1] == EOS and EOS not in c.token_ids[:-1] for c in by_eos)
+
+
+async def test_no_stop_token_before_the_minimum(make_engine):
+    engine = await make_engine()
+    sampling = SamplingParams(
+        max_new_tokens=40, min_new_tokens=10, stop_token_ids=tuple(range(2, 20))
+    )
+    ends = await asyncio.gather(*(engine.generate([5], sampling) for _ in range(20)))
+    assert min(len(c.token_ids) for c in ends) == 11
+
+
+async def test_the_longest_length_cuts_a_completion(make_engine):
+    engine = await make_engine(max_model_len=16)
+    completion = await engine.generate([5] * 10, SamplingParams(max_new_tokens=50, **FREE))
+    assert (len(completion.token_ids), completion.finish_reason) == (6, FinishReason.LENGTH)
+
+
+async def test_a_prompt_without_room_fails_alone(make_engine):
+    engine = await make_engine(max_model_len=16)
+    good = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=8, **FREE)))
+    for prompt in ([5] * 16, []):
+        with pytest.raises(RolloutError, match=r"generator\.max_model_len is 16"):
+            await engine.generate(prompt, SamplingParams(max_new_tokens=1))
+    assert len((await good).token_ids) == 8
+
+
+async def test_short_requests_do_not_wait_for_long_ones(make_engine):
+    engine = await make_engine(max_num_seqs=2, max_model_len=4000)
+    long = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=3000, **FREE)))
+    short = SamplingParams(max_new_tokens=2, **FREE)
+    await asyncio.gather(*(engine.generate([6], short) for _ in range(20)))
+    assert not long.done()
+    long.cancel()
+
+
+async def test_a_canceled_request_gives_its_slot_back(make_engine):
+    engine = await make_engine(max_num_seqs=1, max_model_len=4000)
+    long = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=3000, **FREE)))
+    await asyncio.sleep(0)
+    long.cancel()
+    async with asyncio.timeout(20):
+        await engine.generate([6], SamplingParams(max_new_tokens=2, **FREE))
+
+
+def update_to(model: LlamaForCausalLM, version: int, path: Path) -> WeightUpdate:
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_file(parameters, path)
+    return WeightUpdate(
+        policy_version=version,
+        history="test",
+        manifest=manifest_of(parameters),
+        endpoint=FilesEndpoint(path=str(path)),
+    )
+
+
+async def test_an_update_in_mid_generation_keeps_requests_and_marks_every_token(
+    make_engine, tmp_path
+):
+    engine = await make_engine(max_model_len=4000)
+    update = update_to(make_llama(seed=1), 1, tmp_path / "weights.safetensors")
+    sampling = SamplingParams(max_new_tokens=1500, **FREE)
+    running = [asyncio.create_task(engine.generate(p, sampling)) for p in PROMPTS[:3]]
+    async with asyncio.timeout(20):
+        while engine.gauges()["num_tokens"] < 30:
+            await asyncio.sleep(0.001)
+    report = await engine.load_weights(update)
+    assert report.pause_s < report.transfer_s
+    assert engine.policy_version == 1
+    for prompt, completion in zip(PROMPTS, await asyncio.gather(*running), strict=False):
+        versions = completion.policy_versions
+        assert set(versions.tolist()) == {0, 1}
+        assert (np.diff(versions) >= 0).all()
+        switch = int((versions == 0).sum())
+        before = chosen(logprobs_of(make_llama(), prompt, completion), completion)[:switch]
+        assert np.abs(before - completion.logprobs[:switch]).max() < 1e-4
+    fresh = await engine.generate([9], SamplingParams(max_new_tokens=20, **FREE))
+    expected = chosen(logprobs_of(make_llama(seed=1), [9], fresh), fresh)
+    assert np.abs(expected - fresh.logprobs).max() < 1e-4
+
+
+async def test_weights_of_another_model_are_refused_and_change_nothing(make_engine, tmp_path):
+    engine = await make_engine()
+    before = await engine.generate([9], SamplingParams(max_new_tokens=9, temperature=0.0))
+    wider = make_llama(intermediate_size=48)
+    with pytest.raises(WeightTransferError, match=r"mlp\..*: the learner's is"):
+        await engine.load_weights(update_to(wider, 1, tmp_path / "wider.safetensors"))
+    deeper = make_llama(num_hidden_layers=3)
+    with pytest.raises(WeightTransferError, match="only the learner's model has a parameter"):
+        await engine.load_weights(update_to(deeper, 1, tmp_path / "deeper.safetensors"))
+    after = await engine.generate([9], SamplingParams(max_new_tokens=9, temperature=0.0))
+    assert engine.policy_version == 0
+    assert before.token_ids.tolist() == after.token_ids.tolist()
+
+
+async def test_a_closed_engine_answers_everybody(make_engine):
+    engine = await make_engine(max_num_seqs=1, max_model_len=4000)
+    sampling = SamplingParams(max_new_tokens=3000, **FREE)
+    waiting = [asyncio.create_task(engine.generate([5], sampling)) for _ in range(3)]
+    await asyncio.sleep(0)
+    await engine.close()
+    for task in waiting:
+        with pytest.raises(RolloutError, match="closed"):
+            await task
+    with pytest.raises(RolloutError, match="closed"):
+        await engine.generate([5], sampling)

@@ -1,0 +1,33 @@
+"""A Llama small enough to be made in milliseconds, and its tokenizer."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 40
+EOS = 1
+
+
+def make_llama(seed: int = 0, **overrides: object) -> LlamaForCausalLM:
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+        "initializer_range": 0.3,
+        **overrides,
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**settings)).eval()
+
+
+def save_llama(folder: Path, seed: int = 0) -> Path:
+    make_llama(seed).save_pretrained(folder)
+    return folder
