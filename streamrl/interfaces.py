@@ -9,6 +9,7 @@ The buffer is two seams, because no caller needs both: `GeneratorBuffer` for tho
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from streamrl.types import (
@@ -16,6 +17,7 @@ from streamrl.types import (
     BufferStats,
     Completion,
     DropReason,
+    FinishReason,
     GeneratorStatus,
     GroupHeader,
     HeartbeatReply,
@@ -136,19 +138,55 @@ class Engine(Protocol):
         ...
 
 
-class Transition(Protocol):
-    """What an environment answers to a completion."""
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the prompt stream: a string or chat messages, and what its reward may need."""
 
-    @property
-    def observation_token_ids(self) -> tuple[int, ...]:
-        """Tokens the policy reads before its next turn; () when the episode is done."""
+    content: str | tuple[Mapping[str, str], ...]
+    answer: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What an environment answers to a completion: tokens to read before the next turn, or the end.
+
+    `num_tool_calls` are those the completion made.
+    """
+
+    observation: tuple[int, ...] = ()
+    done: bool = True
+    num_tool_calls: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One finished run of an environment, as a reward sees it; `response` is the decoded text."""
+
+    prompt: Prompt
+    response: str
+    num_response_tokens: int
+    finish_reason: FinishReason
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class PromptSource(Protocol):
+    """The prompt stream: a pure function of the sequence, so no position need be stored."""
+
+    def __getitem__(self, sequence: int) -> Prompt: ...
+
+
+class Reward(Protocol):
+    """Scores the siblings of one prompt together, so that it may compare them."""
+
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[float]:
+        """One finite number per episode, in order.
+
+        Raises:
+            RolloutError: the group cannot be scored; it is dropped and counted.
+        """
         ...
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Environment(Protocol):

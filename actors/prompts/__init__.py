@@ -1,0 +1,53 @@
+"""The prompt stream: files, procedural tasks, reasoning-gym.
+
+A new source is a class with `__getitem__(sequence) -> Prompt` and a line in `open_prompts`.
+"""
+
+from pathlib import Path
+
+from actors.prompts.files import FilePrompts
+from actors.prompts.tasks import TASKS, TaskPrompts
+from streamrl.config.sections import DataSettings
+from streamrl.errors import ConfigError, did_you_mean
+from streamrl.interfaces import PromptSource
+
+
+def open_prompts(data: DataSettings, seed: int) -> PromptSource:
+    """The training stream that `data.source` names."""
+    return _open(data, data.source, seed, held_out=False)
+
+
+def open_held_out(data: DataSettings, seed: int) -> PromptSource:
+    """Held-out prompts, numbered from 0 to `data.num_eval_prompts` - 1.
+
+    Raises:
+        ConfigError: `data.source` is a file and no `data.eval_source` was given.
+    """
+    source = data.eval_source or data.source
+    if data.eval_source is None and Path(source).suffix in FilePrompts.SUFFIXES:
+        raise ConfigError(f"data.eval_source: is needed to evaluate; data.source is {source}")
+    return _open(data, source, seed, held_out=data.eval_source is None)
+
+
+def _open(data: DataSettings, source: str, seed: int, *, held_out: bool) -> PromptSource:
+    if Path(source).suffix in FilePrompts.SUFFIXES:
+        return FilePrompts(
+            Path(source),
+            prompt_key=data.prompt_key,
+            answer_key=data.answer_key,
+            seed=seed if data.shuffle else None,
+        )
+    kind, _, name = source.partition(":")
+    if kind == "reasoning_gym":
+        from actors.prompts.reasoning import ReasoningGymPrompts
+
+        return ReasoningGymPrompts(name, data.source_kwargs, seed, held_out=held_out)
+    if source not in TASKS:
+        suffixes = ", ".join(FilePrompts.SUFFIXES)
+        raise ConfigError(
+            f"data.source: was {source!r}; a file ({suffixes}), reasoning_gym:NAME or a task: "
+            f"{did_you_mean(source, TASKS)}"
+        )
+    return TaskPrompts(
+        source, data.source_kwargs, seed, num_held_out=data.num_eval_prompts, held_out=held_out
+    )

@@ -1,0 +1,50 @@
+"""Rewards: built-in functions and a user's own Python file.
+
+A built-in is a function `(episode, **kwargs) -> float` and a line in `BUILT_IN`. A user's file is
+named as PATH.py:FUNCTION; see `actors.rewards.user`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from actors.rewards.functions import FunctionReward
+from actors.rewards.user import load_user_reward
+from actors.rewards.verifiers import exact_match, numeric_answer, regex, task
+from streamrl.config.sections import DataSettings
+from streamrl.errors import ConfigError, did_you_mean
+from streamrl.interfaces import Reward
+
+BUILT_IN: Mapping[str, Callable[..., float]] = {
+    "exact_match": exact_match,
+    "numeric_answer": numeric_answer,
+    "regex": regex,
+    "task": task,
+}
+
+
+def make_reward(data: DataSettings) -> Reward:
+    """The reward that `data.reward` names, with `data.reward_kwargs`."""
+    if ".py" in data.reward:
+        return load_user_reward(data.reward, data.reward_kwargs)
+    if data.reward not in BUILT_IN:
+        raise ConfigError(
+            f"data.reward: was {data.reward!r}; PATH.py:FUNCTION or "
+            f"{did_you_mean(data.reward, BUILT_IN)}"
+        )
+    function = BUILT_IN[data.reward]
+    _check_kwargs(data.reward, function, data.reward_kwargs)
+    return FunctionReward(function, data.reward_kwargs, name=data.reward)
+
+
+def _check_kwargs(name: str, function: Callable[..., float], kwargs: Mapping[str, Any]) -> None:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    allowed = [parameter.name for parameter in parameters]
+    for key in kwargs:
+        if key not in allowed:
+            raise ConfigError(
+                f"data.reward_kwargs: {name} takes no {key!r}; {did_you_mean(key, allowed)}"
+            )
+    for parameter in parameters:
+        if parameter.default is inspect.Parameter.empty and parameter.name not in kwargs:
+            raise ConfigError(f"data.reward_kwargs: {name} needs {parameter.name!r}")

@@ -1,0 +1,108 @@
+"""Prompts to token ids and completions to text: chat template, length, truncation.
+
+Invariant: what the generator feeds and what it stores are the same ids; nothing is tokenized twice.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from streamrl.config import RunConfig
+from streamrl.config.sections import DataSettings
+from streamrl.errors import ConfigError
+from streamrl.interfaces import Prompt
+
+
+class PromptTooLongError(Exception):
+    """The prompt exceeds `data.max_prompt_length` and `data.truncation` is `drop`."""
+
+
+class Renderer:
+    """A tokenizer with the run's chat template and length rules."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> None:
+        self._tokenizer = tokenizer
+        self._data = data
+        self._template = _template(tokenizer, data)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "Renderer":
+        model = config.model
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                model.tokenizer_path, trust_remote_code=model.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.path: no tokenizer at {model.tokenizer_path!r}: {error}"
+            ) from error
+        return cls(tokenizer, config.data)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of the prompt, at most `data.max_prompt_length`.
+
+        Raises:
+            ConfigError: longer, and `data.truncation` is `error`.
+            PromptTooLongError: longer, and it is `drop`.
+        """
+        ids = self._ids(prompt)
+        longest = self._data.max_prompt_length
+        if len(ids) <= longest:
+            return ids
+        match self._data.truncation:
+            case "left":
+                return ids[-longest:]
+            case "right":
+                return ids[:longest]
+            case "drop":
+                raise PromptTooLongError(f"{len(ids)} tokens")
+            case "error":
+                raise ConfigError(
+                    f"data.max_prompt_length {longest}: a prompt has {len(ids)} tokens "
+                    f"({str(prompt.content)[:60]!r}...); data.truncation left, right or drop "
+                    "would take it"
+                )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a completion, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        content = prompt.content
+        if self._template is None:
+            if not isinstance(content, str):
+                raise ConfigError(
+                    "data.chat_template: prompts are lists of messages, but the tokenizer has no "
+                    "chat template; name a Jinja file"
+                )
+            text = f"{self._data.system_prompt or ''}{content}"
+            return tuple(self._tokenizer(text)["input_ids"])
+        rendered = self._tokenizer.apply_chat_template(
+            self._messages(content),
+            chat_template=self._template,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        return tuple(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def _messages(self, content: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+        if not isinstance(content, str):
+            return [dict(turn) for turn in content]
+        system = self._data.system_prompt
+        opening = [{"role": "system", "content": system}] if system else []
+        return [*opening, {"role": "user", "content": content}]
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> str | None:
+    match data.chat_template:
+        case "none":
+            return None
+        case "native":
+            template: str | None = tokenizer.chat_template
+            return template
+        case Path() as path:
+            try:
+                return path.read_text(encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"data.chat_template: {path}: {error.strerror}") from error

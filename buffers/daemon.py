@@ -1,0 +1,54 @@
+"""The buffer daemon: a ledger behind a socket. Started by `streamrl buffer`.
+
+Ends when told to, or when the run is over and every generator has left; then the last reading of
+the books stands in the run folder as `books.json`.
+"""
+
+import asyncio
+import json
+import logging
+import threading
+
+import msgspec
+
+from buffers.ledger import Ledger
+from buffers.state import BufferState
+from buffers.zmq_server import ZmqBufferServer
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.service import Shutdown
+from streamrl.types import BufferStats
+
+log = logging.getLogger(__name__)
+
+
+async def main(config: RunConfig, shutdown: Shutdown) -> None:
+    """Serve until the run is over. Waits for the server's thread; a signal or the end unblocks."""
+    if not config.buffer.url.startswith("zmq://"):
+        raise ConfigError(f"buffer.url {config.buffer.url} needs no daemon")
+    ledger = Ledger(
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=config.buffer.max_staleness,
+        final_version=config.run.max_steps,
+    )
+    server = ZmqBufferServer(
+        BufferState(ledger, lease_ttl_s=config.buffer.lease_ttl_s),
+        config.buffer.url,
+        quarantine=config.run.path / "quarantine",
+        max_group_bytes=config.buffer.max_group_bytes,
+    )
+    log.info("serving at %s", server.url)
+    stop = threading.Event()
+    signaled = asyncio.create_task(shutdown.requested.wait())
+    signaled.add_done_callback(lambda _: stop.set())
+    stats = await asyncio.to_thread(server.serve, stop, until_deserted=True)
+    signaled.cancel()
+    _write_books(config, stats)
+
+
+def _write_books(config: RunConfig, stats: BufferStats) -> None:
+    books = msgspec.to_builtins(stats.books, str_keys=True)
+    kept = {key: value for key, value in books.items() if key != "open_sequences"}
+    path = config.run.path / "books.json"
+    path.write_text(json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
+    log.info("books: %s", kept)

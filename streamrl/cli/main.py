@@ -1,0 +1,117 @@
+"""`streamrl`: the command line. Parses, loads the configuration, and starts one part by name.
+
+Invariant: nothing heavy is imported until a command is chosen, so help and errors come at once.
+Daemons and tools live on floors above this one: the table names them, and they are imported when
+they run.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from streamrl import __version__
+from streamrl.errors import ConfigError, StreamRLError
+
+Options = Callable[[argparse.ArgumentParser], None]
+
+
+@dataclass(frozen=True)
+class Command:
+    """`entry` is module:function; it is given the parsed arguments and returns the exit code."""
+
+    entry: str
+    summary: str
+    add_options: Options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code of the command: 2 for usage or a configuration that cannot work, 1 for failure."""
+    parsed = _parser().parse_args(arguments)
+    module, _, function = parsed.entry.partition(":")
+    try:
+        code: int = getattr(importlib.import_module(module), function)(parsed)
+    except StreamRLError as error:
+        print(f"streamrl {parsed.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="streamrl",
+        description="Asynchronous off-policy streaming reinforcement learning for language models.",
+    )
+    parser.add_argument("--version", action="version", version=f"streamrl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.summary, description=command.summary)
+        sub.set_defaults(entry=command.entry)
+        command.add_options(sub)
+    return parser
+
+
+def _config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument("--config", metavar="CONFIG", help="the same, by name")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one setting; may be given more than once",
+    )
+
+
+def _launch(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    existing.add_argument("--new", action="store_true", help="move an existing run folder aside")
+    parser.add_argument("--no-view", action="store_true", help="plain lines, no live view")
+
+
+def _generator(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("--id", default=None, help="name of this generator; default: made up")
+
+
+def _learner(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("--checkpoint", default=None, help="model folder; default: the newest")
+
+
+def _run_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", help="run folder, such as runs/quickstart")
+
+
+COMMANDS = {
+    "launch": Command(
+        "streamrl.cli.launch:main", "run all that a configuration needs on this machine", _launch
+    ),
+    "check": Command(
+        "streamrl.cli.check:main", "print the resolved configuration, value by value", _config
+    ),
+    "buffer": Command("streamrl.cli.daemons:buffer", "start the trajectory buffer", _config),
+    "generator": Command("streamrl.cli.daemons:generator", "start one generator", _generator),
+    "learner": Command("streamrl.cli.daemons:learner", "start the learner", _learner),
+    "make-model": Command(
+        "actors.make_model:main", "make the small local model that model.recipe describes", _config
+    ),
+    "evaluate": Command(
+        "actors.evaluate:main", "greedy score of a checkpoint on held-out prompts", _evaluate
+    ),
+    "watch": Command("streamrl.cli.watch:main", "follow the progress of a run folder", _run_folder),
+    "report": Command(
+        "streamrl.cli.report:main", "summary table and report.png of a run folder", _run_folder
+    ),
+}

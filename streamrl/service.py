@@ -1,0 +1,104 @@
+"""The life of a daemon: one event loop, two signals, an exit code that a supervisor understands.
+
+    0  the work is done, or a first SIGTERM or SIGINT was followed to the end
+    1  something broke: start it again
+    2  the configuration cannot work: a person has to change it
+    3  another learner took over: do not start this one again
+
+Invariant: a task that dies takes the daemon with it; nothing limps on. `streamrl.cli` calls `run`
+with the daemon's main coroutine; the coroutine polls or awaits `Shutdown.requested`.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from streamrl.errors import ConfigError, FencedError
+
+EXIT_CRASHED = 1
+EXIT_CONFIG = 2
+EXIT_FENCED = 3
+
+log = logging.getLogger(__name__)
+
+
+class Shutdown:
+    """Set by the first signal: finish what is at hand and go. The second signal ends at once."""
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+
+    def install(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._receive, number)
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self.requested.is_set():
+            log.warning("second %s: stopping at once", signal.Signals(number).name)
+            os._exit(EXIT_CRASHED)
+        log.info("%s: draining; a second one stops at once", signal.Signals(number).name)
+        self.requested.set()
+
+
+def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, log_file: Path) -> int:
+    """Run the daemon to its end and return its exit code."""
+    _start_logging(role, log_file)
+
+    async def supervised() -> None:
+        shutdown = Shutdown()
+        shutdown.install()
+        await main(shutdown)
+
+    try:
+        asyncio.run(supervised())
+    except BaseException as error:
+        return _exit_code(error)
+    log.info("%s: done", role)
+    return 0
+
+
+def _exit_code(error: BaseException) -> int:
+    causes = list(_leaves(error))
+    for cause in causes:
+        if isinstance(cause, FencedError):
+            log.error("%s; this process stops", cause)
+            return EXIT_FENCED
+        if isinstance(cause, ConfigError):
+            log.error("%s", cause)
+            return EXIT_CONFIG
+    log.critical("crashed: %s", causes[0], exc_info=error)
+    return EXIT_CRASHED
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _start_logging(role: str, log_file: Path) -> None:
+    """To standard error, and to `log_file` unless standard error already goes there."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if not _is_standard_error(log_file):
+        handlers.append(logging.FileHandler(log_file))
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {role} %(levelname).1s %(name)s: %(message)s",
+        handlers=handlers,
+        force=True,
+    )
+
+
+def _is_standard_error(path: Path) -> bool:
+    try:
+        return path.exists() and os.path.samestat(path.stat(), os.fstat(sys.stderr.fileno()))
+    except (OSError, ValueError):
+        return False
