@@ -4,16 +4,20 @@ Ends when told to, or when the run is over and every generator has left; then th
 the books stands in the run folder as `books.json`.
 """
 
+import argparse
 import asyncio
 import json
 import logging
 import threading
+from functools import partial
 
 import msgspec
 
 from buffers.ledger import Ledger
 from buffers.state import BufferState
 from buffers.zmq_server import ZmqBufferServer
+from streamrl import service
+from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.service import Shutdown
@@ -22,7 +26,12 @@ from streamrl.types import BufferStats
 log = logging.getLogger(__name__)
 
 
-async def main(config: RunConfig, shutdown: Shutdown) -> None:
+def main(arguments: argparse.Namespace) -> int:
+    config = configuration(arguments).config
+    return service.run(partial(serve, config), role="buffer", config=config)
+
+
+async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     """Serve until the run is over. Waits for the server's thread; a signal or the end unblocks."""
     if not config.buffer.url.startswith("zmq://"):
         raise ConfigError(f"buffer.url {config.buffer.url} needs no daemon")

@@ -46,11 +46,12 @@ class BufferState(Generic[Payload]):
         self.ledger.release(lease_id, reason)
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
-        """Renew its leases. Leases of the same generator's earlier session end here."""
+        """Renew its leases (their ids start with its session); an earlier session's end here."""
         known = self._roster.get(status.generator_id)
         if known and known[0].session != status.session:
-            self._end_session(known[0].session)
+            self._end_session(known[0].session, DropReason.EXPIRED)
         if status.is_leaving:
+            self._end_session(status.session, DropReason.RELEASED)
             self._roster.pop(status.generator_id, None)
         else:
             self._roster[status.generator_id] = (status, now_s)
@@ -114,10 +115,10 @@ class BufferState(Generic[Payload]):
         """The run has ended and every generator has left."""
         return self.ledger.finished and not self._roster and not self.ledger.live_leases()
 
-    def _end_session(self, session: str) -> None:
+    def _end_session(self, session: str, reason: DropReason) -> None:
         for lease_id in self.ledger.live_leases():
             if lease_id.startswith(session):
-                self.ledger.release(lease_id, DropReason.EXPIRED)
+                self.ledger.release(lease_id, reason)
 
     def _forget_freed(self) -> None:
         for sequence in self.ledger.drain_freed():

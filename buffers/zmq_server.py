@@ -122,6 +122,8 @@ class ZmqBufferServer:
                 state.release(lease_id, reason)
                 return (m.Done(),)
             case m.HeartbeatRequest(status):
+                if status.is_leaving:
+                    self._forget_parked(status.session)
                 return (m.HeartbeatAnswer(state.heartbeat(status, self._clock())),)
             case m.AttachRequest(policy_version, books):
                 epoch = state.attach(policy_version, books)
@@ -163,6 +165,17 @@ class ZmqBufferServer:
         path = self._quarantine / f"{time.time_ns()}-{name}.msgpack"
         path.write_bytes(payload[: self._max_group_bytes])
         log.warning("malformed group of lease %s kept in %s: %s", lease_id, path, error)
+
+    def _forget_parked(self, session: str) -> None:
+        """Nobody will hear the answer, and a lease granted to nobody would have to expire."""
+        self._parked = deque(
+            parked
+            for parked in self._parked
+            if not (
+                isinstance(parked.request, m.LeaseRequest)
+                and parked.request.lease_id.startswith(session)
+            )
+        )
 
     def _retry_parked(self) -> None:
         """Answer what can be answered or has waited long enough; the others keep their order."""

@@ -1,0 +1,1 @@
+"""The learner: takes trajectory groups, makes optimizer steps, publishes versions."""

@@ -8,6 +8,11 @@ do with each family is fixed in `streamrl.service`: `ConfigError` ends the proce
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+# Exit codes of a daemon: start it again, change the configuration, do not start it again.
+EXIT_CRASHED = 1
+EXIT_CONFIG = 2
+EXIT_FENCED = 3
+
 
 class StreamRLError(Exception):
     """Root of the errors raised on purpose."""

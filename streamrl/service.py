@@ -5,8 +5,8 @@
     2  the configuration cannot work: a person has to change it
     3  another learner took over: do not start this one again
 
-Invariant: a task that dies takes the daemon with it; nothing limps on. `streamrl.cli` calls `run`
-with the daemon's main coroutine; the coroutine polls or awaits `Shutdown.requested`.
+Invariant: a task that dies takes the daemon with it; nothing limps on. A daemon's `main` calls
+`run` with its coroutine, which awaits `Shutdown.requested` beside its work.
 """
 
 import asyncio
@@ -17,11 +17,14 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from streamrl.errors import ConfigError, FencedError
-
-EXIT_CRASHED = 1
-EXIT_CONFIG = 2
-EXIT_FENCED = 3
+from streamrl.config import PARENT_VARIABLE, RunConfig, to_yaml
+from streamrl.errors import (
+    EXIT_CONFIG,
+    EXIT_CRASHED,
+    EXIT_FENCED,
+    ConfigError,
+    FencedError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +48,20 @@ class Shutdown:
         self.requested.set()
 
 
-def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, log_file: Path) -> int:
+def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunConfig) -> int:
     """Run the daemon to its end and return its exit code."""
-    _start_logging(role, log_file)
+    config.run.path.mkdir(parents=True, exist_ok=True)
+    resolved = config.run.path / "config.yaml"
+    if not resolved.exists():
+        resolved.write_text(to_yaml(config))
+    _start_logging(role, config)
 
     async def supervised() -> None:
         shutdown = Shutdown()
         shutdown.install()
+        watching = asyncio.create_task(_watch_parent(shutdown))
         await main(shutdown)
+        watching.cancel()
 
     try:
         asyncio.run(supervised())
@@ -60,6 +69,16 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, log_file: Pat
         return _exit_code(error)
     log.info("%s: done", role)
     return 0
+
+
+async def _watch_parent(shutdown: Shutdown) -> None:
+    """A launched daemon drains when its launcher is gone. Polls: no signal tells of that."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    while parent is not None and not shutdown.requested.is_set():
+        if os.getppid() != int(parent):
+            log.info("the launcher is gone: draining")
+            shutdown.requested.set()
+        await asyncio.sleep(1.0)
 
 
 def _exit_code(error: BaseException) -> int:
@@ -83,14 +102,15 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _start_logging(role: str, log_file: Path) -> None:
-    """To standard error, and to `log_file` unless standard error already goes there."""
+def _start_logging(role: str, config: RunConfig) -> None:
+    """To standard error, and to logs/ROLE.log unless standard error already goes there."""
+    log_file = config.run.path / "logs" / f"{role}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if not _is_standard_error(log_file):
         handlers.append(logging.FileHandler(log_file))
     logging.basicConfig(
-        level=logging.INFO,
+        level=config.run.log_level.upper(),
         format=f"%(asctime)s {role} %(levelname).1s %(name)s: %(message)s",
         handlers=handlers,
         force=True,

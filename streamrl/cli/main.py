@@ -101,9 +101,9 @@ COMMANDS = {
     "check": Command(
         "streamrl.cli.check:main", "print the resolved configuration, value by value", _config
     ),
-    "buffer": Command("streamrl.cli.daemons:buffer", "start the trajectory buffer", _config),
-    "generator": Command("streamrl.cli.daemons:generator", "start one generator", _generator),
-    "learner": Command("streamrl.cli.daemons:learner", "start the learner", _learner),
+    "buffer": Command("buffers.daemon:main", "start the trajectory buffer", _config),
+    "generator": Command("actors.daemon:main", "start one generator", _generator),
+    "learner": Command("learners.daemon:main", "start the learner", _learner),
     "make-model": Command(
         "actors.make_model:main", "make the small local model that model.recipe describes", _config
     ),

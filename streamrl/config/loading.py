@@ -21,6 +21,7 @@ from streamrl.config.section import explain
 from streamrl.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "STREAMRL__"
+PARENT_VARIABLE = "STREAMRL_PARENT_PID"
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,13 @@ class RecipeSettings(Section):
     """Attention heads."""
     alphabet: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?"
     """Characters of the tokenizer; one token each."""
-    warm_start_steps: NotNegative = 150
+    warm_start_steps: NotNegative = 400
     """Upper bound of supervised steps; 0 leaves the model random."""
     warm_start_accuracy: Probability = 0.3
     """Supervised steps end when this sampled exact match is reached."""
-    batch_size: Positive = 256
+    initializer_range: Annotated[float, Field(gt=0)] = 0.06
+    """Standard deviation of the random weights; narrow models learn faster from wider ones."""
+    batch_size: Positive = 128
     """Examples per supervised step."""
     lr: Annotated[float, Field(gt=0)] = 2e-3
     """Learning rate of the supervised steps."""
@@ -112,6 +114,8 @@ class GeneratorSettings(Section):
     """Generators that `streamrl launch` starts; more may join at any time."""
     engine: str = "hf"
     """Inference library: hf."""
+    environment: str = "single_turn"
+    """What answers the policy: single_turn."""
     group_size: Positive = 8
     """Trajectories per prompt."""
     max_new_tokens: Positive = 256
@@ -197,7 +201,7 @@ class LearnerSettings(Section):
     """Tokens (prompt and response) of one forward and backward pass."""
     optimizer: OptimizerSettings = OptimizerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
-    dtype: Dtype = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; master weights and optimizer stay float32."""
     device: str = "auto"
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
@@ -205,6 +209,8 @@ class LearnerSettings(Section):
     """CPU threads of the learner; 0 leaves torch's choice."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    report_entropy: bool = True
+    """Measure the policy's entropy each step, also where the loss does not need it."""
 
 
 class WeightSettings(Section):

@@ -1,0 +1,66 @@
+"""Trackers: where a step's metrics go. `metrics.jsonl` is always written.
+
+A new tracker is a class with `log` and `close` (see `streamrl.interfaces.Tracker`) and a line in
+`open_trackers`. A tracker that fails while running is switched off with a warning: no run is lost
+over its charts.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from streamrl.config import RunConfig
+from streamrl.interfaces import Tracker
+from streamrl.tracking.console import ConsoleTracker
+from streamrl.tracking.jsonl import JsonlTracker
+
+log = logging.getLogger(__name__)
+
+
+def open_trackers(config: RunConfig, *, first_step: int) -> "Trackers":
+    """Those that `tracking` asks for; lines of `first_step` and later, left over from a lost
+    history, are taken out of `metrics.jsonl`.
+
+    Raises:
+        ConfigError: a package that was asked for is not installed.
+    """
+    tracking, folder = config.tracking, config.run.path
+    makers: list[Callable[[], Tracker]] = [
+        lambda: JsonlTracker(folder / "metrics.jsonl", first_step=first_step)
+    ]
+    if tracking.console:
+        makers.append(ConsoleTracker)
+    if tracking.tensorboard:
+        from streamrl.tracking.tensorboard import TensorboardTracker
+
+        makers.append(lambda: TensorboardTracker(folder / "tensorboard", first_step=first_step))
+    if tracking.wandb != "off":
+        from streamrl.tracking.wandb import WandbTracker
+
+        makers.append(lambda: WandbTracker(config))
+    return Trackers([make() for make in makers])
+
+
+class Trackers:
+    """All of a run's trackers as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = tuple(trackers)
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        for tracker in self._trackers:
+            # The local file must not fail silently; a chart elsewhere may.
+            if isinstance(tracker, JsonlTracker):
+                tracker.log(metrics, step)
+                continue
+            try:
+                tracker.log(metrics, step)
+            except Exception:
+                log.exception("%s is switched off", type(tracker).__name__)
+                self._trackers = tuple(t for t in self._trackers if t is not tracker)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            with suppress(OSError):
+                tracker.close()

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 _GROWTH = 32
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class SlotLayer(CacheLayerMixin):
     """One layer's keys and values [slots, H, L, D], grown as positions are reached."""
 
     def __init__(self, owner: "SlotCache") -> None:

@@ -57,7 +57,7 @@ class HfEngine:
         self._thread.start()
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> "HfEngine":
+    def from_config(cls, config: RunConfig, *, seed: int) -> "HfEngine":
         """The engine a run's configuration describes, with the weights of `model.path`."""
         generator = config.generator
         model = AutoModelForCausalLM.from_pretrained(
@@ -74,7 +74,7 @@ class HfEngine:
             model.to(device).eval(),  # type: ignore[arg-type]
             max_num_seqs=generator.max_num_seqs,
             max_model_len=config.max_model_len,
-            seed=config.run.seed,
+            seed=seed,
         )
 
     @property

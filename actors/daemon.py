@@ -1,0 +1,93 @@
+"""The generator daemon: one engine, one `Generator`. Started by `streamrl generator`.
+
+Waits for buffer and learner as long as it takes; leaves when told to or when the run is over.
+"""
+
+import argparse
+import asyncio
+import logging
+import uuid
+import zlib
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from actors.chat import Renderer
+from actors.engines import make_engine
+from actors.environments import make_environment
+from actors.generator import Generator
+from actors.prompts import open_prompts
+from actors.rewards import make_reward
+from actors.rollout import GroupRunner
+from buffers.connect import connect
+from streamrl import service
+from streamrl.cli.arguments import configuration
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.service import Shutdown
+from streamrl.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    config = configuration(arguments).config
+    name = arguments.id or f"generator-{uuid.uuid4().hex[:6]}"
+    return service.run(partial(generate, config, name), role=name, config=config)
+
+
+async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> None:
+    """Generate until the run is over or a signal comes."""
+    require_model(config)
+    if config.generator.num_threads:
+        torch.set_num_threads(config.generator.num_threads)
+    prompts, reward = open_prompts(config.data, config.run.seed), make_reward(config.data)
+    renderer = Renderer.from_config(config)
+    make_environment(config.generator.environment, ())
+    engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
+    buffer = connect(config.buffer)
+    try:
+        runner = GroupRunner(
+            engine=engine,
+            prompts=prompts,
+            renderer=renderer,
+            make_environment=partial(make_environment, config.generator.environment),
+            environment=config.generator.environment,
+            reward=reward,
+            sampling=sampling_params(config),
+            group_size=config.generator.group_size,
+            max_model_len=config.max_model_len,
+        )
+        generator = Generator(config, generator_id, runner, buffer)
+        log.info("%s serves %s with %s", generator_id, config.model.path, config.generator.engine)
+        signaled = asyncio.create_task(shutdown.requested.wait())
+        signaled.add_done_callback(lambda _: generator.stop())
+        await generator.run()
+        signaled.cancel()
+    finally:
+        await engine.close()
+        await buffer.close()
+
+
+def sampling_params(config: RunConfig) -> SamplingParams:
+    """What `generator` says of sampling."""
+    generator = config.generator
+    return SamplingParams(
+        max_new_tokens=generator.max_new_tokens,
+        min_new_tokens=generator.min_new_tokens,
+        temperature=generator.temperature,
+        top_p=generator.top_p,
+        top_k=generator.top_k,
+        stop_token_ids=generator.stop_token_ids,
+        ignore_eos=generator.ignore_eos,
+    )
+
+
+def require_model(config: RunConfig) -> None:
+    """Say how to get the model if it is one that is made locally and has not been made."""
+    if config.model.recipe is not None and not Path(config.model.path).exists():
+        raise ConfigError(
+            f"model.path: there is no {config.model.path}; run `streamrl make-model` with this "
+            "configuration first"
+        )

@@ -1,0 +1,82 @@
+"""`streamrl evaluate`: the greedy score of a checkpoint on held-out prompts.
+
+Prints one JSON line and writes it to `evaluation.json` in the run folder.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from actors.chat import Renderer
+from actors.daemon import require_model, sampling_params
+from actors.engines import make_engine
+from actors.environments import make_environment
+from actors.prompts import open_held_out
+from actors.rewards import make_reward
+from actors.rollout import GroupRunner
+from streamrl.cli.arguments import configuration
+from streamrl.config import RunConfig
+from streamrl.types import Lease, TrajectoryGroup
+
+
+def main(arguments: argparse.Namespace) -> int:
+    config = configuration(arguments).config
+    model = Path(arguments.checkpoint) if arguments.checkpoint else newest_model(config)
+    found = asyncio.run(evaluate(config, model))
+    line = json.dumps(found)
+    print(line)
+    config.run.path.mkdir(parents=True, exist_ok=True)
+    (config.run.path / "evaluation.json").write_text(line + "\n")
+    return 0
+
+
+def newest_model(config: RunConfig) -> Path:
+    """The newest checkpoint of the run, or the model it starts from."""
+    checkpoints = sorted((config.run.path / "checkpoints").glob("step-*"))
+    return checkpoints[-1] if checkpoints else Path(config.model.path)
+
+
+async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
+    """Mean reward of greedy completions of `data.num_eval_prompts` held-out prompts."""
+    if config.generator.num_threads:
+        torch.set_num_threads(config.generator.num_threads)
+    section = config.model.model_copy(update={"path": str(model)})
+    config = config.model_copy(update={"model": section})
+    require_model(config)
+    engine = make_engine(config, seed=config.run.seed)
+    runner = GroupRunner(
+        engine=engine,
+        prompts=open_held_out(config.data, config.run.seed),
+        renderer=Renderer.from_config(config),
+        make_environment=lambda ids: make_environment(config.generator.environment, ids),
+        environment=config.generator.environment,
+        reward=make_reward(config.data),
+        sampling=structs.replace(sampling_params(config), temperature=0.0),
+        group_size=1,
+        max_model_len=config.max_model_len,
+    )
+    numbers = range(config.data.num_eval_prompts)
+    groups = await asyncio.gather(*(runner.run(_lease(number)) for number in numbers))
+    await engine.close()
+    return {"model": str(model), "num_prompts": len(groups), **_summary(groups)}
+
+
+def _lease(sequence: int) -> Lease:
+    return Lease(
+        lease_id=f"evaluation/{sequence}", sequence=sequence, policy_version=0, expires_at_s=0.0
+    )
+
+
+def _summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    trajectories = [group.trajectories[0] for group in groups]
+    return {
+        "greedy_reward_mean": statistics.fmean(t.reward for t in trajectories),
+        "response_length_mean": statistics.fmean(t.num_response_tokens for t in trajectories),
+    }

@@ -1,0 +1,186 @@
+"""The generator: leases sequences, runs their groups, puts them, and follows the weights.
+
+    lease_groups      a lease whenever the engine has room
+    one task a group  wait for the lease's version, generate, score, put
+    heartbeat         renew the leases held, report, hear of leases lost and of the end
+    receiver.run      load what the learner announces (`streamrl.weights.channel`)
+
+Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
+group that fails costs itself. Nothing here waits for the learner, only for admission.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+
+from actors.chat import PromptTooLongError
+from actors.rollout import GroupRunner
+from streamrl.config import RunConfig
+from streamrl.errors import LedgerError, RolloutError, StreamRLError, WireError
+from streamrl.interfaces import GeneratorBuffer
+from streamrl.types import DropReason, GeneratorStatus, Lease, LoadReport, WeightUpdate
+from streamrl.weights.channel import WeightReceiver
+
+log = logging.getLogger(__name__)
+
+LEASE_WAIT_S = 5.0
+MAX_FAILURES = 50
+
+
+class Generator:
+    """One generator's life; `run` returns when the run is over or `stop` was called."""
+
+    def __init__(
+        self, config: RunConfig, generator_id: str, runner: GroupRunner, buffer: GeneratorBuffer
+    ) -> None:
+        self._config = config
+        self._id = generator_id
+        self._session = uuid.uuid4().hex[:12]
+        self._runner = runner
+        self._engine = runner.engine
+        self._buffer = buffer
+        self._numbers = itertools.count()
+        self._floors: dict[str, int] = {}
+        self._groups: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Condition()
+        self._stopping = asyncio.Event()
+        self._num_failures = 0
+        self._patience_s = config.generator.drain_s
+        self._last_report = (time.monotonic(), 0.0)
+
+    def stop(self) -> None:
+        """Lease nothing more; finish or release what is held."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Until stopped. Any loop that dies takes the generator with it."""
+        device = self._config.generator.device
+        receiver = WeightReceiver(
+            self._config.weights.address,
+            self._id,
+            self._session,
+            self._load,
+            device_type="cpu" if device == "cpu" else _device_type(),
+        )
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(receiver.run())
+            beating = tasks.create_task(self._beat())
+            leasing = tasks.create_task(self._lease_groups(tasks))
+            await self._stopping.wait()
+            leasing.cancel()
+            await self._drain()
+            beating.cancel()
+            following.cancel()
+        await self._buffer.heartbeat(self._status(is_leaving=True))
+
+    async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
+        """Waits for room in the engine, then for admission; a finished group or the buffer
+        unblocks. Ends when cancelled."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(self._has_room)
+            lease_id = f"{self._session}/{next(self._numbers)}"
+            lease = await self._buffer.lease(lease_id, self._id, LEASE_WAIT_S)
+            if lease is not None:
+                self._floors[lease_id] = lease.policy_version
+                self._groups[lease_id] = tasks.create_task(self._generate(lease))
+
+    def _has_room(self) -> bool:
+        in_flight = len(self._groups) * self._config.generator.group_size
+        return in_flight < self._config.generator.max_num_seqs
+
+    async def _generate(self, lease: Lease) -> None:
+        """One group from lease to put. Waits for the lease's version, the engine and the reward."""
+        lease_id = lease.lease_id
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._reaches(lease_id))
+            await self._buffer.put(lease_id, await self._runner.run(lease))
+            self._num_failures = 0
+        except PromptTooLongError as error:
+            log.info("sequence %d filtered: its prompt has %s", lease.sequence, error)
+            await self._buffer.release(lease_id, DropReason.FILTERED)
+        except RolloutError as error:
+            log.warning("sequence %d failed: %s", lease.sequence, error)
+            await self._buffer.release(lease_id, DropReason.FAILED)
+            self._count_failure(error)
+        except LedgerError as error:
+            log.warning("sequence %d was not taken in: %s", lease.sequence, error)
+        except WireError as error:
+            log.error("sequence %d was refused as malformed: %s", lease.sequence, error)
+            self._count_failure(error)
+        finally:
+            self._groups.pop(lease_id, None)
+            self._floors.pop(lease_id, None)
+            await self._announce()
+
+    def _reaches(self, lease_id: str) -> bool:
+        return self._engine.policy_version >= self._floors[lease_id]
+
+    def _count_failure(self, error: StreamRLError) -> None:
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            raise RuntimeError(
+                f"{MAX_FAILURES} groups failed one after the other, the last one: {error}"
+            ) from error
+
+    async def _load(self, update: WeightUpdate) -> LoadReport:
+        report = await self._engine.load_weights(update)
+        await self._announce()
+        return report
+
+    async def _beat(self) -> None:
+        """Waits a fraction of the leases' life between two; ends when cancelled."""
+        while True:
+            status = self._status()
+            reply = await self._buffer.heartbeat(status)
+            for lease_id in reply.lost_lease_ids:
+                if group := self._groups.get(lease_id):
+                    log.warning("lease %s is lost; its group is given up", lease_id)
+                    group.cancel()
+            # A learner that came back at an earlier version will not publish a later floor soon.
+            for lease_id in self._floors.keys() & set(status.lease_ids):
+                self._floors[lease_id] = min(self._floors[lease_id], reply.policy_version)
+            await self._announce()
+            if reply.finished:
+                log.info("the run is over")
+                self._patience_s = 0.0
+                self.stop()
+            await asyncio.sleep(min(1.0, self._config.buffer.lease_ttl_s / 4))
+
+    async def _drain(self) -> None:
+        """Wait for the groups as long as they matter; the leases of the others end on leaving."""
+        if groups := list(self._groups.values()):
+            _, unfinished = await asyncio.wait(groups, timeout=self._patience_s)
+            for group in unfinished:
+                group.cancel()
+
+    async def _announce(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _status(self, *, is_leaving: bool = False) -> GeneratorStatus:
+        gauges = self._engine.gauges()
+        now_s, num_tokens = time.monotonic(), gauges["num_tokens"]
+        before_s, before = self._last_report
+        self._last_report = (now_s, num_tokens)
+        return GeneratorStatus(
+            generator_id=self._id,
+            session=self._session,
+            policy_version=self._engine.policy_version,
+            lease_ids=tuple(self._groups),
+            num_active=int(gauges["num_active"]),
+            num_waiting=int(gauges["num_waiting"]),
+            num_tokens=int(num_tokens),
+            tokens_per_s=(num_tokens - before) / max(now_s - before_s, 1e-3),
+            pause_s=gauges["pause_s"],
+            is_leaving=is_leaving,
+        )
+
+
+def _device_type() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,163 @@
+"""From a lease to a trajectory group: run the siblings' episodes side by side, score, record.
+
+Invariant: a group holds facts of what was sampled and nothing derived; either all siblings make it
+or the group fails as one (RolloutError). Called by `actors.generator`, once per lease.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.chat import Renderer
+from streamrl.errors import RolloutError
+from streamrl.interfaces import Engine, Environment, Episode, Prompt, PromptSource, Reward
+from streamrl.types import (
+    Completion,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    Lease,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of tokens [n], observed (version -1) or sampled, with what is recorded of each."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    policy_versions: Int32Array
+
+    @classmethod
+    def observed(cls, token_ids: tuple[int, ...]) -> "Segment":
+        ids = np.array(token_ids, dtype=np.int32)
+        return cls(ids, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
+
+    @classmethod
+    def sampled(cls, completion: Completion) -> "Segment":
+        c = completion
+        return cls(c.token_ids, c.logprobs, c.policy_versions)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One episode's tokens in order, before it has a reward."""
+
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    metrics: Mapping[str, float]
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.turns[-1].finish_reason
+
+    @property
+    def last_response(self) -> list[int]:
+        """What the policy sampled in its last turn."""
+        return [int(token) for token in self.segments[-1].token_ids]
+
+    def trajectory(self, reward: float) -> Trajectory:
+        """The flat record; see `streamrl.types.Trajectory`."""
+        segments = self.segments
+        return Trajectory(
+            token_ids=np.concatenate([s.token_ids for s in segments]),
+            response_mask=np.concatenate([s.policy_versions >= 0 for s in segments]),
+            behavior_logprobs=np.concatenate([s.logprobs for s in segments]),
+            policy_versions=np.concatenate([s.policy_versions for s in segments]),
+            reward=reward,
+            finish_reason=self.finish_reason,
+            turns=self.turns,
+            metrics=dict(self.metrics),
+        )
+
+
+@dataclass(frozen=True)
+class GroupRunner:
+    """All that a group needs beside its lease."""
+
+    engine: Engine
+    prompts: PromptSource
+    renderer: Renderer
+    make_environment: Callable[[tuple[int, ...]], Environment]
+    environment: str
+    reward: Reward
+    sampling: SamplingParams
+    group_size: int
+    max_model_len: int
+
+    async def run(self, lease: Lease) -> TrajectoryGroup:
+        """The finished group of the lease's prompt.
+
+        Waits for the siblings' completions; the engine answers or fails each of them.
+
+        Raises:
+            RolloutError: a sibling or the reward failed.
+            PromptTooLongError: the prompt is too long and `data.truncation` is `drop`.
+        """
+        prompt = self.prompts[lease.sequence]
+        token_ids = self.renderer.encode(prompt)
+        siblings = [self._episode(token_ids) for _ in range(self.group_size)]
+        rollouts = await _all_or_none(siblings)
+        rewards = await self.reward.score([self._seen(prompt, rollout) for rollout in rollouts])
+        return TrajectoryGroup(
+            group_id=f"{lease.sequence}:{lease.lease_id}",
+            sequence=lease.sequence,
+            environment=self.environment,
+            trajectories=tuple(
+                rollout.trajectory(reward)
+                for rollout, reward in zip(rollouts, rewards, strict=True)
+            ),
+        )
+
+    async def _episode(self, prompt_token_ids: tuple[int, ...]) -> Rollout:
+        """One episode. Waits for the engine, then for the environment, turn by turn."""
+        environment = self.make_environment(prompt_token_ids)
+        observation = await environment.start()
+        context: tuple[int, ...] = ()
+        segments: tuple[Segment, ...] = ()
+        turns: tuple[Turn, ...] = ()
+        metrics: dict[str, float] = {}
+        while True:
+            context = (*context, *observation)
+            completion = await self.engine.generate(context, self.sampling)
+            if not len(completion.token_ids):
+                raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")
+            transition = await environment.step(completion)
+            turn = Turn(
+                num_observation_tokens=len(observation),
+                num_completion_tokens=len(completion.token_ids),
+                finish_reason=completion.finish_reason,
+                num_tool_calls=transition.num_tool_calls,
+            )
+            segments = (*segments, Segment.observed(observation), Segment.sampled(completion))
+            turns, metrics = (*turns, turn), {**metrics, **transition.metrics}
+            context = (*context, *completion.token_ids.tolist())
+            observation = transition.observation
+            if transition.done or len(context) + len(observation) >= self.max_model_len:
+                return Rollout(segments, turns, metrics)
+
+    def _seen(self, prompt: Prompt, rollout: Rollout) -> Episode:
+        return Episode(
+            prompt=prompt,
+            response=self.renderer.decode(rollout.last_response),
+            num_response_tokens=sum(turn.num_completion_tokens for turn in rollout.turns),
+            finish_reason=rollout.finish_reason,
+            metrics=rollout.metrics,
+        )
+
+
+async def _all_or_none(siblings: Iterable[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
+    """Every sibling's rollout; the first that fails ends the others and is what is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(sibling) for sibling in siblings]
+    except* RolloutError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]

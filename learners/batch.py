@@ -1,0 +1,104 @@
+"""From trajectory groups to what the algorithms and the policy are given.
+
+A `TrainingBatch` is the whole step's facts, flat over response tokens; a `MicroBatch` is a part
+that shares one forward pass, its tokens packed. Shapes: S trajectories, R response tokens of all of
+them, N tokens (prompts included) of a micro-batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from learners.attention import Packing
+from streamrl.algorithms.sequences import Sequences
+from streamrl.types import Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingBatch:
+    """One optimizer step's trajectories, in order of their groups."""
+
+    trajectories: tuple[Trajectory, ...]
+    group_indices: torch.Tensor
+    """[S] int64, which group each trajectory belongs to."""
+    policy_version: int
+    """The version about to be trained; staleness is counted from it."""
+
+    @classmethod
+    def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
+        sizes = torch.tensor([len(group.trajectories) for group in groups])
+        return cls(
+            trajectories=tuple(t for group in groups for t in group.trajectories),
+            group_indices=torch.arange(len(groups)).repeat_interleave(sizes),
+            policy_version=policy_version,
+        )
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [t.num_tokens for t in self.trajectories]
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        return Sequences.from_lengths([t.num_response_tokens for t in self.trajectories])
+
+    @cached_property
+    def rewards(self) -> torch.Tensor:
+        """[S]"""
+        return torch.tensor([t.reward for t in self.trajectories])
+
+    @cached_property
+    def behavior_logprobs(self) -> torch.Tensor:
+        """[R]"""
+        return self._responses("behavior_logprobs")
+
+    @cached_property
+    def staleness(self) -> torch.Tensor:
+        """[R] versions between sampling and training, as a distance."""
+        return (self.policy_version - self._responses("policy_versions")).abs()
+
+    def micro_batch(self, members: Sequence[int], device: torch.device) -> "MicroBatch":
+        """The trajectories with these indices, packed."""
+        chosen = [self.trajectories[i] for i in members]
+        ids = np.concatenate([t.token_ids for t in chosen])
+        is_response = np.concatenate([t.response_mask for t in chosen])
+        # The first token of a packed stretch is predicted by nothing before it.
+        places = torch.from_numpy(np.flatnonzero(is_response))
+        ends = self.sequences.lengths.cumsum(0)
+        spans = [
+            torch.arange(int(ends[i] - self.sequences.lengths[i]), int(ends[i])) for i in members
+        ]
+        token_ids = torch.from_numpy(ids).long()
+        return MicroBatch(
+            token_ids=token_ids[None].to(device),
+            packing=Packing(tuple(t.num_tokens for t in chosen), device),
+            predictors=(places - 1).to(device),
+            targets=token_ids[places].to(device),
+            members=torch.tensor(list(members)),
+            responses=torch.cat(spans),
+            sequences=Sequences.from_lengths(self.sequences.lengths[list(members)]),
+        )
+
+    def _responses(self, field: str) -> torch.Tensor:
+        arrays = [getattr(t, field)[t.response_mask] for t in self.trajectories]
+        return torch.from_numpy(np.concatenate(arrays))
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One forward pass: N tokens of some of the step's trajectories."""
+
+    token_ids: torch.Tensor
+    """[1, N] int64"""
+    packing: Packing
+    predictors: torch.Tensor
+    """[R] places in N whose hidden states predict the response tokens."""
+    targets: torch.Tensor
+    """[R] int64, the response tokens."""
+    members: torch.Tensor
+    """[S] which of the step's trajectories these are."""
+    responses: torch.Tensor
+    """[R] where these response tokens stand among those of the step."""
+    sequences: Sequences

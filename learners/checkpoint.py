@@ -1,0 +1,136 @@
+"""Checkpoints: everything a learner needs to go on as if nothing had happened.
+
+    checkpoints/step-00000020/
+        model.safetensors, config.json, tokenizer...    loads in transformers, vLLM, SGLang
+        optimizer.safetensors                           AdamW's moments and step, by parameter name
+        state.json                                      version, books, credit, random state
+
+Invariant: a folder under its final name is complete and on disk; groups are acknowledged only then.
+No pickle. Called by `learners.learner`.
+"""
+
+import base64
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from learners.trainer import Trainer
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.types import Books
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What the learner itself continues from; the trainer's part is loaded into the trainer."""
+
+    policy_version: int
+    books: Books
+
+
+def save(config: RunConfig, trainer: Trainer, policy_version: int, books: Books) -> Path:
+    """Write the checkpoint of this version and drop those beyond `learner.checkpoint.keep`."""
+    folder = config.run.path / "checkpoints"
+    path = folder / f"{_PREFIX}{policy_version:08d}"
+    unfinished = folder / f".{path.name}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    model = config.model
+    trainer.policy.save(unfinished, model.tokenizer_path, trust_remote_code=model.trust_remote_code)
+    save_file(_optimizer_tensors(trainer), unfinished / "optimizer.safetensors")
+    state = {
+        "policy_version": policy_version,
+        "books": msgspec.to_builtins(books, str_keys=True),
+        "credit": trainer.credit.state_dict(),
+        "torch_random_state": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+    (unfinished / "state.json").write_text(json.dumps(state))
+    _sync(unfinished)
+    if path.exists():
+        shutil.rmtree(path)
+    unfinished.rename(path)
+    _sync(folder)
+    for older in list_checkpoints(folder)[: -config.learner.checkpoint.keep]:
+        shutil.rmtree(older)
+    return path
+
+
+def find(config: RunConfig) -> Path | None:
+    """The checkpoint that `run.resume` means, if any.
+
+    Raises:
+        ConfigError: a path was given and holds no checkpoint.
+    """
+    match config.run.resume:
+        case "never":
+            return None
+        case "auto":
+            found = list_checkpoints(config.run.path / "checkpoints")
+            return found[-1] if found else None
+        case path:
+            if not (Path(path) / "state.json").is_file():
+                raise ConfigError(f"run.resume: {path} is no checkpoint (it has no state.json)")
+            return Path(path)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / "state.json").is_file())
+
+
+def restore(path: Path, trainer: Trainer) -> Restored:
+    """Load optimizer, credit and random state into a trainer whose policy has these weights.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+    state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    _load_optimizer(trainer, load_file(path / "optimizer.safetensors"), path)
+    trainer.credit.load_state_dict(state["credit"])
+    random_state = bytearray(base64.b64decode(state["torch_random_state"]))
+    torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
+    return Restored(
+        policy_version=state["policy_version"],
+        books=msgspec.convert(state["books"], Books, str_keys=True, strict=False),
+    )
+
+
+def _optimizer_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """AdamW's state as "kind/parameter"."""
+    return {
+        f"{kind}/{name}": tensor.contiguous()
+        for name, parameter in trainer.policy.parameters().items()
+        for kind, tensor in trainer.optimizer.state[parameter].items()
+    }
+
+
+def _load_optimizer(trainer: Trainer, tensors: dict[str, torch.Tensor], path: Path) -> None:
+    parameters = trainer.policy.parameters()
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        parameter = parameters.get(name)
+        if parameter is None or (kind != "step" and tensor.shape != parameter.shape):
+            raise ConfigError(f"run.resume: {path} is of another model: {name} does not fit")
+        trainer.optimizer.state[parameter][kind] = tensor.to(parameter.device)
+
+
+def _sync(folder: Path) -> None:
+    """Bytes to disk, then the folder that names them."""
+    for file in (*(f for f in folder.iterdir() if f.is_file()), folder):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,119 @@
+"""Credit: from the rewards that were recorded to an advantage for every response token.
+
+    recorded reward -> shaping -> token rewards (less KL) -> advantage estimator
+
+Invariant: a function of the batch, the `algorithm:` section and the state below, which is part of a
+checkpoint. Called by `learners.trainer`, once per step, before anything is packed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from learners.batch import TrainingBatch
+from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages
+from streamrl.algorithms.kl import kl_controller, kl_penalty
+from streamrl.algorithms.rewards import (
+    RunningMoments,
+    difficulty_mask,
+    sample_weights,
+    shape_rewards,
+    token_rewards,
+)
+from streamrl.config.algorithm import AlgorithmSection
+
+
+@dataclass(frozen=True, eq=False)
+class Credit:
+    advantages: torch.Tensor
+    """[R]"""
+    is_trained: torch.Tensor | None
+    """[S] bool; trajectories of prompts that are too easy or too hard are not. None: all are."""
+    sample_weights: torch.Tensor | None
+    """[S], or None for 1."""
+    metrics: dict[str, float]
+
+
+class CreditAssigner:
+    """What looks at rewards only; remembers running moments and the weight of the KL."""
+
+    def __init__(self, config: AlgorithmSection) -> None:
+        self._config = config
+        self._running = RunningMoments()
+        self._kl = kl_controller(config.kl_reward)
+
+    def assign(
+        self,
+        batch: TrainingBatch,
+        proximal_logprobs: torch.Tensor | None = None,
+        reference_logprobs: torch.Tensor | None = None,
+    ) -> Credit:
+        """Credit for the whole step; the log-probabilities [R] are for KL in the reward."""
+        config, sequences = self._config, batch.sequences
+        shaped = shape_rewards(
+            batch.rewards, batch.group_indices, sequences, config.reward, self._running
+        )
+        kl, metrics = None, shaped.metrics
+        if proximal_logprobs is not None and reference_logprobs is not None:
+            kl = kl_penalty(proximal_logprobs, reference_logprobs, config.kl_reward.kind)
+            metrics = {**metrics, "reward/kl": float(kl.mean()), "reward/kl_coef": self._kl.value}
+        rewards = token_rewards(shaped.rewards, sequences, kl, self._kl.value, config.reward.whiten)
+        if kl is not None:
+            self._kl.update(float(kl.mean()), len(sequences))
+        advantages = estimate_advantages(
+            config.advantage,
+            AdvantageInput(rewards, batch.group_indices, sequences),
+            config.advantage_config,
+        )
+        return Credit(
+            advantages=advantages,
+            is_trained=self._is_trained(batch),
+            sample_weights=self._sample_weights(batch),
+            metrics={**metrics, **_describe(batch, advantages)},
+        )
+
+    def state_dict(self) -> dict[str, float]:
+        return {**self._running.state_dict(), "kl_coef": self._kl.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._running.load_state_dict(state)
+        self._kl.value = state["kl_coef"]
+
+    def _is_trained(self, batch: TrainingBatch) -> torch.Tensor | None:
+        low, high = self._config.reward.difficulty_low, self._config.reward.difficulty_high
+        if low is None and high is None:
+            return None
+        return difficulty_mask(batch.rewards, batch.group_indices, low, high)
+
+    def _sample_weights(self, batch: TrainingBatch) -> torch.Tensor | None:
+        config = self._config.sample_weight
+        if not config.difficulty and not config.length:
+            return None
+        difficulty = [t.metrics.get("difficulty", 0.0) for t in batch.trajectories]
+        lengths = batch.sequences.lengths
+        return sample_weights(lengths, config, torch.tensor(difficulty)).float()
+
+
+def _describe(batch: TrainingBatch, advantages: torch.Tensor) -> dict[str, float]:
+    """What a person watches of rewards, lengths and credit."""
+    rewards, lengths = batch.rewards, batch.sequences.lengths.float()
+    num_groups = int(batch.group_indices.max()) + 1
+    sums = torch.zeros(num_groups).index_add_(0, batch.group_indices, rewards)
+    squares = torch.zeros(num_groups).index_add_(0, batch.group_indices, rewards**2)
+    sizes = batch.group_indices.bincount()
+    spread = squares / sizes - (sums / sizes) ** 2
+    cut = [t.finish_reason == "length" for t in batch.trajectories]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(unbiased=False)),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "reward/groups_alike_frac": float((spread < 1e-8).float().mean()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": sum(cut) / len(cut),
+        "advantage/mean": float(advantages.mean()) if len(advantages) else 0.0,
+        "advantage/abs_mean": float(advantages.abs().mean()) if len(advantages) else 0.0,
+    }

@@ -1,0 +1,93 @@
+"""The learner daemon: a policy, its trainer, its end of the weight channel. `streamrl learner`.
+
+Waits for the buffer and for groups; generators may come and go. Ends after `run.max_steps`, or at
+a signal once the step at hand is durable.
+"""
+
+import argparse
+import asyncio
+import logging
+from functools import partial
+
+import torch
+
+from buffers.connect import connect
+from learners import checkpoint
+from learners.learner import Learner, nothing_restored
+from learners.policy import Policy
+from learners.trainer import Trainer
+from streamrl import service
+from streamrl.cli.arguments import configuration
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.service import Shutdown
+from streamrl.tracking import open_trackers
+from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.sender import WeightSender
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    arguments.overrides += ["run.resume=auto"] if arguments.resume else []
+    config = configuration(arguments).config
+    return service.run(partial(train, config), role="learner", config=config)
+
+
+async def train(config: RunConfig, shutdown: Shutdown) -> None:
+    """Train until the run is over or a signal comes."""
+    _require_port(config)
+    _warn_of_truncation(config)
+    if config.learner.num_threads:
+        torch.set_num_threads(config.learner.num_threads)
+    torch.manual_seed(config.run.seed)
+    found = checkpoint.find(config)
+    policy = Policy.from_config(config, found)
+    reference = Policy.from_config(config) if config.algorithm.needs_reference else None
+    trainer = Trainer(config, policy, reference)
+    start = checkpoint.restore(found, trainer) if found else nothing_restored()
+    log.info("starting from %s at version %d", found or config.model.path, start.policy_version)
+    sender = _make_sender(config, policy)
+    buffer = connect(config.buffer)
+    tracker = open_trackers(config, first_step=start.policy_version + 1)
+    learner = Learner(config, trainer, buffer, sender, tracker, start)
+    signaled = asyncio.create_task(shutdown.requested.wait())
+    signaled.add_done_callback(lambda _: learner.stop())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(sender.run())
+            await learner.run()
+            sending.cancel()
+    finally:
+        signaled.cancel()
+        sender.close()
+        tracker.close()
+        await buffer.close()
+
+
+def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
+    weights = config.weights
+    dtype = getattr(torch, weights.dtype) if weights.dtype else None
+    layout = Layout(manifest_of(policy.parameters(), dtype), weights.bucket_bytes)
+    sender = WeightSender(weights, layout, policy.device, config.run.path / "weights")
+    log.info("announcing %.1f MB of weights at %s", layout.num_bytes / 1e6, sender.address)
+    return sender
+
+
+def _require_port(config: RunConfig) -> None:
+    if config.weights.address.endswith(":0"):
+        raise ConfigError(
+            f"weights.address {config.weights.address} has port 0, which only `streamrl launch` "
+            "resolves; daemons started on their own need a port they agree on"
+        )
+
+
+def _warn_of_truncation(config: RunConfig) -> None:
+    generator = config.generator
+    if generator.top_p < 1 or generator.top_k > 0:
+        log.warning(
+            "generator.top_p %g and generator.top_k %d cut off the sampled distribution, which the "
+            "learner's log-probabilities cannot reproduce: importance weights will be below 1",
+            generator.top_p,
+            generator.top_k,
+        )

@@ -1,0 +1,160 @@
+"""The learner's loop: take, train, publish, advance, and now and then make it durable.
+
+Invariant: policy version v stands for v completed steps, here, in the buffer and at the generators;
+a group is acknowledged only once a checkpoint that contains it is on disk. Compute has a thread of
+its own, so the loop, the weight channel and signals work during a long step.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from learners import checkpoint
+from learners.batch import TrainingBatch
+from learners.trainer import Trainer
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.interfaces import Tracker, TrajectoryBuffer
+from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
+from streamrl.types import Books, BufferStats, GroupHeader
+from streamrl.weights.sender import WeightSender
+
+log = logging.getLogger(__name__)
+
+TAKE_WAIT_S = 10.0
+
+Result = TypeVar("Result")
+
+
+class Learner:
+    """One learner's life, from the version it starts with."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        buffer: TrajectoryBuffer,
+        sender: WeightSender,
+        tracker: Tracker,
+        start: checkpoint.Restored,
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._buffer = buffer
+        self._sender = sender
+        self._tracker = tracker
+        self._version = start.policy_version
+        self._books = start.books
+        self._saved_version = start.policy_version
+        self._stopping = asyncio.Event()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+
+    def stop(self) -> None:
+        """Finish the step at hand, make it durable, and return."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Steps until `run.max_steps`, or until stopped."""
+        _require_same_settings(await self._buffer.attach(self._version, self._books), self._config)
+        await self._publish()
+        log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
+        while self._version < self._config.run.max_steps:
+            start = time.perf_counter()
+            headers = await self._take()
+            if headers is None:
+                break
+            await self._step(headers, start)
+        if self._version > self._saved_version:
+            await self._save()
+        if self._version >= self._config.run.max_steps:
+            await self._buffer.finish()
+        self._thread.shutdown()
+
+    async def _take(self) -> tuple[GroupHeader, ...] | None:
+        """The next batch on loan. Waits for enough groups; unblocked by them or by `stop`."""
+        num_groups = self._config.learner.groups_per_step
+        stopped = asyncio.create_task(self._stopping.wait())
+        try:
+            while not self._stopping.is_set():
+                taking = asyncio.create_task(
+                    self._buffer.take(num_groups, self._version, TAKE_WAIT_S)
+                )
+                await asyncio.wait({taking, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if not taking.done():
+                    taking.cancel()
+                elif headers := taking.result():
+                    return headers
+                else:
+                    log.info("waiting for %d groups at version %d", num_groups, self._version)
+            return None
+        finally:
+            stopped.cancel()
+
+    async def _step(self, headers: tuple[GroupHeader, ...], start: float) -> None:
+        groups = await self._buffer.fetch([header.sequence for header in headers])
+        wait_s = time.perf_counter() - start
+        trained_at = self._version
+        batch = TrainingBatch.of(groups, trained_at)
+        metrics = await self._compute(lambda: self._trainer.step(batch))
+        self._version += 1
+        # Announced before the buffer admits groups of the next version, which need these weights.
+        if self._version % self._config.weights.publish_every == 0:
+            await self._publish()
+        self._books = await self._buffer.advance(self._version)
+        if self._version % self._config.learner.checkpoint.every == 0:
+            await self._save()
+        stats = await self._buffer.stats()
+        self._tracker.log(
+            {
+                **metrics,
+                **staleness_metrics(headers, trained_at),
+                **books_metrics(stats.books),
+                **buffer_metrics(stats),
+                **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
+                "learner/policy_version": self._version,
+                "learner/wait_s": wait_s,
+                "learner/step_s": time.perf_counter() - start,
+                "time_s": time.time(),
+            },
+            step=self._version,
+        )
+
+    async def _publish(self) -> None:
+        parameters = dict(self._trainer.policy.parameters())
+        version = self._version
+        await self._compute(lambda: self._sender.snapshot(parameters, version))
+        self._sender.publish()
+
+    async def _save(self) -> None:
+        start = time.perf_counter()
+        version, books = self._version, self._books
+        path = await self._compute(
+            lambda: checkpoint.save(self._config, self._trainer, version, books)
+        )
+        self._saved_version = version
+        await self._buffer.acknowledge(version)
+        log.info("saved %s in %.2f s", path, time.perf_counter() - start)
+
+    async def _compute(self, work: Callable[[], Result]) -> Result:
+        """In the compute thread. Waits for it to finish, signals or not: a step is never torn."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def nothing_restored() -> checkpoint.Restored:
+    """Where a run begins."""
+    return checkpoint.Restored(policy_version=0, books=Books())
+
+
+def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
+    for name, theirs, ours in (
+        ("learner.groups_per_step", stats.groups_per_step, config.learner.groups_per_step),
+        ("buffer.max_staleness", stats.max_staleness, config.buffer.max_staleness),
+    ):
+        if theirs != ours:
+            raise ConfigError(
+                f"{name}: the buffer was started with {theirs}, this learner with {ours}; "
+                "start every daemon of a run with one configuration"
+            )

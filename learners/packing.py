@@ -1,0 +1,89 @@
+"""Which trajectories share a forward pass: every micro-batch within its limit, all about equal.
+
+Invariant: each trajectory is in exactly one micro-batch, no micro-batch exceeds the limit, and
+every rank gets the same number of them (one that ran out would leave the others waiting).
+Karmarkar-Karp, which verl and ROLL use, balances without knowing the limit and exceeds it about one
+time in twenty; longest first into the cheapest bin with room keeps it and comes as close where it
+matters.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from streamrl.errors import ConfigError
+
+Cost = Callable[[int], float]
+
+
+def tokens(length: int) -> float:
+    """Cost in tokens: right where linear layers dominate."""
+    return float(length)
+
+
+def flops(hidden_size: int) -> Cost:
+    """Cost in floating-point operations of a layer, up to a factor: linear 12 h^2 per token (four
+    attention and eight MLP matrices' worth), attention 2 h per pair of tokens."""
+    return lambda length: 12.0 * hidden_size**2 * length + 2.0 * hidden_size * length**2
+
+
+def pack(
+    lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1, cost: Cost = tokens
+) -> list[list[list[int]]]:
+    """Indices into `lengths`, as [rank][micro-batch][trajectory].
+
+    Uses as few micro-batches as longest-first fits into, and balances their cost. One may be empty
+    where there are fewer trajectories than micro-batches that ranks must have alike.
+
+    Raises:
+        ConfigError: a trajectory alone exceeds `max_tokens`, or there are fewer than ranks.
+    """
+    if not lengths or len(lengths) < num_ranks:
+        raise ConfigError(f"{len(lengths)} trajectories cannot be shared by {num_ranks} ranks")
+    if max(lengths) > max_tokens:
+        raise ConfigError(
+            f"learner.max_tokens_per_micro_batch {max_tokens} cannot hold a trajectory of "
+            f"{max(lengths)} tokens"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    num_bins = num_ranks * max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
+    while (bins := _fill(order, lengths, max_tokens, num_bins, cost)) is None:
+        num_bins += num_ranks
+    return _share(bins, lengths, num_ranks, cost)
+
+
+def _fill(
+    order: Sequence[int], lengths: Sequence[int], max_tokens: int, num_bins: int, cost: Cost
+) -> list[list[int]] | None:
+    """Longest first into the cheapest bin with room; None if one finds no room."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    room = [max_tokens] * num_bins
+    cheapest = [(0.0, b) for b in range(num_bins)]
+    for i in order:
+        full = []
+        while cheapest and room[cheapest[0][1]] < lengths[i]:
+            full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return None
+        spent, b = heapq.heappop(cheapest)
+        bins[b].append(i)
+        room[b] -= lengths[i]
+        for entry in ((spent + cost(lengths[i]), b), *full):
+            heapq.heappush(cheapest, entry)
+    return bins
+
+
+def _share(
+    bins: list[list[int]], lengths: Sequence[int], num_ranks: int, cost: Cost
+) -> list[list[list[int]]]:
+    """The same number of bins to every rank: dearest first to the rank that has spent least."""
+    spent = [sum(cost(lengths[i]) for i in b) for b in bins]
+    order = sorted(range(len(bins)), key=lambda b: -spent[b])
+    per_rank = len(bins) // num_ranks
+    shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    totals = [0.0] * num_ranks
+    for b in order:
+        open_ranks = [r for r in range(num_ranks) if len(shares[r]) < per_rank]
+        rank = min(open_ranks, key=lambda r: totals[r])
+        shares[rank].append(bins[b])
+        totals[rank] += spent[b]
+    return shares

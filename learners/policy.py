@@ -1,0 +1,99 @@
+"""The policy being trained: a transformers model that answers with log-probabilities of responses.
+
+Invariant: hidden states are gathered at response positions before the LM head, and logits of the
+whole batch never exist; temperature and soft cap are those the behavior policy sampled with.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from learners import attention
+from learners.batch import MicroBatch
+from streamrl.algorithms.logprobs import LogitTransform, TokenLogprobs, token_logprobs
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+
+
+class Policy:
+    """The model and how it is run; master weights are float32."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float, dtype: torch.dtype) -> None:
+        model.set_attn_implementation(attention.NAME)
+        self.model = model
+        self._device = next(model.parameters()).device
+        self._dtype = dtype
+        config: Any = model.config.get_text_config()
+        softcap = getattr(config, "final_logit_softcapping", None)
+        self._transform = LogitTransform(temperature=temperature, softcap=softcap)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, path: Path | str | None = None) -> "Policy":
+        """The run's policy with the weights at `path`, by default those of `model.path`."""
+        learner = config.learner
+        name = str(path or config.model.path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
+        if learner.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train()
+        return cls(
+            model.to(device_of(learner.device)),  # type: ignore[arg-type]
+            temperature=config.generator.temperature,
+            dtype=getattr(torch, learner.dtype),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By name, tied ones once."""
+        return dict(self.model.named_parameters())
+
+    def logprobs(self, micro_batch: MicroBatch, *, with_entropy: bool) -> TokenLogprobs:
+        """Log-probability (and entropy) [R] of each response token, in nats."""
+        hidden = self._hidden_states(micro_batch)[micro_batch.predictors]
+        head: Any = self.model.get_output_embeddings()
+        return token_logprobs(
+            hidden,
+            head.weight,
+            micro_batch.targets,
+            bias=getattr(head, "bias", None),
+            transform=self._transform,
+            with_entropy=with_entropy,
+        )
+
+    def save(self, folder: Path, tokenizer_path: str, *, trust_remote_code: bool) -> None:
+        """A folder that transformers, vLLM and SGLang load."""
+        self.model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(
+            tokenizer_path, trust_remote_code=trust_remote_code
+        ).save_pretrained(folder)
+
+    def _hidden_states(self, micro_batch: MicroBatch) -> torch.Tensor:
+        packing = micro_batch.packing
+        decoder: Any = self.model.get_decoder()
+        casts = self._dtype != torch.float32
+        with torch.autocast(self._device.type, dtype=self._dtype, enabled=casts):
+            output = decoder(
+                input_ids=micro_batch.token_ids,
+                position_ids=packing.positions[None],
+                use_cache=False,
+                packing=packing,
+            )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+def device_of(name: str) -> torch.device:
+    """`auto` is a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

@@ -1,0 +1,154 @@
+"""`streamrl launch`: everything a run needs on this machine, as separate processes.
+
+    make the model if its recipe asks for it; start buffer, learner and generators; show their
+    progress; when the learner is done or Ctrl-C comes, let everybody go in order; evaluate; report
+
+Invariant: the daemons are those that `streamrl buffer | learner | generator` start, with the same
+configuration; the launcher only starts them, again after a crash, and reads the run folder.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from streamrl.cli.arguments import configuration
+from streamrl.cli.processes import Child, executable
+from streamrl.cli.report import write_report
+from streamrl.cli.run_folder import prepare, read_json
+from streamrl.cli.view import ProgressView, summary
+from streamrl.config import RunConfig
+from streamrl.errors import StreamRLError
+
+DRAIN_S = 15.0
+
+
+def main(arguments: argparse.Namespace) -> int:
+    console = Console()
+    loaded = configuration(arguments)
+    config = prepare(loaded.config, resume=arguments.resume, new=arguments.new)
+    if not Path(config.model.path).exists() and config.model.recipe is not None:
+        console.print(f"making {config.model.path} (streamrl make-model)")
+        _call("make-model", config)
+    start = time.monotonic()
+    finished = asyncio.run(_run(config, console, arguments))
+    if finished and config.data.eval_source != "none":
+        _evaluate(config, console)
+    write_report(config.run.path)
+    console.print(summary(config, time.monotonic() - start))
+    if not finished:
+        console.print(f"stopped; go on with: streamrl launch {arguments.file} --resume")
+    return 0
+
+
+async def _run(config: RunConfig, console: Console, arguments: argparse.Namespace) -> bool:
+    """Start, watch, and stop everybody; whether the run reached its end.
+
+    Waits for the learner to end, for a child to fail for good, or for a signal.
+    """
+    children = _children(config, resume=arguments.resume)
+    interrupted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _interrupt, interrupted, children)
+    supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
+    view = ProgressView(config, children, console, live=not arguments.no_view)
+    showing = asyncio.create_task(view.run())
+    waiting = asyncio.create_task(interrupted.wait())
+    try:
+        while not (interrupted.is_set() or supervised["learner"].done()):
+            await asyncio.wait(
+                {waiting, *(t for t in supervised.values() if not t.done())},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            _raise_failure(supervised)
+    finally:
+        await _stop_in_order(children, supervised)
+        showing.cancel()
+        waiting.cancel()
+        await asyncio.wait({showing})
+    _raise_failure(supervised)
+    return not interrupted.is_set()
+
+
+def _children(config: RunConfig, *, resume: bool) -> list[Child]:
+    given = ("--config", str(config.run.path / "config.yaml"))
+    logs = config.run.path / "logs"
+
+    def child(role: str, *arguments: str, once_more: tuple[str, ...] = ()) -> Child:
+        return Child(role, arguments, (*arguments, *once_more), logs / f"{role}.log")
+
+    learner = ("learner", *given, *(["--resume"] if resume else []))
+    return [
+        child("buffer", "buffer", *given),
+        child("learner", *learner, once_more=("--resume",)),
+        *(
+            child(f"generator-{i}", "generator", *given, "--id", f"generator-{i}")
+            for i in range(config.generator.count)
+        ),
+    ]
+
+
+def _interrupt(interrupted: asyncio.Event, children: list[Child]) -> None:
+    if interrupted.is_set():
+        for child in children:
+            child.stop(signal.SIGKILL)
+    interrupted.set()
+
+
+def _raise_failure(supervised: "dict[str, asyncio.Task[int]]") -> None:
+    for task in supervised.values():
+        if task.done() and not task.cancelled() and (error := task.exception()):
+            raise error
+
+
+async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.Task[int]]") -> None:
+    """Learner and generators first, so that the buffer hears of every lease; it goes last.
+
+    Waits DRAIN_S for each wave; who is not gone by then is killed.
+    """
+    learner_ended = supervised["learner"].done()
+    waves = (
+        [c for c in children if c.role != "buffer"],
+        [c for c in children if c.role == "buffer"],
+    )
+    for wave in waves:
+        ends_by_itself = learner_ended and all(c.state in ("running", "done") for c in wave)
+        tasks = {supervised[child.role] for child in wave}
+        if ends_by_itself:
+            await asyncio.wait(tasks, timeout=DRAIN_S / 3)
+        for child in wave:
+            child.stop()
+        _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
+        for child in wave:
+            if late:
+                child.stop(signal.SIGKILL)
+        await asyncio.wait(tasks)
+
+
+def _call(command: str, config: RunConfig) -> str:
+    """Run a `streamrl` command with this configuration to its end; its output."""
+    done = subprocess.run(
+        [executable(), command, "--config", str(config.run.path / "config.yaml")],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise StreamRLError(f"streamrl {command} ended with exit code {done.returncode}")
+    return done.stdout
+
+
+def _evaluate(config: RunConfig, console: Console) -> None:
+    """Score the final checkpoint where there are held-out prompts; a run is not lost over it."""
+    with contextlib.suppress(StreamRLError):
+        _call("evaluate", config)
+    found = read_json(config.run.path / "evaluation.json")
+    if not found:
+        print("no evaluation: see the messages above", file=sys.stderr)

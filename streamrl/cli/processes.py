@@ -1,0 +1,98 @@
+"""Child processes of a launch: started, restarted after a crash, stopped in the right order.
+
+Invariant: no child outlives the launcher (each watches its parent, see `streamrl.service`), and a
+child whose exit code says that a person is needed ends the launch.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streamrl.config import PARENT_VARIABLE
+from streamrl.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, StreamRLError
+
+MAX_RESTARTS = 5
+
+
+@dataclass
+class Child:
+    """One daemon of the launch; `arguments` follow `streamrl` on its command line."""
+
+    role: str
+    arguments: Sequence[str]
+    restart_arguments: Sequence[str]
+    log_file: Path
+    process: asyncio.subprocess.Process | None = None
+    num_restarts: int = 0
+    state: str = "starting"
+    stopping: bool = field(default=False)
+
+    async def start(self) -> None:
+        arguments = self.restart_arguments if self.num_restarts else self.arguments
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as output:
+            # A session of its own, so that Ctrl-C in the terminal reaches the launcher alone.
+            self.process = await asyncio.create_subprocess_exec(
+                executable(),
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            )
+        self.state = "running"
+
+    async def supervise(self) -> int:
+        """Start it, and again after a crash; its last exit code. Waits for it to end.
+
+        Raises:
+            StreamRLError: it cannot work, or crashes again and again.
+        """
+        while True:
+            await self.start()
+            assert self.process is not None, "start() has just made it"
+            code = await self.process.wait()
+            self.state = "done" if code == 0 else f"ended ({code})"
+            if code == 0 or self.stopping:
+                return code
+            if code in (EXIT_CONFIG, EXIT_FENCED):
+                raise ConfigError(f"{self.role}: {self.last_words()}")
+            if self.num_restarts == MAX_RESTARTS:
+                raise StreamRLError(
+                    f"{self.role} ended {MAX_RESTARTS + 1} times, the last time with {code}: "
+                    f"{self.last_words()} (see {self.log_file})"
+                )
+            self.num_restarts += 1
+            self.state = f"restart {self.num_restarts}"
+            await asyncio.sleep(min(0.5 * 2**self.num_restarts, 10.0))
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask it to end; it is not started again."""
+        self.stopping = True
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    def last_words(self) -> str:
+        """The last line of its log that is no progress line."""
+        try:
+            lines = self.log_file.read_text(errors="replace").splitlines()
+        except OSError:
+            return "it left no log"
+        return next((line for line in reversed(lines) if line.strip()), "it left no log")
+
+
+def executable() -> str:
+    """The `streamrl` command of this Python."""
+    beside = Path(sys.executable).with_name("streamrl")
+    found = str(beside) if beside.exists() else shutil.which("streamrl")
+    if found is None:
+        raise StreamRLError("the command `streamrl` is not installed for this Python")
+    return found

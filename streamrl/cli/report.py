@@ -1,0 +1,68 @@
+"""`streamrl report`: the summary table and `report.png` of a run folder."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from streamrl.cli.view import summary
+from streamrl.cli.watch import config_of
+from streamrl.tracking.jsonl import read_metrics
+
+# title, (metric, label)s
+_PANELS = (
+    ("Reward of sampled rollouts", (("reward/mean", "mean"),)),
+    (
+        "Staleness in versions",
+        (("buffer/staleness_mean", "mean"), ("buffer/staleness_max", "largest")),
+    ),
+    ("Effective sample size", (("mismatch/rollout_is_eff_sample_size", "fraction"),)),
+    (
+        "Throughput in tokens/s",
+        (("generator/tokens_per_s", "generated"), ("learner/tokens_per_s", "trained")),
+    ),
+)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.folder)
+    config = config_of(folder)
+    lines = write_report(folder)
+    seconds = lines[-1]["time_s"] - lines[0]["time_s"] if lines else 0.0
+    Console().print(summary(config, seconds))
+    return 0
+
+
+def write_report(folder: Path) -> list[dict[str, Any]]:
+    """Draw `report.png` from `metrics.jsonl`; the lines it was drawn from."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    if lines:
+        _draw(lines, folder)
+    return lines
+
+
+def _draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
+    for axis, (title, series) in zip(axes.flat, _PANELS, strict=True):
+        for name, label in series:
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=label, linewidth=1.2)
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.set_ylim(bottom=0)
+        if len(series) > 1:
+            axis.legend(fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    figure.suptitle(folder.name)
+    figure.tight_layout()
+    figure.savefig(folder / "report.png", dpi=110)
+    pyplot.close(figure)

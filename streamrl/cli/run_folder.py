@@ -1,0 +1,73 @@
+"""A run's folder, as a launch prepares it and everybody else reads it.
+
+runs/NAME/  config.yaml  metrics.jsonl  books.json  evaluation.json  report.png
+            checkpoints/  logs/ROLE.log  weights/  quarantine/
+"""
+
+import json
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import RunConfig, to_yaml
+from streamrl.errors import ConfigError
+
+
+def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
+    """The configuration with free ports for those given as 0, written into the run's folder.
+
+    Raises:
+        ConfigError: the folder holds a run already and neither flag says what to do with it.
+    """
+    folder = config.run.path
+    if (folder / "metrics.jsonl").exists() and not resume:
+        if not new:
+            raise ConfigError(
+                f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it "
+                "aside, or choose another run.name"
+            )
+        aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        shutil.move(folder, aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = _with_ports(config)
+    (folder / "config.yaml").write_text(to_yaml(resolved))
+    return resolved
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, or {} if there is none."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return content
+
+
+def _with_ports(config: RunConfig) -> RunConfig:
+    buffer, weights = config.buffer, config.weights
+    return config.model_copy(
+        update={
+            "buffer": buffer.model_copy(update={"url": _bound("buffer.url", buffer.url)}),
+            "weights": weights.model_copy(
+                update={"address": _bound("weights.address", weights.address)}
+            ),
+        }
+    )
+
+
+def _bound(name: str, url: str) -> str:
+    """The URL with a port that is free at this moment."""
+    scheme, _, place = url.partition("://")
+    host, _, port = place.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{name}: cannot listen at {url}: {error}; is another run using it? Port 0 picks "
+                "a free one"
+            ) from error
+        return f"{scheme}://{host}:{probe.getsockname()[1]}"

@@ -1,0 +1,41 @@
+"""`streamrl watch`: follow any run folder, also one that other machines write to."""
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from streamrl.cli.view import REFRESH_S, render
+from streamrl.config import RunConfig, load_config
+from streamrl.errors import ConfigError
+from streamrl.tracking.jsonl import read_metrics
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Waits for new lines in metrics.jsonl; ends with the last step or at Ctrl-C."""
+    folder = Path(arguments.folder)
+    config = config_of(folder)
+    console = Console()
+    lines = read_metrics(folder / "metrics.jsonl")
+    with Live(render(config, lines, _roles(lines)), console=console) as screen:
+        while not lines or lines[-1]["step"] < config.run.max_steps:
+            time.sleep(REFRESH_S)
+            lines = read_metrics(folder / "metrics.jsonl")
+            screen.update(render(config, lines, _roles(lines)))
+    return 0
+
+
+def config_of(folder: Path) -> RunConfig:
+    """The configuration that the run in this folder was started with."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ConfigError(f"{folder} is no run folder: it has no config.yaml")
+    return load_config(path, environment={}).config
+
+
+def _roles(lines: list[dict[str, object]]) -> dict[str, str]:
+    last = lines[-1] if lines else {}
+    names = [n.split("/")[1] for n in last if n.startswith("generator/") and n.endswith("version")]
+    return {"buffer": "", "learner": "", **dict.fromkeys(sorted(names), "")}

@@ -1,0 +1,25 @@
+"""One line a step in the learner's log."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger("streamrl.progress")
+
+_SHOWN = {
+    "reward": "reward/mean",
+    "staleness": "buffer/staleness_mean",
+    "ess": "mismatch/rollout_is_eff_sample_size",
+    "length": "response_length/mean",
+    "wait_s": "learner/wait_s",
+    "step_s": "learner/step_s",
+}
+
+
+class ConsoleTracker:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        shown = [f"{k} {metrics[name]:.3g}" for k, name in _SHOWN.items() if name in metrics]
+        log.info("step %d  %s", step, "  ".join(shown))
+
+    def close(self) -> None:
+        """Nothing to let go of."""

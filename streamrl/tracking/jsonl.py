@@ -1,0 +1,54 @@
+"""`metrics.jsonl`: one JSON object a step, written whole, in order, each step once."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonlTracker:
+    """Appends to the file; what a lost history wrote from `first_step` on is taken out first."""
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _keep_before(path, first_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        line = json.dumps({"step": step, **{name: _plain(v) for name, v in metrics.items()}})
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    return [line for text in path.read_text().splitlines() if (line := _parsed(text))]
+
+
+def _keep_before(path: Path, first_step: int) -> None:
+    kept = [line for line in read_metrics(path) if line["step"] < first_step]
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    unfinished.replace(path)
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return line if isinstance(line, dict) and "step" in line else None
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, float):
+        return round(value, 8) if math.isfinite(value) else None
+    return value

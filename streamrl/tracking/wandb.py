@@ -1,0 +1,45 @@
+"""Weights & Biases, online or offline (extra: wandb)."""
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+
+
+class WandbTracker:
+    """One W&B run per run folder, so a resumed run goes on in the same charts."""
+
+    def __init__(self, config: RunConfig) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "tracking.wandb: is not installed: pip install 'streamrl[wandb]'"
+            ) from error
+        if config.tracking.wandb == "off":
+            raise ConfigError("tracking.wandb: is off")
+        self._run = wandb.init(
+            project=config.tracking.project,
+            name=config.run.name,
+            id=_identity(config.run.path / "wandb-id"),
+            dir=config.run.path,
+            mode=config.tracking.wandb,
+            resume="allow",
+            config=config.model_dump(mode="json"),
+        )
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _identity(path: Path) -> str:
+    """Made once per run folder, so that a resumed run is found again and a new one is not."""
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text()
