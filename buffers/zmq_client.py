@@ -122,7 +122,7 @@ class ZmqBuffer:
             log.warning("no answer from the buffer at %s to %s", self._url, type(request).__name__)
         raise TransportError(
             f"the buffer at {self._url} has not answered {type(request).__name__} for "
-            f"{wait_s + self._deadline_s:.0f} s: is it running, and is buffer.url right?"
+            f"{wait_s + self._deadline_s:g} s: is it running, and is buffer.url right?"
         )
 
     async def _send_and_wait(self, frames: list[bytes], patience_s: float) -> list[bytes] | None:

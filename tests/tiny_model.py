@@ -28,6 +28,6 @@ def make_llama(seed: int = 0, **overrides: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**settings)).eval()
 
 
-def save_llama(folder: Path, seed: int = 0) -> Path:
-    make_llama(seed).save_pretrained(folder)
+def save_llama(folder: Path, seed: int = 0, **overrides: object) -> Path:
+    make_llama(seed, **overrides).save_pretrained(folder)
     return folder

@@ -1,0 +1,383 @@
+"""What every backend promises a generator and a learner, whatever carries it."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from buffers.ledger import Ledger
+from buffers.memory import MemoryBuffer
+from buffers.state import BufferState
+from buffers.zmq_client import ZmqBuffer
+from buffers.zmq_server import ZmqBufferServer
+from streamrl import wire
+from streamrl.errors import (
+    ConfigError,
+    CorruptMessageError,
+    DuplicateGroupError,
+    FencedError,
+    LedgerError,
+    MessageTooLargeError,
+    TransportError,
+    UnknownLeaseError,
+)
+from streamrl.interfaces import TrajectoryBuffer
+from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason, TrajectoryGroup
+from tests.records import make_group
+
+Connect = Callable[[], TrajectoryBuffer]
+LEASE_TTL_S = 0.6
+
+
+def make_ledger() -> Ledger:
+    return Ledger(groups_per_step=2, max_staleness=1)
+
+
+@contextlib.contextmanager
+def zmq_server(
+    folder: Path, url: str = "zmq://127.0.0.1:0", **kwargs: int
+) -> Iterator[ZmqBufferServer]:
+    """A server in a thread of its own."""
+    state = BufferState[bytes](make_ledger(), lease_ttl_s=LEASE_TTL_S)
+    server = ZmqBufferServer(state, url, quarantine=folder / "quarantine", **kwargs)
+    stop = threading.Event()
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture(params=["memory", "zmq"])
+async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
+    """Makes clients of one buffer."""
+    clients: list[TrajectoryBuffer] = []
+    with contextlib.ExitStack() as stack:
+        if request.param == "memory":
+            state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=LEASE_TTL_S)
+            make: Connect = MemoryBuffer(state).client
+        else:
+            server = stack.enter_context(zmq_server(tmp_path))
+
+            def make() -> TrajectoryBuffer:
+                return ZmqBuffer(server.url, deadline_s=10.0)
+
+        def connect() -> TrajectoryBuffer:
+            clients.append(make())
+            return clients[-1]
+
+        yield connect
+        for client in clients:
+            await client.close()
+
+
+async def fill(buffer: TrajectoryBuffer, *lease_ids: str, version: int = 0) -> None:
+    for lease_id in lease_ids:
+        lease = await buffer.lease(lease_id, "g", 0.0)
+        assert lease is not None
+        group = make_group(lease.sequence, lease_id=lease_id, version=version)
+        await buffer.put(lease_id, group)
+
+
+async def test_groups_go_from_generators_to_the_learner_and_are_freed(connect):
+    generator, learner = connect(), connect()
+    stats = await learner.attach(0, None)
+    assert (stats.groups_per_step, stats.max_staleness) == (2, 1)
+    await fill(generator, "a", "b", "c")
+    headers = await learner.take(2, 0, 1.0)
+    assert [h.sequence for h in headers] == [0, 1]
+    assert headers[0].lengths == (7, 7)
+    groups = await learner.fetch([1, 0])
+    assert [g.sequence for g in groups] == [1, 0]
+    expected = make_group(1, lease_id="b").trajectories[1]
+    assert np.array_equal(groups[0].trajectories[1].token_ids, expected.token_ids)
+    books = await learner.advance(1)
+    assert (books.trained, books.buffered, books.balanced) == (2, 1, True)
+    await learner.acknowledge(1)
+    stats = await learner.stats()
+    assert (stats.books.acknowledged, stats.books.balanced) == (2, True)
+    with pytest.raises(LedgerError, match="no group is held"):
+        await learner.fetch([0])
+
+
+async def test_a_lease_waits_for_admission_and_is_unblocked_by_the_learner(connect):
+    generator, learner = connect(), connect()
+    waiting = asyncio.create_task(generator.lease("a", "g", 5.0))
+    await learner.attach(0, None)
+    assert (await waiting) is not None
+    await fill(generator, "b", "c", "d")
+    assert await generator.lease("e", "g", 0.05) is None
+    blocked = asyncio.create_task(generator.lease("e", "g", 5.0))
+    await generator.put("a", make_group(0, lease_id="a"))
+    await learner.take(2, 0, 1.0)
+    assert not blocked.done()
+    await learner.advance(1)
+    lease = await blocked
+    assert lease is not None
+    assert lease.sequence == 4
+
+
+async def test_a_take_waits_for_a_whole_batch_and_is_unblocked_by_a_put(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    await fill(generator, "a")
+    assert await learner.take(2, 0, 0.05) == ()
+    waiting = asyncio.create_task(learner.take(2, 0, 5.0))
+    await fill(generator, "b")
+    assert len(await waiting) == 2
+    assert await learner.take(2, 0, 0.0) == await waiting
+
+
+async def test_calls_may_be_repeated(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    first = await generator.lease("a", "g", 0.0)
+    assert await generator.lease("a", "g", 0.0) == first
+    group = make_group(0, lease_id="a")
+    await generator.put("a", group)
+    await generator.put("a", group)
+    await generator.release("a", DropReason.FAILED)
+    await fill(generator, "b")
+    await learner.take(2, 0, 1.0)
+    assert await learner.advance(1) == await learner.advance(1)
+    await learner.acknowledge(1)
+    await learner.acknowledge(1)
+    assert (await learner.stats()).books.acknowledged == 2
+
+
+async def test_a_dead_generators_lease_comes_back(connect):
+    dead, alive, learner = connect(), connect(), connect()
+    await learner.attach(0, None)
+    lost = await dead.lease("dead/1", "dead", 0.0)
+    assert lost is not None
+    kept = await alive.lease("alive/1", "alive", 0.0)
+    assert kept is not None
+    deadline = time.monotonic() + 10
+    while (books := (await learner.stats()).books).dropped.get(DropReason.EXPIRED, 0) < 1:
+        assert time.monotonic() < deadline
+        reply = await alive.heartbeat(status("alive", lease_ids=("alive/1",)))
+        assert reply.lost_lease_ids == ()
+        await asyncio.sleep(0.05)
+    assert (books.leased, books.balanced) == (1, True)
+    again = await alive.lease("alive/2", "alive", 0.0)
+    assert again is not None
+    assert again.sequence == lost.sequence
+    with pytest.raises(UnknownLeaseError, match="dead/1"):
+        await dead.put("dead/1", make_group(lost.sequence, lease_id="dead/1"))
+    reply = await dead.heartbeat(status("dead", lease_ids=("dead/1",)))
+    assert reply.lost_lease_ids == ("dead/1",)
+    assert (await learner.stats()).refused[RefusalReason.UNKNOWN_LEASE] == 1
+
+
+def status(generator_id: str, session: str = "", **kwargs: object) -> GeneratorStatus:
+    return GeneratorStatus(
+        generator_id=generator_id, session=session or generator_id, policy_version=0, **kwargs
+    )
+
+
+async def test_a_new_session_or_leaving_ends_a_generators_leases_at_once(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    await generator.heartbeat(status("g", "first"))
+    await generator.lease("first/1", "g", 0.0)
+    await generator.heartbeat(status("g", "second"))
+    await generator.lease("second/1", "g", 0.0)
+    stats = await learner.stats()
+    assert (stats.books.leased, stats.books.dropped) == (1, {DropReason.EXPIRED: 1})
+    assert [g.session for g in stats.generators] == ["second"]
+    await generator.heartbeat(status("g", "second", is_leaving=True))
+    stats = await learner.stats()
+    assert stats.books.dropped == {DropReason.EXPIRED: 1, DropReason.RELEASED: 1}
+    assert stats.generators == ()
+
+
+async def test_a_newer_learner_fences_the_older_one(connect):
+    generator, old, new = connect(), connect(), connect()
+    await old.attach(0, None)
+    await fill(generator, "a", "b")
+    await old.take(2, 0, 1.0)
+    waiting = asyncio.create_task(old.take(2, 1, 5.0))
+    await asyncio.sleep(0)
+    await new.attach(0, None)
+    for call in (old.advance(1), old.acknowledge(0), old.finish(), waiting):
+        with pytest.raises(FencedError, match="took over"):
+            await call
+    assert [h.sequence for h in await new.take(2, 0, 1.0)] == [0, 1]
+
+
+async def test_a_learner_that_comes_back_gets_what_its_checkpoint_lacks(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    await fill(generator, "a", "b", "c", "d")
+    await learner.take(2, 0, 1.0)
+    books = await learner.advance(1)
+    await learner.take(2, 1, 1.0)
+    await learner.advance(2)
+    again = connect()
+    await again.attach(1, books)
+    assert [h.sequence for h in await again.take(2, 1, 1.0)] == [2, 3]
+    assert (await again.stats()).books.acknowledged == 2
+
+
+async def test_a_blank_buffer_continues_from_a_checkpoints_books(connect):
+    learner, generator = connect(), connect()
+    books = Books(granted=9, acknowledged=6, buffered=3, next_sequence=9, open_sequences=(4, 5, 8))
+    stats = await learner.attach(3, books)
+    assert stats.books.balanced
+    assert stats.books.dropped == {DropReason.ORPHANED: 3}
+    leases = [await generator.lease(name, "g", 0.0) for name in "abcd"]
+    assert [lease.sequence for lease in leases if lease] == [4, 5, 8, 9]
+
+
+async def test_wrong_puts_have_a_defined_outcome(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    lease = await generator.lease("a", "g", 0.0)
+    assert lease is not None
+    with pytest.raises(LedgerError, match="is for sequence 0; the group says 7"):
+        await generator.put("a", make_group(7, lease_id="a"))
+    await generator.put("a", make_group(0, lease_id="a"))
+    with pytest.raises(DuplicateGroupError):
+        await generator.put("a", make_group(0, lease_id="another"))
+    with pytest.raises(UnknownLeaseError):
+        await generator.put("never", make_group(1))
+    stats = await learner.stats()
+    assert stats.refused == {RefusalReason.DUPLICATE: 1, RefusalReason.UNKNOWN_LEASE: 1}
+    assert stats.books.balanced
+
+
+async def test_a_batch_that_can_never_fill_is_refused(connect):
+    learner = connect()
+    await learner.attach(0, None)
+    with pytest.raises(ConfigError, match=r"max_staleness 1 and learner\.groups_per_step 2"):
+        await learner.take(5, 0, 1.0)
+
+
+async def test_after_the_end_generators_are_told_and_nothing_is_granted(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    assert not (await generator.heartbeat(status("g"))).finished
+    await learner.finish()
+    assert (await generator.heartbeat(status("g"))).finished
+    assert await generator.lease("a", "g", 0.05) is None
+
+
+async def test_many_generators_at_once_lose_and_repeat_nothing(connect):
+    learner, generators = connect(), [connect() for _ in range(8)]
+    await learner.attach(0, None)
+    seen: list[int] = []
+    num_steps = 12
+
+    async def generate(index: int) -> None:
+        for number in range(1000):
+            lease = await generators[index].lease(f"{index}/{number}", str(index), 5.0)
+            if lease is None:
+                return
+            version = lease.policy_version
+            group = make_group(lease.sequence, lease_id=lease.lease_id, version=version)
+            await generators[index].put(lease.lease_id, group)
+
+    tasks = [asyncio.create_task(generate(index)) for index in range(8)]
+    for version in range(num_steps):
+        headers = await learner.take(2, version, 10.0)
+        seen.extend(group.sequence for group in await learner.fetch([h.sequence for h in headers]))
+        await learner.advance(version + 1)
+        await learner.acknowledge(version + 1)
+    books = (await learner.stats()).books
+    assert books.balanced
+    assert len(seen) == len(set(seen)) == 2 * num_steps
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# What only a backend behind a socket has to promise.
+
+
+async def test_a_malformed_group_is_quarantined_and_its_sequence_dropped(tmp_path):
+    with zmq_server(tmp_path) as server:
+        buffer = ZmqBuffer(server.url)
+        await buffer.attach(0, None)
+        await buffer.lease("s/1", "g", 0.0)
+        group = msgspec.to_builtins(make_group(0), builtin_types=(np.ndarray,))
+        group["trajectories"][0]["behavior_logprobs"] = np.full(7, np.nan, np.float32)
+        with pytest.raises(CorruptMessageError, match="NaN"):
+            await buffer.put("s/1", group)
+        stats = await buffer.stats()
+        assert stats.books.dropped == {DropReason.MALFORMED: 1}
+        (kept,) = (tmp_path / "quarantine").iterdir()
+        assert kept.read_bytes() == wire.encode(group)
+        with pytest.raises(CorruptMessageError):
+            await buffer.put("s/1", group)
+        assert (await buffer.stats()).refused == {RefusalReason.MALFORMED: 1}
+        await buffer.close()
+
+
+async def test_a_group_above_the_limit_is_refused(tmp_path):
+    with zmq_server(tmp_path, max_group_bytes=1000) as server:
+        buffer = ZmqBuffer(server.url)
+        await buffer.attach(0, None)
+        await buffer.lease("s/1", "g", 0.0)
+        with pytest.raises(MessageTooLargeError, match="at most 1000"):
+            await buffer.put("s/1", make_group(0, num_response=500))
+        await buffer.close()
+
+
+async def test_nonsense_on_the_socket_harms_nobody(tmp_path):
+    with zmq_server(tmp_path) as server:
+        stranger = zmq.Context.instance().socket(zmq.DEALER)
+        stranger.connect(server.url.replace("zmq", "tcp"))
+        for message in ([b""], [b"id", b"nonsense"], [b"id"], [b"id", wire.encode(Books())]):
+            stranger.send_multipart(message)
+        buffer = ZmqBuffer(server.url)
+        await buffer.attach(0, None)
+        await fill(buffer, "a")
+        assert (await buffer.stats()).books.buffered == 1
+        stranger.close(linger=0)
+        await buffer.close()
+
+
+async def test_a_client_outlives_a_server_that_is_away(tmp_path):
+    with zmq_server(tmp_path) as server:
+        url = server.url
+        buffer = ZmqBuffer(url, deadline_s=20.0, retry_s=0.2)
+        await buffer.attach(0, None)
+        await fill(buffer, "a")
+    waiting = asyncio.create_task(buffer.stats())
+    await asyncio.sleep(0)
+    with zmq_server(tmp_path, url):
+        stats = await waiting
+        assert stats.books == Books()
+    await buffer.close()
+
+
+async def test_a_buffer_that_is_not_there_is_an_error_at_the_deadline():
+    buffer = ZmqBuffer("zmq://127.0.0.1:9", deadline_s=0.3, retry_s=0.1)
+    with pytest.raises(TransportError, match=r"not answered StatsRequest for 0\.3 s: is it"):
+        await buffer.stats()
+    await buffer.close()
+
+
+async def test_large_groups_pass(tmp_path):
+    with zmq_server(tmp_path) as server:
+        buffer = ZmqBuffer(server.url, deadline_s=30.0)
+        await buffer.attach(0, None)
+        for lease_id in ("a", "b"):
+            lease = await buffer.lease(lease_id, "g", 0.0)
+            assert lease is not None
+            large = make_group(lease.sequence, lease_id=lease_id, num_response=600_000)
+            await buffer.put(lease_id, large)
+        headers = await buffer.take(2, 0, 1.0)
+        assert sum(h.num_bytes for h in headers) > 30e6
+        groups = await buffer.fetch([h.sequence for h in headers])
+        assert groups[1].num_tokens == 2 * 600_003
+        await buffer.close()

@@ -1,0 +1,72 @@
+"""Hypothesis strategies and plain makers of StreamRL's records."""
+
+import hypothesis.strategies as st
+import numpy as np
+
+from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, Turn
+
+
+def make_trajectory(
+    num_prompt: int = 3,
+    num_response: int = 4,
+    *,
+    version: int = 0,
+    reward: float = 1.0,
+    logprob: float = -0.5,
+    finish_reason: FinishReason = FinishReason.STOP,
+    seed: int = 0,
+) -> Trajectory:
+    rng = np.random.default_rng(seed)
+    mask = np.arange(num_prompt + num_response) >= num_prompt
+    return Trajectory(
+        token_ids=rng.integers(2, 40, len(mask)).astype(np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, logprob, 0).astype(np.float32),
+        policy_versions=np.where(mask, version, -1).astype(np.int32),
+        reward=reward,
+        finish_reason=finish_reason,
+        turns=(
+            Turn(
+                num_observation_tokens=num_prompt,
+                num_completion_tokens=num_response,
+                finish_reason=finish_reason,
+            ),
+        ),
+    )
+
+
+def make_group(
+    sequence: int, *, lease_id: str = "", size: int = 2, **kwargs: int
+) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        group_id=f"{sequence}:{lease_id}",
+        sequence=sequence,
+        environment="test",
+        trajectories=tuple(make_trajectory(seed=i, **kwargs) for i in range(size)),
+    )
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(1, 30))
+    mask = np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    mask[-1] = True
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    return Trajectory(
+        token_ids=rng.integers(0, 2**31 - 1, length).astype(np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -rng.exponential(3.0, length), 0).astype(np.float32),
+        policy_versions=np.where(mask, rng.integers(0, 100, length), -1).astype(np.int32),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        metrics=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=2)),
+    )
+
+
+groups = st.builds(
+    TrajectoryGroup,
+    group_id=st.text(max_size=20),
+    sequence=st.integers(0, 2**40),
+    environment=st.text(max_size=10),
+    trajectories=st.lists(trajectories(), min_size=1, max_size=4).map(tuple),
+)

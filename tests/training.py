@@ -1,0 +1,59 @@
+"""A trainer on the tiny model and batches for it."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from learners.batch import TrainingBatch
+from learners.policy import Policy
+from streamrl.config import RunConfig
+from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
+from tests.tiny_model import make_llama
+
+
+def make_config(**sections: Any) -> RunConfig:
+    learner = {"max_tokens_per_micro_batch": 10_000, **sections.pop("learner", {})}
+    return RunConfig.model_validate(
+        {
+            "model": {"path": "unused"},
+            "data": {"source": "addition", "max_prompt_length": 10},
+            "generator": {"max_new_tokens": 10, **sections.pop("generator", {})},
+            "learner": {"optimizer": {"lr": 1e-3, **sections.pop("optimizer", {})}, **learner},
+            **sections,
+        }
+    )
+
+
+def make_policy(temperature: float = 1.0, **overrides: object) -> Policy:
+    model = make_llama(**overrides).train()
+    return Policy(model, temperature=temperature, dtype=torch.float32)
+
+
+def make_trajectory(rng: np.random.Generator, num_prompt: int, num_response: int) -> Trajectory:
+    mask = np.arange(num_prompt + num_response) >= num_prompt
+    return Trajectory(
+        token_ids=rng.integers(2, 40, len(mask)).astype(np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -rng.exponential(3.0, len(mask)), 0).astype(np.float32),
+        policy_versions=np.where(mask, rng.integers(0, 4, len(mask)), -1).astype(np.int32),
+        reward=float(rng.random()),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def make_batch(seed: int = 0, num_groups: int = 5, group_size: int = 4) -> TrainingBatch:
+    rng = np.random.default_rng(seed)
+    groups = [
+        TrajectoryGroup(
+            group_id=str(i),
+            sequence=i,
+            environment="test",
+            trajectories=tuple(
+                make_trajectory(rng, int(rng.integers(1, 9)), int(rng.integers(1, 12)))
+                for _ in range(group_size)
+            ),
+        )
+        for i in range(num_groups)
+    ]
+    return TrainingBatch.of(groups, policy_version=4)

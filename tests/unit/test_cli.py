@@ -1,0 +1,163 @@
+"""The command line answers at once, and what it says a person can act on."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import COMMANDS, main
+from streamrl.cli.report import write_report
+from streamrl.cli.run_folder import prepare
+from streamrl.cli.view import headline, sparkline, summary_rows
+from streamrl.config import load_config
+from streamrl.errors import ConfigError
+from streamrl.tracking.jsonl import JsonlTracker
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+
+LIGHT = [
+    "streamrl",
+    "streamrl.config",
+    "streamrl.wire",
+    "streamrl.cli.main",
+    "buffers",
+    "buffers.daemon",
+    "buffers.zmq_client",
+]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_load_nothing_heavy(module):
+    heavy = ["torch", "transformers", "vllm", "matplotlib"]
+    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
+
+
+def best_of(count: int, *command: str) -> float:
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        subprocess.run(command, capture_output=True, check=True)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_import_and_help_cost_little_more_than_python_itself():
+    """Ratios, since machines differ: the limits are 0.3 s and 0.5 s where Python needs 0.02 s."""
+    python = best_of(5, sys.executable, "-c", "pass")
+    assert best_of(5, sys.executable, "-c", "import streamrl") < 15 * python
+    assert best_of(5, sys.executable, "-m", "streamrl.cli.main", "--help") < 25 * python
+
+
+def test_check_prints_the_resolved_configuration(capsys):
+    assert main(["check", QUICKSTART, "--set", "run.seed=5"]) == 0
+    printed = capsys.readouterr().out
+    assert "seed: 5" in printed
+    assert "# --set run.seed" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["check"], "give one configuration file"),
+        (["check", QUICKSTART, "--config", QUICKSTART], "give one configuration file"),
+        (["check", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (["check", QUICKSTART, "--set", "run.sed=1"], "did you mean 'seed'?"),
+        (["report", "nowhere"], "nowhere is no run folder"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_one_sentence_and_exit_code_2(
+    capsys, arguments, sentence
+):
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert "Traceback" not in told
+
+
+def test_every_command_can_be_loaded():
+    import importlib
+
+    for name, command in COMMANDS.items():
+        module, _, function = command.entry.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), name
+
+
+def test_a_run_folder_is_not_overwritten(tmp_path):
+    config = load_config(
+        QUICKSTART,
+        [
+            f"run.folder={tmp_path}",
+            "buffer.url=zmq://127.0.0.1:0",
+            "weights.address=tcp://127.0.0.1:0",
+        ],
+    ).config
+    resolved = prepare(config, resume=False, new=False)
+    assert not resolved.buffer.url.endswith(":0")
+    assert load_config(tmp_path / "quickstart" / "config.yaml", environment={}).config == resolved
+    (config.run.path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a run already: --resume goes on"):
+        prepare(config, resume=False, new=False)
+    prepare(config, resume=True, new=False)
+    prepare(config, resume=False, new=True)
+    aside = [path for path in tmp_path.iterdir() if path.name.startswith("quickstart.")]
+    assert (aside[0] / "metrics.jsonl").exists()
+    assert not (config.run.path / "metrics.jsonl").exists()
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        url = f"zmq://127.0.0.1:{taken.getsockname()[1]}"
+        config = load_config(QUICKSTART, [f"run.folder={tmp_path}", f"buffer.url={url}"]).config
+        with pytest.raises(ConfigError, match=r"buffer\.url: cannot listen at .* another run"):
+            prepare(config, resume=False, new=False)
+
+
+LINES = [
+    {
+        "step": step,
+        "time_s": float(step),
+        "reward/mean": step / 40,
+        "buffer/staleness_mean": 1.0,
+        "buffer/staleness_max": 2,
+        "mismatch/rollout_is_eff_sample_size": 0.9,
+        "generator/tokens_per_s": 1000.0,
+        "learner/tokens_per_s": 2000.0,
+        "learner/wait_s": 0.1,
+        "learner/step_s": 0.5,
+    }
+    for step in range(1, 31)
+]
+
+
+def test_the_view_says_where_the_run_is(tmp_path):
+    config = load_config(QUICKSTART, ["run.max_steps=150"]).config
+    line = headline(config, LINES)
+    assert line.startswith("step 30/150  reward 0.5")
+    assert "staleness 1.00  ESS 0.900  wait 0.10  1000 tokens/s  ETA 1:00" in line
+    assert (
+        dict(summary_rows(LINES, tmp_path))["mean reward of sampled rollouts"] == "0.075 -> 0.637"
+    )
+
+
+def test_the_report_is_drawn_from_the_metrics(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", first_step=1)
+    for line in LINES:
+        tracker.log(line, int(line["step"]))
+    tracker.close()
+    assert len(write_report(tmp_path)) == 30
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sparkline_shows_the_shape():
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 0.5, 1.0]) == " ▄█ 1.000"
+    assert len(sparkline(list(range(1000))).split(" ")[-2]) <= 60

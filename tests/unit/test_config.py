@@ -1,0 +1,162 @@
+"""The configuration reads what a person writes and says clearly what cannot work."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from streamrl.config import RunConfig, load_config, render, to_yaml
+from streamrl.errors import ConfigError
+
+MINIMAL = "model: {path: some-model}\ndata: {source: addition}\n"
+
+
+def load(tmp_path: Path, text: str = MINIMAL, *overrides: str, **environment: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(path, overrides, environment).config
+
+
+def refusal(tmp_path: Path, text: str = MINIMAL, *overrides: str, **environment: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *overrides, **environment)
+    return str(caught.value)
+
+
+def test_a_model_and_a_source_are_enough(tmp_path):
+    config = load(tmp_path)
+    assert config.run.max_steps == 100
+    assert config.algorithm.advantage == "grpo"
+
+
+@pytest.mark.parametrize("text", ["3e-6", "3E-6", "0.000003", "3.0e-06", "'3e-6'"])
+def test_a_number_is_a_number_however_it_is_written(tmp_path, text):
+    assert load(tmp_path, MINIMAL, f"learner.optimizer.lr={text}").learner.optimizer.lr == 3e-6
+
+
+@pytest.mark.parametrize(("text", "value"), [("off", "off"), ("1e3", 1000.0), ("007", "007")])
+def test_scalars_follow_yaml_1_2(tmp_path, text, value):
+    config = load(tmp_path, MINIMAL, f"generator.engine_kwargs={{x: {text}}}")
+    assert config.generator.engine_kwargs == {"x": value}
+
+
+def test_the_command_line_wins_over_the_environment_over_the_file(tmp_path):
+    text = MINIMAL + "run: {seed: 1, max_steps: 1, name: file}\n"
+    environment = {"STREAMRL__RUN__SEED": "2", "STREAMRL__RUN__MAX_STEPS": "2"}
+    run = load(tmp_path, text, "run.seed=3", **environment).run
+    assert (run.seed, run.max_steps, run.name) == (3, 2, "file")
+
+
+def test_every_value_is_printed_with_where_it_came_from(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL + "run:\n  seed: 1\n")
+    printed = render(load_config(path, ["run.name=x"], {"STREAMRL__RUN__MAX_STEPS": "7"}))
+    origins = {
+        line.split(":")[0].strip(): line.split("# ")[1]
+        for line in printed.splitlines()
+        if "#" in line
+    }
+    assert origins["seed"] == f"{path}:4"
+    assert origins["name"] == "--set run.name"
+    assert origins["max_steps"] == "environment STREAMRL__RUN__MAX_STEPS"
+    assert origins["folder"] == "default"
+    assert yaml.safe_load(printed)["run"]["max_steps"] == 7
+
+
+def test_the_resolved_file_reads_back_to_the_same(tmp_path):
+    config = load(tmp_path, MINIMAL, "generator.stop_token_ids=[1, 2]", "learner.optimizer.lr=1e-5")
+    (tmp_path / "resolved.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "resolved.yaml", environment={}).config == config
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("run.max_stepz=1", "run.max_stepz: unknown key; did you mean 'max_steps'?"),
+        ("rum.seed=1", "rum: unknown key; did you mean 'run'?"),
+        ("learner.optimizer.learning=1", "learner.optimizer.learning: unknown key; allowed: betas"),
+        ("run.max_steps=soon", "run.max_steps: was 'soon'; input should be a valid integer"),
+        ("run.max_steps=0", "run.max_steps: was 0; input should be greater than 0"),
+        ("learner.optimizer.lr=.nan", "learner.optimizer.lr: was '.nan'"),
+        ("data.truncation=middle", "data.truncation: was 'middle'; input should be 'error',"),
+        ("buffer.url=redsi://x", "buffer.url: was 'redsi://x'; it must start with"),
+        ("weights.address=here", "weights.address: was 'here'; it must be tcp://host:port"),
+        ("run.name=../up", "run.name: was '../up'"),
+        ("algorithm.advantage=grop", "did you mean 'grpo'?"),
+        ("algorithm.rollout_is=token_si", "did you mean 'token_is'?"),
+        ("algorithm.rollout_is={threshold: -1}", "threshold: was -1"),
+        ("run", "--set run: must look like section.key=value"),
+        ("run.name.first=x", "--set run.name.first: name is 'default' and has no keys below it"),
+        ("data.source_kwargs=[1", "--set data.source_kwargs: '[1' is not YAML"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(tmp_path, override, sentence):
+    text = MINIMAL + "run: {name: default}\n"
+    assert sentence in refusal(tmp_path, text, override)
+
+
+def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
+    assert f"({tmp_path}/run.yaml:3)" in refusal(tmp_path, MINIMAL + "run: {speed: 3}\n")
+    told = refusal(tmp_path, MINIMAL, STREAMRL__RUN__SPEED="3")
+    assert told == "run.speed: unknown key; did you mean 'seed'? (environment STREAMRL__RUN__SPEED)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (
+            ["learner.max_tokens_per_micro_batch=100"],
+            [
+                "learner.max_tokens_per_micro_batch",
+                "data.max_prompt_length",
+                "generator.max_new_tokens",
+            ],
+        ),
+        (["generator.max_model_len=100"], ["generator.max_model_len", "data.max_prompt_length"]),
+        (
+            ["generator.min_new_tokens=300"],
+            ["generator.min_new_tokens", "generator.max_new_tokens"],
+        ),
+        (["generator.temperature=0"], ["generator.temperature", "generator.group_size"]),
+        (
+            ["weights.publish_every=4", "buffer.max_staleness=2"],
+            ["weights.publish_every", "buffer.max_staleness"],
+        ),
+        (["weights.backend=nccl", "learner.device=cpu"], ["weights.backend", "learner.device"]),
+        (
+            ["learner.optimizer.warmup_steps=101"],
+            ["learner.optimizer.warmup_steps", "run.max_steps"],
+        ),
+    ],
+)
+def test_a_contradiction_names_both_settings(tmp_path, overrides, names):
+    told = refusal(tmp_path, MINIMAL, *overrides)
+    assert all(name in told for name in names)
+
+
+def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):
+    load(tmp_path, MINIMAL, "weights.publish_every=3", "buffer.max_staleness=2")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("- a\n", "must hold sections"),
+        ("run: {name: a\n", "is not YAML"),
+        ("run: {seed: 1, seed: 2}\n", "run.seed: stands twice, the second time at"),
+        ("", "model: is required and was not given"),
+        ("model: {}\ndata: {source: x}\n", "model.path: is required and was not given"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, sentence):
+    assert sentence in refusal(tmp_path, text)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_a_section_cannot_be_changed(tmp_path):
+    with pytest.raises(ValueError, match="frozen"):
+        load(tmp_path).run.seed = 3

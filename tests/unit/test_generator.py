@@ -1,0 +1,318 @@
+"""The generator keeps its leases' promises whatever its engine, its reward and the buffer do."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import numpy as np
+import pytest
+
+from actors.environments import make_environment
+from actors.generator import Generator
+from actors.rollout import GroupRunner
+from buffers.ledger import Ledger
+from buffers.memory import MemoryBuffer
+from buffers.state import BufferState
+from streamrl.config import RunConfig
+from streamrl.errors import RolloutError
+from streamrl.interfaces import Episode, Prompt, Transition
+from streamrl.types import (
+    Completion,
+    DropReason,
+    FinishReason,
+    LoadReport,
+    SamplingParams,
+    TrajectoryGroup,
+    WeightUpdate,
+)
+
+
+class FakeEngine:
+    """Answers with the prompt's length as token, `num_tokens` times, when `open` is set."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+        self.open = asyncio.Event()
+        self.open.set()
+        self.failure: Exception | None = None
+        self.num_running = 0
+        self.most_running = 0
+
+    async def generate(self, prompt: Sequence[int], sampling: SamplingParams) -> Completion:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await asyncio.sleep(0)
+            await self.open.wait()
+            if self.failure:
+                raise self.failure
+            count = 2
+            return Completion(
+                token_ids=np.full(count, len(prompt), np.int32),
+                logprobs=np.full(count, -1.0, np.float32),
+                policy_versions=np.full(count, self.policy_version, np.int32),
+                finish_reason=FinishReason.STOP,
+            )
+        finally:
+            self.num_running -= 1
+
+    async def load_weights(self, update: WeightUpdate) -> LoadReport:
+        raise NotImplementedError
+
+    def gauges(self) -> dict[str, float]:
+        return {"num_active": self.num_running, "num_waiting": 0, "num_tokens": 0, "pause_s": 0}
+
+    async def close(self) -> None: ...
+
+
+class Prompts:
+    def __getitem__(self, sequence: int) -> Prompt:
+        return Prompt("x" * (sequence % 5 + 1), str(sequence))
+
+
+class FakeRenderer:
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return (7,) * len(prompt.content)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class LengthReward:
+    async def score(self, episodes: Sequence[Episode]) -> list[float]:
+        return [float(len(episode.response)) for episode in episodes]
+
+
+class Run:
+    """A generator at work on a memory buffer whose learner is the test."""
+
+    def __init__(self, **generator: object) -> None:
+        self.config = RunConfig.model_validate(
+            {
+                "model": {"path": "unused"},
+                "data": {"source": "addition"},
+                "generator": {"group_size": 2, "max_num_seqs": 8, "drain_s": 0.2, **generator},
+                "buffer": {"lease_ttl_s": 0.4, "max_staleness": 1},
+                "learner": {"groups_per_step": 2},
+                "weights": {"address": "tcp://127.0.0.1:9"},
+            }
+        )
+        ledger = Ledger(groups_per_step=2, max_staleness=1)
+        self.state = BufferState[TrajectoryGroup](ledger, lease_ttl_s=0.4)
+        self.learner = MemoryBuffer(self.state)
+        self.engine = FakeEngine()
+        self.runner = GroupRunner(
+            engine=self.engine,
+            prompts=Prompts(),
+            renderer=FakeRenderer(),
+            make_environment=lambda ids: make_environment("single_turn", ids),
+            environment="single_turn",
+            reward=LengthReward(),
+            sampling=SamplingParams(max_new_tokens=4),
+            group_size=2,
+            max_model_len=100,
+        )
+
+    @contextlib.asynccontextmanager
+    async def generating(self) -> AsyncIterator[Generator]:
+        buffer = self.learner.client()
+        generator = Generator(self.config, "g", self.runner, buffer)
+        running = asyncio.create_task(generator.run())
+        try:
+            yield generator
+        finally:
+            generator.stop()
+            async with asyncio.timeout(10):
+                await running
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    @property
+    def books(self):
+        return self.state.ledger.books()
+
+
+async def test_groups_of_the_leased_prompts_arrive_with_facts_of_every_token():
+    run = Run()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        headers = await run.learner.take(2, 0, 5.0)
+        groups = await run.learner.fetch([h.sequence for h in headers])
+    assert [g.sequence for g in groups] == [0, 1]
+    for group in groups:
+        for trajectory in group.trajectories:
+            num_prompt = group.sequence % 5 + 1
+            assert trajectory.token_ids.tolist() == [7] * num_prompt + [num_prompt] * 2
+            assert trajectory.response_mask.tolist() == [False] * num_prompt + [True] * 2
+            assert trajectory.policy_versions.tolist() == [-1] * num_prompt + [0, 0]
+            assert trajectory.reward == len(f"{num_prompt} {num_prompt}")
+            assert trajectory.turns[0].num_observation_tokens == num_prompt
+
+
+async def test_the_engine_is_kept_full_and_not_flooded():
+    run = Run(max_num_seqs=4)
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        await run.until(lambda: run.engine.num_running == 4)
+        assert run.books.leased == 2
+        run.engine.open.set()
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.engine.most_running == 4
+
+
+async def test_stopping_finishes_what_it_can_and_gives_the_rest_back():
+    run = Run()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        await run.until(lambda: run.books.buffered == 4)
+        headers = await run.learner.take(2, 0, 1.0)
+        assert headers
+        run.engine.open.clear()
+        await run.learner.advance(1)
+        run.engine.policy_version = 1
+        await run.until(lambda: run.books.leased == 2)
+    assert (run.books.leased, run.books.dropped) == (0, {DropReason.RELEASED: 2})
+    assert run.books.balanced
+    assert (await run.learner.stats()).generators == ()
+
+
+async def test_leases_live_as_long_as_the_work_on_them():
+    run = Run()
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        await run.until(lambda: run.books.leased == 4)
+        leases = run.state.ledger.live_leases()
+        await asyncio.sleep(3 * 0.4)
+        assert run.state.ledger.live_leases() == leases
+        run.engine.open.set()
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.books.dropped == {}
+
+
+async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on():
+    run = Run()
+    await run.learner.attach(0, None)
+    run.engine.failure = RolloutError("no luck")
+    async with run.generating():
+        await run.until(lambda: run.books.dropped.get(DropReason.FAILED, 0) >= 3)
+        run.engine.failure = None
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.books.balanced
+
+
+async def test_a_generator_whose_every_group_fails_gives_up_with_the_reason():
+    run = Run()
+    await run.learner.attach(0, None)
+    run.engine.failure = RolloutError("always")
+    generator = Generator(run.config, "g", run.runner, run.learner.client())
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(generator.run(), 10)
+    assert caught.group_contains(RuntimeError, match="50 groups failed .* always")
+
+
+async def test_an_engine_that_dies_takes_the_generator_with_it():
+    run = Run()
+    await run.learner.attach(0, None)
+    run.engine.failure = RuntimeError("the engine's thread has died")
+    generator = Generator(run.config, "g", run.runner, run.learner.client())
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(generator.run(), 10)
+    assert caught.group_contains(RuntimeError, match="thread has died")
+
+
+async def test_a_lost_lease_ends_its_rollouts():
+    run = Run()
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        await run.until(lambda: run.engine.num_running == 8)
+        for lease_id in run.state.ledger.live_leases():
+            run.state.ledger.release(lease_id, DropReason.EXPIRED)
+        run.state.ledger.finished = True
+        await run.until(lambda: run.engine.num_running == 0)
+    assert run.books.buffered == 0
+
+
+async def test_a_group_waits_for_the_version_its_lease_asks_for():
+    run = Run()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        for version in range(2):
+            await run.until(lambda: run.books.buffered >= 2)
+            await run.learner.take(2, version, 1.0)
+            await run.learner.advance(version + 1)
+        await run.until(lambda: run.books.leased == 4)
+        assert run.engine.num_running == 0, "version 0 would be too stale by then"
+        run.engine.policy_version = 2
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.books.dropped == {}
+
+
+async def test_a_floor_falls_when_the_learner_came_back_at_an_earlier_version():
+    """Its lost future will not be published again soon; waiting for it would starve everybody."""
+    run = Run()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        for version in range(2):
+            await run.until(lambda: run.books.buffered >= 2)
+            await run.learner.take(2, version, 1.0)
+            books = await run.learner.advance(version + 1)
+        await run.until(lambda: run.books.leased == 4)
+        await run.learner.attach(0, books)
+        await run.until(lambda: run.engine.num_running == 0 and run.books.leased == 0)
+    assert run.books.buffered == 8
+
+
+async def test_the_end_of_the_run_ends_the_generator():
+    run = Run()
+    await run.learner.attach(0, None)
+    generator = Generator(run.config, "g", run.runner, run.learner.client())
+    running = asyncio.create_task(generator.run())
+    await run.until(lambda: run.books.buffered == 4)
+    await run.learner.finish()
+    await asyncio.wait_for(running, 5)
+
+
+class CountingEnvironment:
+    """Three turns; shows one token between them."""
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self._prompt = prompt
+        self._turn = 0
+
+    async def start(self) -> tuple[int, ...]:
+        return self._prompt
+
+    async def step(self, completion: Completion) -> Transition:
+        self._turn += 1
+        return Transition(observation=(9,), done=self._turn == 3, num_tool_calls=1)
+
+
+async def test_turns_are_recorded_one_after_the_other():
+    run = Run()
+    runner = GroupRunner(
+        **{
+            **{f: getattr(run.runner, f) for f in run.runner.__dataclass_fields__},
+            "make_environment": CountingEnvironment,
+        }
+    )
+    await run.learner.attach(0, None)
+    lease = await run.learner.lease("a", "g", 0.0)
+    group = await runner.run(lease)
+    trajectory = group.trajectories[0]
+    assert trajectory.token_ids.tolist() == [7, 1, 1, 9, 4, 4, 9, 7, 7]
+    assert trajectory.response_mask.tolist() == [
+        False,
+        *[True] * 2,
+        False,
+        *[True] * 2,
+        False,
+        *[True] * 2,
+    ]
+    assert [t.num_observation_tokens for t in trajectory.turns] == [1, 1, 1]
+    assert [t.num_tool_calls for t in trajectory.turns] == [1, 1, 1]

@@ -1,0 +1,169 @@
+"""The prompt stream is a pure function of the sequence; bad files are refused by name."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from actors.chat import PromptTooLongError, Renderer
+from actors.make_model import make_tokenizer
+from actors.prompts import open_held_out, open_prompts
+from actors.prompts.tasks import TASKS
+from streamrl.config.sections import DataSettings
+from streamrl.errors import ConfigError
+from streamrl.interfaces import Prompt
+
+ROWS = [{"prompt": f"q{i}", "answer": str(i), "level": i} for i in range(7)]
+
+
+def write(tmp_path: Path, suffix: str) -> str:
+    path = tmp_path / f"rows{suffix}"
+    match suffix:
+        case ".jsonl":
+            path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+        case ".json":
+            path.write_text(json.dumps(ROWS))
+        case ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_every_epoch_shows_every_row_once_in_a_new_order(tmp_path, suffix):
+    prompts = open_prompts(DataSettings(source=write(tmp_path, suffix)), seed=1)
+    epochs = [[prompts[7 * epoch + i].content for i in range(7)] for epoch in range(3)]
+    assert all(sorted(map(str, epoch)) == [row["prompt"] for row in ROWS] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = open_prompts(DataSettings(source=write(tmp_path, suffix)), seed=1)
+    assert [again[20 - i].content for i in range(21)] == [c for e in epochs for c in e][::-1]
+
+
+def test_a_file_keeps_its_order_if_asked_to(tmp_path):
+    data = DataSettings(source=write(tmp_path, ".jsonl"), shuffle=False)
+    prompts = open_prompts(data, seed=1)
+    assert [prompts[i].answer for i in range(9)] == ["0", "1", "2", "3", "4", "5", "6", "0", "1"]
+    assert prompts[3].row["level"] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"source": "nowhere.jsonl"}, "data.source: cannot read nowhere.jsonl: No such file"),
+        ({"source": "additoin"}, "did you mean 'addition'"),
+        ({"source": "reasoning_gym:chian_sum"}, "did you mean 'chain_sum'"),
+        ({"source": "addition", "source_kwargs": {"digits": 2}}, "did you mean 'num_digits'"),
+        (
+            {"source": "addition", "source_kwargs": {"num_digits": 1}, "num_eval_prompts": 3000},
+            "hardly any to train on",
+        ),
+    ],
+)
+def test_a_source_that_cannot_be_is_refused(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        open_prompts(DataSettings(**settings), seed=0)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "holds no rows"),
+        ('{"prompt": 1', r"rows\.jsonl:1 is not JSON"),
+        ("[1]", r"rows\.jsonl:1 is no JSON object"),
+        ('{"promt": "a", "answer": "b"}', "has no column 'prompt'; did you mean 'promt'"),
+        ('{"prompt": "a"}', "has no column 'answer'"),
+    ],
+)
+def test_a_file_that_holds_no_prompts_is_refused(tmp_path, text, sentence):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        open_prompts(DataSettings(source=str(tmp_path / "rows.jsonl")), seed=0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_is_a_function_of_seed_and_sequence_and_holds_out_its_own(task):
+    data = DataSettings(source=task, num_eval_prompts=50)
+    first, second = open_prompts(data, seed=3), open_prompts(data, seed=3)
+    assert [first[i] for i in range(20)] == [second[i] for i in range(20)]
+    assert first[0] != open_prompts(data, seed=4)[0]
+    held_out = {open_held_out(data, seed=3)[i].content for i in range(50)}
+    assert not held_out & {first[i].content for i in range(2000)}
+
+
+def test_tasks_know_their_answers():
+    prompts = open_prompts(DataSettings(source="addition"), seed=0)
+    for prompt in (prompts[i] for i in range(50)):
+        a, b = str(prompt.content).rstrip("=").split("+")
+        assert prompt.answer == f"{int(a) + int(b):03}"
+    prompts = open_prompts(DataSettings(source="sort", source_kwargs={"tail": 1.0}), seed=0)
+    lengths = [len(prompts[i].answer) for i in range(200)]
+    assert min(lengths) == 3
+    assert max(lengths) == 8
+    assert all(prompts[i].answer == "".join(sorted(prompts[i].answer)) for i in range(50))
+
+
+def test_a_file_needs_held_out_prompts_of_its_own(tmp_path):
+    source = write(tmp_path, ".jsonl")
+    with pytest.raises(ConfigError, match=r"data\.eval_source: is needed"):
+        open_held_out(DataSettings(source=source), seed=0)
+    assert open_held_out(DataSettings(source=source, eval_source=source), seed=0)[0]
+
+
+async def test_reasoning_gym_prompts_score_their_own_answers():
+    from actors.rewards import make_reward
+    from streamrl.interfaces import Episode
+    from streamrl.types import FinishReason
+
+    data = DataSettings(source="reasoning_gym:chain_sum", reward="task")
+    prompts = open_prompts(data, seed=0)
+    assert prompts[5000].content == open_prompts(data, seed=0)[5000].content
+    assert prompts[0].content != open_held_out(data, seed=0)[0].content
+    episodes = [
+        Episode(prompts[i], answer, 1, FinishReason.STOP)
+        for i in range(5)
+        for answer in (prompts[i].answer, "wrong")
+    ]
+    rewards = await make_reward(data).score(episodes)
+    assert rewards[::2] == (1.0,) * 5
+    assert max(rewards[1::2]) < 0.1
+
+
+CHAT = "{% for m in messages %}<s>{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}a:"
+
+
+def make_renderer(**settings: object) -> Renderer:
+    tokenizer = make_tokenizer("abcdefghijklmnopqrstuvwxyz:?")
+    data = DataSettings.model_validate({"source": "addition", **settings})
+    return Renderer(tokenizer, data)
+
+
+def test_a_prompt_is_rendered_as_it_stands_or_through_a_template(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHAT)
+    plain = make_renderer(chat_template="none")
+    assert plain.decode(plain.encode(Prompt("abc", ""))) == "abc"
+    chat = make_renderer(chat_template=template, system_prompt="be")
+    assert chat.decode(chat.encode(Prompt("hi", ""))) == "s:beu:hia:"
+    turns = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
+    assert chat.decode(chat.encode(Prompt(turns, ""))) == "u:xa:ya:"
+
+
+def test_messages_without_a_template_are_refused():
+    with pytest.raises(ConfigError, match="name a Jinja file"):
+        make_renderer().encode(Prompt(({"role": "user", "content": "x"},), ""))
+
+
+def test_a_prompt_that_is_too_long_is_cut_dropped_or_refused():
+    prompt = Prompt("abcdef", "")
+
+    def encoded(truncation: str) -> str:
+        renderer = make_renderer(max_prompt_length=4, truncation=truncation)
+        return renderer.decode(renderer.encode(prompt))
+
+    assert encoded("left") == "cdef"
+    assert encoded("right") == "abcd"
+    with pytest.raises(PromptTooLongError, match="6 tokens"):
+        encoded("drop")
+    with pytest.raises(ConfigError, match=r"max_prompt_length 4: a prompt has 6 tokens \('abcdef'"):
+        encoded("error")

@@ -1,0 +1,145 @@
+"""Rewards: the built-in ones judge, a user's own is loaded, and neither can harm a run."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from actors.chat import Renderer
+from actors.make_model import make_tokenizer
+from actors.prompts import open_prompts
+from actors.rewards import make_reward
+from actors.rewards.verifiers import extract_number
+from streamrl.config.sections import DataSettings
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import Episode, Prompt
+from streamrl.types import FinishReason
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
+
+
+def episode(response: str, answer: str = "42") -> Episode:
+    return Episode(Prompt("question", answer), response, len(response), FinishReason.STOP)
+
+
+async def scores(reward: str, *responses: str, answer: str = "42", **kwargs: object) -> list[float]:
+    data = DataSettings(source="addition", reward=reward, reward_kwargs=kwargs)
+    return list(await make_reward(data).score([episode(r, answer) for r in responses]))
+
+
+async def test_exact_match():
+    assert await scores("exact_match", "42", " 42\n", "42.", "4 2") == [1, 1, 0, 0]
+
+
+async def test_numeric_answer():
+    right = ["42", "so it is 42.", "#### 42", "#### $42 of 50", "\\boxed{42}", "6*7 = 42.0"]
+    assert await scores("numeric_answer", *right) == [1] * len(right)
+    assert await scores("numeric_answer", "", "none", "41", "42 or 43") == [0] * 4
+    assert await scores("numeric_answer", "41.9", tolerance=0.2) == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1,234.5", "1234.5"), ("-3", "-3"), (".5", "0.5"), ("no", None), ("#### 7 then 8", "7")],
+)
+def test_extract_number(text, number):
+    assert extract_number(text) == (None if number is None else Decimal(number))
+
+
+async def test_regex_judges_the_whole_response():
+    pattern = "<think>.*</think>.+"
+    assert await scores("regex", "<think>a\nb</think>c", "x<think></think>y", pattern=pattern) == [
+        1,
+        0,
+    ]
+
+
+async def test_gsm8k_loads_renders_and_scores_its_own_answers(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}Q: {{ m['content'] }}\nA:{% endfor %}")
+    data = DataSettings(
+        source=str(GSM8K),
+        prompt_key="question",
+        reward="numeric_answer",
+        chat_template=template,
+        shuffle=False,
+    )
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+    characters = "".join(sorted({c for row in rows for c in row["question"]} | set("QA:\n ")))
+    renderer = Renderer(make_tokenizer(characters), data)
+    prompts = open_prompts(data, seed=0)
+    questions = [prompts[i] for i in range(len(rows))]
+    assert all(
+        renderer.decode(renderer.encode(p)) == f"Q: {row['question']}\nA:"
+        for p, row in zip(questions, rows, strict=True)
+    )
+    reference = [Episode(p, p.answer, 1, FinishReason.STOP) for p in questions]
+    rewards = await make_reward(data).score(reference)
+    assert (len(rewards), set(rewards)) == (1319, {1.0})
+    assert set(
+        await make_reward(data).score([episode("#### 0.123", p.answer) for p in questions])
+    ) == {0.0}
+
+
+def write_rewards(tmp_path: Path, text: str) -> str:
+    (tmp_path / "rewards.py").write_text(text)
+    return f"{tmp_path}/rewards.py:score"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def score(episode, bonus=0):\n    return len(episode.response) + bonus",
+        "async def score(episode, bonus=0):\n    return len(episode.response) + bonus",
+        "def score(episodes, bonus=0):\n    return [len(e.response) + bonus for e in episodes]",
+        "import beside\ndef score(episode, bonus=0):\n    return beside.length(episode) + bonus",
+    ],
+)
+async def test_a_users_function_scores_one_episode_or_the_group(tmp_path, text):
+    (tmp_path / "beside.py").write_text("def length(episode):\n    return len(episode.response)")
+    entry = write_rewards(tmp_path, text)
+    assert await scores(entry, "a", "bcd", bonus=1) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def score(episode):\n    return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("def score(episode):\n    return 'much'", "answered .*much.*: no numbers"),
+        ("def score(episode):\n    return float('nan')", "not finite"),
+        ("def score(episodes):\n    return [1.0]", "1 rewards for 2 episodes"),
+        ("def score(episodes):\n    return None", "no numbers"),
+    ],
+)
+async def test_a_reward_that_fails_costs_its_group_only(tmp_path, text, sentence):
+    with pytest.raises(RolloutError, match=sentence):
+        await scores(write_rewards(tmp_path, text), "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def scores(episode):\n    return 1", "has no function 'score'; did you mean 'scores'"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("def score(:", "SyntaxError"),
+    ],
+)
+async def test_a_users_file_that_cannot_be_used_is_named(tmp_path, text, sentence):
+    with pytest.raises(ConfigError, match=f"rewards.py.*{sentence}"):
+        await scores(write_rewards(tmp_path, text), "a")
+
+
+@pytest.mark.parametrize(
+    ("reward", "kwargs", "sentence"),
+    [
+        ("exact_macth", {}, "did you mean 'exact_match'"),
+        ("regex", {}, "regex needs 'pattern'"),
+        ("numeric_answer", {"tolerence": 1}, "did you mean 'tolerance'"),
+        ("nowhere.py:score", {}, "there is no file nowhere.py"),
+        ("rewards.py", {}, r"named PATH.py:FUNCTION"),
+    ],
+)
+async def test_a_wrong_name_is_refused(reward, kwargs, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        await scores(reward, "a", **kwargs)

@@ -1,0 +1,85 @@
+"""A daemon ends the way its supervisor can understand."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from streamrl import service
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, FencedError
+from streamrl.service import Shutdown
+
+
+def make_config(tmp_path: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {"run": {"folder": tmp_path}, "model": {"path": "m"}, "data": {"source": "addition"}}
+    )
+
+
+def run(tmp_path: Path, main) -> tuple[int, str]:
+    code = service.run(main, role="test", config=make_config(tmp_path))
+    return code, (tmp_path / "default" / "logs" / "test.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (None, 0, "test: done"),
+        (ConfigError("run.x: is wrong"), 2, "run.x: is wrong"),
+        (FencedError("epoch 2 took over"), 3, "epoch 2 took over; this process stops"),
+        (ValueError("oops"), 1, "ValueError: oops"),
+    ],
+)
+def test_the_exit_code_says_what_to_do(tmp_path, error, code, sentence):
+    async def main(shutdown: Shutdown) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.sleep(0 if error is None else 60))
+            if error:
+                raise error
+
+    assert run(tmp_path, main)[0] == code
+    log = (tmp_path / "default" / "logs" / "test.log").read_text()
+    assert sentence in log
+    assert ("Traceback" in log) is (code == 1)
+
+
+def test_the_first_signal_asks_to_drain(tmp_path):
+    async def main(shutdown: Shutdown) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(shutdown.requested.wait(), 5)
+
+    code, log = run(tmp_path, main)
+    assert code == 0
+    assert "SIGTERM: draining; a second one stops at once" in log
+
+
+def test_a_daemon_drains_when_its_launcher_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMRL_PARENT_PID", str(os.getppid() + 1))
+
+    async def main(shutdown: Shutdown) -> None:
+        await asyncio.wait_for(shutdown.requested.wait(), 5)
+
+    code, log = run(tmp_path, main)
+    assert (code, "the launcher is gone" in log) == (0, True)
+
+
+def test_the_second_signal_stops_at_once(tmp_path):
+    child = os.fork()
+    if child == 0:
+
+        async def main(shutdown: Shutdown) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            await shutdown.requested.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+
+        service.run(main, role="test", config=make_config(tmp_path))
+        os._exit(99)
+    start = time.monotonic()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert time.monotonic() - start < 30

@@ -1,0 +1,148 @@
+"""Metrics arrive once per step, survive a resume, and no tracker can end a run."""
+
+import json
+import logging
+from pathlib import Path
+
+from streamrl.config import RunConfig
+from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
+from streamrl.tracking import Trackers, open_trackers
+from streamrl.tracking.jsonl import JsonlTracker, read_metrics
+from streamrl.types import Books, BufferStats, DropReason, GeneratorStatus, GroupHeader
+
+
+def make_config(tmp_path: Path, **tracking: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"folder": tmp_path, "name": "run"},
+            "model": {"path": "m"},
+            "data": {"source": "addition"},
+            "tracking": tracking,
+        }
+    )
+
+
+def test_a_resumed_run_has_one_line_a_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path, first_step=1)
+    for step in range(1, 6):
+        tracker.log({"reward/mean": step / 10}, step)
+    tracker.close()
+    with path.open("a") as file:
+        file.write('{"step": 6, "reward/me')
+    again = JsonlTracker(path, first_step=4)
+    again.log({"reward/mean": 9.0, "learner/grad_norm": float("nan")}, 4)
+    again.close()
+    lines = read_metrics(path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["reward/mean"] for line in lines] == [0.1, 0.2, 0.3, 9.0]
+    assert lines[-1]["learner/grad_norm"] is None
+
+
+class BrokenTracker:
+    def log(self, metrics: object, step: int) -> None:
+        raise ConnectionError("no route")
+
+    def close(self) -> None:
+        raise OSError("gone")
+
+
+def test_a_tracker_that_fails_is_switched_off(tmp_path, caplog):
+    trackers = Trackers([BrokenTracker(), JsonlTracker(tmp_path / "m.jsonl", first_step=1)])
+    for step in (1, 2):
+        trackers.log({"x": 1.0}, step)
+    trackers.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
+    assert [r.message for r in caplog.records] == ["BrokenTracker is switched off"]
+
+
+def test_tensorboard_gets_every_scalar(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = open_trackers(make_config(tmp_path, tensorboard=True), first_step=1)
+    for step in (1, 2):
+        trackers.log({"reward/mean": step / 2, "note": "text"}, step)
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.5), (2, 1.0)]
+
+
+def test_wandb_offline_writes_a_run_that_a_resume_goes_on_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = make_config(tmp_path, wandb="offline", console=False)
+    for step in (1, 2):
+        trackers = open_trackers(config, first_step=step)
+        trackers.log({"reward/mean": 0.25}, step)
+        trackers.close()
+    files = list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
+    identity = (tmp_path / "run" / "wandb-id").read_text()
+    assert files
+    assert {file.name for file in files} == {f"run-{identity}.wandb"}
+    assert any(b"reward/mean" in file.read_bytes() for file in files)
+
+
+def test_the_console_says_the_essential(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    trackers = open_trackers(make_config(tmp_path), first_step=1)
+    trackers.log({"reward/mean": 0.5, "learner/wait_s": 0.01, "other": 3}, 7)
+    trackers.close()
+    assert caplog.messages == ["step 7  reward 0.5  wait_s 0.01"]
+
+
+def test_the_books_columns_add_up_in_the_metrics():
+    books = Books(
+        granted=10,
+        leased=1,
+        buffered=2,
+        taken=1,
+        trained=1,
+        acknowledged=3,
+        dropped={DropReason.STALE: 2},
+    )
+    metrics = books_metrics(books)
+    columns = sum(
+        metrics[f"buffer/{c}"] for c in ("leased", "buffered", "taken", "trained", "acknowledged")
+    )
+    dropped = sum(value for name, value in metrics.items() if "dropped_" in name)
+    assert metrics["buffer/granted"] == columns + dropped
+    assert metrics["buffer/dropped_stale"] == 2
+    assert metrics["buffer/dropped_expired"] == 0
+    assert metrics["buffer/books_balanced"] == 1.0
+
+
+def test_generators_are_told_apart_and_together():
+    generators = tuple(
+        GeneratorStatus(generator_id=f"g{i}", session="s", policy_version=i, tokens_per_s=10.0 + i)
+        for i in range(2)
+    )
+    stats = BufferStats(
+        incarnation="i",
+        policy_version=3,
+        groups_per_step=1,
+        max_staleness=1,
+        books=Books(),
+        generators=generators,
+    )
+    metrics = buffer_metrics(stats)
+    assert metrics["generator/tokens_per_s"] == 21.0
+    assert metrics["generator/g1/policy_version"] == 1
+
+
+def test_staleness_is_a_distance():
+    headers = [
+        GroupHeader(
+            group_id="g",
+            sequence=0,
+            environment="e",
+            oldest_version=v,
+            lengths=(1,),
+            rewards=(0.0,),
+        )
+        for v in (5, 3, 6)
+    ]
+    assert staleness_metrics(headers, 5) == {
+        "buffer/staleness_mean": 1.0,
+        "buffer/staleness_max": 2,
+    }
+    json.dumps(staleness_metrics(headers, 5))

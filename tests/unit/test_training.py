@@ -1,0 +1,145 @@
+"""A step's update does not depend on how its batch was cut, and is the one the formulas say."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from learners.batch import TrainingBatch
+from learners.optimizer import learning_rate, make_optimizer
+from learners.trainer import Trainer
+from streamrl.config import RunConfig
+from streamrl.config.sections import OptimizerSettings
+from streamrl.types import FinishReason, Trajectory
+from tests.tiny_model import make_llama
+from tests.training import make_batch, make_config, make_policy
+
+
+def plain_logprobs(
+    model: LlamaForCausalLM, trajectory: Trajectory, temperature: float = 1.0
+) -> torch.Tensor:
+    """Of the response tokens, by transformers' own forward pass of one trajectory."""
+    ids = torch.from_numpy(trajectory.token_ids).long()[None]
+    logprobs = (model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
+    chosen = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+    return chosen[torch.from_numpy(trajectory.response_mask)[1:]]
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_packed_logprobs_equal_unpacked_ones(heads, temperature):
+    policy = make_policy(temperature, num_key_value_heads=heads)
+    batch = make_batch()
+    micro_batch = batch.micro_batch(range(len(batch.trajectories)), policy.device)
+    packed = policy.logprobs(micro_batch, with_entropy=False).logprobs
+    model = make_llama(num_key_value_heads=heads)
+    plain = torch.cat([plain_logprobs(model, t, temperature) for t in batch.trajectories])
+    assert torch.allclose(packed, plain, atol=2e-5)
+
+
+def test_a_multi_turn_trajectory_counts_its_sampled_tokens_only():
+    mask = np.array([False, True, True, False, False, True, False])
+    trajectory = Trajectory(
+        token_ids=np.arange(2, 9, dtype=np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -1.0, 0).astype(np.float32),
+        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+        reward=1.0,
+        finish_reason=FinishReason.STOP,
+    )
+    batch = TrainingBatch((trajectory,), torch.zeros(1, dtype=torch.int64), 4)
+    policy = make_policy()
+    micro_batch = batch.micro_batch([0], policy.device)
+    assert micro_batch.targets.tolist() == [3, 4, 7]
+    packed = policy.logprobs(micro_batch, with_entropy=False).logprobs
+    assert torch.allclose(packed, plain_logprobs(make_llama(), trajectory), atol=2e-5)
+
+
+def weights_after(
+    config: RunConfig, num_steps: int = 2
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    trainer = Trainer(config, make_policy())
+    for step in range(num_steps):
+        metrics = trainer.step(make_batch(seed=step))
+    return {n: p.detach().clone() for n, p in trainer.policy.parameters().items()}, metrics
+
+
+ALGORITHMS = [
+    {},
+    {"loss_config": {"loss_agg_mode": "seq-mean-token-mean"}},
+    {"loss_config": {"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss": "gspo"},
+    {"rollout_is": {"mode": "clip", "normalize_by": "kept"}},
+    {"rollout_is": {"level": "sequence", "batch_normalize": True, "veto_threshold": None}},
+    {"rollout_is": "off", "entropy_coef": 0.1},
+    {"proximal": "behavior"},
+    {"proximal": "loglinear", "reward": {"difficulty_high": 0.5}},
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_the_update_does_not_depend_on_how_the_batch_was_cut(algorithm):
+    whole, whole_metrics = weights_after(make_config(algorithm=algorithm))
+    cut, cut_metrics = weights_after(
+        make_config(algorithm=algorithm, learner={"max_tokens_per_micro_batch": 24})
+    )
+    assert cut_metrics["learner/num_micro_batches"] > 8 * whole_metrics["learner/num_micro_batches"]
+    for name, parameter in whole.items():
+        assert torch.allclose(parameter, cut[name], atol=2e-5), name
+    for name, value in whole_metrics.items():
+        if name.startswith(("actor/", "mismatch/", "reward/")) and "_p" not in name:
+            assert cut_metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+def test_the_gradient_is_that_of_the_formula():
+    """GRPO, token mean, truncated token weights, one update: written out by hand."""
+    model, batch = make_llama(), make_batch()
+    advantages = []
+    for start in range(0, 20, 4):
+        rewards = batch.rewards[start : start + 4]
+        advantages.append((rewards - rewards.mean()) / (rewards.std() + 1e-6))
+    loss = torch.zeros(())
+    for trajectory, advantage in zip(batch.trajectories, torch.cat(advantages), strict=True):
+        logprobs = plain_logprobs(model, trajectory)
+        behavior = torch.from_numpy(trajectory.behavior_logprobs[trajectory.response_mask])
+        weights = (logprobs.detach() - behavior).exp().clamp(max=2.0)
+        ratio = (logprobs - logprobs.detach()).exp()
+        loss = loss - (weights * ratio * advantage).sum()
+    (loss / batch.sequences.num_tokens).backward()
+    trainer = Trainer(make_config(optimizer={"max_grad_norm": None}), make_policy())
+    gradients: dict[str, torch.Tensor] = {}
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update({n: p.grad for n, p in trainer.policy.parameters().items()})
+    )
+    trainer.step(batch)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    trainer = Trainer(make_config(), make_policy())
+    with torch.no_grad():
+        trainer.policy.model.get_output_embeddings().weight[5, 0] = torch.inf
+    before = [p.detach().clone() for p in trainer.policy.model.parameters()]
+    metrics = trainer.step(make_batch())
+    assert metrics["learner/skipped_update"] == 1.0
+    assert all(map(torch.equal, before, trainer.policy.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.55, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.55, 0.1]),
+    ],
+)
+def test_the_learning_rate_is_a_function_of_the_step(schedule, rates):
+    settings = OptimizerSettings(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
+    steps = [0, 1, 2, 7, 12]
+    assert [learning_rate(step, settings, 12) for step in steps] == pytest.approx(rates)
+
+
+def test_vectors_are_not_decayed():
+    optimizer = make_optimizer(make_policy().parameters(), OptimizerSettings(weight_decay=0.1))
+    decay = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decay == {2: 0.1, 1: 0.0}

@@ -1,0 +1,163 @@
+"""What is encoded comes back the same, and nothing else does harm."""
+
+import resource
+
+import hypothesis.strategies as st
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+
+from streamrl import wire
+from streamrl.errors import (
+    CorruptMessageError,
+    MessageTooLargeError,
+    SchemaVersionError,
+    WireError,
+)
+from streamrl.types import (
+    BroadcastEndpoint,
+    BufferStats,
+    FilesEndpoint,
+    TensorSpec,
+    TrajectoryGroup,
+    WeightUpdate,
+)
+from tests.records import groups, make_group
+
+
+def assert_same(a: object, b: object) -> None:
+    """Structs with arrays, field by field."""
+    assert type(a) is type(b)
+    if isinstance(a, np.ndarray):
+        assert isinstance(b, np.ndarray)
+        assert a.dtype == b.dtype
+        assert np.array_equal(a, b)
+    elif isinstance(a, msgspec.Struct):
+        for name in a.__struct_fields__:
+            assert_same(getattr(a, name), getattr(b, name))
+    elif isinstance(a, tuple):
+        assert isinstance(b, tuple)
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+@given(groups)
+def test_a_group_comes_back_the_same_and_read_only(group):
+    decoded = wire.decode(wire.encode(group), TrajectoryGroup)
+    assert_same(group, decoded)
+    assert not decoded.trajectories[0].token_ids.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        FilesEndpoint(path="/weights"),
+        BroadcastEndpoint(
+            host="h", port=1, group="g", rank=1, world_size=2, backend="gloo", bucket_bytes=1,
+            timeout_s=1.0,
+        ),
+    ],
+)  # fmt: skip
+def test_a_tagged_union_comes_back_as_the_member_it_was(endpoint):
+    update = WeightUpdate(
+        policy_version=3,
+        history="h",
+        manifest=(TensorSpec("w", "float32", (2, 3)),),
+        endpoint=endpoint,
+    )
+    assert wire.decode(wire.encode(update), WeightUpdate) == update
+
+
+@given(groups, st.data())
+@settings(max_examples=200)
+def test_a_damaged_message_is_a_typed_error(group, data):
+    message = bytearray(wire.encode(group))
+    place = data.draw(st.integers(0, len(message) - 1))
+    match data.draw(st.sampled_from(["flip", "cut", "insert"])):
+        case "flip":
+            message[place] ^= 1 << data.draw(st.integers(0, 7))
+        case "cut":
+            del message[place:]
+        case "insert":
+            message[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+    with pytest.raises(WireError):
+        wire.decode(bytes(message), TrajectoryGroup)
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_a_typed_error(data):
+    with pytest.raises(WireError):
+        wire.decode(data, TrajectoryGroup)
+
+
+def envelope(body: bytes, version: int = wire.SCHEMA_VERSION) -> bytes:
+    return msgspec.msgpack.encode([version, xxhash.xxh3_64_intdigest(body), msgspec.Raw(body)])
+
+
+def test_another_schema_version_is_named():
+    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 1"):
+        wire.decode(envelope(b"\xc0", version=999), TrajectoryGroup)
+
+
+def test_a_message_above_the_limit_is_refused_before_it_is_read():
+    message = wire.encode(make_group(0))
+    with pytest.raises(MessageTooLargeError, match=f"{len(message)} bytes; at most 10"):
+        wire.decode(message, TrajectoryGroup, max_bytes=10)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        b"\xdb\xff\xff\xff\xff",
+        b"\x84\xa8group_id\xa1x\xactrajectories\xdd\x7f\xff\xff\xff",
+    ],
+)
+def test_a_claimed_size_allocates_nothing(body):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for message in (body, envelope(body)):
+        with pytest.raises(WireError):
+            wire.decode(message, TrajectoryGroup)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"behavior_logprobs": np.zeros(3, np.float32)}, "differ in length"),
+        ({"behavior_logprobs": np.full(7, np.nan, np.float32)}, "NaN"),
+        ({"behavior_logprobs": np.full(7, -1.0, np.float32)}, "must be 0 where"),
+        ({"policy_versions": np.full(7, 2, np.int32)}, "must be >= 0 where"),
+        ({"token_ids": np.arange(7, dtype=np.float32)}, "dtype float32"),
+        ({"token_ids": np.full(7, -1, np.int32)}, "negative id"),
+        ({"token_ids": np.zeros((7, 1), np.int32)}, "one-dimensional"),
+        ({"reward": float("inf")}, "must be finite"),
+    ],
+)
+def test_a_record_that_breaks_its_rules_cannot_be_made(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        msgspec.structs.replace(make_group(0).trajectories[0], **change)
+
+
+def test_a_rule_broken_by_a_foreign_writer_is_found_on_decode():
+    trajectory = msgspec.to_builtins(make_group(0), builtin_types=(np.ndarray,))
+    trajectory["trajectories"][0]["reward"] = float("nan")
+    body = wire._encoder.encode(trajectory)
+    with pytest.raises(CorruptMessageError, match="reward: is nan"):
+        wire.decode(envelope(body), TrajectoryGroup)
+
+
+def test_arrays_of_the_wrong_kind_are_refused():
+    group = msgspec.to_builtins(make_group(0), builtin_types=(np.ndarray,))
+    group["trajectories"][0]["token_ids"] = np.zeros(7, np.float32)
+    with pytest.raises(CorruptMessageError, match="expected an array of int32, got float32"):
+        wire.decode(envelope(wire._encoder.encode(group)), TrajectoryGroup)
+    with pytest.raises(CorruptMessageError, match="BufferStats"):
+        wire.decode(wire.encode(make_group(0)), BufferStats)
