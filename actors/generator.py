@@ -10,6 +10,7 @@ group that fails costs itself. Nothing here waits for the learner, only for admi
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -18,7 +19,7 @@ import uuid
 from actors.chat import PromptTooLongError
 from actors.rollout import GroupRunner
 from streamrl.config import RunConfig
-from streamrl.errors import LedgerError, RolloutError, StreamRLError, WireError
+from streamrl.errors import LedgerError, RolloutError, StreamRLError, TransportError, WireError
 from streamrl.interfaces import GeneratorBuffer
 from streamrl.types import DropReason, GeneratorStatus, Lease, LoadReport, WeightUpdate
 from streamrl.weights.channel import WeightReceiver
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 MAX_FAILURES = 50
+FAREWELL_S = 3.0
 
 
 class Generator:
@@ -73,7 +75,10 @@ class Generator:
             await self._drain()
             beating.cancel()
             following.cancel()
-        await self._buffer.heartbeat(self._status(is_leaving=True))
+        # Without a buffer there is nobody to tell, and the leases end by their time.
+        with contextlib.suppress(TimeoutError, TransportError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._buffer.heartbeat(self._status(is_leaving=True))
 
     async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Waits for room in the engine, then for admission; a finished group or the buffer

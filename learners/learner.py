@@ -6,6 +6,7 @@ its own, so the loop, the weight channel and signals work during a long step.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from learners import checkpoint
 from learners.batch import TrainingBatch
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, TransportError
 from streamrl.interfaces import Tracker, TrajectoryBuffer
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
 from streamrl.types import Books, BufferStats, GroupHeader
@@ -25,6 +26,7 @@ from streamrl.weights.sender import WeightSender
 log = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 10.0
+FAREWELL_S = 3.0
 
 Result = TypeVar("Result")
 
@@ -67,10 +69,14 @@ class Learner:
             if headers is None:
                 break
             await self._step(headers, start)
-        if self._version > self._saved_version:
-            await self._save()
-        if self._version >= self._config.run.max_steps:
-            await self._buffer.finish()
+        # Should the buffer be gone, the checkpoint says all that it would have been told.
+        with contextlib.suppress(TimeoutError, TransportError):
+            if self._version > self._saved_version:
+                await self._save()
+            async with asyncio.timeout(FAREWELL_S):
+                await self._buffer.acknowledge(self._saved_version)
+                if self._version >= self._config.run.max_steps:
+                    await self._buffer.finish()
         self._thread.shutdown()
 
     async def _take(self) -> tuple[GroupHeader, ...] | None:
@@ -106,6 +112,7 @@ class Learner:
         self._books = await self._buffer.advance(self._version)
         if self._version % self._config.learner.checkpoint.every == 0:
             await self._save()
+            await self._buffer.acknowledge(self._version)
         stats = await self._buffer.stats()
         self._tracker.log(
             {
@@ -135,7 +142,6 @@ class Learner:
             lambda: checkpoint.save(self._config, self._trainer, version, books)
         )
         self._saved_version = version
-        await self._buffer.acknowledge(version)
         log.info("saved %s in %.2f s", path, time.perf_counter() - start)
 
     async def _compute(self, work: Callable[[], Result]) -> Result:

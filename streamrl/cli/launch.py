@@ -38,8 +38,8 @@ def main(arguments: argparse.Namespace) -> int:
         _call("make-model", config)
     start = time.monotonic()
     finished = asyncio.run(_run(config, console, arguments))
-    if finished and config.data.eval_source != "none":
-        _evaluate(config, console)
+    if finished and config.run.evaluate:
+        _evaluate(config)
     write_report(config.run.path)
     console.print(summary(config, time.monotonic() - start))
     if not finished:
@@ -145,7 +145,7 @@ def _call(command: str, config: RunConfig) -> str:
     return done.stdout
 
 
-def _evaluate(config: RunConfig, console: Console) -> None:
+def _evaluate(config: RunConfig) -> None:
     """Score the final checkpoint where there are held-out prompts; a run is not lost over it."""
     with contextlib.suppress(StreamRLError):
         _call("evaluate", config)

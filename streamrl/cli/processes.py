@@ -72,6 +72,8 @@ class Child:
             self.num_restarts += 1
             self.state = f"restart {self.num_restarts}"
             await asyncio.sleep(min(0.5 * 2**self.num_restarts, 10.0))
+            if self.stopping:
+                return code
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask it to end; it is not started again."""

@@ -30,6 +30,8 @@ class RunSettings(Section):
     resume: Literal["never", "auto"] | Path = "never"
     """`auto` goes on from the newest checkpoint of the run folder, if there is one; a path names
     the checkpoint."""
+    evaluate: bool = True
+    """Whether `streamrl launch` scores the final checkpoint on held-out prompts."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What the daemons write to their logs."""
 

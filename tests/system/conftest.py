@@ -1,0 +1,144 @@
+"""Real daemons on the CPU: one warm-started model for all, a run folder for each."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from streamrl.cli.run_folder import read_json
+from streamrl.tracking.jsonl import read_metrics
+
+STREAMRL = str(Path(sys.executable).with_name("streamrl"))
+DEADLINE_S = 120.0
+
+CONFIG = """
+run: {{name: run, folder: {folder}, max_steps: 12, evaluate: false}}
+model:
+  path: {model}
+  recipe:
+    hidden_size: 32
+    intermediate_size: 64
+    num_layers: 1
+    num_heads: 2
+    alphabet: "0123456789c="
+    warm_start_steps: 60
+    warm_start_accuracy: 0.4
+    lr: 1e-2
+data:
+  source: copy
+  source_kwargs: {{min_length: 2, max_length: 3}}
+  max_prompt_length: 8
+  num_eval_prompts: 32
+generator:
+  count: 2
+  group_size: 4
+  max_new_tokens: 6
+  max_num_seqs: 16
+  num_threads: 1
+  drain_s: 2
+buffer: {{url: "zmq://127.0.0.1:0", max_staleness: 2, lease_ttl_s: 3}}
+learner:
+  groups_per_step: 4
+  max_tokens_per_micro_batch: 512
+  num_threads: 1
+  optimizer: {{lr: 1e-3}}
+  checkpoint: {{every: 3}}
+weights: {{address: "tcp://127.0.0.1:0", deadline_s: 8}}
+"""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once by `streamrl make-model`."""
+    folder = tmp_path_factory.mktemp("model")
+    config = folder / "config.yaml"
+    config.write_text(CONFIG.format(folder=folder, model=folder / "model"))
+    subprocess.run([STREAMRL, "make-model", str(config)], check=True, capture_output=True)
+    return folder / "model"
+
+
+@dataclass
+class Launched:
+    """A `streamrl launch` under way, seen from outside."""
+
+    process: "subprocess.Popen[str]"
+    folder: Path
+    output: str = ""
+    children: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def books(self) -> dict[str, Any]:
+        return read_json(self.folder / "books.json")
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for the condition; unblocked by it, by the launch's end, or the deadline."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.log("learner")
+            assert self.process.poll() is None, self.finish_output()
+            time.sleep(0.02)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: len(self.lines) >= step)
+
+    def child(self, role: str) -> psutil.Process:
+        """The newest process of the role."""
+        for process in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                words = process.cmdline()
+                if role in words and process.status() != psutil.STATUS_ZOMBIE:
+                    return process
+        raise AssertionError(f"no {role} is running")
+
+    def log(self, role: str) -> str:
+        path = self.folder / "logs" / f"{role}.log"
+        return path.read_text() if path.exists() else ""
+
+    def finish_output(self) -> str:
+        self.output += self.process.communicate(timeout=DEADLINE_S)[0]
+        return self.output
+
+    def end(self) -> int:
+        """Waits for the launch to end by itself; its exit code."""
+        self.finish_output()
+        return self.process.returncode
+
+
+@pytest.fixture
+def launch(tmp_path: Path, model: Path) -> Iterator[Callable[..., Launched]]:
+    """Starts runs of the small task; whatever is left of them is killed in the end."""
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path, model=model))
+    started: list[Launched] = []
+
+    def start(*arguments: str) -> Launched:
+        process = subprocess.Popen(
+            [STREAMRL, "launch", str(config), "--no-view", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(Launched(process, tmp_path / "run"))
+        return started[-1]
+
+    yield start
+    for run in started:
+        if run.process.poll() is None:
+            for child in psutil.Process(run.process.pid).children(recursive=True):
+                child.kill()
+            os.killpg(run.process.pid, signal.SIGKILL)
+            run.process.communicate()

@@ -1,0 +1,156 @@
+"""Whole runs as separate processes: they end, the books close, and nobody's death changes that."""
+
+import signal
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.system.conftest import Launched
+
+Launch = Callable[..., Launched]
+COLUMNS = ("leased", "buffered", "taken", "trained", "acknowledged")
+
+
+def assert_books_close(run: Launched) -> None:
+    for line in run.lines:
+        dropped = sum(v for name, v in line.items() if name.startswith("buffer/dropped_"))
+        columns = sum(line[f"buffer/{column}"] for column in COLUMNS)
+        assert line["buffer/granted"] == columns + dropped, line["step"]
+    books = run.books
+    assert books["granted"] == sum(books[c] for c in COLUMNS) + sum(books["dropped"].values())
+    assert books["balanced"] is True
+
+
+def assert_every_step_once(run: Launched, num_steps: int) -> list[dict[str, Any]]:
+    lines = run.lines
+    assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
+    return lines
+
+
+def test_a_run_learns_asynchronously_within_its_staleness_bound(launch: Launch):
+    run = launch("--set", "run.max_steps=60", "--set", "run.evaluate=true")
+    assert run.end() == 0, run.output
+    lines = assert_every_step_once(run, 60)
+    assert_books_close(run)
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-15:]) > sum(rewards[:15]) + 15 * 0.1, rewards
+    assert max(line["buffer/staleness_max"] for line in lines) <= 2
+    assert sum(line["buffer/staleness_mean"] for line in lines) > 0
+    assert {line["generator/count"] for line in lines[5:]} == {2}
+    assert run.books["acknowledged"] == 60 * 4
+    assert (run.folder / "report.png").stat().st_size > 10_000
+    assert "the books close" in run.output
+    assert "greedy reward, held out" in run.output
+    for role in ("buffer", "learner", "generator-0", "generator-1"):
+        assert f"{role}: done" in run.log(role)
+
+
+def test_without_staleness_the_algorithm_is_synchronous(launch: Launch):
+    overrides = ("buffer.max_staleness=0", "generator.count=1", "run.max_steps=6")
+    run = launch(*(word for override in overrides for word in ("--set", override)))
+    assert run.end() == 0, run.output
+    lines = assert_every_step_once(run, 6)
+    assert {line["buffer/staleness_max"] for line in lines} == {0}
+    assert {line["buffer/dropped_stale"] for line in lines} == {0}
+    for line in lines:
+        assert line["mismatch/rollout_is_max"] == pytest.approx(1.0, abs=1e-3)
+        assert line["mismatch/rollout_is_min"] == pytest.approx(1.0, abs=1e-3)
+    assert_books_close(run)
+
+
+def test_a_killed_generator_costs_its_leases_only(launch: Launch):
+    run = launch("--set", "run.max_steps=40")
+    run.until_step(3)
+    run.child("generator-1").kill()
+    killed_at = len(run.lines)
+    run.until_step(killed_at + 3)
+    assert run.end() == 0, run.output
+    assert_every_step_once(run, 40)
+    assert_books_close(run)
+    assert run.books["acknowledged"] == 40 * 4
+    assert "generator-1: done" in run.log("generator-1")
+
+
+def test_a_killed_learner_goes_on_from_its_checkpoint_and_the_books_are_the_same(launch: Launch):
+    run = launch("--set", "run.max_steps=14")
+    run.until_step(5)
+    run.child("learner").kill()
+    assert run.end() == 0, run.output
+    assert_every_step_once(run, 14)
+    assert_books_close(run)
+    assert run.books["acknowledged"] == 14 * 4
+    log = run.log("learner")
+    assert "starting from" in log.split("attached")[1]
+    assert log.count("attached at version") == 2
+
+
+def test_a_run_whose_every_process_died_is_resumed(launch: Launch):
+    first = launch("--set", "run.max_steps=14")
+    first.until_step(5)
+    processes = psutil.Process(first.process.pid).children(recursive=True)
+    for process in [*processes, psutil.Process(first.process.pid)]:
+        process.kill()
+    first.process.communicate()
+    second = launch("--resume", "--set", "run.max_steps=14")
+    assert second.end() == 0, second.output
+    lines = assert_every_step_once(second, 14)
+    assert_books_close(second)
+    assert second.books["acknowledged"] == 14 * 4
+    assert second.books["dropped"]["orphaned"] > 0
+    assert all(a["buffer/acknowledged"] <= b["buffer/acknowledged"] for a, b in pairwise(lines))
+
+
+def test_a_killed_buffer_is_filled_again_from_the_learners_checkpoint(launch: Launch):
+    run = launch("--set", "run.max_steps=14")
+    run.until_step(5)
+    run.child("buffer").kill()
+    assert run.end() == 0, run.output
+    assert_every_step_once(run, 14)
+    assert_books_close(run)
+
+
+@pytest.mark.parametrize("role", ["generator-0", "learner"])
+def test_sigterm_ends_a_daemon_within_ten_seconds_with_its_leases_released(
+    launch: Launch, role: str
+):
+    run = launch("--set", "run.max_steps=100000")
+    run.until_step(3)
+    child = run.child(role)
+    start = time.monotonic()
+    child.send_signal(signal.SIGTERM)
+    run.until(lambda: f"{role}: done" in run.log(role))
+    assert time.monotonic() - start < 10
+    if role == "learner":
+        assert "saved" in run.log(role).split("SIGTERM")[1]
+        return
+    step = len(run.lines)
+    run.until_step(step + 5)
+    assert run.lines[-1]["generator/count"] == 1
+    assert run.lines[-1]["buffer/dropped_expired"] == 0
+
+
+def test_ctrl_c_stops_everybody_and_the_run_can_go_on(launch: Launch):
+    run = launch("--set", "run.max_steps=100000")
+    run.until_step(4)
+    processes = psutil.Process(run.process.pid).children()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 0, run.output
+    assert not any(process.is_running() for process in processes)
+    assert "--resume" in run.output
+    steps = len(run.lines)
+    assert run.books["leased"] == 0
+    assert_books_close(run)
+    again = launch("--resume", "--set", f"run.max_steps={steps + 3}")
+    assert again.end() == 0, again.output
+    assert_every_step_once(again, steps + 3)
+    assert_books_close(again)
+
+
+def test_a_configuration_that_cannot_work_ends_the_launch_with_the_reason(launch: Launch):
+    run = launch("--set", "data.reward=exact_macth")
+    assert run.end() == 2
+    assert "did you mean 'exact_match'?" in run.output
