@@ -1,0 +1,103 @@
+"""The `algorithm:` section: which advantage, which loss, which correction, and their numbers.
+
+Invariant: every name in it is a name that `streamrl.algorithms` knows, checked without importing
+torch. The records of the parts live in `config.rollout_is`, `config.losses` and `config.rewards`.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from streamrl.config.losses import (
+    LOSS_NAMES,
+    RATIO_FREE_LOSSES,
+    KlLossConfig,
+    LossConfig,
+    ValueConfig,
+)
+from streamrl.config.rewards import (
+    ADVANTAGE_NAMES,
+    AdvantageConfig,
+    KlRewardConfig,
+    PfPpoConfig,
+    RewardConfig,
+    SampleWeightConfig,
+)
+from streamrl.config.rollout_is import ROLLOUT_IS_PRESETS, RolloutISConfig, rollout_is_preset
+from streamrl.config.section import Section
+from streamrl.errors import did_you_mean
+
+
+def _preset_or_record(value: object) -> object:
+    return rollout_is_preset(value) if isinstance(value, str) else value
+
+
+class AlgorithmSection(Section):
+    """Everything between trajectories and the gradient."""
+
+    advantage: str = "grpo"
+    """Estimator of the advantage, by name."""
+    advantage_config: AdvantageConfig = AdvantageConfig()
+    """Numbers of the estimator."""
+    loss: str = "ppo"
+    """Policy loss, by name."""
+    loss_config: LossConfig = LossConfig()
+    """Numbers of the loss."""
+    rollout_is: Annotated[RolloutISConfig, BeforeValidator(_preset_or_record)] = ROLLOUT_IS_PRESETS[
+        "token_is"
+    ]
+    """Importance sampling for stale or mismatched generation: a preset's name or a record."""
+    proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
+    """The policy that ratios are taken to: a pass of its own, the behavior policy, or between."""
+    rl_loss_coef: float = Field(default=1.0, ge=0)
+    """Weight of the policy loss."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    sft_coef: float = Field(default=0.0, ge=0)
+    """Weight of the negative log-likelihood of trajectories with a positive reward."""
+    kl_loss: KlLossConfig = KlLossConfig()
+    """KL to the reference policy in the loss."""
+    kl_reward: KlRewardConfig = KlRewardConfig()
+    """KL to the reference policy in the reward."""
+    value: ValueConfig = ValueConfig()
+    """The critic of advantage gae."""
+    reward: RewardConfig = RewardConfig()
+    """Shaping of rewards."""
+    sample_weight: SampleWeightConfig = SampleWeightConfig()
+    """Weights per trajectory."""
+    pf_ppo: PfPpoConfig | None = None
+    """Resampling of trajectories by reward; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.advantage not in ADVANTAGE_NAMES:
+            hint = did_you_mean(self.advantage, ADVANTAGE_NAMES)
+            raise ValueError(f"advantage: {self.advantage!r} is unknown; {hint}")
+        if self.loss not in LOSS_NAMES:
+            raise ValueError(
+                f"loss: {self.loss!r} is unknown; {did_you_mean(self.loss, LOSS_NAMES)}"
+            )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether some term compares with the reference policy."""
+        return self.kl_loss.coef > 0 or self.kl_reward.coef > 0
+
+    @property
+    def needs_values(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def weighs_current_policy(self) -> bool:
+        """Whether importance weights compare the current policy with the behavior policy.
+
+        So it is when there is no proximal policy of its own. The losses with a ratio then hold the
+        correction in the ratio, and weights would count it twice.
+        """
+        return self.proximal == "behavior"
+
+    @property
+    def ratio_holds_correction(self) -> bool:
+        """Whether weights must not be applied: the loss's ratio is to the behavior policy."""
+        return self.proximal == "behavior" and self.loss not in RATIO_FREE_LOSSES

@@ -1,0 +1,140 @@
+"""Settings of what happens to rewards on their way to advantages.
+
+The order is fixed and stands in `streamrl.algorithms.rewards`. Knows nothing of torch.
+"""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from streamrl.config.losses import KlKind
+from streamrl.config.section import Section
+
+ADVANTAGE_NAMES = (
+    "gae",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "grpo",
+    "dr_grpo",
+    "grpo_passk",
+    "rloo",
+    "remax",
+    "opo",
+    "gpg",
+)
+
+NormScope = Literal["batch", "group", "running"]
+
+
+class AdvantageConfig(Section):
+    """Numbers of the advantage estimators; each reads those it needs."""
+
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per response token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """gae: near 1 less bias, near 0 less variance."""
+    norm_adv_by_std: bool = True
+    """grpo, grpo_passk: divide by the standard deviation of the group."""
+    f_norm: float = Field(default=1.0, gt=0)
+    """gpg: divisor of the advantages."""
+    whiten: bool = False
+    """Standardize the advantages over the batch, whatever the estimator."""
+    clip: float | None = Field(default=None, gt=0)
+    """Bound on the absolute advantage, after whitening."""
+
+
+class AgenticNormalizationConfig(Section):
+    """Normalization of episode scores in agentic tasks; replaces the scopes of RewardConfig."""
+
+    grouping: Literal["state", "batch", "inductive"] = "state"
+    """Which episodes are compared: same start state, all, or same environment (task tag)."""
+    method: Literal["identity", "mean", "mean_std", "asym_clip"] = "mean_std"
+    """What is done with a group's scores; asym_clip is mean_std bounded to [-1, 3]."""
+
+
+class LengthRewardConfig(Section):
+    """Soft punishment of overlong responses (DAPO, arXiv 2503.14476, eq. 13)."""
+
+    max_length: int = Field(gt=0)
+    """Response tokens at which the full penalty is reached."""
+    buffer: int = Field(gt=0)
+    """Tokens before max_length over which the penalty grows from 0."""
+    penalty: float = Field(default=1.0, gt=0)
+    """The full penalty, subtracted from the reward."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.buffer > self.max_length:
+            raise ValueError(
+                f"buffer: is {self.buffer}; it must be at most max_length, which is"
+                f" {self.max_length}"
+            )
+        return self
+
+
+class RewardConfig(Section):
+    """Shaping of trajectory rewards, in the order of the fields."""
+
+    format_penalty: float = Field(default=0.0, ge=0)
+    """Subtracted per turn that the environment could not parse."""
+    agentic: AgenticNormalizationConfig | None = None
+    """Normalization for agentic tasks; null uses norm_mean and norm_std."""
+    norm_mean: NormScope | None = None
+    """Scope of the mean that is subtracted; null subtracts nothing (`scale` only)."""
+    norm_std: NormScope | None = None
+    """Scope of the standard deviation that divides; null divides by nothing (`shift` only)."""
+    clip: float | None = Field(default=None, gt=0)
+    """Bound on the absolute reward."""
+    length: LengthRewardConfig | None = None
+    """Punishment of overlong responses; null for none."""
+    whiten: bool = False
+    """Standardize token rewards over the batch before the return."""
+    difficulty_low: float | None = None
+    """Groups whose mean reward is at or below this are not trained on; null for no limit."""
+    difficulty_high: float | None = None
+    """Groups whose mean reward is at or above this are not trained on; null for no limit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.agentic and (self.norm_mean or self.norm_std):
+            raise ValueError("agentic: excludes norm_mean and norm_std; set one or the other")
+        low, high = self.difficulty_low, self.difficulty_high
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"difficulty_low: is {low:g}; it must be below difficulty_high, which is {high:g}"
+            )
+        return self
+
+
+class KlRewardConfig(Section):
+    """KL to the reference policy, subtracted from the reward of each token; `coef` 0 is off."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Weight, or with the adaptive controller its first value."""
+    kind: KlKind = "kl"
+    """Estimator of the per-token KL."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """Whether the weight follows the measured KL."""
+    target: float = Field(default=0.1, gt=0)
+    """adaptive: the KL aimed for."""
+    horizon: int = Field(default=10_000, gt=0)
+    """adaptive: trajectories over which the weight may change by a fifth."""
+
+
+class SampleWeightConfig(Section):
+    """Weights per trajectory in the loss, scaled to mean 1."""
+
+    difficulty: bool = False
+    """Harder prompts weigh more: 0.5 + 1.5 difficulty."""
+    length: bool = False
+    """Longer responses weigh less: from 1.5 for the shortest to 0.5 for the longest."""
+
+
+class PfPpoConfig(Section):
+    """Resampling of trajectories by reward (PF-PPO, arXiv 2409.06957)."""
+
+    method: Literal["pow", "max_min", "max_random"] = "pow"
+    """Chances: |reward|^weight_pow; only best and worst; best 0.4, others 0.1."""
+    weight_pow: float = Field(default=2.0, ge=0)
+    """Exponent of method pow."""

@@ -1,0 +1,156 @@
+"""Settings of rollout importance sampling, and the presets to start from.
+
+Invariant: a config that exists has 0 < lower < upper wherever bounds are in force. Read by
+`streamrl.algorithms.rollout_is` and by the `algorithm:` section; knows nothing of torch.
+"""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from streamrl.config.section import Section
+from streamrl.errors import did_you_mean
+
+REJECTION_STATISTICS = tuple(
+    f"{scope}_{kind}"
+    for scope in ("token", "seq_sum", "seq_mean", "seq_max")
+    for kind in ("k1", "k2", "k3")
+)
+
+
+class RejectionRule(Section):
+    """One test a token or sequence must pass; in YAML also short: `{seq_mean_k3: 0.1}`."""
+
+    statistic: str
+    """`token | seq_sum | seq_mean | seq_max`, then `_k1 | _k2 | _k3`, such as `seq_mean_k3`."""
+    upper: float = Field(gt=0)
+    """Largest value kept; for k1 the largest behavior/train ratio kept."""
+    lower: float | None = Field(default=None, gt=0)
+    """Smallest behavior/train ratio kept, k1 only; null means 1 / upper."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_short_form(cls, value: Any) -> Any:
+        """`{name: upper}` and `{name: "lower_upper"}`."""
+        if not isinstance(value, dict) or len(value) != 1 or "statistic" in value:
+            return value
+        ((statistic, bounds),) = value.items()
+        lower, upper = _split_bounds(bounds, "rejection")
+        return {"statistic": statistic, "upper": upper, "lower": lower}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.statistic not in REJECTION_STATISTICS:
+            hint = did_you_mean(self.statistic, REJECTION_STATISTICS)
+            raise ValueError(f"statistic: {self.statistic!r} is unknown; {hint}")
+        if not self.is_ratio and self.lower is not None:
+            raise ValueError(f"lower: only a k1 rule has one; {self.statistic} has an upper bound")
+        if self.is_ratio and self.ratio_lower >= self.upper:
+            raise ValueError(
+                f"lower: is {self.ratio_lower:g}; it must be below upper, which is {self.upper:g}"
+            )
+        return self
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether the bounds are on the ratio behavior/train rather than on a divergence."""
+        return self.statistic.endswith("k1")
+
+    @property
+    def ratio_lower(self) -> float:
+        return 1.0 / self.upper if self.lower is None else self.lower
+
+
+class RolloutISConfig(Section):
+    """How the weight exp(train - behavior) is aggregated, bounded and applied."""
+
+    threshold: float | None = Field(default=2.0, gt=0)
+    """Upper bound U of a weight; null switches the weights off; "lo_up" zeroes outside (IcePop)."""
+    threshold_lower: float | None = Field(default=None, gt=0)
+    """Lower bound L of a weight; null means 1 / threshold."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """One ratio per token, their product per sequence, or their geometric mean per sequence."""
+    mode: Literal["truncate", "clip", "mask"] = "truncate"
+    """What a bound does: `truncate` caps at U, `clip` (also named `mask`) zeroes outside [L, U]."""
+    veto_threshold: float | None = Field(default=1e-4, gt=0, lt=1)
+    """A sequence with a token whose ratio is below this gets weight 0; null switches it off."""
+    apply: bool = True
+    """False: report the metrics and leave the loss unweighted."""
+    normalize_by: Literal["all", "kept"] = "all"
+    """Whether loss denominators count all response tokens or only those that contribute."""
+    batch_normalize: bool = False
+    """Divide by the mean weight after bounding, so that weights average 1 over the batch."""
+    rejection: tuple[RejectionRule, ...] = ()
+    """Tests that all must pass for a token to stay in the loss; independent of the weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_two_sided(cls, value: Any) -> Any:
+        """`threshold: "0.5_5.0"` means both bounds, zero outside."""
+        if not isinstance(value, dict) or not isinstance(value.get("threshold"), str):
+            return value
+        lower, upper = _split_bounds(value["threshold"], "threshold")
+        if lower is None:
+            return {**value, "threshold": upper}
+        if value.get("threshold_lower") is not None or value.get("mode") == "truncate":
+            raise ValueError(
+                f"threshold: {value['threshold']!r} sets both bounds and mode clip;"
+                " threshold_lower and mode truncate do not go with it"
+            )
+        return {**value, "threshold": upper, "threshold_lower": lower, "mode": "clip"}
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.threshold is not None and self.lower >= self.threshold:
+            raise ValueError(
+                f"threshold_lower: is {self.lower:g} (null means 1 / threshold);"
+                f" it must be below threshold, which is {self.threshold:g}"
+            )
+        return self
+
+    @property
+    def lower(self) -> float:
+        """L; 0 while the system is off."""
+        if self.threshold is None:
+            return 0.0
+        return 1.0 / self.threshold if self.threshold_lower is None else self.threshold_lower
+
+    @property
+    def zeroes_outside(self) -> bool:
+        return self.mode != "truncate"
+
+
+ROLLOUT_IS_PRESETS = {
+    "off": RolloutISConfig(threshold=None, veto_threshold=None),
+    "metrics_only": RolloutISConfig(apply=False),
+    "token_is": RolloutISConfig(veto_threshold=None),
+    "token_is_veto": RolloutISConfig(),
+    "token_clip": RolloutISConfig(mode="clip", veto_threshold=None),
+    "sequence_is": RolloutISConfig(level="sequence", veto_threshold=None),
+    "sequence_is_veto": RolloutISConfig(level="sequence"),
+    "sequence_clip": RolloutISConfig(level="sequence", mode="clip"),
+    "geometric_clip": RolloutISConfig(level="geometric", mode="clip", threshold=1.01),
+    "icepop": RolloutISConfig(mode="clip", threshold=5.0, threshold_lower=0.5, veto_threshold=None),
+}
+
+
+def rollout_is_preset(name: str) -> RolloutISConfig:
+    """The preset of that name; ValueError with the nearest name otherwise."""
+    if name not in ROLLOUT_IS_PRESETS:
+        raise ValueError(f"preset {name!r} is unknown; {did_you_mean(name, ROLLOUT_IS_PRESETS)}")
+    return ROLLOUT_IS_PRESETS[name]
+
+
+def _split_bounds(bounds: Any, field: str) -> tuple[float | None, float]:
+    """`2.0` and "2.0" are an upper bound, "0.5_2.0" is lower and upper."""
+    parts = str(bounds).split("_")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    match numbers:
+        case [upper]:
+            return None, upper
+        case [lower, upper]:
+            return lower, upper
+    raise ValueError(f'{field}: was {bounds!r}; it must be a number or "lower_upper"')
