@@ -1,0 +1,76 @@
+"""Mean and variance that merge, and whitening by them.
+
+Invariant: merging the moments of shards gives the moments of the whole, without cancellation (the
+pairwise update of Chan, Golub and LeVeque, 1979). All in float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Count, mean and sum of squared deviations of some numbers, each a float64 scalar."""
+
+    count: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, counts: Tensor | None = None) -> "Moments":
+        """Of `values` [N], each counted `counts` [N] times; two passes."""
+        wide = values.double()
+        if counts is None:
+            count = torch.tensor(float(len(wide)), dtype=torch.float64, device=wide.device)
+            mean = wide.sum() / count.clamp(min=1)
+            deviation = wide - mean
+            return cls(count, mean, torch.dot(deviation, deviation))
+        count = counts.double().sum()
+        mean = torch.dot(wide, counts.double()) / count.clamp(min=1)
+        deviation = wide - mean
+        return cls(count, mean, torch.dot(deviation.square_(), counts.double()))
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "Moments":
+        """Inverse of `to_tensor`."""
+        return cls(*tensor.unbind())
+
+    def to_tensor(self) -> Tensor:
+        """[3] float64, for a collective."""
+        return torch.stack([self.count, self.mean, self.squares])
+
+    def merge(self, other: "Moments") -> "Moments":
+        count = self.count + other.count
+        share = other.count / count.clamp(min=1)
+        delta = other.mean - self.mean
+        squares = self.squares + other.squares + delta.square() * self.count * share
+        return Moments(count, self.mean + delta * share, squares)
+
+    def variance(self, ddof: int) -> Tensor:
+        """0 where there are not more than `ddof` numbers."""
+        return torch.where(self.count > ddof, self.squares / (self.count - ddof).clamp(min=1), 0.0)
+
+    @property
+    def effective_sample_size(self) -> Tensor:
+        """Fraction in [0, 1] of equal weights that would have this spread: mean^2 / mean square."""
+        mean_square = self.mean.square() + self.variance(ddof=0)
+        return torch.where(mean_square > 0, self.mean.square() / mean_square, 0.0)
+
+
+def whiten(values: Tensor, moments: Moments | None = None, shift_mean: bool = True) -> Tensor:
+    """Standardize [R] to variance 1, and to mean 0 if `shift_mean`; TRL's and verl's whitening.
+
+    Args:
+        moments: of the whole batch, where `values` is only a shard of it.
+
+    Raises:
+        ValueError: the batch has fewer than two tokens, so it has no variance.
+    """
+    moments = Moments.of(values) if moments is None else moments
+    if moments.count < 2:
+        raise ValueError(f"whitening needs at least 2 tokens, the batch has {int(moments.count)}")
+    centered = values.double() - moments.mean
+    white = centered * torch.rsqrt(moments.variance(ddof=1) + 1e-8)
+    return (white if shift_mean else white + moments.mean).to(values.dtype)

@@ -1,0 +1,107 @@
+"""Flat response tokens and the sequences they belong to.
+
+Every formula of this package takes tensors [R], the response tokens of all trajectories one after
+the other, and a `Sequences` that says where each trajectory ends. There is no padding and no mask.
+
+Invariant: the lengths add up to R; empty sequences are allowed and reduce to 0.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """S consecutive segments of R tokens. Build with `from_lengths`."""
+
+    lengths: Tensor
+    """[S] int64, tokens per sequence."""
+    num_tokens: int
+    """R."""
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int] | Tensor) -> "Sequences":
+        """From the number of tokens of each sequence.
+
+        Raises:
+            ValueError: a length is negative or not an integer.
+        """
+        tensor = torch.as_tensor(lengths) if len(lengths) else torch.zeros(0, dtype=torch.int64)
+        if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
+            raise ValueError(f"lengths: must be integers [S], was {tensor.dtype} {tensor.shape}")
+        if len(tensor) and int(tensor.min()) < 0:
+            raise ValueError(f"lengths: has {int(tensor.min())}; a length must be >= 0")
+        return cls(lengths=tensor.to(torch.int64), num_tokens=int(tensor.sum()))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        return int(self.lengths.max()) if len(self) else 0
+
+    @cached_property
+    def num_nonempty(self) -> int:
+        return int((self.lengths > 0).sum())
+
+    def to(self, device: torch.device) -> "Sequences":
+        """The same on another device; itself if it is there."""
+        if self.lengths.device == device:
+            return self
+        return Sequences(lengths=self.lengths.to(device), num_tokens=self.num_tokens)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[R] -> [S]; accumulated in float64, so long sequences lose nothing."""
+        return self._reduce(values, "sum")
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[R] -> [S]; 0 for an empty sequence."""
+        total = self._reduce(values, "sum")
+        return total / self.to(values.device).lengths.clamp(min=1)
+
+    def max(self, values: Tensor) -> Tensor:
+        """[R] -> [S]; 0 for an empty sequence."""
+        return self._reduce(values, "max")
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """[S] -> [R], each value once per token of its sequence."""
+        if len(per_sequence) != len(self):
+            raise ValueError(
+                f"per_sequence: has {len(per_sequence)} rows for {len(self)} sequences"
+            )
+        lengths = self.to(per_sequence.device).lengths
+        return per_sequence.repeat_interleave(lengths, output_size=self.num_tokens)
+
+    def chunks(self, max_tokens: int) -> Iterator[tuple[slice, slice]]:
+        """Slices (of sequences, of tokens) with whole sequences and about `max_tokens` tokens."""
+        if self.num_tokens <= max_tokens:
+            yield slice(0, len(self)), slice(0, self.num_tokens)
+            return
+        ends = list(accumulate(self.lengths.tolist(), initial=0))
+        first = 0
+        for last in range(1, len(ends)):
+            if last == len(self) or ends[last + 1] - ends[first] > max_tokens:
+                yield slice(first, last), slice(ends[first], ends[last])
+                first = last
+
+    def __getitem__(self, rows: slice) -> "Sequences":
+        lengths = self.lengths[rows]
+        return Sequences(lengths=lengths, num_tokens=int(lengths.sum()))
+
+    def _reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        if values.shape != (self.num_tokens,):
+            raise ValueError(
+                f"values: has shape {tuple(values.shape)}; must be ({self.num_tokens},)"
+            )
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        if not len(self):
+            return values.new_zeros(0, dtype=dtype)
+        lengths = self.to(values.device).lengths
+        reduced = torch.segment_reduce(values.double(), how, lengths=lengths, unsafe=True)
+        return torch.where(lengths > 0, reduced, 0.0).to(dtype)
