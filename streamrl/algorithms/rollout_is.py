@@ -1,0 +1,152 @@
+"""Rollout importance sampling: weights for data sampled by an older or different policy.
+
+With d = train - behavior log-probability of a token, the weight is exp(d), or of a sequence
+exp(sum d) or exp(mean d), bounded above (truncated IS) or zeroed outside two bounds. Source: verl's
+rollout importance sampling (github.com/volcengine/verl, pull request 3694) and "Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025); IcePop (Ling team, 2025).
+
+Invariant: weights are finite, detached and in [0, threshold] (before batch normalization); tokens
+of a vetoed or non-finite sequence weigh exactly 0. Called by the learner once per step.
+
+Different from verl on purpose:
+- the standard deviation takes two passes in float64 (the one-pass formula reads 0 for a true 1e-4);
+- `rollout_is_applied_*` and `staleness_*` metrics stand beside those of the raw weights, which
+  look healthy even where three quarters of the sequences are clipped away;
+- empty sequences are in no mean, minimum or fraction;
+- a sequence with a NaN or infinite log-probability is dropped (`nonfinite_sequence_fraction`)
+  instead of poisoning the batch;
+- thresholds are validated, and ones at or below 1 need an explicit `threshold_lower`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.rollout_is_shard import Shard, measure_shard
+from streamrl.algorithms.rollout_is_statistics import (
+    Reduce,
+    RolloutISStatistics,
+    weight_percentiles,
+)
+from streamrl.algorithms.sequences import Sequences
+from streamrl.config.rollout_is import (
+    ROLLOUT_IS_PRESETS,
+    RejectionRule,
+    RolloutISConfig,
+    rollout_is_preset,
+)
+
+__all__ = [
+    "ROLLOUT_IS_PRESETS",
+    "RejectionRule",
+    "RolloutIS",
+    "RolloutISConfig",
+    "RolloutISStatistics",
+    "rollout_is_preset",
+    "rollout_is_weights",
+]
+
+_CPU_CHUNK_TOKENS = 1 << 16
+"""So many float64 scratch values stay in a core's second-level cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutIS:
+    """Result of `rollout_is_weights`."""
+
+    weights: Tensor | None
+    """[R] importance weights, or None where they are off or not applied."""
+    keep: Tensor
+    """[R] bool; false: rejected by a rule, or of a sequence with non-finite log-probabilities."""
+    metrics: dict[str, float]
+    statistics: RolloutISStatistics | None = None
+    """What the metrics were computed from, to be merged over micro-batches and ranks."""
+
+    def loss_terms(self, config: RolloutISConfig) -> tuple[Tensor | None, Tensor | None]:
+        """(importance_weights, loss_mask) [R] for a LossInput, as `normalize_by` asks.
+
+        `all`: tokens that do not contribute weigh 0 and still count in the denominators.
+        `kept`: they are masked out and do not count.
+        """
+        if config.normalize_by == "kept":
+            mask = self.keep if self.weights is None else self.keep & (self.weights != 0)
+            return self.weights, mask
+        if self.weights is None and bool(self.keep.all()):
+            return None, None
+        weights = self.keep.float() if self.weights is None else self.weights * self.keep
+        return weights, None
+
+
+def rollout_is_weights(
+    train_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    sequences: Sequences,
+    config: RolloutISConfig,
+    staleness: Tensor | None = None,
+    reduce: Reduce | None = None,
+) -> RolloutIS:
+    """Weights, kept tokens and metrics of one batch, or of one shard of it.
+
+    Args:
+        train_logprobs: [R] nats, under the policy that the loss is anchored to.
+        behavior_logprobs: [R] nats, under the distribution actually sampled from.
+        staleness: [R] versions between sampling and training; adds metrics per bucket.
+        reduce: merges this shard's statistics with those of the others, for instance
+            `RolloutISStatistics.merge_ranks`; metrics and batch normalization are then those of
+            the whole batch.
+
+    Returns:
+        RolloutIS; weights are float32, or float64 for float64 input. With `threshold` null and no
+        rejection everything is off: weights None, no metrics.
+    """
+    _check(train_logprobs, behavior_logprobs, staleness, sequences)
+    if config.threshold is None and not config.rejection:
+        return RolloutIS(None, torch.ones_like(train_logprobs, dtype=torch.bool), {})
+    with torch.no_grad():
+        on_device = sequences.to(train_logprobs.device)
+        chunk = _CPU_CHUNK_TOKENS if train_logprobs.device.type == "cpu" else sequences.num_tokens
+        shards = [
+            measure_shard(
+                train_logprobs[tokens],
+                behavior_logprobs[tokens],
+                on_device[rows],
+                config,
+                None if staleness is None else staleness[tokens],
+            )
+            for rows, tokens in on_device.chunks(chunk)
+        ]
+        return _assemble(shards, config, reduce)
+
+
+def _assemble(shards: list[Shard], config: RolloutISConfig, reduce: Reduce | None) -> RolloutIS:
+    statistics = shards[0].statistics
+    for shard in shards[1:]:
+        statistics = statistics.merge(shard.statistics)
+    percentiles = None
+    if reduce is not None:
+        statistics = reduce(statistics)
+    elif config.threshold is not None:
+        counts = [shard.counts for shard in shards if shard.counts is not None]
+        log_weights = torch.cat([shard.log_weights for shard in shards])
+        percentiles = weight_percentiles(log_weights, torch.cat(counts) if counts else None)
+    metrics = statistics.metrics(config, percentiles)
+    keep = torch.cat([shard.keep for shard in shards])
+    if config.threshold is None or not config.apply:
+        return RolloutIS(None, keep, metrics, statistics)
+    weights = torch.cat([shard.weights for shard in shards])
+    if not config.batch_normalize:
+        return RolloutIS(weights, keep, metrics, statistics)
+    by_token = config.level == "token"
+    mean = float((statistics.applied if by_token else statistics.applied_units).mean)
+    factor = mean if mean > 1e-8 else 1.0
+    metrics = metrics | {"mismatch/rollout_is_batch_norm_factor": factor}
+    return RolloutIS(weights / factor, keep, metrics, statistics)
+
+
+def _check(train: Tensor, behavior: Tensor, staleness: Tensor | None, sequences: Sequences) -> None:
+    given = {"train_logprobs": train, "behavior_logprobs": behavior, "staleness": staleness}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.shape != (sequences.num_tokens,):
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name}: has shape {shape}; must be ({sequences.num_tokens},)")

@@ -1,0 +1,230 @@
+"""What the rollout-IS metrics are computed from, in a form that merges.
+
+A mean of means is wrong, and so is a mean of percentiles: shards therefore exchange sums, extremes,
+moments and a histogram. Invariant: the statistics of N uneven shards, merged, give the metrics of
+the whole (percentiles within half a percent, from a histogram of the log-ratio).
+
+Letters: B bins of the histogram, K sums, M maxima.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamrl.algorithms.moments import Moments
+from streamrl.config.rollout_is import RolloutISConfig
+
+SAFETY_BOUND = 20.0
+"""Log-ratios are clamped to +-20 before exp; exp(20) is 4.9e8."""
+
+STALENESS_BUCKETS = ("0", "1", "2", "3_4", "5_8", "9_plus")
+STALENESS_EDGES = (0, 1, 2, 4, 8)
+
+QUANTILES = {"p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
+
+_BINS_PER_NAT = 100
+_NUM_BINS = int(2 * SAFETY_BOUND) * _BINS_PER_NAT + 1
+
+Reduce = Callable[["RolloutISStatistics"], "RolloutISStatistics"]
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutISStatistics:
+    """Sufficient statistics of one shard. All tensors are float64 on the shard's device.
+
+    `sum_names` say what a sum is divided by: `token/x` by the tokens, `sequence/x` by the
+    sequences. `max_names` with a leading minus hold the negated minimum.
+    """
+
+    sum_names: tuple[str, ...]
+    sums: Tensor
+    max_names: tuple[str, ...]
+    maxima: Tensor
+    bounded: Moments
+    """Of the weights clamped to [L, U], over tokens: what std and effective sample size use."""
+    applied: Moments
+    """Of the weights after bound and veto, over tokens."""
+    applied_units: Moments
+    """The same with one vote per weight, not per token: what batch normalization divides by."""
+    per_sequence: Moments
+    """Of the mean raw weight of each sequence."""
+    histogram: Tensor
+    """[B] tokens by log-ratio."""
+    staleness: Tensor
+    """[6, 5] per bucket: tokens, sum c, sum c^2 (c the weight within [L, U]), sum -d, bounded."""
+
+    def merge(self, other: "RolloutISStatistics") -> "RolloutISStatistics":
+        """Statistics of both shards together; both must come from the same config."""
+        return RolloutISStatistics(
+            sum_names=self.sum_names,
+            sums=self.sums + other.sums,
+            max_names=self.max_names,
+            maxima=torch.maximum(self.maxima, other.maxima),
+            bounded=self.bounded.merge(other.bounded),
+            applied=self.applied.merge(other.applied),
+            applied_units=self.applied_units.merge(other.applied_units),
+            per_sequence=self.per_sequence.merge(other.per_sequence),
+            histogram=self.histogram + other.histogram,
+            staleness=self.staleness + other.staleness,
+        )
+
+    def to_tensor(self) -> Tensor:
+        """One float64 vector of about 4100 numbers, for a collective."""
+        return torch.cat([part.flatten() for part in self._parts()])
+
+    def from_tensor(self, tensor: Tensor) -> "RolloutISStatistics":
+        """Statistics of another shard of the same config, from its `to_tensor`."""
+        sizes = [part.numel() for part in self._parts()]
+        sums, maxima, *moments, histogram, staleness = torch.split(tensor, sizes)
+        bounded, applied, applied_units, per_sequence = map(Moments.from_tensor, moments)
+        return RolloutISStatistics(
+            sum_names=self.sum_names,
+            sums=sums,
+            max_names=self.max_names,
+            maxima=maxima,
+            bounded=bounded,
+            applied=applied,
+            applied_units=applied_units,
+            per_sequence=per_sequence,
+            histogram=histogram,
+            staleness=staleness.view_as(self.staleness),
+        )
+
+    def merge_ranks(self, group: dist.ProcessGroup | None = None) -> "RolloutISStatistics":
+        """Merged over all ranks of `group`; a collective, the same result on every rank."""
+        mine = self.to_tensor()
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, mine, group=group)
+        merged = self.from_tensor(gathered[0])
+        for other in gathered[1:]:
+            merged = merged.merge(self.from_tensor(other))
+        return merged
+
+    def sum_of(self, name: str) -> Tensor:
+        return self.sums[self.sum_names.index(name)]
+
+    def metrics(
+        self, config: RolloutISConfig, percentiles: Tensor | None = None
+    ) -> dict[str, float]:
+        """All metrics under their public names, prefix `mismatch/`.
+
+        Args:
+            percentiles: [5] exact ones; by default they are read off the histogram.
+        """
+        if percentiles is None:
+            percentiles = weight_percentiles(_bin_centers(self.histogram.device), self.histogram)
+        host = self.from_tensor(self.to_tensor().cpu())
+        return {
+            f"mismatch/{name}": float(value)
+            for name, value in host._named(config, percentiles.cpu()).items()
+        }
+
+    def _named(self, config: RolloutISConfig, percentiles: Tensor) -> dict[str, Tensor]:
+        sums = dict(zip(self.sum_names, self.sums, strict=True))
+        maxima = dict(zip(self.max_names, self.maxima, strict=True))
+        num_tokens, num_sequences = sums["num_tokens"], sums["num_sequences"]
+        seen = num_sequences + sums["num_nonfinite"]
+        nonfinite = {"nonfinite_sequence_fraction": sums["num_nonfinite"] / seen.clamp(min=1)}
+        if num_tokens == 0:
+            return nonfinite if seen else {}
+        means = {
+            name.split("/")[1]: value / (num_tokens if name.startswith("token/") else num_sequences)
+            for name, value in sums.items()
+            if "/" in name
+        }
+        extremes = {name.lstrip("-"): -v if name[0] == "-" else v for name, v in maxima.items()}
+        named = nonfinite | means | extremes | self._distribution(config, extremes, percentiles)
+        hidden = ("_", "rollout_is_") if config.threshold is None else ("_",)
+        return {k: v for k, v in named.items() if not k.startswith(hidden)} | self._by_staleness()
+
+    def _distribution(
+        self, config: RolloutISConfig, extremes: dict[str, Tensor], percentiles: Tensor
+    ) -> dict[str, Tensor]:
+        """Spread of the weights."""
+        floor = -SAFETY_BOUND if config.level == "token" else -torch.inf
+        seq_max, seq_min = extremes["_seq_max"], extremes["_seq_min"]
+        deviation = torch.maximum((seq_max - 1).abs(), (seq_min - 1).abs())
+        named = dict(zip(QUANTILES, percentiles, strict=True))
+        return {
+            "rollout_is_min": extremes["_log_min"].clamp(min=floor).exp(),
+            "rollout_is_max": extremes["_log_max"].clamp(max=SAFETY_BOUND).exp(),
+            "rollout_is_std": self.bounded.variance(ddof=0).sqrt(),
+            "rollout_is_eff_sample_size": self.bounded.effective_sample_size,
+            "rollout_is_applied_mean": self.applied.mean,
+            "rollout_is_applied_eff_sample_size": self.applied.effective_sample_size,
+            "rollout_is_seq_mean": self.per_sequence.mean,
+            "rollout_is_seq_std": self.per_sequence.variance(ddof=1).sqrt(),
+            "rollout_is_seq_max": seq_max,
+            "rollout_is_seq_min": seq_min,
+            "rollout_is_seq_max_deviation": deviation,
+        } | {f"rollout_is_{name}": value for name, value in named.items()}
+
+    def _by_staleness(self) -> dict[str, Tensor]:
+        """What lag costs: per bucket of staleness that holds tokens."""
+        return {
+            f"staleness_{bucket}/{name}": value
+            for bucket, (count, first, second, kl, bounded) in zip(
+                STALENESS_BUCKETS, self.staleness, strict=True
+            )
+            if count > 0
+            for name, value in {
+                "token_fraction": count / self.staleness[:, 0].sum(),
+                "eff_sample_size": first.square() / (count * second),
+                "kl": kl / count,
+                "clipped_fraction": bounded / count,
+            }.items()
+        }
+
+    def _parts(self) -> list[Tensor]:
+        moments = (self.bounded, self.applied, self.applied_units, self.per_sequence)
+        return [
+            self.sums,
+            self.maxima,
+            *(m.to_tensor() for m in moments),
+            self.histogram,
+            self.staleness,
+        ]
+
+
+def log_ratio_histogram(log_ratio: Tensor, counts: Tensor | None) -> Tensor:
+    """[B] how many tokens have this log-ratio; bins of 0.01 nat, zero in the middle of one."""
+    clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    bins = clamped.mul_(_BINS_PER_NAT).round_().add_(_NUM_BINS // 2)
+    return torch.bincount(bins.long(), weights=counts, minlength=_NUM_BINS).double()
+
+
+def weight_percentiles(log_weights: Tensor, counts: Tensor | None) -> Tensor:
+    """[5] percentiles of exp(log_weights [N]), each counted `counts` [N] times.
+
+    Interpolates linearly between neighbors, as numpy and torch.quantile do.
+    """
+    if counts is None:
+        ordered, total = _sorted(log_weights), len(log_weights)
+    else:
+        ordered, order = log_weights.sort()
+        ends = counts[order].cumsum(0)
+        total = int(ends[-1]) if len(ends) else 0
+    if not total:
+        return torch.full((len(QUANTILES),), torch.nan, dtype=torch.float64)
+    quantiles = torch.tensor(list(QUANTILES.values()), dtype=torch.float64)
+    position = (quantiles * (total - 1)).to(log_weights.device)
+    ranks = torch.stack([position.floor(), position.ceil()])
+    picked = ranks.long() if counts is None else torch.searchsorted(ends, ranks, right=True)
+    low, high = ordered[picked].double().clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    return torch.lerp(low, high, position.frac())
+
+
+def _sorted(values: Tensor) -> Tensor:
+    """Numpy's vectorized sort is twenty times faster than torch's on a CPU."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy()))
+    return values.sort().values
+
+
+def _bin_centers(device: torch.device) -> Tensor:
+    bins = torch.arange(_NUM_BINS, dtype=torch.float64, device=device)
+    return (bins - _NUM_BINS // 2) / _BINS_PER_NAT
