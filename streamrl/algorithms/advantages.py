@@ -1,0 +1,224 @@
+"""Advantage estimators, by name: from token rewards to credit per token.
+
+With s the summed reward of a trajectory and a group its siblings (same prompt). Each takes one
+whole batch and returns [R] without gradient. Formulas as in verl (github.com/volcengine/verl,
+core_algos.py); each function names its paper. Standard deviations are of a sample (ddof 1).
+
+Invariant: flat tokens know no gap between turns, so value, advantage and return are carried across
+turns of a trajectory. Computed in float64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.groups import Groups
+from streamrl.algorithms.moments import Moments, whiten
+from streamrl.algorithms.sequences import Sequences
+from streamrl.config.rewards import AdvantageConfig
+
+__all__ = [
+    "ADVANTAGES",
+    "AdvantageConfig",
+    "AdvantageInput",
+    "discounted_sum",
+    "estimate_advantages",
+    "gae_returns",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class AdvantageInput:
+    """One batch of trajectories."""
+
+    token_rewards: Tensor
+    """[R] reward at each response token; an outcome reward stands at the last."""
+    groups: Tensor
+    """[S] int64, equal for siblings."""
+    sequences: Sequences
+    values: Tensor | None = None
+    """[R] of the critic; gae needs them."""
+    baseline: Tensor | None = None
+    """[S] reward of the greedy rollout of the same prompt; remax needs it."""
+    reduce: Callable[[Moments], Moments] | None = None
+    """Merges this shard's moments with those of the others before whitening."""
+
+    def __post_init__(self) -> None:
+        num_tokens, num_sequences = self.sequences.num_tokens, len(self.sequences)
+        rows = {"token_rewards": num_tokens, "values": num_tokens}
+        rows |= {"groups": num_sequences, "baseline": num_sequences}
+        for name, count in rows.items():
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape != (count,):
+                raise ValueError(f"{name}: has shape {tuple(tensor.shape)}; must be ({count},)")
+
+    @property
+    def returns(self) -> Tensor:
+        """[S] s."""
+        return self.sequences.sum(self.token_rewards.double())
+
+    def to_tokens(self, per_sequence: Tensor) -> Tensor:
+        return self.sequences.expand(per_sequence).to(self.token_rewards.dtype)
+
+    def whiten(self, values: Tensor) -> Tensor:
+        moments = Moments.of(values)
+        return whiten(values, moments if self.reduce is None else self.reduce(moments))
+
+
+Advantage = Callable[[AdvantageInput, AdvantageConfig], Tensor]
+
+
+def gae(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """Generalized advantage estimation (arXiv 1506.02438), whitened."""
+    return batch.whiten(_gae(batch, config)).to(batch.token_rewards.dtype)
+
+
+def gae_returns(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """[R] what the critic is trained towards: advantage before whitening, plus value."""
+    returns = _gae(batch, config) + _required(batch.values, "values", "gae")
+    return returns.to(batch.token_rewards.dtype)
+
+
+def reinforce(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """The discounted return."""
+    rewards = batch.token_rewards.double()
+    total = discounted_sum(rewards, batch.sequences, config.gamma)
+    return total.to(batch.token_rewards.dtype)
+
+
+def reinforce_plus_plus(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """The discounted return, whitened (REINFORCE++, arXiv 2501.03262)."""
+    total = discounted_sum(batch.token_rewards.double(), batch.sequences, config.gamma)
+    return batch.whiten(total).to(batch.token_rewards.dtype)
+
+
+def reinforce_plus_plus_baseline(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """s less the group mean, whitened over tokens (arXiv 2501.03262)."""
+    centered = batch.sequences.expand(_centered(batch, Groups.of(batch.groups)))
+    return batch.whiten(centered).to(batch.token_rewards.dtype)
+
+
+def grpo(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """(s - mean) / (std + 1e-6) over the group (arXiv 2402.03300); a group of one keeps s."""
+    groups = Groups.of(batch.groups)
+    advantages = _centered(batch, groups)
+    if config.norm_adv_by_std:
+        std = torch.where(groups.alone, 1.0, groups.std(batch.returns))
+        advantages = advantages / (std + 1e-6)
+    return batch.to_tokens(advantages)
+
+
+def dr_grpo(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """s - mean (Dr. GRPO, arXiv 2503.20783)."""
+    return batch.to_tokens(_centered(batch, Groups.of(batch.groups)))
+
+
+def grpo_passk(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """Only the best of a group gets credit: its lead over the second (arXiv 2503.19595).
+
+    Raises:
+        ValueError: a group has a single trajectory.
+    """
+    groups = Groups.of(batch.groups)
+    if len(groups) and int(groups.sizes.min()) < 2:
+        alone = groups.ids[groups.sizes < 2][0]
+        raise ValueError(f"groups: grpo_passk needs at least 2 per group; group {alone} has 1")
+    scores = batch.returns
+    lead, best = groups.lead(scores)
+    if config.norm_adv_by_std:
+        lead = lead / (groups.std(scores)[best] + 1e-6)
+    return batch.to_tokens(torch.zeros_like(scores).index_copy_(0, best, lead))
+
+
+def rloo(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """s less the mean of the siblings (RLOO, arXiv 2402.14740); a group of one keeps s."""
+    groups = Groups.of(batch.groups)
+    sizes = groups.sizes[groups.index]
+    return batch.to_tokens(_centered(batch, groups) * sizes / (sizes - 1).clamp(min=1))
+
+
+def remax(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """Reward to go less the greedy rollout's reward (ReMax, arXiv 2310.10505)."""
+    to_go = discounted_sum(batch.token_rewards.double(), batch.sequences, 1.0)
+    baseline = batch.sequences.expand(_required(batch.baseline, "baseline", "remax"))
+    return (to_go - baseline).to(batch.token_rewards.dtype)
+
+
+def opo(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """s less the group mean weighted by length (OPO, arXiv 2505.23585); a group of one keeps s."""
+    lengths = batch.sequences.lengths.to(batch.token_rewards.device).double()
+    return batch.to_tokens(_centered(batch, Groups.of(batch.groups), weights=lengths))
+
+
+def gpg(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """(S / nonzero)(s - mean) / f_norm (GPG, arXiv 2504.02546); nonzero counts rewards not 0."""
+    scores = batch.returns
+    scale = len(scores) / scores.count_nonzero().clamp(min=1) / config.f_norm
+    return batch.to_tokens(scale * _centered(batch, Groups.of(batch.groups)))
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "gae": gae,
+    "reinforce": reinforce,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+}
+
+
+def estimate_advantages(name: str, batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """[R] by the named estimator, then whitened and clipped as the config asks."""
+    with torch.no_grad():
+        advantages = ADVANTAGES[name](batch, config)
+        if config.whiten:
+            advantages = batch.whiten(advantages)
+        return advantages if config.clip is None else advantages.clamp(-config.clip, config.clip)
+
+
+def discounted_sum(values: Tensor, sequences: Sequences, discount: float) -> Tensor:
+    """[R] sum over k of discount^k values[t + k], within the sequence of t.
+
+    By doubling: a window of 2w is two windows of w, so it takes log2(longest) passes over R.
+    """
+    lengths = sequences.lengths.to(values.device)
+    ends = sequences.expand(lengths.cumsum(0))
+    left = ends - torch.arange(len(values), device=values.device)
+    total, width = values, 1
+    while width < sequences.longest:
+        ahead = torch.zeros_like(total)
+        ahead[:-width] = total[width:]
+        total = total + discount**width * torch.where(left > width, ahead, 0.0)
+        width *= 2
+    return total
+
+
+def _centered(batch: AdvantageInput, groups: Groups, weights: Tensor | None = None) -> Tensor:
+    """[S] s less the group's mean; without siblings s itself, as in verl."""
+    scores = batch.returns
+    return torch.where(groups.alone, scores, scores - groups.mean(scores, weights))
+
+
+def _gae(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+    """[R] before whitening, float64."""
+    values = _required(batch.values, "values", "gae").double()
+    sequences = batch.sequences
+    following = torch.zeros_like(values)
+    following[:-1] = values[1:]
+    lengths = sequences.lengths.to(values.device)
+    following[(lengths.cumsum(0) - 1)[lengths > 0]] = 0.0
+    errors = batch.token_rewards.double() + config.gamma * following - values
+    return discounted_sum(errors, sequences, config.gamma * config.lam)
+
+
+def _required(tensor: Tensor | None, name: str, estimator: str) -> Tensor:
+    if tensor is None:
+        raise ValueError(f"{name}: advantage {estimator} needs it")
+    return tensor.detach()

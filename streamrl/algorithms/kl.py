@@ -1,0 +1,153 @@
+"""KL divergence to a reference policy: estimators per token, the exact one, and controllers.
+
+With x = logprobs - reference, tokens sampled from the policy (Schulman, "Approximating KL
+divergence", 2020): kl = k1 = x; abs = |x|; mse = k2 = x^2 / 2; low_var_kl = k3 = exp(-x) + x - 1.
+The gradient of k1 and k3 is not that of the KL, the gradient of k2 is: a trailing + keeps a kind's
+value and takes the gradient of k2. `full` is the exact sum over the vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform
+from streamrl.config.losses import KL_KINDS
+from streamrl.config.rewards import KlRewardConfig
+from streamrl.errors import did_you_mean
+
+_LOG_RATIO_BOUND = 20.0
+_K3_BOUND = 10.0
+_CHUNK_ELEMENTS = 1 << 25
+
+
+def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
+    """[R] divergence per token in nats; the policy is `logprobs`.
+
+    Args:
+        logprobs, reference_logprobs: [R] of the sampled tokens; for `full` [R, V] logits or
+            log-probabilities of the whole vocabulary.
+
+    Raises:
+        ValueError: the kind is unknown, or `full` is asked of sampled tokens only.
+    """
+    name = kind.removesuffix("+")
+    if kind not in KL_KINDS:
+        raise ValueError(f"kind: {kind!r} is unknown; {did_you_mean(kind, KL_KINDS)}")
+    if name == "full":
+        return _full(logprobs, reference_logprobs)
+    difference = logprobs - reference_logprobs
+    value = _estimate(difference, name)
+    if kind == name:
+        return value
+    squared = 0.5 * difference.square()
+    return squared - squared.detach() + value.detach()
+
+
+def _estimate(difference: Tensor, name: str) -> Tensor:
+    match name:
+        case "kl" | "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "mse" | "k2":
+            return 0.5 * difference.square()
+        case _:
+            behind = (-difference).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+            return (behind.exp() - behind - 1).clamp(-_K3_BOUND, _K3_BOUND)
+
+
+def _full(logits: Tensor, reference: Tensor) -> Tensor:
+    if logits.ndim != 2 or logits.shape != reference.shape:
+        raise ValueError(
+            f"logprobs: have shapes {tuple(logits.shape)} and {tuple(reference.shape)}; kind full"
+            " needs [R, V] twice, the whole distribution of every token"
+        )
+    return _by_rows(kl_of_logits, logits, reference, vocabulary=logits.shape[1])
+
+
+def full_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    reference_hidden: Tensor,
+    reference_weight: Tensor,
+    transform: LogitTransform = PLAIN_LOGITS,
+) -> Tensor:
+    """[R] exact KL from hidden states; logits exist for a chunk of tokens at a time.
+
+    Args:
+        hidden, reference_hidden: [R, H], the policy's with gradient.
+        weight, reference_weight: [V, H] of the LM heads.
+    """
+
+    def of_rows(mine: Tensor, theirs: Tensor) -> Tensor:
+        logits = transform((mine @ weight.T).float())
+        return kl_of_logits(logits, transform((theirs @ reference_weight.T).float()))
+
+    return _by_rows(of_rows, hidden, reference_hidden.detach(), vocabulary=weight.shape[0])
+
+
+def kl_of_logits(logits: Tensor, reference: Tensor) -> Tensor:
+    """[R] sum over the vocabulary of p (log p - log q), from logits or log-probabilities [R, V]."""
+    log_p, log_q = logits.log_softmax(-1), reference.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _by_rows(
+    divergence: Callable[[Tensor, Tensor], Tensor], mine: Tensor, theirs: Tensor, vocabulary: int
+) -> Tensor:
+    """A chunk of tokens at a time, recomputed in backward, so no second [R, V] tensor is kept."""
+    rows = max(1, _CHUNK_ELEMENTS // max(vocabulary, 1))
+    parts = [
+        checkpoint(divergence, part, reference, use_reentrant=False)
+        for part, reference in zip(torch.split(mine, rows), torch.split(theirs, rows), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+class FixedKL:
+    """A constant weight of the KL in the reward."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing: the weight is fixed."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = state["value"]
+
+
+class AdaptiveKL(FixedKL):
+    """A weight that follows the measured KL (Ziegler et al., arXiv 1909.08593, section 2.2).
+
+    `value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon`
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
+        if target_kl <= 0 or horizon <= 0:
+            raise ValueError(f"target_kl is {target_kl}, horizon {horizon}; both must be positive")
+        super().__init__(init_kl_coef)
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """After a step.
+
+        Args:
+            current_kl: nats per token, measured over the batch.
+            n_steps: trajectories in the batch.
+        """
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+
+def kl_controller(config: KlRewardConfig) -> FixedKL:
+    """The controller that the configuration names."""
+    if config.controller == "adaptive":
+        return AdaptiveKL(config.coef, config.target, config.horizon)
+    return FixedKL(config.coef)

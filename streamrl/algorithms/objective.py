@@ -1,0 +1,74 @@
+"""The whole training objective of one micro-batch, as the `algorithm:` section describes it.
+
+    rl_loss_coef * policy loss + kl coef * KL - entropy_coef * entropy + sft_coef * SFT
+
+Invariant: a term with coefficient 0 is not computed. Loss and metrics of micro-batches that share
+totals add up to those of the step. Called by the learner between forward and backward.
+"""
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.aggregation import token_mean
+from streamrl.algorithms.kl import kl_penalty
+from streamrl.algorithms.loss_input import LossInput, LossOutput
+from streamrl.algorithms.losses import POLICY_LOSSES
+from streamrl.algorithms.terms import entropy_bonus, kl_loss, sft_loss
+from streamrl.config.algorithm import AlgorithmSection
+
+
+def policy_objective(
+    batch: LossInput,
+    config: AlgorithmSection,
+    reference_logprobs: Tensor | None = None,
+    exact_kl: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> LossOutput:
+    """Loss and metrics (prefix `actor/`).
+
+    Args:
+        reference_logprobs: [R] nats, needed where `kl_loss.coef` is not 0.
+        exact_kl: [R] with gradient, from `kl.full_kl`, instead of them for kind `full`.
+        entropy: [R] nats with gradient, needed where `entropy_coef` is not 0, reported if given.
+
+    Raises:
+        ValueError: a term that the config switches on lacks its input.
+    """
+    numbers = config.loss_config
+    policy = POLICY_LOSSES[config.loss](batch, numbers)
+    terms = [("actor/pg_loss", config.rl_loss_coef, policy.loss)]
+    if config.kl_loss.coef:
+        kl = _kl(batch, config, reference_logprobs, exact_kl)
+        terms = [*terms, ("actor/kl_loss", config.kl_loss.coef, kl)]
+    if config.entropy_coef:
+        bonus = entropy_bonus(_given(entropy, "entropy", "entropy_coef"), batch, numbers)
+        terms = [*terms, ("actor/entropy_bonus", -config.entropy_coef, bonus)]
+    if config.sft_coef:
+        terms = [*terms, ("actor/sft_loss", config.sft_coef, sft_loss(batch, numbers))]
+    loss = torch.stack([coef * value for _, coef, value in terms]).sum()
+    metrics = policy.metrics | {name: value.detach() for name, _, value in terms}
+    if entropy is not None:
+        mean = token_mean(entropy, batch.sequences, batch.batch_totals, batch.loss_mask)
+        metrics = metrics | {"actor/entropy": mean}
+    return LossOutput(loss, metrics | {"actor/loss": loss.detach()})
+
+
+def _kl(
+    batch: LossInput,
+    config: AlgorithmSection,
+    reference_logprobs: Tensor | None,
+    exact_kl: Tensor | None,
+) -> Tensor:
+    numbers = config.loss_config
+    if config.kl_loss.kind == "full":
+        per_token = _given(exact_kl, "exact_kl", "kl_loss.kind full")
+    else:
+        reference = _given(reference_logprobs, "reference_logprobs", "kl_loss.coef")
+        per_token = kl_penalty(batch.logprobs, reference, config.kl_loss.kind)
+    return kl_loss(per_token, batch, numbers)
+
+
+def _given(tensor: Tensor | None, name: str, setting: str) -> Tensor:
+    if tensor is None:
+        raise ValueError(f"{name}: {setting} asks for a term that needs it")
+    return tensor

@@ -1,0 +1,227 @@
+"""Rewards on their way to token rewards: shaping, normalization, weights and resampling.
+
+The order is that of ROLL (github.com/alibaba/ROLL): format penalty, normalize, clip, length
+reward, KL per token, whiten; then the advantage estimator whitens and clips in its turn.
+
+Invariant: one call takes the whole batch; every function returns new tensors. Scores are [S], one
+per trajectory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.groups import Groups
+from streamrl.algorithms.moments import Moments, whiten
+from streamrl.algorithms.sequences import Sequences
+from streamrl.config.rewards import (
+    LengthRewardConfig,
+    NormScope,
+    PfPpoConfig,
+    RewardConfig,
+    SampleWeightConfig,
+)
+
+_STD_FLOOR = 1e-6
+
+
+class RunningMoments:
+    """Mean and standard deviation of all rewards seen so far; part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self._moments = Moments.of(torch.zeros(0))
+
+    def update(self, rewards: Tensor) -> None:
+        self._moments = self._moments.merge(Moments.of(rewards.detach().cpu()))
+
+    @property
+    def mean(self) -> float:
+        return float(self._moments.mean)
+
+    @property
+    def std(self) -> float:
+        return float(self._moments.variance(ddof=1).sqrt())
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(zip(_MOMENTS, self._moments.to_tensor().tolist(), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        tensor = torch.tensor([state[name] for name in _MOMENTS], dtype=torch.float64)
+        self._moments = Moments.from_tensor(tensor)
+
+
+_MOMENTS = ("count", "mean", "squares")
+
+
+@dataclass(frozen=True, eq=False)
+class ShapedRewards:
+    rewards: Tensor
+    """[S]"""
+    metrics: dict[str, float]
+
+
+def shape_rewards(
+    rewards: Tensor,
+    groups: Tensor,
+    sequences: Sequences,
+    config: RewardConfig,
+    running: RunningMoments | None = None,
+    num_invalid_turns: Tensor | None = None,
+) -> ShapedRewards:
+    """Everything that happens to a trajectory's reward before it is put on tokens.
+
+    Args:
+        rewards: [S] from the environment.
+        groups: [S] int64: siblings; with `agentic` whatever its grouping compares.
+        running: state of scope `running`; updated with this batch first.
+        num_invalid_turns: [S], for `format_penalty`.
+    """
+    shaped = rewards.double()
+    if num_invalid_turns is not None:
+        shaped = shaped - config.format_penalty * num_invalid_turns
+    if config.agentic is not None:
+        shaped = normalize_agentic(shaped, groups, config.agentic.method)
+    else:
+        shaped = normalize(shaped, groups, config.norm_mean, config.norm_std, running)
+    metrics: dict[str, float] = {}
+    if config.clip is not None:
+        beyond = shaped.abs() > config.clip
+        metrics = {"reward/clipped_frac": float(beyond.double().mean())}
+        shaped = shaped.clamp(-config.clip, config.clip)
+    if config.length is not None:
+        penalty = overlong_penalty(sequences.lengths.to(rewards.device), config.length)
+        metrics = metrics | {"reward/overlong_penalty": float(penalty.mean())}
+        shaped = shaped - penalty
+    return ShapedRewards(shaped.to(rewards.dtype), metrics)
+
+
+def normalize(
+    rewards: Tensor,
+    groups: Tensor,
+    mean_over: NormScope | None,
+    std_over: NormScope | None,
+    running: RunningMoments | None = None,
+) -> Tensor:
+    """(x - mean) / (std + 1e-6), each over its own scope; None leaves that step out.
+
+    Raises:
+        ValueError: a scope is `running` and there is no state for it.
+    """
+    if "running" in (mean_over, std_over):
+        if running is None:
+            raise ValueError("running: scope `running` needs its RunningMoments")
+        running.update(rewards)
+    mean = _over(mean_over, rewards, groups, running)[0]
+    std = _over(std_over, rewards, groups, running)[1]
+    return (rewards - mean) / (1.0 if std_over is None else std + _STD_FLOOR)
+
+
+def normalize_agentic(scores: Tensor, groups: Tensor, method: str) -> Tensor:
+    """Episode scores within their groups; 0 for a group of one or without spread.
+
+    Args:
+        groups: [S] int64 by start state, by environment tag, or all equal.
+        method: identity | mean | mean_std | asym_clip.
+    """
+    if method == "identity":
+        return scores
+    grouped = Groups.of(groups)
+    centered = scores - grouped.mean(scores)
+    if method == "mean":
+        return centered
+    std = grouped.std(scores)
+    standard = torch.where(std > _STD_FLOOR, centered / (std + _STD_FLOOR), 0.0)
+    return standard.clamp(-1.0, 3.0) if method == "asym_clip" else standard
+
+
+def overlong_penalty(lengths: Tensor, config: LengthRewardConfig) -> Tensor:
+    """[S] from 0, `buffer` tokens before `max_length`, to the full penalty there (DAPO)."""
+    excess = lengths.double() - (config.max_length - config.buffer)
+    return config.penalty * (excess / config.buffer).clamp(0.0, 1.0)
+
+
+def token_rewards(
+    rewards: Tensor,
+    sequences: Sequences,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    whitened: bool = False,
+) -> Tensor:
+    """[R] the reward at the last token of each trajectory, less `kl_coef` times `kl` [R]."""
+    lengths = sequences.lengths.to(rewards.device)
+    last = (lengths.cumsum(0) - 1)[lengths > 0]
+    placed = rewards.new_zeros(sequences.num_tokens).index_copy_(0, last, rewards[lengths > 0])
+    if kl is not None:
+        placed = placed - kl_coef * kl
+    return whiten(placed) if whitened else placed
+
+
+def difficulty_mask(
+    scores: Tensor, groups: Tensor, low: float | None, high: float | None
+) -> Tensor:
+    """[S] bool: the group's mean score lies strictly between; groups of one always pass."""
+    grouped = Groups.of(groups)
+    mean = grouped.mean(scores)
+    above = torch.ones_like(grouped.alone) if low is None else mean > low
+    below = torch.ones_like(grouped.alone) if high is None else mean < high
+    return grouped.alone | (above & below)
+
+
+def sample_weights(
+    lengths: Tensor, config: SampleWeightConfig, difficulty: Tensor | None = None
+) -> Tensor:
+    """[S] weights of mean 1: 0.5 + 1.5 difficulty, times 1.5 down to 0.5 by length.
+
+    Args:
+        lengths: [S] response tokens.
+        difficulty: [S] in [0, 1], as the prompts carry it.
+    """
+    weights = torch.ones(len(lengths), dtype=torch.float64, device=lengths.device)
+    if config.difficulty:
+        if difficulty is None:
+            raise ValueError("difficulty: sample weights by difficulty need it for every prompt")
+        weights = weights * (0.5 + 1.5 * difficulty.clamp(0.0, 1.0))
+    if config.length and len(lengths):
+        longer = (lengths - lengths.min()) / (lengths.max() - lengths.min() + 1e-8)
+        weights = weights * (1.5 - longer)
+    return weights / weights.mean()
+
+
+def pf_ppo_chances(scores: Tensor, config: PfPpoConfig) -> Tensor:
+    """[S] relative chances to be drawn (PF-PPO, arXiv 2409.06957)."""
+    match config.method:
+        case "pow":
+            chances = scores.abs() ** config.weight_pow
+        case "max_min":
+            chances = ((scores == scores.max()) | (scores == scores.min())).to(scores.dtype)
+        case _:
+            chances = torch.where(scores == scores.max(), 0.4, 0.1)
+    return chances + 1e-8
+
+
+def pf_ppo_resample(
+    scores: Tensor, config: PfPpoConfig, generator: torch.Generator | None = None
+) -> Tensor:
+    """[S] int64: which trajectories make up the resampled batch, with replacement."""
+    chances = pf_ppo_chances(scores, config)
+    return torch.multinomial(chances, len(scores), replacement=True, generator=generator)
+
+
+def _over(
+    scope: NormScope | None, rewards: Tensor, groups: Tensor, running: RunningMoments | None
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [S] (ddof 1)."""
+    match scope:
+        case "running" if running is not None:
+            mean, std = rewards.new_tensor(running.mean), rewards.new_tensor(running.std)
+        case "group":
+            grouped = Groups.of(groups)
+            return grouped.mean(rewards), grouped.std(rewards)
+        case "batch":
+            moments = Moments.of(rewards)
+            mean, std = moments.mean, moments.variance(ddof=1).sqrt()
+        case _:
+            mean, std = rewards.new_zeros(()), rewards.new_ones(())
+    return mean.expand(len(rewards)), std.expand(len(rewards))
