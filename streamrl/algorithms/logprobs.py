@@ -23,6 +23,8 @@ from torch import Tensor
 CPU_BLOCK_ELEMENTS = 1 << 22
 """[R, B] logits that stay near a core's caches."""
 CUDA_BLOCK_ELEMENTS = 1 << 26
+MIN_BLOCK = 256
+"""Tokens of the vocabulary below which a matrix product is no longer worth its start."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class _BlockedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         of_logprobs, of_entropy = upstream
+        if of_logprobs is None and of_entropy is None:
+            return (None,) * len(ctx.needs_input_grad)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -197,7 +201,7 @@ def _locate(targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
 def _blocks(rows: int, weight: Tensor) -> Iterator[slice]:
     elements = CUDA_BLOCK_ELEMENTS if weight.is_cuda else CPU_BLOCK_ELEMENTS
     vocabulary = weight.shape[0]
-    size = min(vocabulary, max(256, elements // max(rows, 1)))
+    size = min(vocabulary, max(MIN_BLOCK, elements // max(rows, 1)))
     for start in range(0, vocabulary, size):
         yield slice(start, min(start + size, vocabulary))
 

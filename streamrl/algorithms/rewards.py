@@ -115,7 +115,8 @@ def normalize(
         running.update(rewards)
     mean = _over(mean_over, rewards, groups, running)[0]
     std = _over(std_over, rewards, groups, running)[1]
-    return (rewards - mean) / (1.0 if std_over is None else std + _STD_FLOOR)
+    scale = 1.0 if std_over is None else std + _STD_FLOOR
+    return ((rewards - mean) / scale).to(rewards.dtype)
 
 
 def normalize_agentic(scores: Tensor, groups: Tensor, method: str) -> Tensor:

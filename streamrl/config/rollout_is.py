@@ -100,12 +100,16 @@ class RolloutISConfig(Section):
         return {**value, "threshold": upper, "threshold_lower": lower, "mode": "clip"}
 
     @model_validator(mode="after")
-    def _check_bounds(self) -> Self:
+    def _check(self) -> Self:
         if self.threshold is not None and self.lower >= self.threshold:
             raise ValueError(
                 f"threshold_lower: is {self.lower:g} (null means 1 / threshold);"
                 f" it must be below threshold, which is {self.threshold:g}"
             )
+        names = [rule.statistic for rule in self.rejection]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"rejection: {twice} stands twice; give one rule per statistic")
         return self
 
     @property
