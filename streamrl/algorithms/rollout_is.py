@@ -123,25 +123,33 @@ def _assemble(shards: list[Shard], config: RolloutISConfig, reduce: Reduce | Non
     statistics = shards[0].statistics
     for shard in shards[1:]:
         statistics = statistics.merge(shard.statistics)
-    percentiles = None
-    if reduce is not None:
+    if reduce is None:
+        metrics = statistics.metrics(config, _exact_percentiles(shards))
+    else:
         statistics = reduce(statistics)
-    elif config.threshold is not None:
-        counts = [shard.counts for shard in shards if shard.counts is not None]
-        log_weights = torch.cat([shard.log_weights for shard in shards])
-        percentiles = weight_percentiles(log_weights, torch.cat(counts) if counts else None)
-    metrics = statistics.metrics(config, percentiles)
+        metrics = statistics.metrics(config)
     keep = torch.cat([shard.keep for shard in shards])
     if config.threshold is None or not config.apply:
         return RolloutIS(None, keep, metrics, statistics)
     weights = torch.cat([shard.weights for shard in shards])
-    if not config.batch_normalize:
-        return RolloutIS(weights, keep, metrics, statistics)
-    by_token = config.level == "token"
-    mean = float((statistics.applied if by_token else statistics.applied_units).mean)
-    factor = mean if mean > 1e-8 else 1.0
-    metrics = metrics | {"mismatch/rollout_is_batch_norm_factor": factor}
-    return RolloutIS(weights / factor, keep, metrics, statistics)
+    if config.batch_normalize:
+        factor = _mean_weight(statistics, config)
+        weights = weights / factor
+        metrics = metrics | {"mismatch/rollout_is_batch_norm_factor": factor}
+    return RolloutIS(weights, keep, metrics, statistics)
+
+
+def _exact_percentiles(shards: list[Shard]) -> Tensor:
+    counts = [shard.counts for shard in shards if shard.counts is not None]
+    log_weights = torch.cat([shard.log_weights for shard in shards])
+    return weight_percentiles(log_weights, torch.cat(counts) if counts else None)
+
+
+def _mean_weight(statistics: RolloutISStatistics, config: RolloutISConfig) -> float:
+    """What batch normalization divides by: the mean over tokens, or over sequences."""
+    moments = statistics.applied if config.level == "token" else statistics.applied_units
+    mean = float(moments.mean)
+    return mean if mean > 1e-8 else 1.0
 
 
 def _check(train: Tensor, behavior: Tensor, staleness: Tensor | None, sequences: Sequences) -> None:

@@ -10,7 +10,6 @@ Letters: B bins of the histogram, K sums, M maxima.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -103,9 +102,6 @@ class RolloutISStatistics:
         for other in gathered[1:]:
             merged = merged.merge(self.from_tensor(other))
         return merged
-
-    def sum_of(self, name: str) -> Tensor:
-        return self.sums[self.sum_names.index(name)]
 
     def metrics(
         self, config: RolloutISConfig, percentiles: Tensor | None = None
@@ -200,10 +196,11 @@ def log_ratio_histogram(log_ratio: Tensor, counts: Tensor | None) -> Tensor:
 def weight_percentiles(log_weights: Tensor, counts: Tensor | None) -> Tensor:
     """[5] percentiles of exp(log_weights [N]), each counted `counts` [N] times.
 
-    Interpolates linearly between neighbors, as numpy and torch.quantile do.
+    Interpolates linearly between neighbors, as numpy and torch.quantile do. Without counts
+    `log_weights` may come back sorted.
     """
     if counts is None:
-        ordered, total = _sorted(log_weights), len(log_weights)
+        ordered, total = _sort(log_weights), len(log_weights)
     else:
         ordered, order = log_weights.sort()
         ends = counts[order].cumsum(0)
@@ -218,11 +215,17 @@ def weight_percentiles(log_weights: Tensor, counts: Tensor | None) -> Tensor:
     return torch.lerp(low, high, position.frac())
 
 
-def _sorted(values: Tensor) -> Tensor:
-    """Numpy's vectorized sort is twenty times faster than torch's on a CPU."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.sort(values.numpy()))
-    return values.sort().values
+def largest(values: Tensor) -> Tensor:
+    """Maximum as a scalar; minus infinity, which merges neutrally, where there is nothing."""
+    return values.max() if len(values) else values.new_tensor(-torch.inf)
+
+
+def _sort(values: Tensor) -> Tensor:
+    """On a CPU in place by numpy, whose vectorized sort is twenty times faster than torch's."""
+    if values.device.type != "cpu":
+        return values.sort().values
+    values.numpy().sort()
+    return values
 
 
 def _bin_centers(device: torch.device) -> Tensor:
