@@ -16,32 +16,36 @@ from torch import Tensor
 
 from streamrl.algorithms.logprobs import token_logprobs
 
+CUDA = torch.cuda.is_available()
 THREADS = 2
 TOKENS, VOCABULARY, HIDDEN = 8192, 151_936, 896
-REPEATS, ROUNDS = 2, 1
+REPEATS = 2
 PLAIN_BYTES_PER_LOGIT = 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", choices=("ours", "plain"))
+    parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tokens", type=int, default=_affordable_tokens())
     given = parser.parse_args()
     if given.only:
         torch.set_num_threads(THREADS)
-        ways = {"ours": _ours, "plain": _plain}
-        print(json.dumps(_run(ways[given.only], given.tokens, getattr(torch, given.dtype))))
+        way = {"ours": _ours, "plain": _plain}[given.only]
+        work = _work(way, given.tokens, getattr(torch, given.dtype))
+        measure = _measured_on_gpu if CUDA else measured
+        print(json.dumps(measure(work, given.repeats)))
         return
     arguments = ("--dtype", given.dtype, "--tokens", str(given.tokens))
     contenders = ("ours", "plain")
-    figures = contest(__file__, contenders, *arguments, threads=THREADS, rounds=ROUNDS)
+    figures = contest(__file__, contenders, *arguments, threads=THREADS, repeats=REPEATS, rounds=1)
     plain, mine = figures["plain"], figures["ours"]
     print(
         json.dumps(
             {
                 "benchmark": "logprobs",
-                "device": "cuda" if torch.cuda.is_available() else "cpu",
+                "device": "cuda" if CUDA else "cpu",
                 "dtype": given.dtype,
                 "tokens": given.tokens,
                 "tokens_wanted": TOKENS,
@@ -55,8 +59,8 @@ def main() -> None:
 
 
 def _affordable_tokens() -> int:
-    """8192, or as often halved as it takes for the plain way to need half of the memory left."""
-    if torch.cuda.is_available():
+    """8192, or as often halved as it takes for the plain way to fit."""
+    if CUDA:
         return TOKENS
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     tokens = TOKENS
@@ -65,8 +69,8 @@ def _affordable_tokens() -> int:
     return tokens
 
 
-def _run(way: Callable[..., Tensor], tokens: int, dtype: torch.dtype) -> dict[str, float]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _work(way: Callable[..., Tensor], tokens: int, dtype: torch.dtype) -> Callable[[], None]:
+    device = torch.device("cuda" if CUDA else "cpu")
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, HIDDEN, generator=generator).to(device, dtype).requires_grad_()
     weight = 0.02 * torch.randn(VOCABULARY, HIDDEN, generator=generator)
@@ -77,16 +81,19 @@ def _run(way: Callable[..., Tensor], tokens: int, dtype: torch.dtype) -> dict[st
     def work() -> None:
         hidden.grad = weight.grad = None
         (way(hidden, weight, targets) * upstream).sum().backward()
-        if device.type == "cuda":
+        if CUDA:
             torch.cuda.synchronize()
 
-    if device.type == "cpu":
-        return measured(work, REPEATS)
-    work()
+    return work
+
+
+def _measured_on_gpu(work: Callable[[], None], repeats: int) -> dict[str, float]:
+    if repeats:
+        return measured(work, repeats)
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    figures = measured(work, REPEATS)
-    return figures | {"extra_mib": (torch.cuda.max_memory_allocated() - held) / 2**20}
+    work()
+    return {"extra_mib": (torch.cuda.max_memory_allocated() - held) / 2**20}
 
 
 def _ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

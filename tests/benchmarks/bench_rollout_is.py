@@ -27,10 +27,12 @@ REPEATS, ROUNDS = 15, 3
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", choices=("ours", "verl"))
-    only = parser.parse_args().only
-    if only:
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    given = parser.parse_args()
+    if given.only:
         torch.set_num_threads(THREADS)
-        print(json.dumps({"ours": ours, "verl": verl}[only]()))
+        work = {"ours": ours, "verl": verl}[given.only]()
+        print(json.dumps(measured(work, given.repeats)))
         return
     known: dict[str, Any] = {
         "benchmark": "rollout_is",
@@ -39,7 +41,7 @@ def main() -> None:
         "target": {"ratio": 5.0, "memory_ratio": 4.0},
     }
     contenders = ["ours"] if _verl_file() is None else ["ours", "verl"]
-    figures = contest(__file__, contenders, threads=THREADS, rounds=ROUNDS)
+    figures = contest(__file__, contenders, threads=THREADS, repeats=REPEATS, rounds=ROUNDS)
     if "verl" not in figures:
         known |= {"skipped": "verl is not installed: pip install --no-deps verl==0.6.0"}
     else:
@@ -50,7 +52,7 @@ def main() -> None:
     print(json.dumps(known | figures))
 
 
-def ours() -> dict[str, float]:
+def ours() -> Callable[[], object]:
     from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
     from streamrl.algorithms.sequences import Sequences
 
@@ -60,15 +62,15 @@ def ours() -> dict[str, float]:
     config = RolloutISConfig(veto_threshold=1e-4)
     few = Sequences.from_lengths([8, 8])
     rollout_is_weights(train[:16], behavior[:16], few, config)
-    return measured(lambda: rollout_is_weights(train, behavior, sequences, config), REPEATS)
+    return lambda: rollout_is_weights(train, behavior, sequences, config)
 
 
-def verl() -> dict[str, float]:
+def verl() -> Callable[[], object]:
     function = _load_verl()
     train, behavior, lengths = _batch()
     mask = (torch.arange(WIDTH) < lengths[:, None]).long()
     function(train[:2, :8], behavior[:2, :8], torch.ones_like(mask[:2, :8]))
-    return measured(lambda: function(train, behavior, mask), REPEATS)
+    return lambda: function(train, behavior, mask)
 
 
 def _batch() -> tuple[Tensor, Tensor, Tensor]:

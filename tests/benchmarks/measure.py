@@ -1,9 +1,10 @@
 """Time and extra memory of a piece of work, each in a process of its own.
 
-A contender is a name that the benchmark's own script understands after `--only`; each runs in fresh
-processes, by turns. Times are the best seen: other work on the machine only ever adds. For the peak
-malloc is told to give freed memory back at once, so that pages left over from building the inputs
-do not hide what the work needs.
+A contender is a name that the benchmark's own script understands after `--only`, with the number of
+timed runs after `--repeats`. Contenders run by turns in fresh processes. Times are the best seen:
+other work on the machine only ever adds. Threads wait passively, so that a busy neighbor does not
+turn every barrier into a spin. For the peak malloc is told to give freed memory back at once, so
+that pages left over from building the inputs do not hide what the work needs.
 """
 
 import json
@@ -19,40 +20,47 @@ Figures = dict[str, float]
 
 
 def measured(work: Callable[[], object], repeats: int) -> Figures:
-    """Peak extra memory of the first run; best seconds of `repeats` more."""
+    """Peak extra memory of a first run, or with repeats the best seconds of that many more."""
     before = _reset_peak()
     work()
-    extra = _peak() - before
-    seconds = [_seconds(work) for _ in range(repeats)]
-    return {"seconds": min(seconds), "extra_mib": extra / 2**20}
+    if not repeats:
+        return {"extra_mib": (_peak() - before) / 2**20}
+    return {"seconds": min(_seconds(work) for _ in range(repeats))}
 
 
 def contest(
-    script: str, contenders: Sequence[str], *arguments: str, threads: int, rounds: int
+    script: str, contenders: Sequence[str], *arguments: str, threads: int, repeats: int, rounds: int
 ) -> dict[str, Figures]:
-    """Figures per contender; the last line of `script --only contender` is JSON of `measured`."""
+    """Figures per contender; the last line of its run is the JSON of `measured`."""
     frugal = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "0"}
-    peaks = {name: _run(script, name, arguments, threads, frugal) for name in contenders}
+    peaks = {name: _run(script, name, 0, arguments, threads, frugal) for name in contenders}
     timed = [
-        {name: _run(script, name, arguments, threads, {}) for name in contenders}
+        {name: _run(script, name, repeats, arguments, threads, {}) for name in contenders}
         for _ in range(rounds)
     ]
     return {
-        name: {
-            "seconds": min(figures[name]["seconds"] for figures in timed),
-            "extra_mib": peaks[name]["extra_mib"],
-        }
+        name: {"seconds": min(figures[name]["seconds"] for figures in timed), **peaks[name]}
         for name in contenders
     }
 
 
 def _run(
-    script: str, contender: str, arguments: Sequence[str], threads: int, extra: dict[str, str]
+    script: str,
+    contender: str,
+    repeats: int,
+    arguments: Sequence[str],
+    threads: int,
+    environment: dict[str, str],
 ) -> Figures:
-    own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": _repository(script)}
+    own = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": _repository(script),
+    }
+    command = [sys.executable, script, "--only", contender, "--repeats", str(repeats), *arguments]
     result = subprocess.run(
-        [sys.executable, script, "--only", contender, *arguments],
-        env={**os.environ, **own, **extra},
+        command,
+        env={**os.environ, **own, **environment},
         capture_output=True,
         text=True,
         check=False,

@@ -78,6 +78,14 @@ def test_bfloat16_is_computed_in_float32() -> None:
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
 
 
+def test_autocast_changes_nothing() -> None:
+    hidden, weight, targets, _ = _example(torch.float32, False)
+    plain = token_logprobs(hidden, weight, targets).logprobs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = token_logprobs(hidden, weight, targets).logprobs
+    assert torch.equal(mixed, plain)
+
+
 def test_no_tokens_give_no_logprobs() -> None:
     hidden, weight = torch.zeros(0, 3), torch.zeros(5, 3)
     result = token_logprobs(hidden, weight, torch.zeros(0).long(), with_entropy=True)
