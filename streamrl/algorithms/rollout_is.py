@@ -2,7 +2,7 @@
 
 With d = train - behavior log-probability of a token, the weight is exp(d), or of a sequence
 exp(sum d) or exp(mean d), bounded above (truncated IS) or zeroed outside two bounds. Source: verl's
-rollout importance sampling (github.com/volcengine/verl, pull request 3694) and "Your Efficient RL
+rollout importance sampling (github.com/volcengine/verl) and "Your Efficient RL
 Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025); IcePop (Ling team, 2025).
 
 Invariant: weights are finite, detached and in [0, threshold] (before batch normalization); tokens
