@@ -32,14 +32,13 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tenso
     Raises:
         ValueError: the kind is unknown, or `full` is asked of sampled tokens only.
     """
-    name = kind.removesuffix("+")
     if kind not in KL_KINDS:
         raise ValueError(f"kind: {kind!r} is unknown; {did_you_mean(kind, KL_KINDS)}")
-    if name == "full":
+    if kind == "full":
         return _full(logprobs, reference_logprobs)
     difference = logprobs - reference_logprobs
-    value = _estimate(difference, name)
-    if kind == name:
+    value = _estimate(difference, kind.removesuffix("+"))
+    if not kind.endswith("+"):
         return value
     squared = 0.5 * difference.square()
     return squared - squared.detach() + value.detach()
@@ -100,7 +99,7 @@ def _by_rows(
     """A chunk of tokens at a time, recomputed in backward, so no second [R, V] tensor is kept."""
     rows = max(1, _CHUNK_ELEMENTS // max(vocabulary, 1))
     parts = [
-        checkpoint(divergence, part, reference, use_reentrant=False)
+        checkpoint(divergence, part, reference, use_reentrant=False, preserve_rng_state=False)
         for part, reference in zip(torch.split(mine, rows), torch.split(theirs, rows), strict=True)
     ]
     return torch.cat(parts)

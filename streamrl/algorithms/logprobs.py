@@ -93,9 +93,11 @@ def token_logprobs(
         logprobs = _liger_logprobs(hidden, weight, targets, bias, transform)
         if logprobs is not None:
             return TokenLogprobs(logprobs, None)
-    logprobs, entropy = _BlockedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, transform, with_entropy
-    )
+    # Backward recomputes outside autocast, so forward must not run inside it.
+    with torch.autocast(hidden.device.type, enabled=False):
+        logprobs, entropy = _BlockedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, targets, transform, with_entropy
+        )
     return TokenLogprobs(logprobs, entropy)
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.moments import Moments
-from streamrl.algorithms.rejection import Verdict, judge, rule_bounds
+from streamrl.algorithms.rejection import reject
 from streamrl.algorithms.rollout_is_statistics import (
     SAFETY_BOUND,
     STALENESS_BUCKETS,
     STALENESS_EDGES,
     RolloutISStatistics,
+    largest,
     log_ratio_histogram,
 )
 from streamrl.algorithms.sequences import Sequences
@@ -120,7 +121,7 @@ def _measure(
     vetoed, veto = _veto(log_ratio, sequences, config)
     weights = torch.where(changed, 0.0 if config.zeroes_outside else upper, raw)
     weights.masked_fill_(level.of_sequence(vetoed), 0.0)
-    keep, rejection, rejection_extremes = _reject(log_ratio, sequences, config)
+    rejection = reject(log_ratio, sequences, config.rejection)
     per_sequence = level.sequence_mean(raw)
     sums = (
         mismatch
@@ -128,17 +129,17 @@ def _measure(
         | veto
         | (_clip_sums(changed, level) if config.zeroes_outside else {})
         | {"token/rollout_is_applied_zero_fraction": level.total(weights == 0)}
-        | rejection
+        | rejection.sums
     )
     behind = -log_ratio_sums / sequences.lengths
     maxima = {
-        "mismatch_log_ppl_diff_max": _largest(behind),
-        "-mismatch_log_ppl_diff_min": _largest(-behind),
-        "_log_max": _largest(log_weights),
-        "-_log_min": _largest(-log_weights),
-        "_seq_max": _largest(per_sequence),
-        "-_seq_min": _largest(-per_sequence),
-    } | rejection_extremes
+        "mismatch_log_ppl_diff_max": largest(behind),
+        "-mismatch_log_ppl_diff_min": largest(-behind),
+        "_log_max": largest(log_weights),
+        "-_log_min": largest(-log_weights),
+        "_seq_max": largest(per_sequence),
+        "-_seq_min": largest(-per_sequence),
+    } | rejection.maxima
     statistics = RolloutISStatistics(
         sum_names=tuple(sums),
         sums=torch.stack([value.double() for value in sums.values()]),
@@ -153,7 +154,7 @@ def _measure(
     )
     return Shard(
         weights=level.to_tokens(weights.to(dtype)),
-        keep=keep,
+        keep=rejection.keep,
         log_weights=log_weights.to(dtype),
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
@@ -241,48 +242,6 @@ def _clip_sums(changed: Tensor, level: _Level) -> dict[str, Tensor]:
     }
 
 
-def _reject(
-    log_ratio: Tensor, sequences: Sequences, config: RolloutISConfig
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """keep [R], and what each rule did, under the names of verl's rejection metrics."""
-    keep = torch.ones_like(log_ratio, dtype=torch.bool)
-    if not config.rejection:
-        return keep, {}, {}
-    sums: dict[str, Tensor] = {}
-    maxima: dict[str, Tensor] = {}
-    for rule in config.rejection:
-        verdict = judge(log_ratio, sequences, rule)
-        passes = verdict.passes if verdict.by_token else sequences.expand(verdict.passes)
-        keep = keep & passes
-        name = f"rollout_rs_{rule.statistic}"
-        sums = sums | _rule_sums(verdict, passes, sequences)
-        maxima = maxima | {
-            f"{name}_max": _largest(verdict.statistic),
-            f"-{name}_min": _largest(-verdict.statistic),
-        }
-    return keep, sums | _masked("rollout_rs", keep, sequences), maxima
-
-
-def _rule_sums(verdict: Verdict, passes: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    name = f"rollout_rs_{verdict.rule.statistic}"
-    lower, upper = rule_bounds(verdict.rule)
-    scope = "token" if verdict.by_token else "sequence"
-    statistic = verdict.statistic
-    per_token = statistic if verdict.by_token else sequences.expand(statistic)
-    return {
-        f"token/{name}_mean": per_token.sum(),
-        f"{scope}/{name}_fraction_high": (statistic > upper).sum(),
-        f"{scope}/{name}_fraction_low": (statistic < lower).sum(),
-    } | _masked(name, passes, sequences)
-
-
-def _masked(name: str, passes: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    return {
-        f"token/{name}_masked_fraction": (~passes).sum(),
-        f"sequence/{name}_seq_masked_fraction": (sequences.sum(~passes) > 0).sum(),
-    }
-
-
 def _by_staleness(
     staleness: Tensor | None, log_ratio: Tensor, clipped: Tensor, changed: Tensor, level: _Level
 ) -> Tensor:
@@ -305,7 +264,3 @@ def _exp(values: Tensor) -> Tensor:
 
 def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
-
-
-def _largest(values: Tensor) -> Tensor:
-    return values.max() if len(values) else values.new_tensor(-math.inf)

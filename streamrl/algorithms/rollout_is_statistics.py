@@ -103,9 +103,6 @@ class RolloutISStatistics:
             merged = merged.merge(self.from_tensor(other))
         return merged
 
-    def sum_of(self, name: str) -> Tensor:
-        return self.sums[self.sum_names.index(name)]
-
     def metrics(
         self, config: RolloutISConfig, percentiles: Tensor | None = None
     ) -> dict[str, float]:
@@ -216,6 +213,11 @@ def weight_percentiles(log_weights: Tensor, counts: Tensor | None) -> Tensor:
     picked = ranks.long() if counts is None else torch.searchsorted(ends, ranks, right=True)
     low, high = ordered[picked].double().clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
     return torch.lerp(low, high, position.frac())
+
+
+def largest(values: Tensor) -> Tensor:
+    """Maximum as a scalar; minus infinity, which merges neutrally, where there is nothing."""
+    return values.max() if len(values) else values.new_tensor(-torch.inf)
 
 
 def _sort(values: Tensor) -> Tensor:

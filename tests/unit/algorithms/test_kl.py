@@ -1,0 +1,103 @@
+"""KL estimators, the exact KL, and the controllers of its weight."""
+
+import pytest
+import torch
+
+from streamrl.algorithms.kl import (
+    AdaptiveKL,
+    FixedKL,
+    full_kl,
+    kl_controller,
+    kl_penalty,
+)
+from streamrl.algorithms.logprobs import LogitTransform
+from streamrl.config.losses import KL_ESTIMATORS, KL_KINDS
+from streamrl.config.rewards import KlRewardConfig
+
+
+@pytest.mark.parametrize("kind", [name for name in KL_KINDS if name.endswith("+")])
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
+    logprobs = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, dtype=torch.float64)
+    plain = kl_penalty(logprobs, reference, kind.removesuffix("+"))
+    straight = kl_penalty(logprobs, reference, kind)
+    torch.testing.assert_close(straight, plain)
+    (gradient,) = torch.autograd.grad(straight.sum(), logprobs)
+    torch.testing.assert_close(gradient, (logprobs - reference).detach())
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+def test_equal_policies_have_no_divergence(kind: str) -> None:
+    logprobs = -torch.rand(5)
+    assert not kl_penalty(logprobs, logprobs, kind).any()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_unbiased_estimators_average_to_the_exact_kl(kind: str) -> None:
+    torch.manual_seed(0)
+    logits, other = 0.5 * torch.randn(2, 1, 5, dtype=torch.float64)
+    exact = kl_penalty(logits, other, "full")
+    log_p, log_q = logits.log_softmax(-1)[0], other.log_softmax(-1)[0]
+    expected = (log_p.exp() * kl_penalty(log_p, log_q, kind)).sum()
+    torch.testing.assert_close(expected, exact[0])
+
+
+def test_the_exact_kl_has_the_exact_gradient() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(4, 7, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kl_penalty(x, reference, "full"), logits)
+    expected = torch.nn.functional.kl_div(
+        reference.log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    torch.testing.assert_close(kl_penalty(logits, reference, "full"), expected)
+
+
+def test_the_exact_kl_from_hidden_states_never_holds_all_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrl.algorithms.kl._CHUNK_ELEMENTS", 20)
+    hidden = torch.randn(9, 3, requires_grad=True)
+    weight = torch.randn(10, 3, requires_grad=True)
+    other, other_weight = torch.randn(9, 3), torch.randn(10, 3)
+    transform = LogitTransform(temperature=0.7, softcap=5.0)
+    chunked = full_kl(hidden, weight, other, other_weight, transform)
+    logits, reference = transform(hidden @ weight.T), transform(other @ other_weight.T)
+    whole = kl_penalty(logits, reference, "full")
+    torch.testing.assert_close(chunked, whole)
+    for leaf in (hidden, weight):
+        ours, theirs = (
+            torch.autograd.grad(kl.sum(), leaf, retain_graph=True) for kl in (chunked, whole)
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_unknown_kinds_and_missing_distributions_are_refused() -> None:
+    zeros = torch.zeros(3)
+    with pytest.raises(ValueError, match="did you mean 'low_var_kl'"):
+        kl_penalty(zeros, zeros, "low_var")
+    with pytest.raises(ValueError, match="whole distribution"):
+        kl_penalty(zeros, zeros, "full")
+
+
+def test_the_adaptive_controller_follows_the_kl_and_resumes() -> None:
+    controller = kl_controller(
+        KlRewardConfig(coef=0.1, controller="adaptive", target=0.05, horizon=100)
+    )
+    assert isinstance(controller, AdaptiveKL)
+    controller.update(current_kl=1.0, n_steps=10)
+    assert controller.value == pytest.approx(0.1 * 1.02)
+    resumed = AdaptiveKL(0.5, 0.05, 100)
+    resumed.load_state_dict(controller.state_dict())
+    controller.update(current_kl=0.0, n_steps=10)
+    resumed.update(current_kl=0.0, n_steps=10)
+    assert resumed.value == controller.value == pytest.approx(0.1 * 1.02 * 0.98)
+
+
+def test_the_fixed_controller_stays() -> None:
+    controller = kl_controller(KlRewardConfig(coef=0.1))
+    controller.update(current_kl=9.0, n_steps=10)
+    assert type(controller) is FixedKL
+    assert controller.value == 0.1
+    with pytest.raises(ValueError, match="horizon"):
+        AdaptiveKL(0.1, 0.1, 0)

@@ -1,0 +1,95 @@
+"""The `algorithm:` section: what it accepts, and the sentence for what it does not."""
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from streamrl.config.algorithm import AlgorithmSection
+from streamrl.config.rollout_is import ROLLOUT_IS_PRESETS, RejectionRule, RolloutISConfig
+from streamrl.config.section import explain
+
+
+def test_defaults_are_grpo_with_ppo_and_token_importance_sampling() -> None:
+    section = AlgorithmSection()
+    assert (section.advantage, section.loss, section.proximal) == ("grpo", "ppo", "recompute")
+    assert section.rollout_is == ROLLOUT_IS_PRESETS["token_is"]
+    assert section.loss_config.loss_agg_mode == "token-mean"
+    assert not section.needs_reference
+    assert not section.needs_values
+
+
+def test_rollout_is_is_a_preset_or_a_record() -> None:
+    named = AlgorithmSection.model_validate({"rollout_is": "sequence_clip"})
+    assert named.rollout_is == ROLLOUT_IS_PRESETS["sequence_clip"]
+    record = {"level": "token", "mode": "truncate", "threshold": 2.0}
+    spelled = AlgorithmSection.model_validate({"rollout_is": record})
+    assert spelled.rollout_is == RolloutISConfig()
+    assert AlgorithmSection.model_validate({"kl_reward": {"coef": 0.1}}).needs_reference
+    assert AlgorithmSection(advantage="gae").needs_values
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"advantage": "grop"}, "advantage: 'grop' is unknown; did you mean 'grpo'?"),
+        ({"loss": "pppo"}, "loss: 'pppo' is unknown; did you mean 'ppo'?"),
+        ({"rollout_is": "token_iss"}, "did you mean 'token_is'?"),
+        ({"rollout_is": {"treshold": 2.0}}, "did you mean 'threshold'?"),
+        ({"rollout_is": {"threshold": 0.5}}, "must be below threshold, which is 0.5"),
+        ({"rollout_is": {"threshold": -1}}, "rollout_is.threshold: was -1"),
+        ({"rollout_is": {"threshold": "2_1"}}, "must be below threshold, which is 1"),
+        ({"rollout_is": {"threshold": "a_b"}}, "must be a number or"),
+        ({"rollout_is": {"threshold": "1_2", "mode": "truncate"}}, "do not go with it"),
+        ({"rollout_is": {"level": "tokn"}}, "'token', 'sequence' or 'geometric'"),
+        ({"rollout_is": {"veto_threshold": 1.5}}, "rollout_is.veto_threshold: was 1.5"),
+        ({"rollout_is": {"rejection": [{"seq_k1": 2}]}}, "'seq_k1' is unknown"),
+        ({"rollout_is": {"rejection": [{"token_k3": "0.1_2"}]}}, "only a k1 rule"),
+        ({"rollout_is": {"rejection": [{"token_k1": 0.5}]}}, "must be below upper"),
+        (
+            {"rollout_is": {"rejection": [{"token_k1": 2}, {"token_k1": 3}]}},
+            "token_k1 stands twice",
+        ),
+        ({"kl_loss": {"kind": "k4"}}, "kl_loss.kind: 'k4' is unknown"),
+        ({"loss_config": {"clip_ratio_c": 1.0}}, "loss_config.clip_ratio_c: was 1.0"),
+        ({"loss_config": {"loss_agg_mode": "mean"}}, "token-mean"),
+        ({"advantage_config": {"gamma": 1.1}}, "advantage_config.gamma: was 1.1"),
+        ({"reward": {"agentic": {}, "norm_mean": "batch"}}, "set one or the other"),
+        ({"reward": {"difficulty_low": 0.9, "difficulty_high": 0.1}}, "difficulty_low: is 0.9"),
+        ({"reward": {"length": {"max_length": 4, "buffer": 5}}}, "at most max_length"),
+        ({"proximal": "recomputed"}, "'recompute', 'behavior' or 'loglinear'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(
+    section: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        AlgorithmSection.model_validate(section)
+    assert said in str(explain(caught.value, AlgorithmSection))
+
+
+def test_two_sided_thresholds_zero_outside() -> None:
+    config = RolloutISConfig.model_validate({"threshold": "0.5_5.0"})
+    assert (config.lower, config.threshold, config.mode) == (0.5, 5.0, "clip")
+    assert RolloutISConfig.model_validate({"threshold": "3"}).threshold == 3.0
+
+
+def test_rejection_rules_have_a_short_form() -> None:
+    config = RolloutISConfig.model_validate(
+        {"rejection": [{"token_k1": "0.4_1.5"}, {"seq_mean_k3": 0.1}]}
+    )
+    ratio, divergence = config.rejection
+    assert ratio == RejectionRule(statistic="token_k1", lower=0.4, upper=1.5)
+    assert divergence == RejectionRule(statistic="seq_mean_k3", upper=0.1)
+    assert RejectionRule(statistic="seq_sum_k1", upper=4).ratio_lower == 0.25
+
+
+def test_records_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        AlgorithmSection().loss = "gspo"
+
+
+def test_reading_the_configuration_needs_no_torch() -> None:
+    code = "import sys, streamrl.config.algorithm; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
