@@ -44,6 +44,7 @@ class Account:
         self._acknowledged = 0
         self._returned: list[int] = []
         self._next_sequence = 0
+        self._revision = 0
         self._freed: list[int] = []
 
     def __iter__(self) -> Iterator[Entry]:
@@ -75,12 +76,14 @@ class Account:
         self._sequence_of[lease_id] = sequence
         self._counts[State.LEASED] += 1
         self._granted += 1
+        self._revision += 1
         return entry
 
     def move(self, entry: Entry, state: State) -> None:
         self._counts[entry.state] -= 1
         self._counts[state] += 1
         entry.state = state
+        self._revision += 1
 
     def acknowledge(self, entry: Entry) -> None:
         """The entry is contained in a durable checkpoint."""
@@ -110,18 +113,17 @@ class Account:
             acknowledged=self._acknowledged,
             dropped={reason: count for reason, count in self._dropped.items() if count},
             next_sequence=self._next_sequence,
+            revision=self._revision,
             open_sequences=tuple(sorted([*still_open, *self._returned])),
         )
 
     def reconcile(self, books: Books) -> None:
-        """Come to the account that a learner's checkpoint carries.
+        """Come to the account that a learner's checkpoint carries, from a later one.
 
-        A blank account continues it; what was in flight is orphaned. Otherwise what the checkpoint
-        calls finished is acknowledged here too. Every sequence that it does not call finished, and
-        that nobody holds, is granted again: its group was lost, or belongs to a lost history.
+        What the checkpoint calls finished is acknowledged here too. Every sequence that it does
+        not call finished, and that nobody holds, is granted again: what became of it since belongs
+        to a lost history.
         """
-        if self._granted == 0:
-            self._adopt(books)
         unfinished = set(books.open_sequences)
         for entry in self:
             if entry.sequence < books.next_sequence and entry.sequence not in unfinished:
@@ -130,17 +132,27 @@ class Account:
         self._returned = sorted(unfinished - self._entries.keys())
         self._next_sequence = max(self._next_sequence, books.next_sequence)
 
-    @property
-    def granted(self) -> int:
-        return self._granted
+    def adopt(self, books: Books) -> None:
+        """Continue the account of a checkpoint that is later than this one.
 
-    def _adopt(self, books: Books) -> None:
+        This one may be blank, or a restored copy; what was in flight is orphaned.
+        """
+        for entry in self:
+            self._close(entry)
         self._granted = books.granted
         self._acknowledged = books.acknowledged + books.trained
-        self._dropped.update(books.dropped)
+        self._dropped = Counter(books.dropped)
         self._dropped[DropReason.ORPHANED] += books.leased + books.buffered + books.taken
+        self._returned = list(books.open_sequences)
+        self._next_sequence = books.next_sequence
+        self._revision = max(self._revision, books.revision)
+
+    @property
+    def revision(self) -> int:
+        return self._revision
 
     def _close(self, entry: Entry) -> None:
+        self._revision += 1
         self._counts[entry.state] -= 1
         del self._entries[entry.sequence]
         del self._sequence_of[entry.lease_id]

@@ -62,7 +62,6 @@ class Ledger:
         self._expiries: list[tuple[float, str]] = []
         self._loans: dict[int, tuple[int, ...]] = {}
         self._trained: dict[int, tuple[int, ...]] = {}
-        self._acknowledged_version = 0
         self._refused: Counter[RefusalReason] = Counter()
 
     # The generators' side.
@@ -163,19 +162,20 @@ class Ledger:
         """A learner restored to `version` takes over; the epoch it gets fences every older one.
 
         Its history contains what was trained at versions <= `version`: acknowledged. What was
-        taken, or trained later, waits again. `books` (from its checkpoint) fills in what this
-        ledger never knew, or knows only from a history that came to nothing.
+        taken, or trained later, waits again. With the `books` of its checkpoint, what that calls
+        finished is finished here, and what it does not is here or will be granted again.
         """
-        is_older = self.version < version or self._account.granted < (books or Books()).granted
-        rewinds = version < self._acknowledged_version
+        is_older = books is not None and self._account.revision < books.revision
         self._settle(version)
         for batches in (self._loans, self._trained):
             for sequence in chain.from_iterable(batches.values()):
                 self._wait(self._account[sequence])
             batches.clear()
-        if books is not None and (is_older or rewinds):
+        if books is not None and (is_older or self.version < version):
+            self._account.adopt(books)
+        elif books is not None:
             self._account.reconcile(books)
-        self.version = self._acknowledged_version = version
+        self.version = version
         self.finished = False
         self.epoch += 1
         return self.epoch
@@ -217,7 +217,6 @@ class Ledger:
         if version > self.version:
             raise LedgerError(f"acknowledge of version {version}; the ledger is at {self.version}")
         self._settle(version)
-        self._acknowledged_version = max(self._acknowledged_version, version)
 
     def finish(self, epoch: int) -> None:
         """No lease is granted from here on."""

@@ -210,6 +210,7 @@ class Books(Struct, frozen=True, kw_only=True):
 
     `open_sequences` are those neither acknowledged nor dropped for good; with `next_sequence` they
     are the position in the prompt stream, so a learner's checkpoint restores it from here.
+    `revision` grows with every change: of two accounts of one run, the larger is the later.
     """
 
     granted: int = 0
@@ -220,6 +221,7 @@ class Books(Struct, frozen=True, kw_only=True):
     acknowledged: int = 0
     dropped: dict[DropReason, int] = {}
     next_sequence: int = 0
+    revision: int = 0
     open_sequences: tuple[int, ...] = ()
 
     @property

@@ -230,7 +230,14 @@ async def test_a_learner_that_comes_back_gets_what_its_checkpoint_lacks(connect)
 
 async def test_a_blank_buffer_continues_from_a_checkpoints_books(connect):
     learner, generator = connect(), connect()
-    books = Books(granted=9, acknowledged=6, buffered=3, next_sequence=9, open_sequences=(4, 5, 8))
+    books = Books(
+        granted=9,
+        acknowledged=6,
+        buffered=3,
+        next_sequence=9,
+        revision=30,
+        open_sequences=(4, 5, 8),
+    )
     stats = await learner.attach(3, books)
     assert stats.books.balanced
     assert stats.books.dropped == {DropReason.ORPHANED: 3}
