@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from actors.prompts import open_prompts
 from streamrl.cli.arguments import configuration
@@ -34,6 +35,7 @@ _FIRST_SEQUENCE = 2**30
 
 def main(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    disable_progress_bar()
     config = configuration(arguments).config
     if Path(config.model.path).exists():
         log.info("%s exists already", config.model.path)

@@ -32,6 +32,11 @@ class Entry(Struct):
     header: GroupHeader | None = None
 
 
+def header_of(entry: Entry) -> GroupHeader:
+    assert entry.header is not None, "only a LEASED entry has no header"
+    return entry.header
+
+
 class Account:
     """Open entries by sequence and by lease, the position in the prompt stream, and the counts."""
 
@@ -102,7 +107,7 @@ class Account:
         self._freed.clear()
         return freed
 
-    def books(self) -> Books:
+    def books(self, epoch: int) -> Books:
         still_open = [e.sequence for e in self._entries.values() if e.state is not State.TRAINED]
         return Books(
             granted=self._granted,
@@ -114,6 +119,7 @@ class Account:
             dropped={reason: count for reason, count in self._dropped.items() if count},
             next_sequence=self._next_sequence,
             revision=self._revision,
+            epoch=epoch,
             open_sequences=tuple(sorted([*still_open, *self._returned])),
         )
 

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 
-from buffers.account import Account, Entry, State
+from buffers.account import Account, Entry, State, header_of
 from streamrl.errors import (
     ConfigError,
     DuplicateGroupError,
@@ -177,7 +177,7 @@ class Ledger:
             self._account.reconcile(books)
         self.version = version
         self.finished = False
-        self.epoch += 1
+        self.epoch = max(self.epoch, books.epoch if books else 0) + 1
         return self.epoch
 
     def take(self, num_groups: int, version: int, epoch: int) -> tuple[GroupHeader, ...]:
@@ -192,7 +192,7 @@ class Ledger:
             if self._account.count(State.BUFFERED) < num_groups:
                 return ()
             self._loans[version] = tuple(self._lend_oldest() for _ in range(num_groups))
-        return tuple(_header(self._account[sequence]) for sequence in self._loans[version])
+        return tuple(header_of(self._account[sequence]) for sequence in self._loans[version])
 
     def advance(self, version: int, epoch: int) -> None:
         """The step that made `version` used the loan of the version before. May be repeated."""
@@ -226,7 +226,7 @@ class Ledger:
     # Readings.
 
     def books(self) -> Books:
-        return self._account.books()
+        return self._account.books(self.epoch)
 
     def refused(self) -> dict[RefusalReason, int]:
         return dict(self._refused)
@@ -236,7 +236,11 @@ class Ledger:
         while self._waiting:
             oldest, sequence = self._waiting[0]
             entry = self._account.get(sequence)
-            if entry and entry.state is State.BUFFERED and _header(entry).oldest_version == oldest:
+            if (
+                entry
+                and entry.state is State.BUFFERED
+                and header_of(entry).oldest_version == oldest
+            ):
                 return oldest
             heapq.heappop(self._waiting)
         return None
@@ -259,7 +263,7 @@ class Ledger:
 
     def _wait(self, entry: Entry) -> None:
         self._account.move(entry, State.BUFFERED)
-        heapq.heappush(self._waiting, (_header(entry).oldest_version, entry.sequence))
+        heapq.heappush(self._waiting, (header_of(entry).oldest_version, entry.sequence))
 
     def _lend_oldest(self) -> int:
         self.oldest_version()
@@ -293,10 +297,7 @@ class Ledger:
             )
 
     def _check_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
+        if epoch < self.epoch:
             raise FencedError(f"this learner is of epoch {epoch}; epoch {self.epoch} took over")
-
-
-def _header(entry: Entry) -> GroupHeader:
-    assert entry.header is not None, "only a LEASED entry has no header"
-    return entry.header
+        if epoch > self.epoch:
+            raise LedgerError(f"this buffer knows epoch {self.epoch}, not {epoch}: it lost memory")

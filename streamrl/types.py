@@ -211,6 +211,7 @@ class Books(Struct, frozen=True, kw_only=True):
     `open_sequences` are those neither acknowledged nor dropped for good; with `next_sequence` they
     are the position in the prompt stream, so a learner's checkpoint restores it from here.
     `revision` grows with every change: of two accounts of one run, the larger is the later.
+    `epoch` counts the learners that attached.
     """
 
     granted: int = 0
@@ -222,6 +223,7 @@ class Books(Struct, frozen=True, kw_only=True):
     dropped: dict[DropReason, int] = {}
     next_sequence: int = 0
     revision: int = 0
+    epoch: int = 0
     open_sequences: tuple[int, ...] = ()
 
     @property

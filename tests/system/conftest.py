@@ -30,9 +30,9 @@ model:
     num_layers: 1
     num_heads: 2
     alphabet: "0123456789c="
-    warm_start_steps: 60
-    warm_start_accuracy: 0.4
-    lr: 1e-2
+    warm_start_steps: 100
+    warm_start_accuracy: 0.25
+    lr: 3e-3
 data:
   source: copy
   source_kwargs: {{min_length: 2, max_length: 3}}

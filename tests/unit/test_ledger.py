@@ -287,3 +287,10 @@ def test_settings_out_of_range_are_named():
 def test_books_of_nothing_are_balanced():
     assert Books().balanced
     assert not Books(granted=1).balanced
+
+
+def test_a_buffer_that_lost_its_memory_does_not_call_its_learner_fenced():
+    blank = Ledger(groups_per_step=1, max_staleness=0)
+    with pytest.raises(LedgerError, match="lost memory"):
+        blank.take(1, 0, epoch=3)
+    assert blank.attach(2, Books(granted=2, acknowledged=2, next_sequence=2, epoch=3)) == 4
