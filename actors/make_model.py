@@ -27,7 +27,7 @@ from streamrl.interfaces import PromptSource
 log = logging.getLogger(__name__)
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
-_CHECK_EVERY = 10
+_CHECK_EVERY = 5
 _WARM_UP = 20
 # Prompts far away from those that reinforcement learning starts with.
 _FIRST_SEQUENCE = 2**30

@@ -63,8 +63,8 @@ class Rollout:
         """What the policy sampled in its last turn."""
         return [int(token) for token in self.segments[-1].token_ids]
 
-    def trajectory(self, reward: float) -> Trajectory:
-        """The flat record; see `streamrl.types.Trajectory`."""
+    def trajectory(self, reward: float, metrics: Mapping[str, float]) -> Trajectory:
+        """The flat record with these metrics beside its own; see `streamrl.types.Trajectory`."""
         segments = self.segments
         return Trajectory(
             token_ids=np.concatenate([s.token_ids for s in segments]),
@@ -74,7 +74,7 @@ class Rollout:
             reward=reward,
             finish_reason=self.finish_reason,
             turns=self.turns,
-            metrics=dict(self.metrics),
+            metrics={**metrics, **self.metrics},
         )
 
 
@@ -105,13 +105,14 @@ class GroupRunner:
         token_ids = self.renderer.encode(prompt)
         siblings = [self._episode(token_ids) for _ in range(self.group_size)]
         rollouts = await _all_or_none(siblings)
+        known = _numbers_for_training(prompt)
         rewards = await self.reward.score([self._seen(prompt, rollout) for rollout in rollouts])
         return TrajectoryGroup(
             group_id=f"{lease.sequence}:{lease.lease_id}",
             sequence=lease.sequence,
             environment=self.environment,
             trajectories=tuple(
-                rollout.trajectory(reward)
+                rollout.trajectory(reward, known)
                 for rollout, reward in zip(rollouts, rewards, strict=True)
             ),
         )
@@ -151,6 +152,12 @@ class GroupRunner:
             finish_reason=rollout.finish_reason,
             metrics=rollout.metrics,
         )
+
+
+def _numbers_for_training(prompt: Prompt) -> dict[str, float]:
+    """What the learner wants of a prompt's row: `difficulty`, for `algorithm.sample_weight`."""
+    difficulty = prompt.row.get("difficulty")
+    return {"difficulty": float(difficulty)} if isinstance(difficulty, int | float) else {}
 
 
 async def _all_or_none(siblings: Iterable[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:

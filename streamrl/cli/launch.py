@@ -82,7 +82,13 @@ def _children(config: RunConfig, *, resume: bool) -> list[Child]:
     logs = config.run.path / "logs"
 
     def child(role: str, *arguments: str, once_more: tuple[str, ...] = ()) -> Child:
-        return Child(role, arguments, (*arguments, *once_more), logs / f"{role}.log")
+        return Child(
+            role,
+            arguments,
+            (*arguments, *once_more),
+            logs / f"{role}.log",
+            num_sharing=1 + config.generator.count,
+        )
 
     learner = ("learner", *given, *(["--resume"] if resume else []))
     return [

@@ -22,16 +22,25 @@ MAX_RESTARTS = 5
 
 @dataclass
 class Child:
-    """One daemon of the launch; `arguments` follow `streamrl` on its command line."""
+    """One daemon of the launch; `arguments` follow `streamrl` on its command line.
+
+    `num_sharing` processes compute on this machine at once.
+    """
 
     role: str
     arguments: Sequence[str]
     restart_arguments: Sequence[str]
     log_file: Path
+    num_sharing: int = 1
     process: asyncio.subprocess.Process | None = None
     num_restarts: int = 0
     state: str = "starting"
     stopping: bool = field(default=False)
+
+    def environment(self) -> dict[str, str]:
+        """This process's, with its share of the cores: more threads than cores cost tenfold."""
+        threads = str(max(1, len(os.sched_getaffinity(0)) // self.num_sharing))
+        return {"OMP_NUM_THREADS": threads, **os.environ, PARENT_VARIABLE: str(os.getpid())}
 
     async def start(self) -> None:
         arguments = self.restart_arguments if self.num_restarts else self.arguments
@@ -45,7 +54,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                env=self.environment(),
             )
         self.state = "running"
 

@@ -19,8 +19,14 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
     """The configuration with free ports for those given as 0, written into the run's folder.
 
     Raises:
-        ConfigError: the folder holds a run already and neither flag says what to do with it.
+        ConfigError: the folder holds a run already and neither flag says what to do with it, or
+            its daemons could not reach each other.
     """
+    if config.buffer.url.startswith("memory://"):
+        raise ConfigError(
+            f"buffer.url: was {config.buffer.url!r}, which lives in one process; a launch starts "
+            "several: use zmq://127.0.0.1:0"
+        )
     folder = config.run.path
     if (folder / "metrics.jsonl").exists() and not resume:
         if not new:

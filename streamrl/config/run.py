@@ -119,6 +119,27 @@ def _warmup_longer_than_run(c: RunConfig) -> str | None:
     )
 
 
+def _needs_more_than_the_policy(c: RunConfig) -> str | None:
+    missing = {"gae": "the values of a critic", "remax": "the reward of a greedy completion"}
+    if c.algorithm.advantage not in missing:
+        return None
+    return (
+        f"algorithm.advantage {c.algorithm.advantage} needs {missing[c.algorithm.advantage]}, "
+        "which no daemon computes; with generator.group_size > 1, grpo or rloo serve the same end"
+    )
+
+
+def _alone_in_its_group(c: RunConfig) -> str | None:
+    if c.generator.group_size > 1 or c.algorithm.advantage not in _COMPARE_SIBLINGS:
+        return None
+    return (
+        f"algorithm.advantage {c.algorithm.advantage} compares siblings, and with "
+        "generator.group_size 1 every advantage would be 0; use reinforce_plus_plus, or a group"
+    )
+
+
+_COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
+
 _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _micro_batch_too_small,
     _model_len_too_short,
@@ -127,4 +148,6 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _weights_too_rare,
     _nccl_without_gpu,
     _warmup_longer_than_run,
+    _needs_more_than_the_policy,
+    _alone_in_its_group,
 )

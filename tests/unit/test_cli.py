@@ -109,6 +109,12 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     assert not (config.run.path / "metrics.jsonl").exists()
 
 
+def test_a_launch_refuses_a_buffer_that_lives_in_one_process(tmp_path):
+    config = load_config(QUICKSTART, [f"run.folder={tmp_path}", "buffer.url=memory://"]).config
+    with pytest.raises(ConfigError, match=r"buffer\.url: was 'memory://'"):
+        prepare(config, resume=False, new=False)
+
+
 def test_a_port_that_is_taken_is_named(tmp_path):
     import socket
 

@@ -127,6 +127,8 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
             ["learner.optimizer.warmup_steps=101"],
             ["learner.optimizer.warmup_steps", "run.max_steps"],
         ),
+        (["algorithm.advantage=gae"], ["algorithm.advantage gae", "critic"]),
+        (["generator.group_size=1"], ["algorithm.advantage grpo", "generator.group_size"]),
     ],
 )
 def test_a_contradiction_names_both_settings(tmp_path, overrides, names):
