@@ -162,3 +162,12 @@ def test_a_missing_file_is_named(tmp_path):
 def test_a_section_cannot_be_changed(tmp_path):
     with pytest.raises(ValueError, match="frozen"):
         load(tmp_path).run.seed = 3
+
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = [path for folder in ("configs", "deploy") for path in (ROOT / folder).rglob("*.yaml")]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_configuration_loads(path):
+    load_config(path, environment={})

@@ -1,0 +1,88 @@
+"""Every command of the README, run as it stands there; only the sizes come from the environment."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from streamrl.tracking.jsonl import read_metrics
+from tests.system.conftest import STREAMRL
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+START, DAEMONS, LAUNCH = (block.strip().splitlines() for block in BLOCKS)
+DEADLINE_S = 120
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run in a folder of its own, on free ports."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "RUN__MAX_STEPS": 3,
+        "MODEL__RECIPE__WARM_START_STEPS": 5,
+        "DATA__NUM_EVAL_PROMPTS": 8,
+        "LEARNER__GROUPS_PER_STEP": 4,
+        "LEARNER__OPTIMIZER__WARMUP_STEPS": 0,
+        "BUFFER__URL": f"zmq://127.0.0.1:{_free_port()}",
+        "WEIGHTS__ADDRESS": f"tcp://127.0.0.1:{_free_port()}",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"STREAMRL__{name}", str(value))
+
+
+def _words(command: str) -> list[str]:
+    program, *words = command.split()
+    assert program == "streamrl", command
+    return [STREAMRL, *words]
+
+
+def test_the_two_commands_of_the_start_are_targets_of_make():
+    makefile = (ROOT / "Makefile").read_text()
+    assert [command.split()[0] for command in START] == ["make", "make"]
+    for command in START:
+        assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_daemons_find_each_other_in_the_order_of_the_readme():
+    make_model, *daemons = DAEMONS
+    subprocess.run(_words(make_model), check=True, timeout=DEADLINE_S, capture_output=True)
+    running = {
+        command.split()[1]: subprocess.Popen(_words(command), env=os.environ) for command in daemons
+    }
+    try:
+        assert running["learner"].wait(DEADLINE_S) == 0
+        assert running["generator"].wait(DEADLINE_S) == 0
+        running["buffer"].send_signal(signal.SIGTERM)
+        assert running["buffer"].wait(DEADLINE_S) == 0
+    finally:
+        for process in running.values():
+            process.kill()
+    assert len(read_metrics(Path("runs/quickstart/metrics.jsonl"))) == 3
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_launch_and_what_follows_it():
+    told = ""
+    for command in LAUNCH:
+        done = subprocess.run(
+            _words(command), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        told += done.stdout
+    assert "the books close" in told
+    assert Path("runs/quickstart/report.png").exists()
+    assert Path("runs/quickstart/evaluation.json").exists()
