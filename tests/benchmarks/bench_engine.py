@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_engine.py [--requests 512] [--threads 1] [--mean 32]
 
 Two workloads: log-normal lengths (max/mean >= 6) and equal lengths. `generate` runs each batch to
-its longest request, as it must; every contender runs at each batch size by turns, and the best of
-each counts. One JSON line per dtype and workload; nobody imports this.
+its longest request, as it must, with transformers' own attention (sdpa, its default); every
+contender runs at each batch size by turns, and the best of each counts. One JSON line per dtype and workload; nobody imports this.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actors.engines.hf.engine import HfEngine
 from streamrl.types import SamplingParams
 
-BATCH_SIZES = (64, 128, 256)
+BATCH_SIZES = (64, 128, 256, 512)
 PROMPT_TOKENS = 16
 VOCAB_SIZE = 64
 
@@ -122,6 +122,7 @@ def run_engine(
 def run_generate(
     model: LlamaForCausalLM, prompts: list[list[int]], lengths: np.ndarray, batch_size: int
 ) -> None:
+    model.set_attn_implementation("sdpa")
     for first in range(0, len(prompts), batch_size):
         batch = torch.tensor(prompts[first : first + batch_size])
         longest = int(lengths[first : first + batch_size].max())

@@ -31,8 +31,8 @@ def slot_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     kv_heads = key.shape[1]
-    grouped = query.view(rows, kv_heads, heads // kv_heads, width)
-    scores = torch.matmul(grouped, key.transpose(2, 3)) * (scaling or width**-0.5)
+    grouped = (query * (scaling or width**-0.5)).view(rows, kv_heads, heads // kv_heads, width)
+    scores = torch.matmul(grouped, key.transpose(2, 3))
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
