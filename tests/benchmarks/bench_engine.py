@@ -4,7 +4,8 @@
 
 Two workloads: log-normal lengths (max/mean >= 6) and equal lengths. `generate` runs each batch to
 its longest request, as it must, with transformers' own attention (sdpa, its default); every
-contender runs at each batch size by turns, and the best of each counts. One JSON line per dtype and workload; nobody imports this.
+contender runs at each batch size by turns, and the best of each counts. One JSON line per dtype
+and workload; nobody imports this.
 """
 
 import argparse
