@@ -94,6 +94,14 @@ def _run_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN", help="run folder, such as runs/quickstart")
 
 
+def _ablate(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument(
+        "--vary", required=True, metavar="SECTION.KEY=A,B,...", help="the setting and its values"
+    )
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
+
+
 COMMANDS = {
     "launch": Command(
         "streamrl.cli.launch:main", "run all that a configuration needs on this machine", _launch
@@ -109,6 +117,9 @@ COMMANDS = {
     ),
     "evaluate": Command(
         "actors.evaluate:main", "greedy score of a checkpoint on held-out prompts", _evaluate
+    ),
+    "ablate": Command(
+        "streamrl.cli.ablate:main", "one run per value of a setting and seed, compared", _ablate
     ),
     "watch": Command("streamrl.cli.watch:main", "follow the progress of a run folder", _run_folder),
     "report": Command(

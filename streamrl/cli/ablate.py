@@ -1,0 +1,190 @@
+"""`streamrl ablate`: one configuration under several values of one setting, several seeds each.
+
+    streamrl ablate configs/ablation/stale_bf16.yaml
+        --vary algorithm.rollout_is=metrics_only,token_is --seeds 0,1,2
+
+Every run is a `streamrl launch` of its own under `run.folder`/`run.name`; runs that are complete
+are not repeated, so an ablation that was stopped goes on where it was. Ends with a table
+(`ablation.md`) and `ablation.png`.
+"""
+
+import argparse
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from streamrl.cli.arguments import configuration
+from streamrl.cli.processes import executable
+from streamrl.cli.run_folder import read_json
+from streamrl.config import RunConfig, load_config
+from streamrl.errors import ConfigError, StreamRLError
+from streamrl.tracking.jsonl import read_metrics
+
+_WINDOW = 10
+_ESS = "mismatch/rollout_is_eff_sample_size"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One value of the setting, one seed."""
+
+    value: str
+    seed: int
+    config: RunConfig
+    overrides: tuple[str, ...]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return read_metrics(self.config.run.path / "metrics.jsonl")
+
+    @property
+    def is_complete(self) -> bool:
+        lines = self.lines
+        return bool(lines) and lines[-1]["step"] >= self.config.run.max_steps
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one value led to; rewards and greedy scores per seed, the rest as means over all."""
+
+    value: str
+    final_rewards: tuple[float, ...]
+    greedy_rewards: tuple[float, ...]
+    staleness: float
+    largest_staleness: int
+    ess: float
+    mismatch_kl: float
+
+
+def main(arguments: argparse.Namespace) -> int:
+    console = Console()
+    base = configuration(arguments).config
+    source = arguments.file or arguments.config
+    runs = list(plan(base, source, arguments))
+    for number, run in enumerate(runs, 1):
+        if not run.is_complete:
+            console.print(f"run {number} of {len(runs)}: {run.value}, seed {run.seed}")
+            _launch(run, source)
+    values = list(dict.fromkeys(run.value for run in runs))
+    outcomes = [outcome(value, [run for run in runs if run.value == value]) for value in values]
+    table = "\n".join(markdown(arguments.vary.partition("=")[0], outcomes)) + "\n"
+    folder = base.run.path
+    (folder / "ablation.md").write_text(table)
+    _draw(values, runs, folder / "ablation.png")
+    console.print(table)
+    return 0
+
+
+def plan(base: RunConfig, source: str, arguments: argparse.Namespace) -> Iterator[Run]:
+    """Every run, its configuration checked before the first one starts."""
+    key, equals, values = arguments.vary.partition("=")
+    if not equals or not values:
+        raise ConfigError(f"--vary {arguments.vary}: must look like section.key=first,second")
+    try:
+        seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--seeds {arguments.seeds}: must look like 0,1,2") from error
+    for seed in seeds:
+        for value in values.split(","):
+            overrides = (
+                *arguments.overrides,
+                f"{key}={value}",
+                f"run.seed={seed}",
+                f"run.folder={base.run.path}",
+                f"run.name={value}-seed{seed}",
+            )
+            yield Run(value, seed, load_config(source, overrides).config, overrides)
+
+
+def outcome(value: str, runs: Sequence[Run]) -> Outcome:
+    """The runs of one value, summed up; the final reward is the mean of the last tenth of steps."""
+    lines = [line for run in runs for line in run.lines]
+    evaluations = [read_json(run.config.run.path / "evaluation.json") for run in runs]
+    return Outcome(
+        value=value,
+        final_rewards=tuple(_final_reward(run.lines) for run in runs),
+        greedy_rewards=tuple(e["greedy_reward_mean"] for e in evaluations if e),
+        staleness=_mean(lines, "buffer/staleness_mean"),
+        largest_staleness=max(line["buffer/staleness_max"] for line in lines),
+        ess=_mean(lines, _ESS),
+        mismatch_kl=_mean(lines, "mismatch/mismatch_k3_kl"),
+    )
+
+
+def markdown(setting: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The lines of the table."""
+    yield (
+        f"| `{setting}` | final reward (seeds) | greedy, held out (seeds) | staleness mean / max |"
+        + (" ESS | k3 KL |")
+    )
+    yield "|---|---|---|---|---|---|"
+    for found in outcomes:
+        yield (
+            f"| {found.value} | {_spread(found.final_rewards)} | {_spread(found.greedy_rewards)} | "
+            f"{found.staleness:.1f} / {found.largest_staleness} | {found.ess:.2f} | "
+            f"{found.mismatch_kl:.2g} |"
+        )
+
+
+def _launch(run: Run, source: str) -> None:
+    command = [executable(), "launch", source, "--no-view", "--new"]
+    for override in run.overrides:
+        command += ["--set", override]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise StreamRLError(
+            f"the run {run.config.run.path} ended with exit code {done.returncode}: "
+            f"{done.stderr.strip()}"
+        )
+
+
+def _final_reward(lines: Sequence[dict[str, Any]]) -> float:
+    return _mean(lines[-max(1, len(lines) // 10) :], "reward/mean")
+
+
+def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return statistics.fmean(values) if values else float("nan")
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "not measured"
+    each = ", ".join(f"{value:.3f}" for value in values)
+    return f"{statistics.fmean(values):.3f} ({each})"
+
+
+def _draw(values: Sequence[str], runs: Sequence[Run], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = (("Reward of sampled rollouts", "reward/mean"), ("Effective sample size", _ESS))
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+    for axis, (title, name) in zip(axes, panels, strict=True):
+        for color, value in enumerate(values):
+            for run in runs:
+                if run.value != value:
+                    continue
+                label = value if run.seed == runs[0].seed else None
+                axis.plot(_smooth(run.lines, name), color=f"C{color}", label=label, linewidth=1)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step")
+        axis.set_ylim(0, 1.02)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _smooth(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [
+        _mean(lines[max(0, end - _WINDOW) : end], name) for end in range(_WINDOW, len(lines) + 1)
+    ]
