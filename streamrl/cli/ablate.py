@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
     folder = base.run.path
     (folder / "ablation.md").write_text(table)
     _draw(values, runs, folder / "ablation.png")
-    console.print(table)
+    console.print(table, soft_wrap=True)
     return 0
 
 
