@@ -14,7 +14,8 @@ import torch
 
 from learners.attention import Packing
 from streamrl.algorithms.sequences import Sequences
-from streamrl.types import Trajectory, TrajectoryGroup
+from streamrl.errors import ConfigError
+from streamrl.types import GREEDY_REWARD, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,21 @@ class TrainingBatch:
     def rewards(self) -> torch.Tensor:
         """[S]"""
         return torch.tensor([t.reward for t in self.trajectories])
+
+    @cached_property
+    def greedy_rewards(self) -> torch.Tensor:
+        """[S] reward of a greedy completion of the same prompt.
+
+        Raises:
+            ConfigError: a generator did not record it.
+        """
+        recorded = [t.metrics.get(GREEDY_REWARD) for t in self.trajectories]
+        if None in recorded:
+            raise ConfigError(
+                "algorithm.advantage remax needs the reward of a greedy completion, and a group "
+                "came without: start every daemon of a run with one configuration"
+            )
+        return torch.tensor(recorded)
 
     @cached_property
     def behavior_logprobs(self) -> torch.Tensor:

@@ -92,6 +92,10 @@ class Turn(Struct, frozen=True, kw_only=True):
     num_tool_calls: int = 0
 
 
+GREEDY_REWARD = "greedy_reward"
+"""The metric of a trajectory under which the reward of its prompt's greedy completion stands."""
+
+
 class Trajectory(Struct, frozen=True, kw_only=True):
     """The record of one rollout: facts only, never an advantage.
 
