@@ -56,7 +56,12 @@ class CreditAssigner:
         values [R] for gae."""
         config, sequences = self._config, batch.sequences
         shaped = shape_rewards(
-            batch.rewards, batch.group_indices, sequences, config.reward, self._running
+            batch.rewards,
+            self._compared(batch),
+            sequences,
+            config.reward,
+            self._running,
+            batch.num_invalid_turns,
         )
         kl, metrics = None, shaped.metrics
         if proximal_logprobs is not None and reference_logprobs is not None:
@@ -82,6 +87,16 @@ class CreditAssigner:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._running.load_state_dict(state)
         self._kl.value = state["kl_coef"]
+
+    def _compared(self, batch: TrainingBatch) -> torch.Tensor:
+        """[S] equal for the trajectories whose rewards are normalized together."""
+        agentic = self._config.reward.agentic
+        match agentic.grouping if agentic else "state":
+            case "batch":
+                return torch.zeros_like(batch.group_indices)
+            case "inductive":
+                return batch.environment_indices
+        return batch.group_indices
 
     def _is_trained(self, batch: TrainingBatch) -> torch.Tensor | None:
         low, high = self._config.reward.difficulty_low, self._config.reward.difficulty_high

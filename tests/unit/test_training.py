@@ -1,5 +1,7 @@
 """A step's update does not depend on how its batch was cut, and is the one the formulas say."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.config.sections import OptimizerSettings
 from streamrl.errors import ConfigError
-from streamrl.types import FinishReason, Trajectory
+from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
 from tests.training import make_batch, make_config, make_policy
 
@@ -51,7 +53,8 @@ def test_a_multi_turn_trajectory_counts_its_sampled_tokens_only():
         reward=1.0,
         finish_reason=FinishReason.STOP,
     )
-    batch = TrainingBatch((trajectory,), torch.zeros(1, dtype=torch.int64), 4)
+    nought = torch.zeros(1, dtype=torch.int64)
+    batch = TrainingBatch((trajectory,), nought, nought, 4)
     policy = make_policy()
     micro_batch = batch.micro_batch([0], policy.device)
     assert micro_batch.targets.tolist() == [3, 4, 7]
@@ -169,13 +172,12 @@ def test_the_critic_learns_what_is_expected():
 
 def test_remax_subtracts_the_greedy_reward():
     batch = make_batch()
-    with_greedy = TrainingBatch(
-        tuple(
+    with_greedy = dataclasses.replace(
+        batch,
+        trajectories=tuple(
             structs.replace(t, metrics={"greedy_reward": 0.25 * int(group)})
             for t, group in zip(batch.trajectories, batch.group_indices, strict=True)
         ),
-        batch.group_indices,
-        batch.policy_version,
     )
     assigner = CreditAssigner(make_config(algorithm={"advantage": "remax"}).algorithm)
     credit = assigner.assign(with_greedy)
@@ -183,6 +185,41 @@ def test_remax_subtracts_the_greedy_reward():
     assert torch.allclose(credit.advantages, expected, atol=1e-6)
     with pytest.raises(ConfigError, match="a group came without"):
         assigner.assign(batch)
+
+
+@pytest.mark.parametrize(
+    ("grouping", "compared"),
+    [("state", range(6)), ("inductive", [0, 1, 0, 1, 0, 1]), ("batch", [0] * 6)],
+)
+def test_agentic_rewards_are_compared_as_the_configuration_says(grouping, compared):
+    trajectories = make_batch(num_groups=1, group_size=12).trajectories
+    groups = [
+        TrajectoryGroup(
+            group_id=str(i),
+            sequence=i,
+            environment=("maze", "shop")[i % 2],
+            trajectories=tuple(
+                structs.replace(t, metrics={"num_invalid_turns": float(i == 5)})
+                for t in trajectories[2 * i : 2 * i + 2]
+            ),
+        )
+        for i in range(6)
+    ]
+    agentic = {"grouping": grouping, "method": "mean"}
+    config = make_config(
+        algorithm={
+            "advantage": "reinforce",
+            "reward": {"agentic": agentic, "format_penalty": 0.5},
+        }
+    )
+    batch = TrainingBatch.of(groups, 4)
+    found = CreditAssigner(config.algorithm).assign(batch).advantages
+    scores = np.array([t.reward for t in batch.trajectories]) - 0.5 * np.repeat(
+        np.arange(6) == 5, 2
+    )
+    together = np.repeat(list(compared), 2)
+    means = np.array([scores[together == label].mean() for label in together])
+    assert torch.allclose(found, batch.sequences.expand(torch.from_numpy(scores - means).float()))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
