@@ -152,7 +152,10 @@ class Ledger:
         if entry is not None and entry.state is State.LEASED:
             self._account.drop(entry, DropReason.MALFORMED)
         else:
-            self._refused[RefusalReason.MALFORMED] += 1
+            self.refuse(RefusalReason.MALFORMED)
+
+    def refuse(self, reason: RefusalReason) -> None:
+        self._refused[reason] += 1
 
     def expire(self, now_s: float) -> tuple[str, ...]:
         """End the leases whose time has come; their sequences are granted again."""
@@ -225,8 +228,6 @@ class Ledger:
         """No lease is granted from here on."""
         self._check_epoch(epoch)
         self.finished = True
-
-    # Readings.
 
     def books(self) -> Books:
         return self._account.books(self.epoch)
