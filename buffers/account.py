@@ -42,7 +42,10 @@ class Entry(Struct):
 
 
 class Image(Struct, frozen=True, kw_only=True):
-    """All of a ledger but its entries: what a journal writes with every change."""
+    """All of a ledger but its entries: what a journal writes with every change.
+
+    `unseen` are the leases counted as granted only because a learner's books said so.
+    """
 
     version: int = 0
     epoch: int = 0
@@ -53,6 +56,7 @@ class Image(Struct, frozen=True, kw_only=True):
     dropped: dict[DropReason, int] = {}
     next_sequence: int = 0
     revision: int = 0
+    unseen: int = 0
 
 
 def header_of(entry: Entry) -> GroupHeader:
@@ -73,6 +77,7 @@ class Account:
         self._returned: list[int] = []
         self._next_sequence = 0
         self._revision = 0
+        self._unseen = 0
         self._freed: list[int] = []
         self.listener: Callable[[Event], None] | None = None
 
@@ -135,11 +140,12 @@ class Account:
         self._revision += 1
         self._tell(entry.sequence, state, entry.lease_id)
 
-    def acknowledge(self, entry: Entry) -> None:
+    def acknowledge(self, entry: Entry, *, by_books: bool = False) -> None:
         """The entry is contained in a durable checkpoint."""
         self._close(entry)
         self._acknowledged += 1
-        self._tell(entry.sequence, "acknowledged", entry.lease_id)
+        reason = "books" if by_books else None
+        self._tell(entry.sequence, "acknowledged", entry.lease_id, reason)
 
     def drop(self, entry: Entry, reason: DropReason) -> None:
         self._close(entry)
@@ -181,13 +187,13 @@ class Account:
         unfinished.update(range(books.next_sequence, self._next_sequence))
         for entry in self:
             if entry.sequence not in unfinished:
-                self.acknowledge(entry)
+                self.acknowledge(entry, by_books=True)
         free, was_free = unfinished - self._entries.keys(), set(self._returned)
         was_free.update(range(self._next_sequence, books.next_sequence))
         for sequence in sorted(free - set(self._returned)):
             self._tell(sequence, "dropped", reason=DropReason.ORPHANED)
         for sequence in sorted(was_free - unfinished):
-            self._tell(sequence, "acknowledged")
+            self._tell(sequence, "acknowledged", reason="books")
         self._returned = sorted(free)
         self._next_sequence = max(self._next_sequence, books.next_sequence)
 
@@ -199,7 +205,9 @@ class Account:
         once more.
         """
         self.reconcile(books)
+        seen = self._granted - self._unseen
         self._granted = books.granted + len(self._entries)
+        self._unseen = self._granted - seen
         self._acknowledged = books.acknowledged + books.trained
         self._dropped = Counter(books.dropped)
         self._dropped[DropReason.ORPHANED] += books.leased + books.buffered + books.taken
@@ -218,6 +226,7 @@ class Account:
             dropped={reason: count for reason, count in self._dropped.items() if count},
             next_sequence=self._next_sequence,
             revision=self._revision,
+            unseen=self._unseen,
         )
 
     def restore(self, image: Image, entries: Iterable[Entry], free: Iterable[int]) -> None:
@@ -232,6 +241,7 @@ class Account:
         self._returned = sorted(free)
         self._next_sequence = image.next_sequence
         self._revision = image.revision
+        self._unseen = image.unseen
 
     @property
     def revision(self) -> int:
@@ -246,7 +256,7 @@ class Account:
             self._freed.append(entry.sequence)
 
     def _tell(
-        self, sequence: int, state: str, lease_id: str = "", reason: DropReason | None = None
+        self, sequence: int, state: str, lease_id: str = "", reason: str | None = None
     ) -> None:
         if self.listener is not None:
             self.listener(Event(sequence, str(state), reason and str(reason), lease_id))

@@ -9,7 +9,10 @@ from msgspec import Struct
 
 
 class Event(Struct, frozen=True):
-    """`state`: leased, buffered, taken, trained, acknowledged, dropped (then with its `reason`)."""
+    """`state`: leased, buffered, taken, trained, acknowledged, dropped (then with its `reason`).
+
+    "acknowledged" has the reason "books" where a learner's books ended what was not trained here.
+    """
 
     sequence: int
     state: str

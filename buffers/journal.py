@@ -17,7 +17,7 @@ import msgspec
 
 from buffers.account import Entry, Image, State
 from buffers.history import Event
-from buffers.journal_file import LETTERS, open_to_write, transaction
+from buffers.journal_file import FREE, LETTERS, open_to_write, read_image, transaction
 from buffers.state import BufferState
 from streamrl.errors import ConfigError
 from streamrl.types import DropReason, GroupHeader
@@ -25,7 +25,6 @@ from streamrl.types import DropReason, GroupHeader
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-_FREE = "free"
 _PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?)"
 _PUT_HISTORY = """INSERT INTO history VALUES (?, ?, ?, ?)
     ON CONFLICT (number) DO UPDATE SET path = path || excluded.path"""
@@ -62,11 +61,10 @@ class Journal:
         """
         has_new_bound = self._check_settings(settings)
         self._ledger.listen(self._hear)
-        row = self._db.execute("SELECT data FROM image").fetchone()
         newest = self._db.execute("SELECT max(number) FROM history").fetchone()[0]
         self._next_number = 0 if newest is None else newest + 1
-        if row is not None:
-            self._image = msgspec.msgpack.decode(row[0], type=Image)
+        self._image = read_image(self._db)
+        if self._image != Image():
             self._restore(now_s)
         if has_new_bound:
             # Fences a learner that still counts with the old one.
@@ -127,7 +125,7 @@ class Journal:
         if entry is not None:
             self._db.execute(_PUT_ENTRY, self._row(entry))
         elif event.reason and DropReason(event.reason).returns_sequence:
-            self._db.execute(_PUT_ENTRY, (sequence, -1, "", 0, _FREE, -1, None))
+            self._db.execute(_PUT_ENTRY, (sequence, -1, "", 0, FREE, -1, None))
         else:
             self._db.execute("DELETE FROM entry WHERE sequence = ?", (sequence,))
         if entry is not None and entry.header is not None:
@@ -150,7 +148,7 @@ class Journal:
         for sequence, number, lease_id, floor, state, version, header in self._db.execute(
             "SELECT * FROM entry"
         ):
-            if state == _FREE:
+            if state == FREE:
                 free.append(sequence)
                 continue
             known = header and msgspec.msgpack.decode(header, type=GroupHeader)

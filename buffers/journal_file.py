@@ -22,12 +22,15 @@ from streamrl.errors import ConfigError, StorageError
 from streamrl.types import DropReason
 
 MAX_LOG_BYTES = 64 * 2**20
+BY_BOOKS = "books"
+FREE = "free"
 LETTERS = {
     "leased": "L",
     "buffered": "B",
     "taken": "T",
     "trained": "R",
     "acknowledged": "A",
+    BY_BOOKS: "K",
     DropReason.STALE: "s",
     DropReason.FAILED: "f",
     DropReason.FILTERED: "i",
@@ -62,30 +65,41 @@ def journal_path(run: Path) -> Path:
     return run / "buffer" / "journal.sqlite"
 
 
-def read_history(path: Path) -> Iterator[Event]:
+@contextmanager
+def open_to_read(path: Path) -> Iterator[sqlite3.Connection]:
+    """One moment of the file, whatever is written meanwhile."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: the run has no journal (buffer.journal)")
+    with (
+        explained(path),
+        closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db,
+    ):
+        db.execute("BEGIN")
+        yield db
+
+
+def read_history(db: sqlite3.Connection) -> Iterator[Event]:
     """Every transition of every lease, those of one sequence in their order."""
-    with closing(_open_to_read(path)) as db:
-        for sequence, lease_id, letters in db.execute(
-            "SELECT sequence, lease_id, path FROM history ORDER BY number"
-        ):
-            for letter in letters:
-                word = _WORDS[letter]
-                if isinstance(word, DropReason):
-                    yield Event(sequence, "dropped", str(word), lease_id)
-                else:
-                    yield Event(sequence, word, None, lease_id)
+    for sequence, lease_id, letters in db.execute(
+        "SELECT sequence, lease_id, path FROM history ORDER BY number"
+    ):
+        for letter in letters:
+            word = _WORDS[letter]
+            if isinstance(word, DropReason):
+                yield Event(sequence, "dropped", str(word), lease_id)
+            elif word == BY_BOOKS:
+                yield Event(sequence, "acknowledged", word, lease_id)
+            else:
+                yield Event(sequence, word, None, lease_id)
 
 
-def read_image(path: Path) -> tuple[Image, dict[str, int]]:
-    """The counts of the account, and how many sequences are in each state."""
-    with closing(_open_to_read(path)) as db:
-        row = db.execute("SELECT data FROM image").fetchone()
-        states = dict(db.execute("SELECT state, count(*) FROM entry GROUP BY state"))
-    return (msgspec.msgpack.decode(row[0], type=Image) if row else Image()), states
+def read_image(db: sqlite3.Connection) -> Image:
+    row = db.execute("SELECT data FROM image").fetchone()
+    return msgspec.msgpack.decode(row[0], type=Image) if row else Image()
 
 
 def open_to_write(path: Path, durability: str) -> sqlite3.Connection:
-    with _explained(path):
+    with explained(path):
         # The server is made in one thread and serves in another, never in two at a time.
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA journal_mode = WAL")
@@ -96,17 +110,10 @@ def open_to_write(path: Path, durability: str) -> sqlite3.Connection:
     return db
 
 
-def _open_to_read(path: Path) -> sqlite3.Connection:
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist: the run has no journal (buffer.journal)")
-    with _explained(path):
-        return sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-
-
 @contextmanager
 def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
     """All of the block or nothing of it."""
-    with _explained(path):
+    with explained(path):
         db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -121,7 +128,8 @@ def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
+    """SQLite's errors as ours."""
     try:
         yield
     except sqlite3.Error as error:
