@@ -124,7 +124,7 @@ class Journal:
         entry = self._ledger.entry(sequence)
         if entry is not None:
             self._db.execute(_PUT_ENTRY, self._row(entry))
-        elif event.reason and DropReason(event.reason).returns_sequence:
+        elif _frees(event):
             self._db.execute(_PUT_ENTRY, (sequence, -1, "", 0, FREE, -1, None))
         else:
             self._db.execute("DELETE FROM entry WHERE sequence = ?", (sequence,))
@@ -180,3 +180,8 @@ class Journal:
                 )
             log.warning("%s was %s in the journal; from here on it is %s", name, then, now)
         return bool(changed)
+
+
+def _frees(event: Event) -> bool:
+    """Whether its sequence may be granted again."""
+    return event.state == "dropped" and DropReason(event.reason or "").returns_sequence

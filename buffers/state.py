@@ -95,6 +95,7 @@ class BufferState(Generic[Payload]):
         self._forget_freed()
 
     def finish(self, epoch: int) -> None:
+        self._was_called = True
         self.ledger.finish(epoch)
 
     def expire(self, now_s: float) -> None:
