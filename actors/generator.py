@@ -19,9 +19,25 @@ import uuid
 from actors.chat import PromptTooLongError
 from actors.rollout import GroupRunner
 from streamrl.config import RunConfig
-from streamrl.errors import LedgerError, RolloutError, StreamRLError, TransportError, WireError
+from streamrl.errors import (
+    LedgerError,
+    RolloutError,
+    StreamRLError,
+    TransportError,
+    UnknownLeaseError,
+    WireError,
+)
 from streamrl.interfaces import GeneratorBuffer
-from streamrl.types import DropReason, GeneratorStatus, Lease, LoadReport, WeightUpdate
+from streamrl.types import (
+    DropReason,
+    GeneratorStatus,
+    HeartbeatReply,
+    Lease,
+    LoadReport,
+    TrajectoryGroup,
+    WeightUpdate,
+    replace,
+)
 from streamrl.weights.channel import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -45,6 +61,8 @@ class Generator:
         self._buffer = buffer
         self._numbers = itertools.count()
         self._floors: dict[str, int] = {}
+        self._held: dict[str, Lease] = {}
+        self._incarnation = ""
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
@@ -90,6 +108,7 @@ class Generator:
             lease = await self._buffer.lease(lease_id, self._id, LEASE_WAIT_S)
             if lease is not None:
                 self._floors[lease_id] = lease.policy_version
+                self._held[lease_id] = lease
                 self._groups[lease_id] = tasks.create_task(self._generate(lease))
 
     def _has_room(self) -> bool:
@@ -102,7 +121,7 @@ class Generator:
         try:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._reaches(lease_id))
-            await self._buffer.put(lease_id, await self._runner.run(lease))
+            await self._put(lease_id, await self._runner.run(lease))
             self._num_failures = 0
         except PromptTooLongError as error:
             log.info("sequence %d filtered: its prompt has %s", lease.sequence, error)
@@ -119,7 +138,19 @@ class Generator:
         finally:
             self._groups.pop(lease_id, None)
             self._floors.pop(lease_id, None)
+            self._held.pop(lease_id, None)
             await self._announce()
+
+    async def _put(self, lease_id: str, group: TrajectoryGroup) -> None:
+        """Once more if the buffer has lost its memory since the last heartbeat."""
+        known = self._incarnation
+        try:
+            await self._buffer.put(lease_id, group)
+        except UnknownLeaseError:
+            reply = await self._report()
+            if reply.incarnation == known or lease_id in reply.lost_lease_ids:
+                raise
+            await self._buffer.put(lease_id, group)
 
     def _reaches(self, lease_id: str) -> bool:
         return self._engine.policy_version >= self._floors[lease_id]
@@ -139,14 +170,14 @@ class Generator:
     async def _beat(self) -> None:
         """Waits a fraction of the leases' life between two; ends when cancelled."""
         while True:
-            status = self._status()
-            reply = await self._buffer.heartbeat(status)
+            held = tuple(self._floors)
+            reply = await self._report()
             for lease_id in reply.lost_lease_ids:
                 if group := self._groups.get(lease_id):
                     log.warning("lease %s is lost; its group is given up", lease_id)
                     group.cancel()
             # A learner that came back at an earlier version will not publish a later floor soon.
-            for lease_id in self._floors.keys() & set(status.lease_ids):
+            for lease_id in self._floors.keys() & set(held):
                 self._floors[lease_id] = min(self._floors[lease_id], reply.policy_version)
             await self._announce()
             if reply.finished:
@@ -154,6 +185,18 @@ class Generator:
                 self._patience_s = 0.0
                 self.stop()
             await asyncio.sleep(min(1.0, self._config.buffer.lease_ttl_s / 4))
+
+    async def _report(self) -> HeartbeatReply:
+        """A heartbeat; to a buffer that came back, with every lease held, before it is believed
+        that one is lost. Waits for the buffer alone."""
+        reply = await self._buffer.heartbeat(self._status())
+        while self._incarnation and reply.incarnation != self._incarnation:
+            log.warning("the buffer came back: asserting %d leases", len(self._held))
+            self._incarnation = reply.incarnation
+            status = replace(self._status(), held=tuple(self._held.values()))
+            reply = await self._buffer.heartbeat(status)
+        self._incarnation = reply.incarnation
+        return reply
 
     async def _drain(self) -> None:
         """Wait for the groups as long as they matter; the leases of the others end on leaving."""

@@ -1,17 +1,22 @@
 """The ledger's columns: every open sequence, every count, and the only code that changes them.
 
 Invariant: the books close after every method here, because an entry enters and leaves a column in
-one place each. `buffers.ledger` decides; this module only books. Nobody else imports it.
+one place each, and there its `listener` (a journal) hears of it. `buffers.ledger` decides; this
+module only books.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 
 from msgspec import Struct
 
-from streamrl.types import Books, DropReason, GroupHeader
+from buffers.history import Event
+from streamrl.types import Books, DropReason, GroupHeader, RefusalReason
+
+# A lease asserted further ahead than this is nonsense, not a memory that the buffer lost.
+MAX_GAP = 1_000_000
 
 
 class State(StrEnum):
@@ -22,7 +27,10 @@ class State(StrEnum):
 
 
 class Entry(Struct):
-    """One open sequence; `floor` is the oldest policy version that may sample its tokens."""
+    """One open sequence; `floor` is the oldest policy version that may sample its tokens.
+
+    `version` is the one it is lent for, or was trained at.
+    """
 
     sequence: int
     lease_id: str
@@ -30,6 +38,25 @@ class Entry(Struct):
     expires_at_s: float
     state: State = State.LEASED
     header: GroupHeader | None = None
+    version: int = -1
+
+
+class Image(Struct, frozen=True, kw_only=True):
+    """All of a ledger but its entries: what a journal writes with every change.
+
+    `unseen` are the leases counted as granted only because a learner's books said so.
+    """
+
+    version: int = 0
+    epoch: int = 0
+    finished: bool = False
+    refused: dict[RefusalReason, int] = {}
+    granted: int = 0
+    acknowledged: int = 0
+    dropped: dict[DropReason, int] = {}
+    next_sequence: int = 0
+    revision: int = 0
+    unseen: int = 0
 
 
 def header_of(entry: Entry) -> GroupHeader:
@@ -50,7 +77,9 @@ class Account:
         self._returned: list[int] = []
         self._next_sequence = 0
         self._revision = 0
+        self._unseen = 0
         self._freed: list[int] = []
+        self.listener: Callable[[Event], None] | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._entries.values()))
@@ -76,30 +105,54 @@ class Account:
         else:
             sequence = self._next_sequence
             self._next_sequence += 1
-        entry = Entry(sequence, lease_id, floor, expires_at_s)
-        self._entries[sequence] = entry
-        self._sequence_of[lease_id] = sequence
+        return self._enter(Entry(sequence, lease_id, floor, expires_at_s))
+
+    def grant_again(self, entry: Entry) -> bool:
+        """A lease that its holder asserts and this account forgot, if its sequence is free."""
+        sequence = entry.sequence
+        if sequence in self._returned:
+            self._returned.remove(sequence)
+            heapq.heapify(self._returned)
+        elif self._next_sequence <= sequence < self._next_sequence + MAX_GAP:
+            for skipped in range(self._next_sequence, sequence):
+                heapq.heappush(self._returned, skipped)
+                self._tell(skipped, "dropped", reason=DropReason.ORPHANED)
+            self._next_sequence = sequence + 1
+        else:
+            return False
+        self._enter(entry)
+        return True
+
+    def _enter(self, entry: Entry) -> Entry:
+        self._entries[entry.sequence] = entry
+        self._sequence_of[entry.lease_id] = entry.sequence
         self._counts[State.LEASED] += 1
         self._granted += 1
         self._revision += 1
+        self._tell(entry.sequence, entry.state, entry.lease_id)
         return entry
 
-    def move(self, entry: Entry, state: State) -> None:
+    def move(self, entry: Entry, state: State, version: int = -1) -> None:
         self._counts[entry.state] -= 1
         self._counts[state] += 1
         entry.state = state
+        entry.version = version
         self._revision += 1
+        self._tell(entry.sequence, state, entry.lease_id)
 
-    def acknowledge(self, entry: Entry) -> None:
+    def acknowledge(self, entry: Entry, *, by_books: bool = False) -> None:
         """The entry is contained in a durable checkpoint."""
         self._close(entry)
         self._acknowledged += 1
+        reason = "books" if by_books else None
+        self._tell(entry.sequence, "acknowledged", entry.lease_id, reason)
 
     def drop(self, entry: Entry, reason: DropReason) -> None:
         self._close(entry)
         self._dropped[reason] += 1
         if reason.returns_sequence:
             heapq.heappush(self._returned, entry.sequence)
+        self._tell(entry.sequence, "dropped", entry.lease_id, reason)
 
     def drain_freed(self) -> tuple[int, ...]:
         """Sequences closed since the last call that had a payload."""
@@ -131,27 +184,64 @@ class Account:
         to a lost history.
         """
         unfinished = set(books.open_sequences)
-        for entry in self:
-            if entry.sequence < books.next_sequence and entry.sequence not in unfinished:
-                self.acknowledge(entry)
         unfinished.update(range(books.next_sequence, self._next_sequence))
-        self._returned = sorted(unfinished - self._entries.keys())
+        for entry in self:
+            if entry.sequence not in unfinished:
+                self.acknowledge(entry, by_books=True)
+        free, was_free = unfinished - self._entries.keys(), set(self._returned)
+        was_free.update(range(self._next_sequence, books.next_sequence))
+        for sequence in sorted(free - set(self._returned)):
+            self._tell(sequence, "dropped", reason=DropReason.ORPHANED)
+        for sequence in sorted(was_free - unfinished):
+            self._tell(sequence, "acknowledged", reason="books")
+        self._returned = sorted(free)
         self._next_sequence = max(self._next_sequence, books.next_sequence)
 
     def adopt(self, books: Books) -> None:
         """Continue the account of a checkpoint that is later than this one.
 
-        This one may be blank, or a restored copy; what was in flight is orphaned.
+        This one may be blank, or a restored copy. What was in flight there is orphaned; what is
+        open here and there, since its holder asserted it or the copy has it, counts as granted
+        once more.
         """
-        for entry in self:
-            self._close(entry)
-        self._granted = books.granted
+        self.reconcile(books)
+        seen = self._granted - self._unseen
+        self._granted = books.granted + len(self._entries)
+        self._unseen = self._granted - seen
         self._acknowledged = books.acknowledged + books.trained
         self._dropped = Counter(books.dropped)
         self._dropped[DropReason.ORPHANED] += books.leased + books.buffered + books.taken
-        self._returned = list(books.open_sequences)
-        self._next_sequence = books.next_sequence
         self._revision = max(self._revision, books.revision)
+
+    def image(
+        self, version: int, epoch: int, finished: bool, refused: Counter[RefusalReason]
+    ) -> Image:
+        return Image(
+            version=version,
+            epoch=epoch,
+            finished=finished,
+            refused=dict(refused),
+            granted=self._granted,
+            acknowledged=self._acknowledged,
+            dropped={reason: count for reason, count in self._dropped.items() if count},
+            next_sequence=self._next_sequence,
+            revision=self._revision,
+            unseen=self._unseen,
+        )
+
+    def restore(self, image: Image, entries: Iterable[Entry], free: Iterable[int]) -> None:
+        """Continue a blank account where a journal ends."""
+        for entry in entries:
+            self._entries[entry.sequence] = entry
+            self._sequence_of[entry.lease_id] = entry.sequence
+            self._counts[entry.state] += 1
+        self._dropped = Counter(image.dropped)
+        self._granted = image.granted
+        self._acknowledged = image.acknowledged
+        self._returned = sorted(free)
+        self._next_sequence = image.next_sequence
+        self._revision = image.revision
+        self._unseen = image.unseen
 
     @property
     def revision(self) -> int:
@@ -164,3 +254,9 @@ class Account:
         del self._sequence_of[entry.lease_id]
         if entry.header is not None:
             self._freed.append(entry.sequence)
+
+    def _tell(
+        self, sequence: int, state: str, lease_id: str = "", reason: str | None = None
+    ) -> None:
+        if self.listener is not None:
+            self.listener(Event(sequence, str(state), reason and str(reason), lease_id))

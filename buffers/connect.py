@@ -21,7 +21,7 @@ def connect(settings: BufferSettings) -> TrajectoryBuffer:
                     f"buffer.url {settings.url} has port 0, which only `streamrl launch` resolves; "
                     "daemons started on their own need a port they agree on"
                 )
-            return ZmqBuffer(settings.url, deadline_s=settings.deadline_s)
+            return ZmqBuffer(settings.url, deadline_s=settings.deadline_s, curve=settings.curve)
         case _:
             raise ConfigError(
                 f"buffer.url {settings.url} cannot be shared between processes; use zmq://host:port"

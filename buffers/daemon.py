@@ -1,7 +1,7 @@
 """The buffer daemon: a ledger behind a socket. Started by `streamrl buffer`.
 
-Ends when told to, or when the run is over and every generator has left; then the last reading of
-the books stands in the run folder as `books.json`.
+Goes on where its journal ends. Ends when told to, or when the run is over and every generator has
+left; then the last reading of the books stands in the run folder as `books.json`.
 """
 
 import argparse
@@ -9,10 +9,13 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from functools import partial
 
 import msgspec
 
+from buffers.journal import Journal
+from buffers.journal_file import journal_path
 from buffers.ledger import Ledger
 from buffers.state import BufferState
 from buffers.zmq_server import ZmqBufferServer
@@ -40,10 +43,14 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
         max_staleness=config.buffer.max_staleness,
         final_version=config.run.max_steps,
     )
+    state = BufferState[bytes](ledger, lease_ttl_s=config.buffer.lease_ttl_s)
+    journal = _open_journal(config, state)
     server = ZmqBufferServer(
-        BufferState(ledger, lease_ttl_s=config.buffer.lease_ttl_s),
+        state,
         config.buffer.url,
         quarantine=config.run.path / "quarantine",
+        journal=journal,
+        curve=config.buffer.curve,
         max_group_bytes=config.buffer.max_group_bytes,
     )
     log.info("serving at %s", server.url)
@@ -52,7 +59,24 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     signaled.add_done_callback(lambda _: stop.set())
     stats = await asyncio.to_thread(server.serve, stop, until_deserted=True)
     signaled.cancel()
+    if journal is not None:
+        journal.close()
     _write_books(config, stats)
+
+
+def _open_journal(config: RunConfig, state: BufferState[bytes]) -> Journal | None:
+    if not config.buffer.journal:
+        return None
+    journal = Journal(journal_path(config.run.path), state, durability=config.buffer.durability)
+    settings: dict[str, str | int] = {
+        "run.name": config.run.name,
+        "run.seed": config.run.seed,
+        "data.source": str(config.data.source),
+        "learner.groups_per_step": config.learner.groups_per_step,
+        "buffer.max_staleness": config.buffer.max_staleness,
+    }
+    journal.recover(settings, time.monotonic())
+    return journal
 
 
 def _write_books(config: RunConfig, stats: BufferStats) -> None:

@@ -24,17 +24,19 @@ Pure and deterministic: no input or output, no clock (callers pass `now_s`), no 
 call it; `drain_freed` tells them whose payload they may forget.
 """
 
-import heapq
 from collections import Counter
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable
 
-from buffers.account import Account, Entry, State, header_of
+from buffers.account import Account, Entry, Image, State, header_of
+from buffers.batches import Batches
+from buffers.history import Event
+from buffers.line import Expiries, Line, in_order
 from streamrl.errors import (
     ConfigError,
     DuplicateGroupError,
     FencedError,
     LedgerError,
+    LostMemoryError,
     UnknownLeaseError,
 )
 from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason
@@ -58,10 +60,9 @@ class Ledger:
         self.epoch = 0
         self.finished = False
         self._account = Account()
-        self._waiting: list[tuple[int, int]] = []
-        self._expiries: list[tuple[float, str]] = []
-        self._loans: dict[int, tuple[int, ...]] = {}
-        self._trained: dict[int, tuple[int, ...]] = {}
+        self._waiting = Line(self._account)
+        self._expiries = Expiries(self._account)
+        self._batches = Batches(self._account, groups_per_step, max_staleness)
         self._refused: Counter[RefusalReason] = Counter()
 
     # The generators' side.
@@ -76,7 +77,7 @@ class Ledger:
             trained_at = self.version + self._in_line() // self.groups_per_step
             floor = max(0, trained_at - self.max_staleness)
             entry = self._account.grant(lease_id, floor, now_s + ttl_s)
-            heapq.heappush(self._expiries, (entry.expires_at_s, lease_id))
+            self._expiries.add(entry)
         return Lease(
             lease_id=lease_id,
             sequence=entry.sequence,
@@ -86,7 +87,7 @@ class Ledger:
 
     def admits(self) -> bool:
         """Whether one more lease fits under the staleness bound and before the run's end."""
-        room = (self.max_staleness + 1) * self.groups_per_step
+        room = self._batches.capacity
         if self.final_version is not None:
             room = min(room, (self.final_version - self.version) * self.groups_per_step)
         return self.epoch > 0 and not self.finished and self._in_line() < room
@@ -101,8 +102,16 @@ class Ledger:
                 lost.append(lease_id)
             elif entry.state is State.LEASED and now_s + ttl_s > entry.expires_at_s:
                 entry.expires_at_s = now_s + ttl_s
-                heapq.heappush(self._expiries, (entry.expires_at_s, lease_id))
+                self._expiries.add(entry)
         return tuple(lost)
+
+    def reassert(self, lease: Lease, now_s: float, ttl_s: float) -> None:
+        """Honor a lease of a forgotten past if its sequence is free; `renew` tells if not."""
+        self.expire(now_s)
+        entry = Entry(lease.sequence, lease.lease_id, lease.policy_version, now_s + ttl_s)
+        known = self._account.find(lease.lease_id) is not None
+        if not known and self._account.grant_again(entry):
+            self._expiries.add(entry)
 
     def put(self, lease_id: str, header: GroupHeader, now_s: float) -> bool:
         """Take the group in. True: its payload must be kept; False: not (repeated, or too old).
@@ -143,18 +152,17 @@ class Ledger:
         if entry is not None and entry.state is State.LEASED:
             self._account.drop(entry, DropReason.MALFORMED)
         else:
-            self._refused[RefusalReason.MALFORMED] += 1
+            self.refuse(RefusalReason.MALFORMED)
+
+    def refuse(self, reason: RefusalReason) -> None:
+        self._refused[reason] += 1
 
     def expire(self, now_s: float) -> tuple[str, ...]:
         """End the leases whose time has come; their sequences are granted again."""
-        expired = []
-        while self._expiries and self._expiries[0][0] <= now_s:
-            _, lease_id = heapq.heappop(self._expiries)
-            entry = self._account.find(lease_id)
-            if entry and entry.state is State.LEASED and entry.expires_at_s <= now_s:
-                self._account.drop(entry, DropReason.EXPIRED)
-                expired.append(lease_id)
-        return tuple(expired)
+        expired = self._expiries.pop_due(now_s)
+        for entry in expired:
+            self._account.drop(entry, DropReason.EXPIRED)
+        return tuple(entry.lease_id for entry in expired)
 
     # The learner's side.
 
@@ -166,11 +174,9 @@ class Ledger:
         finished is finished here, and what it does not is here or will be granted again.
         """
         is_older = books is not None and self._account.revision < books.revision
-        self._settle(version)
-        for batches in (self._loans, self._trained):
-            for sequence in chain.from_iterable(batches.values()):
-                self._wait(self._account[sequence])
-            batches.clear()
+        self._batches.settle(version)
+        for entry in self._batches.give_back():
+            self._wait(entry)
         if books is not None and (is_older or self.version < version):
             self._account.adopt(books)
         elif books is not None:
@@ -186,28 +192,28 @@ class Ledger:
         Evicts first what would be too stale by then. The same version gets the same loan again.
         """
         self._check_epoch(epoch)
-        if version not in self._loans:
-            self._check_take(num_groups, version)
+        if version not in self._batches.loans:
+            self._batches.check(num_groups, version, self.version)
             self._evict(version)
             if self._account.count(State.BUFFERED) < num_groups:
                 return ()
-            self._loans[version] = tuple(self._lend_oldest() for _ in range(num_groups))
-        return tuple(header_of(self._account[sequence]) for sequence in self._loans[version])
+            for _ in range(num_groups):
+                entry = self._waiting.first()
+                assert entry is not None, "they were counted"
+                self._batches.lend(entry, version)
+        return tuple(header_of(self._account[s]) for s in self._batches.loans[version])
 
     def advance(self, version: int, epoch: int) -> None:
         """The step that made `version` used the loan of the version before. May be repeated."""
         self._check_epoch(epoch)
         if version == self.version:
             return
-        loan = self._loans.get(self.version)
-        if version != self.version + 1 or loan is None:
-            lent = sorted(self._loans)
+        if version != self.version + 1 or self.version not in self._batches.loans:
+            lent = sorted(self._batches.loans)
             raise LedgerError(
                 f"advance to {version}: the ledger is at {self.version} and has lent for {lent}"
             )
-        for sequence in loan:
-            self._account.move(self._account[sequence], State.TRAINED)
-        self._trained[version] = self._loans.pop(self.version)
+        self._batches.train(version)
         self.version = version
         self._evict(version)
 
@@ -216,14 +222,12 @@ class Ledger:
         self._check_epoch(epoch)
         if version > self.version:
             raise LedgerError(f"acknowledge of version {version}; the ledger is at {self.version}")
-        self._settle(version)
+        self._batches.settle(version)
 
     def finish(self, epoch: int) -> None:
         """No lease is granted from here on."""
         self._check_epoch(epoch)
         self.finished = True
-
-    # Readings.
 
     def books(self) -> Books:
         return self._account.books(self.epoch)
@@ -233,28 +237,46 @@ class Ledger:
 
     def oldest_version(self) -> int | None:
         """Oldest policy version among the waiting groups."""
-        while self._waiting:
-            oldest, sequence = self._waiting[0]
-            entry = self._account.get(sequence)
-            if (
-                entry
-                and entry.state is State.BUFFERED
-                and header_of(entry).oldest_version == oldest
-            ):
-                return oldest
-            heapq.heappop(self._waiting)
-        return None
+        entry = self._waiting.first()
+        return None if entry is None else header_of(entry).oldest_version
+
+    def entry(self, sequence: int) -> Entry | None:
+        """The open entry of this sequence, to read."""
+        return self._account.get(sequence)
 
     def live_leases(self) -> tuple[str, ...]:
         return tuple(e.lease_id for e in self._account if e.state is State.LEASED)
 
     def next_expiry_s(self) -> float | None:
         """When `expire` may next have something to do."""
-        return self._expiries[0][0] if self._expiries else None
+        return self._expiries.next_s()
 
     def drain_freed(self) -> tuple[int, ...]:
         """Sequences whose payload nobody will ask for again, since the last call."""
         return self._account.drain_freed()
+
+    def image(self) -> Image:
+        return self._account.image(self.version, self.epoch, self.finished, self._refused)
+
+    def restore(
+        self, image: Image, entries: Iterable[Entry], free: Iterable[int], expires_at_s: float
+    ) -> None:
+        """Continue, in a blank ledger, where a journal ends; its leases get a new expiry."""
+        self.version, self.epoch, self.finished = image.version, image.epoch, image.finished
+        self._refused = Counter(image.refused)
+        held = in_order(entries)
+        self._account.restore(image, held, free)
+        for entry in held:
+            if entry.state is State.LEASED:
+                entry.expires_at_s = expires_at_s
+                self._expiries.add(entry)
+            elif entry.state is State.BUFFERED:
+                self._waiting.join(entry)
+            else:
+                self._batches.restore(entry)
+
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        self._account.listener = listener
 
     # Steps of the above.
 
@@ -263,41 +285,16 @@ class Ledger:
 
     def _wait(self, entry: Entry) -> None:
         self._account.move(entry, State.BUFFERED)
-        heapq.heappush(self._waiting, (header_of(entry).oldest_version, entry.sequence))
-
-    def _lend_oldest(self) -> int:
-        self.oldest_version()
-        _, sequence = heapq.heappop(self._waiting)
-        self._account.move(self._account[sequence], State.TAKEN)
-        return sequence
+        self._waiting.join(entry)
 
     def _evict(self, version: int) -> None:
-        while (oldest := self.oldest_version()) is not None:
-            if version - oldest <= self.max_staleness:
+        while entry := self._waiting.first():
+            if version - header_of(entry).oldest_version <= self.max_staleness:
                 return
-            _, sequence = heapq.heappop(self._waiting)
-            self._account.drop(self._account[sequence], DropReason.STALE)
-
-    def _settle(self, version: int) -> None:
-        """Acknowledge what was trained at versions <= `version`."""
-        for trained in sorted(v for v in self._trained if v <= version):
-            for sequence in self._trained.pop(trained):
-                self._account.acknowledge(self._account[sequence])
-
-    def _check_take(self, num_groups: int, version: int) -> None:
-        following = self.version + len(self._loans)
-        if version != following:
-            raise LedgerError(f"take for version {version}; the next to be trained is {following}")
-        capacity = (self.max_staleness + 1) * self.groups_per_step
-        if num_groups > capacity:
-            raise ConfigError(
-                f"a batch of {num_groups} groups can never fill: buffer.max_staleness "
-                f"{self.max_staleness} and learner.groups_per_step {self.groups_per_step} admit "
-                f"{capacity}"
-            )
+            self._account.drop(entry, DropReason.STALE)
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise FencedError(f"this learner is of epoch {epoch}; epoch {self.epoch} took over")
         if epoch > self.epoch:
-            raise LedgerError(f"this buffer knows epoch {self.epoch}, not {epoch}: it lost memory")
+            raise LostMemoryError(f"this buffer knows epoch {self.epoch}, not {epoch}")

@@ -5,9 +5,10 @@ wait; a backend (`buffers.memory`, `buffers.zmq_server`) does the waiting and ow
 """
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
+from buffers.account import Entry, Image
 from buffers.ledger import Ledger
 from streamrl.errors import LedgerError
 from streamrl.types import (
@@ -18,6 +19,7 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
+    replace,
 )
 
 Payload = TypeVar("Payload")
@@ -33,6 +35,7 @@ class BufferState(Generic[Payload]):
         self._payloads: dict[int, tuple[Payload, int]] = {}
         self._num_bytes = 0
         self._roster: dict[str, tuple[GeneratorStatus, float]] = {}
+        self._was_called = False
 
     def lease(self, lease_id: str, now_s: float) -> Lease | None:
         return self.ledger.lease(lease_id, now_s, self.lease_ttl_s)
@@ -47,6 +50,9 @@ class BufferState(Generic[Payload]):
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
         """Renew its leases (their ids start with its session); an earlier session's end here."""
+        self._was_called = True
+        for lease in status.held:
+            self.ledger.reassert(lease, now_s, self.lease_ttl_s)
         known = self._roster.get(status.generator_id)
         if known and known[0].session != status.session:
             self._end_session(known[0].session, DropReason.EXPIRED)
@@ -54,14 +60,16 @@ class BufferState(Generic[Payload]):
             self._end_session(status.session, DropReason.RELEASED)
             self._roster.pop(status.generator_id, None)
         else:
-            self._roster[status.generator_id] = (status, now_s)
+            self._roster[status.generator_id] = (replace(status, held=()), now_s)
         return HeartbeatReply(
             policy_version=self.ledger.version,
             lost_lease_ids=self.ledger.renew(status.lease_ids, now_s, self.lease_ttl_s),
             finished=self.ledger.finished,
+            incarnation=self.incarnation,
         )
 
     def attach(self, policy_version: int, books: Books | None) -> int:
+        self._was_called = True
         epoch = self.ledger.attach(policy_version, books)
         self._forget_freed()
         return epoch
@@ -87,6 +95,7 @@ class BufferState(Generic[Payload]):
         self._forget_freed()
 
     def finish(self, epoch: int) -> None:
+        self._was_called = True
         self.ledger.finish(epoch)
 
     def expire(self, now_s: float) -> None:
@@ -112,8 +121,29 @@ class BufferState(Generic[Payload]):
 
     @property
     def is_deserted(self) -> bool:
-        """The run has ended and every generator has left."""
-        return self.ledger.finished and not self._roster and not self.ledger.live_leases()
+        """The run has ended and every generator has left; not said before anybody came."""
+        is_over = self._was_called and self.ledger.finished
+        return is_over and not self._roster and not self.ledger.live_leases()
+
+    def payload(self, sequence: int) -> Payload:
+        return self._payloads[sequence][0]
+
+    def restore(
+        self,
+        image: Image,
+        entries: Iterable[Entry],
+        free: Iterable[int],
+        payloads: Mapping[int, Payload],
+        now_s: float,
+    ) -> None:
+        """Continue, in a blank state, where a journal ends."""
+        held = list(entries)
+        self.ledger.restore(image, held, free, now_s + self.lease_ttl_s)
+        for entry in held:
+            if entry.header is not None:
+                size = entry.header.num_bytes
+                self._payloads[entry.sequence] = (payloads[entry.sequence], size)
+                self._num_bytes += size
 
     def _end_session(self, session: str, reason: DropReason) -> None:
         for lease_id in self.ledger.live_leases():

@@ -2,23 +2,25 @@
 
 Invariant: a call returns the server's answer, raises the error the server named, or raises
 TransportError at its deadline; it never hangs. An unanswered request is sent again (the server
-restarted, or the answer was lost), each time with twice the patience; the ledger makes repeating
-harmless. At most MAX_PUTS payloads are under way at once, so that a slow server is not sent what
-it has not read yet a second time.
+restarted, or the answer was lost), each time with twice the patience, and so is one that the server
+refused because its disk is full; the ledger makes repeating harmless. At most MAX_PUTS payloads are
+under way at once, so that a slow server is not sent what it has not read yet a second time.
 """
 
 import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
 from buffers import messages as m
+from buffers.curve import show_keys
 from streamrl import wire
-from streamrl.errors import TransportError
+from streamrl.errors import StorageError, TransportError
 from streamrl.types import (
     Books,
     BufferStats,
@@ -34,15 +36,29 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 MAX_PUTS = 4
+REFUSED_S = 0.5
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class ZmqBuffer:
     """Implements `streamrl.interfaces.TrajectoryBuffer` against a `ZmqBufferServer`.
 
-    `deadline_s` bounds how long a call goes unanswered beyond what it asked to wait.
+    `deadline_s` bounds how long a call goes unanswered beyond what it asked to wait. `curve` is the
+    folder of the keys, if the server has some.
     """
 
-    def __init__(self, url: str, *, deadline_s: float = 60.0, retry_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline_s: float = 60.0,
+        retry_s: float = 5.0,
+        curve: Path | None = None,
+    ) -> None:
         self._url = url
         self._deadline_s = deadline_s
         self._retry_s = retry_s
@@ -56,6 +72,8 @@ class ZmqBuffer:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         # Until the server is there, requests wait here, under the caller's deadline.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        show_keys(self._socket, url, curve)
+        self._failures = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
         self._socket.connect(url.replace("zmq://", "tcp://"))
         self._reader = asyncio.create_task(self._read())
 
@@ -104,6 +122,8 @@ class ZmqBuffer:
     async def close(self) -> None:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._failures.close()
         self._socket.close()
 
     async def _call(
@@ -114,16 +134,31 @@ class ZmqBuffer:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s + self._deadline_s
         patience_s = self._retry_s
+        refusal: StorageError | None = None
         while (remaining_s := deadline - loop.time()) > 0:
             answer = await self._send_and_wait(frames, min(remaining_s, wait_s + patience_s))
             if answer is not None:
-                return self._unpack(answer, expected)
+                try:
+                    return self._unpack(answer, expected)
+                except StorageError as error:
+                    log.warning("%s waits: %s", type(request).__name__, error)
+                    refusal = error
+                    await asyncio.sleep(min(REFUSED_S, remaining_s))
+                    continue
             patience_s *= 2
             log.warning("no answer from the buffer at %s to %s", self._url, type(request).__name__)
+        if refusal is not None:
+            raise refusal
         raise TransportError(
             f"the buffer at {self._url} has not answered {type(request).__name__} for "
-            f"{wait_s + self._deadline_s:g} s: is it running, and is buffer.url right?"
+            f"{wait_s + self._deadline_s:g} s: {await self._guess()}"
         )
+
+    async def _guess(self) -> str:
+        """Why nobody answers; the socket's monitor has heard of refused keys."""
+        if await self._failures.poll(0):
+            return "it refuses the keys of this client (buffer.curve), or has none"
+        return "is it running, and is buffer.url right?"
 
     async def _send_and_wait(self, frames: list[bytes], patience_s: float) -> list[bytes] | None:
         request_id = next(self._ids).to_bytes(8, "little")

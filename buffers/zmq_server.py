@@ -1,8 +1,13 @@
 """`zmq://`, the server: one ROUTER socket around a `BufferState`.
 
-Invariant: every request gets exactly one reply. A lease or take that cannot be granted yet is
-parked and answered when the state changes or its `wait_s` is over; that is the back-pressure, so
-nothing ever queues up unasked. One thread runs `serve`; nothing else touches the state.
+Invariant: every request gets exactly one reply, and one that speaks of a change is sent once the
+journal has it; the requests that are there at one time share a commit. While the journal cannot
+be written (a full disk) every answer is StorageError, nothing is taken in, and clients ask again;
+what memory has beyond the file is written first when space returns.
+
+A lease or take that cannot be granted yet is parked and answered when the state changes or its
+`wait_s` is over; that is the back-pressure, so nothing ever queues up unasked. One thread runs
+`serve`; nothing else touches the state.
 """
 
 import logging
@@ -17,15 +22,21 @@ import zmq
 from msgspec import Struct
 
 from buffers import messages as m
+from buffers.curve import Keeper
+from buffers.journal import Journal
+from buffers.quarantine import Quarantine
 from buffers.state import BufferState
 from streamrl import wire
-from streamrl.errors import StreamRLError, WireError
-from streamrl.types import BufferStats, GroupHeader, TrajectoryGroup
+from streamrl.errors import StorageError, StreamRLError, WireError
+from streamrl.types import BufferStats, GroupHeader, RefusalReason, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
 Frames: TypeAlias = Sequence[bytes]
 POLL_S = 0.2
+# One commit's worth: more would keep the first ones waiting.
+MAX_REQUESTS = 256
+MAX_BYTES = 64 * 2**20
 
 
 class _Parked(Struct):
@@ -37,8 +48,19 @@ class _Parked(Struct):
     deadline_s: float
 
 
+class _Reply(Struct):
+    """An answer that waits for the commit of what it says; a reading does not."""
+
+    frames: list[bytes]
+    is_reading: bool
+
+
 class ZmqBufferServer:
-    """Serves one run's buffer at `url` (`zmq://host:port`; port 0 picks a free one)."""
+    """Serves one run's buffer at `url` (`zmq://host:port`; port 0 picks a free one).
+
+    Without a `journal` the state lives in memory alone. `curve` is the folder of the keys that
+    any address but a loopback one needs.
+    """
 
     def __init__(
         self,
@@ -46,19 +68,27 @@ class ZmqBufferServer:
         url: str,
         *,
         quarantine: Path,
+        journal: Journal | None = None,
+        curve: Path | None = None,
         max_group_bytes: int = wire.MAX_MESSAGE_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
-        self._quarantine = quarantine
+        self._quarantine = Quarantine(quarantine)
+        self._journal = journal
+        self._refusal: StorageError | None = None
+        self._replies: list[_Reply] = []
         self._max_group_bytes = max_group_bytes
         self._clock = clock
         self._parked: deque[_Parked] = deque()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._context = zmq.Context()
+        self._keeper = Keeper(self._context, url, curve)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         # A reply exists only for a request, so queues are bounded by what clients ask for.
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        self._keeper.guard(self._socket)
         self._socket.bind(url.replace("zmq://", "tcp://"))
         endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.url = endpoint.replace("tcp://", "zmq://")
@@ -75,9 +105,13 @@ class ZmqBufferServer:
                     self._receive_all()
                 self._state.expire(self._clock())
                 self._retry_parked()
+                self._commit()
+                self._send_replies()
             return self._state.stats()
         finally:
             self._socket.close()
+            self._keeper.close()
+            self._context.term()
 
     def _patience_s(self) -> float:
         now_s = self._clock()
@@ -87,7 +121,8 @@ class ZmqBufferServer:
         return max(0.0, min(times) - now_s)
 
     def _receive_all(self) -> None:
-        while True:
+        num_bytes = 0
+        for _ in range(MAX_REQUESTS):
             try:
                 sender, request_id, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -96,10 +131,14 @@ class ZmqBufferServer:
                 log.warning("a message without a request id was thrown away")
                 continue
             self._handle(sender, request_id, frames)
+            num_bytes += sum(map(len, frames))
+            if num_bytes > MAX_BYTES:
+                return
 
     def _handle(self, sender: bytes, request_id: bytes, frames: Frames) -> None:
+        request: Any = None
         try:
-            request: Any = wire.decode(frames[0] if frames else b"", m.Request)  # type: ignore[arg-type]
+            request = self._decode(frames)
             answer = self._answer(request, frames[1:])
         except StreamRLError as error:
             answer = (m.ErrorReply.of(error),)
@@ -107,7 +146,16 @@ class ZmqBufferServer:
             deadline_s = self._clock() + request.wait_s
             self._parked.append(_Parked(sender, request_id, request, deadline_s))
         else:
-            self._reply(sender, request_id, *answer)
+            is_reading = isinstance(request, m.StatsRequest | m.FetchRequest)
+            self._reply(sender, request_id, *answer, is_reading=is_reading)
+
+    def _decode(self, frames: Frames) -> Any:
+        try:
+            return wire.decode(frames[0] if frames else b"", m.Request)  # type: ignore[arg-type]
+        except WireError as error:
+            self._quarantine.keep("request", b"".join(frames), error)
+            self._state.ledger.refuse(RefusalReason.MALFORMED)
+            raise
 
     def _answer(self, request: Any, frames: Frames) -> tuple[Any, ...] | None:
         """The reply record and its payload frames; None if the request has to wait."""
@@ -143,28 +191,50 @@ class ZmqBufferServer:
 
     def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> tuple[Any, ...] | None:
         if isinstance(request, m.LeaseRequest):
+            self._require_space()
             lease = self._state.lease(request.lease_id, self._clock())
             return None if lease is None else (m.LeaseReply(lease),)
         headers = self._state.take(request.num_groups, request.policy_version, request.epoch)
         return (m.TakeReply(headers),) if headers else None
 
     def _put(self, lease_id: str, frames: Frames) -> None:
+        self._require_space()
         payload = frames[0] if frames else b""
         try:
             group = wire.decode(payload, TrajectoryGroup, max_bytes=self._max_group_bytes)
         except WireError as error:
-            self._quarantine_payload(lease_id, payload, error)
+            self._quarantine.keep(lease_id, payload, error)
             self._state.ledger.refuse_malformed(lease_id)
             raise
         header = GroupHeader.of(group, num_bytes=len(payload))
         self._state.put(lease_id, header, payload, self._clock())
 
-    def _quarantine_payload(self, lease_id: str, payload: bytes, error: WireError) -> None:
-        self._quarantine.mkdir(parents=True, exist_ok=True)
-        name = "".join(c if c.isalnum() or c in "-_" else "_" for c in lease_id)
-        path = self._quarantine / f"{time.time_ns()}-{name}.msgpack"
-        path.write_bytes(payload[: self._max_group_bytes])
-        log.warning("malformed group of lease %s kept in %s: %s", lease_id, path, error)
+    def _require_space(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _commit(self) -> None:
+        """Sets the refusal that everybody hears while the journal cannot be written."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.commit()
+        except StorageError as error:
+            if self._refusal is None:
+                log.error("%s: nothing is taken in until it can be", error)
+            self._refusal = error
+        else:
+            if self._refusal is not None:
+                log.warning("the journal is written again; nothing was lost")
+            self._refusal = None
+
+    def _send_replies(self) -> None:
+        for reply in self._replies:
+            frames = reply.frames
+            if self._refusal is not None and not reply.is_reading:
+                frames = [*frames[:2], wire.encode(m.ErrorReply.of(self._refusal))]
+            self._socket.send_multipart(frames, copy=len(frames) == 3)
+        self._replies.clear()
 
     def _forget_parked(self, session: str) -> None:
         """Nobody will hear the answer, and a lease granted to nobody would have to expire."""
@@ -193,9 +263,16 @@ class ZmqBufferServer:
             else:
                 self._reply(parked.sender, parked.request_id, *answer)
 
-    def _reply(self, sender: bytes, request_id: bytes, record: Any, *payloads: bytes) -> None:
+    def _reply(
+        self,
+        sender: bytes,
+        request_id: bytes,
+        record: Any,
+        *payloads: bytes,
+        is_reading: bool = False,
+    ) -> None:
         frames = [sender, request_id, wire.encode(record), *payloads]
-        self._socket.send_multipart(frames, copy=not payloads)
+        self._replies.append(_Reply(frames, is_reading))
 
 
 _EMPTY: dict[type, Any] = {m.LeaseRequest: m.LeaseReply(None), m.TakeRequest: m.TakeReply(())}

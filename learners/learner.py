@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -17,10 +17,16 @@ from learners import checkpoint
 from learners.batch import TrainingBatch
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, TransportError
+from streamrl.errors import (
+    ConfigError,
+    FencedError,
+    LedgerError,
+    LostMemoryError,
+    TransportError,
+)
 from streamrl.interfaces import Tracker, TrajectoryBuffer
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
-from streamrl.types import Books, BufferStats, GroupHeader
+from streamrl.types import Books, BufferStats, GroupHeader, replace
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -51,6 +57,7 @@ class Learner:
         self._version = start.policy_version
         self._books = start.books
         self._saved_version = start.policy_version
+        self._incarnation = ""
         self._stopping = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
@@ -60,7 +67,7 @@ class Learner:
 
     async def run(self) -> None:
         """Steps until `run.max_steps`, or until stopped."""
-        _require_same_settings(await self._buffer.attach(self._version, self._books), self._config)
+        await self._attach()
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
         while self._version < self._config.run.max_steps:
@@ -74,10 +81,29 @@ class Learner:
             if self._version > self._saved_version:
                 await self._save()
             async with asyncio.timeout(FAREWELL_S):
-                await self._buffer.acknowledge(self._saved_version)
+                await self._acknowledge()
                 if self._version >= self._config.run.max_steps:
                     await self._buffer.finish()
         self._thread.shutdown()
+
+    async def _attach(self) -> None:
+        stats = await self._buffer.attach(self._version, self._books)
+        _require_same_settings(stats, self._config)
+        self._incarnation = stats.incarnation
+
+    async def _attached_again(self, error: LedgerError) -> bool:
+        """Whether the refusal was that of a buffer that lost its memory; it has it from here now.
+
+        What this learner took and did not train is given back by it.
+        """
+        if isinstance(error, FencedError):
+            return False
+        is_other = (await self._buffer.stats()).incarnation != self._incarnation
+        if not is_other and not isinstance(error, LostMemoryError):
+            return False
+        log.warning("the buffer came back with an older state (%s); attaching again", error)
+        await self._attach()
+        return True
 
     async def _take(self) -> tuple[GroupHeader, ...] | None:
         """The next batch on loan. Waits for enough groups; unblocked by them or by `stop`."""
@@ -91,16 +117,27 @@ class Learner:
                 await asyncio.wait({taking, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 if not taking.done():
                     taking.cancel()
-                elif headers := taking.result():
+                    continue
+                try:
+                    headers = taking.result()
+                except LedgerError as error:
+                    if not await self._attached_again(error):
+                        raise
+                    continue
+                if headers:
                     return headers
-                else:
-                    log.info("waiting for %d groups at version %d", num_groups, self._version)
+                log.info("waiting for %d groups at version %d", num_groups, self._version)
             return None
         finally:
             stopped.cancel()
 
     async def _step(self, headers: tuple[GroupHeader, ...], start: float) -> None:
-        groups = await self._buffer.fetch([header.sequence for header in headers])
+        try:
+            groups = await self._buffer.fetch([header.sequence for header in headers])
+        except LedgerError as error:
+            if await self._attached_again(error):
+                return
+            raise
         wait_s = time.perf_counter() - start
         trained_at = self._version
         batch = TrainingBatch.of(groups, trained_at)
@@ -109,10 +146,10 @@ class Learner:
         # Announced before the buffer admits groups of the next version, which need these weights.
         if self._version % self._config.weights.publish_every == 0:
             await self._publish()
-        self._books = await self._buffer.advance(self._version)
+        self._books = await self._advance(headers)
         if self._version % self._config.learner.checkpoint.every == 0:
             await self._save()
-            await self._buffer.acknowledge(self._version)
+            await self._acknowledge()
         stats = await self._buffer.stats()
         self._tracker.log(
             {
@@ -128,6 +165,22 @@ class Learner:
             },
             step=self._version,
         )
+
+    async def _advance(self, headers: tuple[GroupHeader, ...]) -> Books:
+        try:
+            return await self._buffer.advance(self._version)
+        except LedgerError as error:
+            self._books = books_with(self._books, [header.sequence for header in headers])
+            if not await self._attached_again(error):
+                raise
+            return await self._buffer.advance(self._version)
+
+    async def _acknowledge(self) -> None:
+        try:
+            await self._buffer.acknowledge(self._saved_version)
+        except LedgerError as error:
+            if not await self._attached_again(error):
+                raise
 
     async def _publish(self) -> None:
         parameters = dict(self._trainer.policy.parameters())
@@ -152,6 +205,24 @@ class Learner:
 def nothing_restored() -> checkpoint.Restored:
     """Where a run begins."""
     return checkpoint.Restored(policy_version=0, books=Books())
+
+
+def books_with(books: Books, sequences: Iterable[int]) -> Books:
+    """The account after a step that the buffer did not hear of: these are trained, too.
+
+    They count as granted once more, since the leases under which they were are forgotten with it.
+    """
+    trained = set(sequences)
+    following = max(books.next_sequence, *(sequence + 1 for sequence in trained))
+    still_open = {*books.open_sequences, *range(books.next_sequence, following)} - trained
+    return replace(
+        books,
+        granted=books.granted + len(trained),
+        trained=books.trained + len(trained),
+        next_sequence=following,
+        revision=books.revision + 1,
+        open_sequences=tuple(sorted(still_open)),
+    )
 
 
 def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:

@@ -58,8 +58,16 @@ class DuplicateGroupError(LedgerError):
     """Another group was already put under this lease."""
 
 
+class LostMemoryError(LedgerError):
+    """The buffer came back with an older state than this learner's: it has lost memory."""
+
+
 class FencedError(LedgerError):
     """A newer learner attached; this one must stop."""
+
+
+class StorageError(TransportError):
+    """The buffer cannot write what it was told (a full disk): refused, nothing is lost; retried."""
 
 
 class WeightTransferError(TransportError):

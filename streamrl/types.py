@@ -241,12 +241,16 @@ class Books(Struct, frozen=True, kw_only=True):
 
 
 class GeneratorStatus(Struct, frozen=True, kw_only=True):
-    """What a generator says of itself in each heartbeat. `session` is new for every process."""
+    """What a generator says of itself in each heartbeat. `session` is new for every process.
+
+    `held` is told to a buffer whose incarnation changed: it may have forgotten these leases.
+    """
 
     generator_id: str
     session: str
     policy_version: int
     lease_ids: tuple[str, ...] = ()
+    held: tuple[Lease, ...] = ()
     num_active: int = 0
     num_waiting: int = 0
     num_tokens: int = 0
@@ -256,11 +260,15 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
-    """The buffer's answer: where the learner is, and which held leases are no longer honoured."""
+    """The buffer's answer: where the learner is, and which held leases are no longer honoured.
+
+    `incarnation` is new for every start of the buffer; empty from one that cannot forget.
+    """
 
     policy_version: int
     lost_lease_ids: tuple[str, ...] = ()
     finished: bool = False
+    incarnation: str = ""
 
 
 class BufferStats(Struct, frozen=True, kw_only=True):

@@ -28,7 +28,10 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of the command: 2 for usage or a configuration that cannot work, 1 for failure."""
-    parsed = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if " ".join(words[:2]) in COMMANDS:
+        words[:2] = [" ".join(words[:2])]
+    parsed = _parser().parse_args(words)
     module, _, function = parsed.entry.partition(":")
     try:
         code: int = getattr(importlib.import_module(module), function)(parsed)
@@ -94,6 +97,10 @@ def _run_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN", help="run folder, such as runs/quickstart")
 
 
+def _new_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="where the keys are written")
+
+
 def _ablate(parser: argparse.ArgumentParser) -> None:
     _config(parser)
     parser.add_argument(
@@ -110,6 +117,11 @@ COMMANDS = {
         "streamrl.cli.check:main", "print the resolved configuration, value by value", _config
     ),
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", _config),
+    "buffer audit": Command(
+        "buffers.audit:main",
+        "prove from the journal that no group was lost or repeated",
+        _run_folder,
+    ),
     "generator": Command("actors.daemon:main", "start one generator", _generator),
     "learner": Command("learners.daemon:main", "start the learner", _learner),
     "make-model": Command(
@@ -121,6 +133,7 @@ COMMANDS = {
     "ablate": Command(
         "streamrl.cli.ablate:main", "one run per value of a setting and seed, compared", _ablate
     ),
+    "keys new": Command("buffers.curve:main", "make the keys of buffer.curve", _new_folder),
     "watch": Command("streamrl.cli.watch:main", "follow the progress of a run folder", _run_folder),
     "report": Command(
         "streamrl.cli.report:main", "summary table and report.png of a run folder", _run_folder

@@ -1,7 +1,7 @@
 """A run's folder, as a launch prepares it and everybody else reads it.
 
 runs/NAME/  config.yaml  metrics.jsonl  books.json  evaluation.json  report.png
-            checkpoints/  logs/ROLE.log  weights/  quarantine/
+            checkpoints/  buffer/journal.sqlite  logs/ROLE.log  weights/  quarantine/
 """
 
 import json
@@ -36,6 +36,9 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
             )
         aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         shutil.move(folder, aside)
+    if not resume:
+        # Of a launch that ended before its first step.
+        shutil.rmtree(folder / "buffer", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     resolved = _with_ports(config)
     (folder / "config.yaml").write_text(to_yaml(resolved))

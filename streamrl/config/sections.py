@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from streamrl.config.addresses import is_loopback
 from streamrl.config.section import Section
 
 Positive = Annotated[int, Field(gt=0)]
@@ -161,6 +162,12 @@ class BufferSettings(Section):
     """Largest group taken in."""
     deadline_s: Seconds = 60.0
     """How long a client waits for the buffer before it gives up."""
+    journal: bool = True
+    """Whether zmq:// keeps its state in the run folder (buffer/journal.sqlite)."""
+    durability: Literal["process", "machine"] = "process"
+    """What the journal survives: a killed buffer, or (one fsync a commit) a power failure too."""
+    curve: Path | None = None
+    """Folder of the keys that zmq:// needs on any but a loopback address (`streamrl keys new`)."""
 
     @field_validator("url")
     @classmethod
@@ -168,6 +175,15 @@ class BufferSettings(Section):
         if not url.startswith(("memory://", "zmq://")):
             raise ValueError(f"was {url!r}; it must start with memory:// or zmq://")
         return url
+
+    @model_validator(mode="after")
+    def _has_keys(self) -> "BufferSettings":
+        if self.url.startswith("zmq://") and self.curve is None and not is_loopback(self.url):
+            raise ValueError(
+                f"buffer.url: was {self.url!r}, which other machines can reach; that needs keys: "
+                "make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
+            )
+        return self
 
 
 class OptimizerSettings(Section):

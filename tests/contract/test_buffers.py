@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
 
+from buffers.journal import Journal
 from buffers.ledger import Ledger
 from buffers.memory import MemoryBuffer
 from buffers.state import BufferState
@@ -42,22 +44,31 @@ def make_ledger() -> Ledger:
 
 @contextlib.contextmanager
 def zmq_server(
-    folder: Path, url: str = "zmq://127.0.0.1:0", **kwargs: int
+    folder: Path,
+    url: str = "zmq://127.0.0.1:0",
+    *,
+    journal: bool = False,
+    lease_ttl_s: float = LEASE_TTL_S,
+    **kwargs: Any,
 ) -> Iterator[ZmqBufferServer]:
-    """A server in a thread of its own."""
-    state = BufferState[bytes](make_ledger(), lease_ttl_s=LEASE_TTL_S)
-    server = ZmqBufferServer(state, url, quarantine=folder / "quarantine", **kwargs)
-    stop = threading.Event()
-    thread = threading.Thread(target=server.serve, args=(stop,))
-    thread.start()
-    try:
+    """A server in a thread of its own; one with a journal goes on where the last one ended."""
+    state = BufferState[bytes](make_ledger(), lease_ttl_s=lease_ttl_s)
+    with contextlib.ExitStack() as stack:
+        if journal:
+            kept = Journal(folder / "journal.sqlite", state, durability="process")
+            stack.callback(kept.close)
+            kept.recover({}, time.monotonic())
+            kwargs["journal"] = kept
+        server = ZmqBufferServer(state, url, quarantine=folder / "quarantine", **kwargs)
+        stop = threading.Event()
+        thread = threading.Thread(target=server.serve, args=(stop,))
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(stop.set)
         yield server
-    finally:
-        stop.set()
-        thread.join()
 
 
-@pytest.fixture(params=["memory", "zmq"])
+@pytest.fixture(params=["memory", "zmq", "zmq with a journal"])
 async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
     """Makes clients of one buffer."""
     clients: list[TrajectoryBuffer] = []
@@ -66,7 +77,8 @@ async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
             state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=LEASE_TTL_S)
             make: Connect = MemoryBuffer(state).client
         else:
-            server = stack.enter_context(zmq_server(tmp_path))
+            has_journal = request.param.endswith("journal")
+            server = stack.enter_context(zmq_server(tmp_path, journal=has_journal))
 
             def make() -> TrajectoryBuffer:
                 return ZmqBuffer(server.url, deadline_s=10.0)
@@ -374,8 +386,9 @@ async def test_a_buffer_that_is_not_there_is_an_error_at_the_deadline():
     await buffer.close()
 
 
-async def test_large_groups_pass(tmp_path):
-    with zmq_server(tmp_path) as server:
+@pytest.mark.parametrize("journal", [False, True])
+async def test_large_groups_pass(tmp_path, journal):
+    with zmq_server(tmp_path, journal=journal, lease_ttl_s=30.0) as server:
         buffer = ZmqBuffer(server.url, deadline_s=30.0)
         await buffer.attach(0, None)
         for lease_id in ("a", "b"):

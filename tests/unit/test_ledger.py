@@ -8,6 +8,7 @@ from streamrl.errors import (
     DuplicateGroupError,
     FencedError,
     LedgerError,
+    LostMemoryError,
     UnknownLeaseError,
 )
 from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason
@@ -291,6 +292,6 @@ def test_books_of_nothing_are_balanced():
 
 def test_a_buffer_that_lost_its_memory_does_not_call_its_learner_fenced():
     blank = Ledger(groups_per_step=1, max_staleness=0)
-    with pytest.raises(LedgerError, match="lost memory"):
+    with pytest.raises(LostMemoryError, match="knows epoch 0, not 3"):
         blank.take(1, 0, epoch=3)
     assert blank.attach(2, Books(granted=2, acknowledged=2, next_sequence=2, epoch=3)) == 4

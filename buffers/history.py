@@ -1,0 +1,20 @@
+"""One transition of one lease: what a backend's history tells an audit.
+
+Invariant: the events of a sequence are in the order in which they happened. `lease_id` is empty
+where a learner's books, not a lease, decided: "dropped" (orphaned) means that the sequence is free
+again, whatever became of it before; "acknowledged" that a checkpoint holds it.
+"""
+
+from msgspec import Struct
+
+
+class Event(Struct, frozen=True):
+    """`state`: leased, buffered, taken, trained, acknowledged, dropped (then with its `reason`).
+
+    "acknowledged" has the reason "books" where a learner's books ended what was not trained here.
+    """
+
+    sequence: int
+    state: str
+    reason: str | None
+    lease_id: str

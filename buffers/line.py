@@ -1,0 +1,68 @@
+"""Two orders over the account's entries: who waits longest, and whose lease ends next.
+
+Invariant: every BUFFERED entry is in the line, every LEASED one in the expiries. Others may be left
+in these heaps, and are thrown away when they come up; so leaving costs nothing. Only
+`buffers.ledger` calls it.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+from buffers.account import Account, Entry, State, header_of
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """As the line has them, which is also the order of lending."""
+    return sorted(
+        entries, key=lambda e: (-1 if e.header is None else e.header.oldest_version, e.sequence)
+    )
+
+
+class Line:
+    """The waiting groups by their oldest policy version, then by sequence."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._heap: list[tuple[int, int]] = []
+
+    def join(self, entry: Entry) -> None:
+        heapq.heappush(self._heap, (header_of(entry).oldest_version, entry.sequence))
+
+    def first(self) -> Entry | None:
+        """The oldest group that waits; it stays in the line until its state changes."""
+        while self._heap:
+            oldest, sequence = self._heap[0]
+            entry = self._account.get(sequence)
+            if (
+                entry
+                and entry.state is State.BUFFERED
+                and header_of(entry).oldest_version == oldest
+            ):
+                return entry
+            heapq.heappop(self._heap)
+        return None
+
+
+class Expiries:
+    """The leases by the time at which they end; one that was renewed is in here twice."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._heap: list[tuple[float, str]] = []
+
+    def add(self, entry: Entry) -> None:
+        heapq.heappush(self._heap, (entry.expires_at_s, entry.lease_id))
+
+    def pop_due(self, now_s: float) -> list[Entry]:
+        """The leases whose time has come."""
+        due: dict[str, Entry] = {}
+        while self._heap and self._heap[0][0] <= now_s:
+            _, lease_id = heapq.heappop(self._heap)
+            entry = self._account.find(lease_id)
+            if entry and entry.state is State.LEASED and entry.expires_at_s <= now_s:
+                due[lease_id] = entry
+        return list(due.values())
+
+    def next_s(self) -> float | None:
+        """When `pop_due` may next have something."""
+        return self._heap[0][0] if self._heap else None

@@ -1,0 +1,41 @@
+"""Where malformed messages are kept, so that a person can see what was wrong with them.
+
+Invariant: at most `max_files` files and `max_bytes` bytes, the newest; a message that cannot be
+kept (a full disk) is only logged. Called by `buffers.zmq_server`.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+from streamrl.errors import WireError
+
+log = logging.getLogger(__name__)
+
+
+class Quarantine:
+    def __init__(self, folder: Path, *, max_files: int = 100, max_bytes: int = 256 * 2**20) -> None:
+        self._folder = folder
+        self._max_files = max_files
+        self._max_bytes = max_bytes
+
+    def keep(self, sender: str, message: bytes, error: WireError) -> None:
+        """`sender` becomes part of the file's name; what is larger than all may be is cut."""
+        name = "".join(c if c.isalnum() or c in "-_" else "_" for c in sender)[:80]
+        path = self._folder / f"{time.time_ns()}-{name}.msgpack"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(message[: self._max_bytes])
+            self._bound()
+        except OSError as problem:
+            log.warning("malformed message of %s: %s (not kept: %s)", sender, error, problem)
+            return
+        log.warning("malformed message of %s kept in %s: %s", sender, path, error)
+
+    def _bound(self) -> None:
+        num_bytes = 0
+        newest_first = sorted(self._folder.glob("*.msgpack"), reverse=True)
+        for num_files, path in enumerate(newest_first, start=1):
+            num_bytes += path.stat().st_size
+            if num_files > self._max_files or num_bytes > self._max_bytes:
+                path.unlink()

@@ -1,0 +1,478 @@
+"""The buffer daemon, killed, on a full disk, restored from an older copy, and spoken to badly."""
+
+import asyncio
+import contextlib
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from buffers import messages as m
+from buffers.curve import make_keys
+from buffers.journal_file import journal_path
+from buffers.zmq_client import ZmqBuffer
+from streamrl import wire
+from streamrl.cli.main import main
+from streamrl.config import load_config
+from streamrl.errors import (
+    ConfigError,
+    CorruptMessageError,
+    DuplicateGroupError,
+    LostMemoryError,
+    SchemaVersionError,
+    StorageError,
+    TransportError,
+    UnknownLeaseError,
+)
+from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason
+from tests.contract.test_buffers import fill, zmq_server
+from tests.records import make_group
+
+STREAMRL = str(Path(sys.executable).with_name("streamrl"))
+DEADLINE_S = 30.0
+CONFIG = """
+run: {{name: run, folder: {folder}}}
+model: {{path: unused}}
+data: {{source: addition}}
+buffer: {{url: "{url}", max_staleness: 3, lease_ttl_s: 20, deadline_s: 20}}
+learner: {{groups_per_step: 2}}
+"""
+
+
+class Daemon:
+    """`streamrl buffer`, started and killed at will on one port."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.url = f"zmq://127.0.0.1:{probe.getsockname()[1]}"
+        self.run = folder / "run"
+        self.config = folder / "config.yaml"
+        self.config.write_text(CONFIG.format(folder=folder, url=self.url))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *overrides: str) -> None:
+        command = [STREAMRL, "buffer", str(self.config)]
+        for override in overrides:
+            command += ["--set", override]
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(DEADLINE_S)
+
+    def limit_files(self, num_bytes: int) -> None:
+        """What a full disk does: a file cannot grow; -1 is no limit."""
+        assert self.process is not None
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (num_bytes, -1))
+
+    def client(self, deadline_s: float = DEADLINE_S) -> ZmqBuffer:
+        return ZmqBuffer(self.url, deadline_s=deadline_s, retry_s=0.3)
+
+    @property
+    def log(self) -> str:
+        return (self.run / "logs" / "buffer.log").read_text()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path)
+    daemon.start()
+    yield daemon
+    if daemon.process is not None and daemon.process.poll() is None:
+        daemon.kill()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def status(session: str = "s", **kwargs: object) -> GeneratorStatus:
+    return GeneratorStatus(generator_id="g", session=session, policy_version=0, **kwargs)
+
+
+async def test_nobody_notices_that_a_buffer_was_killed(daemon: Daemon):
+    generator, learner = daemon.client(), daemon.client()
+    before = await learner.attach(0, None)
+    await fill(generator, "s/a", "s/b", "s/c")
+    held = await generator.lease("s/d", "g", 0.0)
+    loan = await learner.take(2, 0, 1.0)
+    books = (await learner.stats()).books
+    daemon.kill()
+    daemon.start()
+    after = await learner.stats()
+    assert after.incarnation != before.incarnation
+    assert after.books == books
+    assert await learner.take(2, 0, 1.0) == loan
+    assert [g.sequence for g in await learner.fetch([1, 0])] == [1, 0]
+    assert (await learner.advance(1)).trained == 2
+    reply = await generator.heartbeat(status(lease_ids=("s/d",)))
+    assert (reply.lost_lease_ids, reply.incarnation) == ((), after.incarnation)
+    assert held is not None
+    await generator.put("s/d", make_group(held.sequence, lease_id="s/d"))
+    await learner.acknowledge(1)
+    assert daemon.end() == 0
+    assert main(["buffer", "audit", str(daemon.run)]) == 0
+    await generator.close()
+    await learner.close()
+
+
+async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: Daemon):
+    """What a client was told stands, whenever the kill comes."""
+    learner, generators = daemon.client(), [daemon.client() for _ in range(4)]
+    await learner.attach(0, None)
+    seen: list[int] = []
+
+    async def generate(index: int) -> None:
+        for number in range(10_000):
+            lease = await generators[index].lease(f"{index}/{number}", str(index), 60.0)
+            assert lease is not None
+            group = make_group(
+                lease.sequence, lease_id=lease.lease_id, version=lease.policy_version
+            )
+            await generators[index].put(lease.lease_id, group)
+
+    async def kill() -> None:
+        for _ in range(3):
+            step = len(seen)
+            await until(lambda step=step: len(seen) >= step + 20)
+            daemon.kill()
+            daemon.start()
+
+    tasks = [asyncio.create_task(generate(index)) for index in range(4)]
+    killing = asyncio.create_task(kill())
+    version = 0
+    while not killing.done():
+        headers = await learner.take(2, version, 30.0)
+        seen.extend(g.sequence for g in await learner.fetch([h.sequence for h in headers]))
+        version += 1
+        await learner.advance(version)
+        await learner.acknowledge(version)
+    await killing
+    assert seen == sorted(set(seen))
+    assert not any(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert daemon.end() == 0
+    assert main(["buffer", "audit", str(daemon.run)]) == 0
+    for client in (learner, *generators):
+        await client.close()
+
+
+async def test_on_a_full_disk_clients_wait_and_nothing_is_lost(daemon: Daemon):
+    generator, learner, other = daemon.client(), daemon.client(), daemon.client(deadline_s=1.0)
+    await learner.attach(0, None)
+    leases = [await generator.lease(f"s/{i}", "g", 0.0) for i in range(4)]
+    await generator.put("s/0", make_group(0, lease_id="s/0"))
+    daemon.limit_files(journal_path(daemon.run).with_name("journal.sqlite-wal").stat().st_size)
+    large = [make_group(i, lease_id=f"s/{i}", num_response=20_000) for i in (1, 2, 3)]
+    waiting = [asyncio.create_task(generator.put(f"s/{i}", large[i - 1])) for i in (1, 2, 3)]
+    await until(lambda: "nothing is taken in until it can be" in daemon.log)
+    with pytest.raises(StorageError, match=r"journal .* cannot be written"):
+        await other.lease("t/0", "g", 0.0)
+    assert not any(task.done() for task in waiting)
+    assert (await learner.stats()).books.granted == 4
+    daemon.limit_files(-1)
+    await asyncio.gather(*waiting)
+    assert "the journal is written again" in daemon.log
+    daemon.kill()
+    daemon.start()
+    headers = await learner.take(4, 0, 5.0)
+    assert [h.sequence for h in headers] == [lease.sequence for lease in leases if lease]
+    (group,) = await learner.fetch([2])
+    assert group.num_tokens == large[1].num_tokens
+    for client in (generator, learner, other):
+        await client.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte, where we may make one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+async def test_a_full_file_system(disk: Path, daemon: Daemon):
+    daemon.kill()
+    daemon.start(f"run.folder={disk}")
+    generator, learner = daemon.client(), daemon.client()
+    await learner.attach(0, None)
+    await generator.lease("s/0", "g", 0.0)
+    ballast = disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    group = make_group(0, lease_id="s/0", num_response=5_000)
+    putting = asyncio.create_task(generator.put("s/0", group))
+    _, late = await asyncio.wait({putting}, timeout=1.5)
+    assert late
+    ballast.unlink()
+    await putting
+    daemon.kill()
+    daemon.start(f"run.folder={disk}")
+    assert (await learner.stats()).books.buffered == 1
+    daemon.kill()
+    await generator.close()
+    await learner.close()
+
+
+async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemon: Daemon):
+    generator, learner = daemon.client(), daemon.client()
+    await learner.attach(0, Books())
+    await fill(generator, "s/a", "s/b")
+    copy = daemon.run.parent / "copy"
+    daemon.kill()
+    shutil.copytree(daemon.run / "buffer", copy)
+    daemon.start()
+    before = await generator.heartbeat(status())
+    await learner.take(2, 0, 1.0)
+    books = await learner.advance(1)
+    held = [await generator.lease(f"s/{name}", "g", 0.0) for name in "cd"]
+    daemon.kill()
+    shutil.rmtree(daemon.run / "buffer")
+    shutil.copytree(copy, daemon.run / "buffer")
+    daemon.start()
+    reply = await generator.heartbeat(status(lease_ids=("s/c", "s/d")))
+    assert reply.incarnation != before.incarnation
+    assert reply.lost_lease_ids == ("s/c", "s/d")
+    asserted = tuple(lease for lease in held if lease)
+    reply = await generator.heartbeat(status(lease_ids=("s/c", "s/d"), held=asserted))
+    assert reply.lost_lease_ids == ()
+    stats = await learner.attach(1, books)
+    assert (stats.books.leased, stats.books.balanced) == (2, True)
+    for lease in asserted:
+        await generator.put(lease.lease_id, make_group(lease.sequence, version=1))
+    assert [h.sequence for h in await learner.take(2, 1, 1.0)] == [2, 3]
+    assert daemon.end() == 0
+    assert main(["buffer", "audit", str(daemon.run)]) == 0
+    await generator.close()
+    await learner.close()
+
+
+async def test_a_learner_hears_that_a_buffer_has_lost_everything(daemon: Daemon):
+    learner = daemon.client()
+    await learner.attach(0, None)
+    daemon.kill()
+    shutil.rmtree(daemon.run / "buffer")
+    daemon.start()
+    with pytest.raises(LostMemoryError, match="knows epoch 0, not 1"):
+        await learner.take(1, 0, 0.0)
+    await learner.close()
+
+
+async def test_a_buffer_of_an_ended_run_waits_for_somebody_to_come(daemon: Daemon):
+    learner = daemon.client()
+    await learner.attach(0, None)
+    daemon.kill()
+    daemon.start()
+    await learner.finish()
+    assert daemon.process is not None
+    assert await asyncio.to_thread(daemon.process.wait, DEADLINE_S) == 0
+    daemon.start()
+    assert (await learner.stats()).finished
+    assert not (await learner.attach(0, None)).finished
+    await learner.close()
+
+
+def test_an_audit_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["buffer", "audit", str(tmp_path)]) == 2
+    assert "the run has no journal" in capsys.readouterr().err
+
+
+# Malformed input, through a real socket.
+
+
+def damaged(**changes: object) -> dict[str, object]:
+    group = msgspec.to_builtins(make_group(0, lease_id="s/a"), builtin_types=(np.ndarray,))
+    group["trajectories"][0].update(changes)
+    return dict(group)
+
+
+async def send(url: str, *frames: bytes) -> m.ErrorReply:
+    """One message as a foreign program would send it."""
+    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket.connect(url.replace("zmq", "tcp"))
+    await socket.send_multipart([b"id", *frames])
+    _, reply = await asyncio.wait_for(socket.recv_multipart(), 10.0)
+    socket.close(linger=0)
+    return wire.decode(reply, m.Reply)
+
+
+def of_schema(version: int, record: object) -> bytes:
+    envelope = msgspec.msgpack.decode(wire.encode(record), type=tuple[int, int, msgspec.Raw])
+    return msgspec.msgpack.encode((version, *envelope[1:]))
+
+
+@pytest.mark.parametrize(
+    ("payload", "kind"),
+    [
+        (wire.encode(damaged(behavior_logprobs=np.zeros(3, np.float32))), "CorruptMessageError"),
+        (
+            wire.encode(damaged(behavior_logprobs=np.full(7, np.nan, np.float32))),
+            "CorruptMessageError",
+        ),
+        (wire.encode(damaged(reward=float("nan"))), "CorruptMessageError"),
+        (of_schema(99, make_group(0)), "SchemaVersionError"),
+        (wire.encode(make_group(0))[:-5], "CorruptMessageError"),
+        (b"", "CorruptMessageError"),
+        (wire.encode(Books()), "CorruptMessageError"),
+    ],
+    ids=["lengths", "nan", "reward", "schema", "cut", "empty", "another record"],
+)
+async def test_a_malformed_group_ends_its_lease_once_and_is_kept(tmp_path, payload, kind):
+    with zmq_server(tmp_path, journal=True) as server:
+        buffer = ZmqBuffer(server.url)
+        await buffer.attach(0, None)
+        await buffer.lease("s/a", "g", 0.0)
+        request = wire.encode(m.PutRequest("s/a"))
+        for _ in range(2):
+            assert (await send(server.url, request, payload)).kind == kind
+        stats = await buffer.stats()
+        assert stats.books.dropped == {DropReason.MALFORMED: 1}
+        assert stats.refused == {RefusalReason.MALFORMED: 1}
+        assert stats.books.balanced
+        kept = sorted((tmp_path / "quarantine").iterdir())
+        assert [path.read_bytes() for path in kept] == [payload, payload]
+        await fill(buffer, "s/b")
+        await buffer.close()
+
+
+async def test_a_malformed_request_is_refused_counted_and_kept(tmp_path):
+    with zmq_server(tmp_path) as server:
+        foreign = of_schema(99, m.PutRequest("s/a"))
+        for message, error in ((b"nonsense", CorruptMessageError), (foreign, SchemaVersionError)):
+            assert isinstance((await send(server.url, message)).exception(), error)
+        buffer = ZmqBuffer(server.url)
+        assert (await buffer.stats()).refused == {RefusalReason.MALFORMED: 2}
+        kept = sorted((tmp_path / "quarantine").iterdir())
+        assert [path.read_bytes() for path in kept] == [b"nonsense", foreign]
+        await buffer.close()
+
+
+async def test_a_put_without_a_right_to_it_is_refused_and_counted(tmp_path):
+    with zmq_server(tmp_path, journal=True, lease_ttl_s=0.1) as server:
+        buffer = ZmqBuffer(server.url)
+        await buffer.attach(0, None)
+        with pytest.raises(UnknownLeaseError):
+            await buffer.put("never", make_group(0))
+        await fill(buffer, "s/a")
+        with pytest.raises(DuplicateGroupError):
+            await buffer.put("s/a", make_group(0, lease_id="another"))
+        lease = await buffer.lease("s/b", "g", 0.0)
+        assert lease is not None
+        while not (await buffer.stats()).books.dropped:
+            await asyncio.sleep(0.02)
+        with pytest.raises(UnknownLeaseError, match="has expired"):
+            await buffer.put("s/b", make_group(1, lease_id="s/b"))
+        stats = await buffer.stats()
+        assert stats.books.dropped == {DropReason.EXPIRED: 1}
+        assert stats.refused == {RefusalReason.UNKNOWN_LEASE: 2, RefusalReason.DUPLICATE: 1}
+        assert stats.books.balanced
+        await buffer.close()
+
+
+async def test_the_quarantine_is_bounded(tmp_path):
+    from buffers.quarantine import Quarantine
+
+    quarantine = Quarantine(tmp_path / "q", max_files=3, max_bytes=25)
+    for number in range(6):
+        quarantine.keep("../a", bytes([number]) * 5, CorruptMessageError("x"))
+    assert [p.read_bytes()[0] for p in sorted((tmp_path / "q").iterdir())] == [3, 4, 5]
+    quarantine.keep("b", bytes(18), CorruptMessageError("x"))
+    assert sum(p.stat().st_size for p in (tmp_path / "q").iterdir()) <= 25
+    (tmp_path / "file").write_text("")
+    Quarantine(tmp_path / "file").keep("c", b"", CorruptMessageError("not kept, no crash"))
+
+
+# Keys.
+
+
+async def test_with_keys_the_buffer_serves_who_has_them_and_nobody_else(tmp_path):
+    keys, others = tmp_path / "keys", tmp_path / "others"
+    assert main(["keys", "new", str(keys)]) == 0
+    make_keys(others)
+    assert {p.stat().st_mode & 0o777 for p in keys.iterdir()} == {0o600}
+    half = tmp_path / "half"
+    shutil.copytree(others, half)
+    shutil.copy(keys / "server.public", half / "server.public")
+    with zmq_server(tmp_path, curve=keys) as server:
+        buffer = ZmqBuffer(server.url, curve=keys)
+        await buffer.attach(0, None)
+        for wrong in (None, others, half):
+            stranger = ZmqBuffer(server.url, deadline_s=0.7, retry_s=0.3, curve=wrong)
+            start = time.monotonic()
+            with pytest.raises(TransportError, match=r"refuses the keys .*buffer\.curve"):
+                await stranger.stats()
+            assert time.monotonic() - start < 5.0
+            await stranger.close()
+        await fill(buffer, "s/a")
+        assert (await buffer.stats()).books.buffered == 1
+        await buffer.close()
+
+
+async def test_a_client_with_keys_gets_no_answer_from_a_buffer_without(tmp_path):
+    make_keys(tmp_path / "keys")
+    with zmq_server(tmp_path) as server:
+        buffer = ZmqBuffer(server.url, deadline_s=0.7, retry_s=0.3, curve=tmp_path / "keys")
+        with pytest.raises(TransportError, match=r"or has none"):
+            await buffer.stats()
+        await buffer.close()
+
+
+def test_keys_are_not_written_over(tmp_path, capsys):
+    assert main(["keys", "new", str(tmp_path)]) == 0
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert main(["keys", "new", str(tmp_path)]) == 2
+    assert "is not written over" in capsys.readouterr().err
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+async def test_without_keys_nobody_serves_or_connects_beyond_this_machine(tmp_path):
+    url = "zmq://0.0.0.0:0"
+    with pytest.raises(ConfigError, match="streamrl keys new FOLDER"), zmq_server(tmp_path, url):
+        pass
+    with pytest.raises(ConfigError, match="streamrl keys new FOLDER"):
+        ZmqBuffer("zmq://10.0.0.1:5")
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path, url="zmq://0.0.0.0:5555"))
+    with pytest.raises(ConfigError, match=r"buffer\.url: was 'zmq://0\.0\.0\.0:5555'.*keys new"):
+        load_config(str(config))
+    make_keys(tmp_path / "keys")
+    with zmq_server(tmp_path, url, curve=tmp_path / "keys") as server:
+        port = server.url.rpartition(":")[2]
+        buffer = ZmqBuffer(f"zmq://127.0.0.1:{port}", curve=tmp_path / "keys")
+        assert (await buffer.stats()).books == Books()
+        await buffer.close()
+
+
+def test_keys_that_are_missing_are_named(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=r"buffer\.curve: cannot read .*client\.public"),
+        zmq_server(tmp_path, curve=tmp_path / "nowhere"),
+    ):
+        pass

@@ -1,0 +1,131 @@
+"""The audit finds every kind of fault, names it, and takes rewinds for what they are."""
+
+import sqlite3
+from argparse import Namespace
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from buffers.account import Image
+from buffers.audit import audit, compare, main
+from buffers.history import Event
+from buffers.journal_file import journal_path
+from tests.unit.test_journal import fill, open_journal
+
+WORDS = {
+    "L": "leased",
+    "B": "buffered",
+    "T": "taken",
+    "R": "trained",
+    "A": "acknowledged",
+}
+REASONS = {"s": "stale", "e": "expired", "o": "orphaned"}
+
+
+def events(*paths: str) -> list[Event]:
+    """From "sequence lease letters"; a lease "-" is a learner's books."""
+    told = []
+    for path in paths:
+        sequence, lease, letters = path.split()
+        lease_id = "" if lease == "-" else lease
+        for letter in letters:
+            if letter in REASONS:
+                told.append(Event(int(sequence), "dropped", REASONS[letter], lease_id))
+            elif letter == "K":
+                told.append(Event(int(sequence), "acknowledged", "books", lease_id))
+            else:
+                told.append(Event(int(sequence), WORDS[letter], None, lease_id))
+    return told
+
+
+def test_a_run_in_order_adds_up():
+    found = audit(
+        events("0 a LBTRA", "1 b Le", "1 c LBTR", "2 d LBs", "3 e LBT", "4 f L", "5 g Le")
+    )
+    assert found.faults == []
+    assert found.granted == 7
+    assert found.ended == {"acknowledged": 1, "expired": 2, "stale": 1}
+    assert found.waiting == {"trained": 1, "taken": 1, "leased": 1}
+    assert found.num_free == 1
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        ("0 a LBTRBTRA",),
+        ("0 a LBTBTRA",),
+        ("0 a LBTRA", "0 - o", "0 b LBTRA"),
+        ("0 a LBs", "0 - o", "0 b L"),
+        ("0 a LBK",),
+        ("0 - K", "1 - o", "1 b LBTRA"),
+    ],
+)
+def test_rewinds_and_books_are_in_order(history):
+    assert audit(events(*history)).faults == []
+
+
+@pytest.mark.parametrize(
+    ("history", "sentence"),
+    [
+        (
+            ("0 a LBTRA", "0 b L"),
+            "lease b was granted after it had been acknowledged: trained twice",
+        ),
+        (("0 a LBs", "0 b L"), "lease b was granted after it had been dropped for good"),
+        (("0 a LB", "0 b L"), "lease b was granted while lease a was buffered"),
+        (("0 a LBTRTRA",), "lease a went from trained to taken"),
+        (("0 a LBTRAA",), "lease a went from acknowledged to acknowledged"),
+        (("0 a LBTRRA",), "lease a went from trained to trained"),
+        (("0 a LT",), "lease a went from leased to taken"),
+        (("0 a LBA",), "lease a went from buffered to acknowledged"),
+        (("0 a LBTA",), "lease a went from taken to acknowledged"),
+        (("0 a LeB",), "lease a went from dropped to buffered"),
+        (("0 a B",), "lease a is buffered, but was not granted"),
+        (("0 a L", "0 - o"), "ended by a learner's books while lease a was leased"),
+        (("0 a L", "2 b L"), "sequence 1: was never granted, 2 was"),
+        (("0 a LB", "0 b LBTRA"), "2 leases were granted, but 1 are accounted for"),
+    ],
+)
+def test_a_fault_is_named(history, sentence):
+    assert sentence in "\n".join(audit(events(*history)).faults)
+
+
+def test_a_drop_without_a_reason_is_a_fault():
+    told = [*events("0 a L"), Event(0, "dropped", None, "a")]
+    assert "dropped with the reason None" in audit(told).faults[0]
+
+
+def test_an_account_that_disagrees_with_its_history_is_named():
+    found = audit(events("0 a LBTRA", "1 b L"))
+    assert list(compare(found, Image(granted=2, acknowledged=1))) == []
+    assert list(compare(found, Image(granted=3, acknowledged=2))) == [
+        "the account has 3 leases granted, the history 2",
+        "the account has 2 acknowledged, the history 1",
+    ]
+    assert list(compare(found, Image(granted=9, acknowledged=5, unseen=7))) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("DELETE FROM payload WHERE sequence = 1", "sequence 1: the payload of lease b is missing"),
+        ("DELETE FROM entry WHERE sequence = 0", "sequence 0: is None in the journal"),
+        ("UPDATE entry SET state = 'taken'", "('a', 'taken') in the journal, but the history says"),
+        ("DELETE FROM history WHERE sequence = 0", "sequence 0: was never granted, 1 was"),
+        ("UPDATE history SET path = 'LBTBTR' WHERE sequence = 1", "says ('b', 'trained')"),
+    ],
+)
+def test_a_damaged_journal_fails_the_audit(tmp_path: Path, capsys, damage: str, sentence: str):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    fill(state, "a", "b")
+    journal.commit()
+    journal.close()
+    assert main(Namespace(folder=tmp_path)) == 0
+    assert capsys.readouterr().out.endswith("in order\n")
+    with closing(sqlite3.connect(journal_path(tmp_path))) as db:
+        db.execute(damage)
+        db.commit()
+    assert main(Namespace(folder=tmp_path)) == 1
+    assert sentence in capsys.readouterr().out

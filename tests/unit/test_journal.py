@@ -1,0 +1,332 @@
+"""What the journal recovers is what was committed, after any call, and its history passes audit."""
+
+import sqlite3
+import tempfile
+from argparse import Namespace
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from buffers.audit import main as run_audit
+from buffers.journal import Journal
+from buffers.journal_file import journal_path
+from buffers.ledger import Ledger
+from buffers.state import BufferState
+from streamrl.errors import ConfigError, LedgerError, StorageError
+from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease
+
+TTL_S = 10.0
+# The machine syncs a file with every call; what that survives is not what it tests.
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def make_state(**bounds: int) -> BufferState[bytes]:
+    ledger = Ledger(**{"groups_per_step": 2, "max_staleness": 1, **bounds})
+    return BufferState[bytes](ledger, lease_ttl_s=TTL_S)
+
+
+def open_journal(
+    run: Path, now_s: float = 0.0, **bounds: int
+) -> tuple[BufferState[bytes], Journal]:
+    state = make_state(**bounds)
+    journal = Journal(journal_path(run), state, durability="process")
+    told = {"learner.groups_per_step": state.ledger.groups_per_step, "run.name": "a"}
+    journal.recover(told, now_s)
+    return state, journal
+
+
+def header(lease: Lease, version: int) -> GroupHeader:
+    return GroupHeader(
+        group_id=lease.lease_id,
+        sequence=lease.sequence,
+        environment="test",
+        oldest_version=version,
+        lengths=(3,),
+        rewards=(1.0,),
+        num_bytes=5,
+    )
+
+
+def put(state: BufferState[bytes], lease: Lease, version: int, now_s: float = 0.0) -> None:
+    state.put(lease.lease_id, header(lease, version), b"bytes of " + lease.lease_id.encode(), now_s)
+
+
+def fill(state: BufferState[bytes], *lease_ids: str, version: int = 0) -> None:
+    for lease_id in lease_ids:
+        lease = state.lease(lease_id, 0.0)
+        assert lease is not None
+        put(state, lease, version)
+
+
+def dump(state: BufferState[bytes], last_sequence: int = 200) -> dict[str, Any]:
+    """Everything but the clock: leases get a new time to live."""
+    entries = [e for s in range(last_sequence) if (e := state.ledger.entry(s))]
+    held = [e.sequence for e in entries if e.header]
+    return {
+        "image": state.ledger.image(),
+        "books": state.ledger.books(),
+        "entries": [
+            (e.sequence, e.lease_id, e.floor, e.state, e.header, e.version) for e in entries
+        ],
+        "payloads": state.fetch(held),
+        "oldest": state.ledger.oldest_version(),
+        "bytes": state.stats().num_bytes,
+    }
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """The process is killed after every call, and the run goes on with what comes back."""
+
+    @initialize(groups_per_step=st.integers(1, 2), max_staleness=st.integers(0, 2))
+    def start(self, groups_per_step: int, max_staleness: int) -> None:
+        self.bounds = {"groups_per_step": groups_per_step, "max_staleness": max_staleness}
+        self.folder = tempfile.TemporaryDirectory(dir=MEMORY)
+        self.run_folder = Path(self.folder.name)
+        self.state, self.journal = open_journal(self.run_folder, **self.bounds)
+        self.now_s = 0.0
+        self.num_leases = 0
+        self.held: list[Lease] = []
+        self.state.attach(0, Books())
+        self.checkpoint = (0, Books())
+        self._die_and_come_back()
+
+    def _die_and_come_back(self) -> None:
+        self.journal.commit()
+        before = dump(self.state)
+        self.journal.close()
+        self.state, self.journal = open_journal(self.run_folder, self.now_s, **self.bounds)
+        assert dump(self.state) == before
+        live = set(self.state.ledger.live_leases())
+        self.held = [lease for lease in self.held if lease.lease_id in live]
+
+    @rule(count=st.integers(1, 4))
+    def lease(self, count: int) -> None:
+        for _ in range(count):
+            lease = self.state.lease(f"lease {self.num_leases}", self.now_s)
+            self.num_leases += 1
+            self.held += [lease] if lease else []
+        self._die_and_come_back()
+
+    @rule(count=st.integers(1, 4), age=st.integers(0, 3))
+    def put(self, count: int, age: int) -> None:
+        for lease in self.held[:count]:
+            put(self.state, lease, max(0, self.state.ledger.version - age), self.now_s)
+        self._die_and_come_back()
+
+    @precondition(lambda self: self.held)
+    @rule(reason=st.sampled_from(DropReason))
+    def release(self, reason: DropReason) -> None:
+        self.state.release(self.held[0].lease_id, reason)
+        self._die_and_come_back()
+
+    @rule()
+    def let_leases_expire(self) -> None:
+        self.now_s += 2 * TTL_S
+        self.state.expire(self.now_s)
+        self._die_and_come_back()
+
+    @rule(ahead=st.integers(0, 5))
+    def assert_a_lease_of_a_lost_past(self, ahead: int) -> None:
+        sequence = self.state.ledger.books().next_sequence + ahead
+        asserted = Lease(
+            lease_id=f"lost {self.num_leases}", sequence=sequence, policy_version=0, expires_at_s=0
+        )
+        self.num_leases += 1
+        status = GeneratorStatus(
+            generator_id="g", session="lost", policy_version=0, held=(asserted,)
+        )
+        self.state.heartbeat(status, self.now_s)
+        self.held.append(asserted)
+        self._die_and_come_back()
+
+    @rule()
+    def train(self) -> None:
+        ledger = self.state.ledger
+        if self.state.take(ledger.groups_per_step, ledger.version, ledger.epoch):
+            self._die_and_come_back()
+            ledger = self.state.ledger
+            self.state.advance(ledger.version + 1, ledger.epoch)
+        self._die_and_come_back()
+
+    @rule(num_steps=st.integers(1, 3), saved_after=st.integers(0, 3))
+    def run_some_steps(self, num_steps: int, saved_after: int) -> None:
+        """Steady work: without this rule, random calls rarely fill a batch."""
+        ledger = self.state.ledger
+        for step in range(num_steps):
+            if step == saved_after:
+                self.checkpoint = (ledger.version, ledger.books())
+            for _ in range(ledger.groups_per_step):
+                if lease := self.state.lease(f"lease {self.num_leases}", self.now_s):
+                    put(self.state, lease, ledger.version, self.now_s)
+                self.num_leases += 1
+            if self.state.take(ledger.groups_per_step, ledger.version, ledger.epoch):
+                self.state.advance(ledger.version + 1, ledger.epoch)
+        self._die_and_come_back()
+
+    @rule()
+    def prefetch(self) -> None:
+        ledger = self.state.ledger
+        for version in (ledger.version, ledger.version + 1):
+            try:
+                self.state.take(ledger.groups_per_step, version, ledger.epoch)
+            except LedgerError:
+                break
+        self._die_and_come_back()
+
+    @rule(acknowledges=st.booleans())
+    def save(self, acknowledges: bool) -> None:
+        ledger = self.state.ledger
+        self.checkpoint = (ledger.version, ledger.books())
+        if acknowledges:
+            self.state.acknowledge(ledger.version, ledger.epoch)
+        self._die_and_come_back()
+
+    @rule(num_steps=st.integers(1, 3), saved_after=st.integers(0, 3), lost=st.booleans())
+    def work_and_attach_again(self, num_steps: int, saved_after: int, lost: bool) -> None:
+        self.run_some_steps(num_steps, saved_after)
+        self.attach_again(True, lost)
+
+    @rule(has_books=st.booleans(), lost=st.booleans())
+    def attach_again(self, has_books: bool, lost: bool) -> None:
+        """Also to a journal that was lost with everything in it."""
+        if lost:
+            self.journal.close()
+            journal_path(self.run_folder).unlink()
+            self.state, self.journal = open_journal(self.run_folder, self.now_s, **self.bounds)
+            self.held = []
+        version, books = self.checkpoint
+        self.state.attach(version, books if has_books or lost else None)
+        self._die_and_come_back()
+
+    def teardown(self) -> None:
+        if hasattr(self, "journal"):
+            self.journal.close()
+            assert run_audit(Namespace(folder=self.run_folder)) == 0
+            self.folder.cleanup()
+
+
+JournalMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+TestJournal = JournalMachine.TestCase
+
+
+def test_what_was_not_committed_is_not_there_and_nothing_else_is_missing(tmp_path):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    fill(state, "a")
+    journal.commit()
+    before = dump(state)
+    fill(state, "b")
+    journal.close()
+    recovered, journal = open_journal(tmp_path)
+    assert dump(recovered) == before
+    journal.close()
+
+
+def test_recovered_leases_get_a_whole_new_time_to_live(tmp_path):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    state.lease("a", 0.0)
+    journal.commit()
+    journal.close()
+    recovered, journal = open_journal(tmp_path, now_s=1000.0)
+    assert recovered.ledger.expire(1000.0 + TTL_S - 0.1) == ()
+    assert recovered.ledger.expire(1000.0 + TTL_S) == ("a",)
+    journal.close()
+
+
+def test_the_file_does_not_grow_with_the_run(tmp_path):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+
+    def steps(count: int) -> int:
+        for _ in range(count):
+            version = state.ledger.version
+            for number in range(2):
+                lease = state.lease(f"{version}/{number}", 0.0)
+                assert lease is not None
+                state.put(lease.lease_id, header(lease, version), bytes(20_000), 0.0)
+            journal.commit()
+            state.take(2, version, 1)
+            state.advance(version + 1, 1)
+            state.acknowledge(version + 1, 1)
+            journal.commit()
+        with closing(sqlite3.connect(journal_path(tmp_path))) as db:
+            return int(db.execute("PRAGMA page_count").fetchone()[0]) * 4096
+
+    early = steps(10)
+    assert steps(200) < early + 200 * 2 * 100
+    assert state.stats().num_bytes == 0
+    journal.close()
+
+
+def test_a_journal_in_use_is_refused(tmp_path):
+    _, journal = open_journal(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another buffer"):
+        open_journal(tmp_path)
+    journal.close()
+
+
+def test_a_journal_of_another_run_is_refused_by_name(tmp_path):
+    _, journal = open_journal(tmp_path)
+    journal.close()
+    other = Journal(journal_path(tmp_path), make_state(), durability="process")
+    with pytest.raises(ConfigError, match=r"run\.name: is 'b', .* of a run with 'a'"):
+        other.recover({"run.name": "b"}, 0.0)
+    other.close()
+
+
+def test_another_bound_is_adopted_and_fences_who_counts_with_the_old_one(tmp_path):
+    state, journal = open_journal(tmp_path)
+    epoch = state.attach(0, None)
+    fill(state, *"abc")
+    journal.commit()
+    journal.close()
+    state, journal = open_journal(tmp_path, groups_per_step=3)
+    with pytest.raises(LedgerError, match="took over"):
+        state.take(2, 0, epoch)
+    assert len(state.take(3, 0, state.attach(0, None))) == 3
+    journal.close()
+
+
+def test_a_file_that_is_no_journal_is_named(tmp_path):
+    path = journal_path(tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"something else" * 1000)
+    with pytest.raises(ConfigError, match="cannot be used: file is not a database"):
+        Journal(path, make_state(), durability="process")
+
+
+def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    fill(state, "a")
+    journal.commit()
+    committed = dump(state)
+    with closing(sqlite3.connect(journal_path(tmp_path))) as db:
+        num_pages = db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count = {num_pages}")
+    lease = state.lease("b", 0.0)
+    assert lease is not None
+    state.put("b", header(lease, 0), bytes(100_000), 0.0)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="database or disk is full"):
+            journal.commit()
+    copy = tmp_path / "copy" / "buffer"
+    copy.mkdir(parents=True)
+    for file in journal_path(tmp_path).parent.glob("journal.sqlite*"):
+        (copy / file.name).write_bytes(file.read_bytes())
+    killed, other = open_journal(tmp_path / "copy")
+    assert dump(killed) == committed
+    other.close()
+    journal._db.execute("PRAGMA max_page_count = 1000000")
+    journal.commit()
+    before = dump(state)
+    journal.close()
+    recovered, journal = open_journal(tmp_path)
+    assert dump(recovered) == before
+    journal.close()
