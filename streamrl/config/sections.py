@@ -112,11 +112,37 @@ class DataSettings(Section):
     """Arguments of the reward."""
 
 
+class VllmSettings(Section):
+    """Engine arguments under vLLM's own names, where null leaves its default; the last two are
+    ours."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Fraction of a GPU's memory for weights and KV cache."""
+    tensor_parallel_size: Positive = 1
+    """GPUs that share one engine."""
+    max_num_batched_tokens: Positive | None = None
+    """Tokens of one step, prefill and decode together."""
+    enable_chunked_prefill: bool | None = None
+    """Cut long prompts so that decoding goes on beside them."""
+    enable_prefix_caching: bool = True
+    """Compute what prompts share once per version."""
+    enforce_eager: bool | None = None
+    """Neither CUDA graphs nor compilation; null: true on CPUs, false on GPUs."""
+    load_format: str = "auto"
+    """How the model folder is read; dummy starts from random weights."""
+    kv_cache_memory_bytes: Positive | None = None
+    """KV cache; null: from gpu_memory_utilization on GPUs, 512 MiB on CPUs."""
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    """Requests in flight at an update: go on with the new weights, end first, or begin anew."""
+    recompute_kv: bool = False
+    """With keep: compute the KV cache of requests in flight again with the new weights."""
+
+
 class GeneratorSettings(Section):
     count: Positive = 1
     """Generators that `streamrl launch` starts; more may join at any time."""
     engine: str = "hf"
-    """Inference library: hf."""
+    """Inference library: hf or vllm."""
     environment: str = "single_turn"
     """What answers the policy: single_turn."""
     group_size: Positive = 8
@@ -149,6 +175,12 @@ class GeneratorSettings(Section):
     """After SIGTERM, time given to unfinished groups before their leases are released."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine, as its own documentation names them."""
+    vllm: VllmSettings = VllmSettings()
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one generator that receive weights."""
+        return self.vllm.tensor_parallel_size if self.engine == "vllm" else 1
 
 
 class BufferSettings(Section):

@@ -1,39 +1,42 @@
-"""What every engine promises, held against a plain forward pass of the same weights."""
+"""What every engine promises, held against a plain forward pass of the same weights.
+
+Runs on the engines this environment has: vLLM where it is installed, else HF.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
-from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from actors.engines.hf.engine import HfEngine
 from streamrl.errors import RolloutError, WeightTransferError
-from streamrl.interfaces import Engine
-from streamrl.types import Completion, FilesEndpoint, FinishReason, SamplingParams, WeightUpdate
-from streamrl.weights.layout import manifest_of
-from tests.tiny_model import EOS, VOCAB_SIZE, make_llama
+from streamrl.types import Completion, FinishReason, SamplingParams
+from tests.engines import HfEngines, MakeEngine, VllmEngines, make_model, update_to
+from tests.tiny_model import EOS, VOCAB_SIZE
 
-MakeEngine = Callable[..., Awaitable[Engine]]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPTS = [[5, 6, 7], [9], [3, 3, 3, 3, 3, 3, 3], [20, 21], [5, 6, 7]]
 FREE = {"ignore_eos": True}
 
 
-@pytest.fixture(params=["hf"])
-async def make_engine(request: pytest.FixtureRequest) -> AsyncIterator[MakeEngine]:
-    made: list[Engine] = []
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engines(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[HfEngines | VllmEngines]:
+    kind = VllmEngines if find_spec("vllm") else HfEngines
+    opened = kind(tmp_path_factory.mktemp("engines"))
+    yield opened
+    await opened.close()
 
-    async def make(model: LlamaForCausalLM | None = None, **kwargs: int) -> Engine:
-        settings = {"max_num_seqs": 4, "max_model_len": 64, **kwargs}
-        made.append(HfEngine(model or make_llama(), **settings))
-        return made[-1]
 
-    yield make
-    for engine in made:
-        await engine.close()
+@pytest_asyncio.fixture(loop_scope="module")
+async def make_engine(engines: HfEngines | VllmEngines) -> MakeEngine:
+    await engines.renew()
+    return engines.make
 
 
 @torch.no_grad()
@@ -46,14 +49,21 @@ def logprobs_of(
     return torch.log_softmax(logits, dim=-1)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for the condition; unblocked by it or by the deadline."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 def chosen(logprobs: torch.Tensor, completion: Completion) -> np.ndarray:
     index = torch.from_numpy(completion.token_ids).long()[:, None]
     return logprobs.gather(-1, index)[:, 0].numpy()
 
 
 async def test_greedy_equals_transformers_greedy(make_engine):
-    model = make_llama()
-    engine = await make_engine(make_llama())
+    model = make_model()
+    engine = await make_engine(make_model())
     sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
     completions = await asyncio.gather(*(engine.generate(p, sampling) for p in PROMPTS))
     for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -71,12 +81,12 @@ async def test_greedy_equals_transformers_greedy(make_engine):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.3)])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 async def test_logprobs_equal_a_forward_pass(make_engine, dtype, tolerance, temperature):
-    engine = await make_engine(make_llama().to(dtype))
+    engine = await make_engine(make_model().to(dtype))
     sampling = SamplingParams(max_new_tokens=30, temperature=temperature, **FREE)
     completions = await asyncio.gather(*(engine.generate(p, sampling) for p in PROMPTS))
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         expected = chosen(
-            logprobs_of(make_llama().to(dtype), prompt, completion, temperature), completion
+            logprobs_of(make_model().to(dtype), prompt, completion, temperature), completion
         )
         error = np.abs(expected - completion.logprobs)
         assert error.max() < tolerance
@@ -88,7 +98,7 @@ async def test_logprobs_are_of_the_truncated_distribution(make_engine, truncatio
     engine = await make_engine()
     sampling = SamplingParams(max_new_tokens=40, **truncation, **FREE)
     completion = await engine.generate([5, 6], sampling)
-    whole = logprobs_of(make_llama(), [5, 6], completion)
+    whole = logprobs_of(make_model(), [5, 6], completion)
     for row, token, logprob in zip(whole, completion.token_ids, completion.logprobs, strict=True):
         kept = np.array(sorted(row.exp().tolist(), reverse=True))
         kept = (
@@ -103,11 +113,11 @@ async def test_logprobs_are_of_the_truncated_distribution(make_engine, truncatio
 
 
 async def test_tokens_follow_the_distribution(make_engine):
-    engine = await make_engine(max_num_seqs=64)
+    engine = await make_engine()
     sampling = SamplingParams(max_new_tokens=1, **FREE)
     drawn = await asyncio.gather(*(engine.generate([5, 6], sampling) for _ in range(4000)))
     counts = np.bincount([int(c.token_ids[0]) for c in drawn], minlength=VOCAB_SIZE)
-    expected = logprobs_of(make_llama(), [5, 6], drawn[0])[0].exp().numpy() * len(drawn)
+    expected = logprobs_of(make_model(), [5, 6], drawn[0])[0].exp().numpy() * len(drawn)
     seen = expected > 5
     chi_squared = ((counts - expected) ** 2 / expected)[seen].sum()
     assert chi_squared < seen.sum() + 6 * np.sqrt(2 * seen.sum())
@@ -169,7 +179,7 @@ async def test_a_prompt_without_room_fails_alone(make_engine):
 
 
 async def test_short_requests_do_not_wait_for_long_ones(make_engine):
-    engine = await make_engine(max_num_seqs=2, max_model_len=4000)
+    engine = await make_engine(max_model_len=4000)
     long = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=3000, **FREE)))
     short = SamplingParams(max_new_tokens=2, **FREE)
     await asyncio.gather(*(engine.generate([6], short) for _ in range(20)))
@@ -177,58 +187,50 @@ async def test_short_requests_do_not_wait_for_long_ones(make_engine):
     long.cancel()
 
 
-async def test_a_canceled_request_gives_its_slot_back(make_engine):
-    engine = await make_engine(max_num_seqs=1, max_model_len=4000)
-    long = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=3000, **FREE)))
-    await asyncio.sleep(0)
-    long.cancel()
+async def test_canceled_requests_give_their_slots_back(make_engine):
+    engine = await make_engine(max_model_len=4000)
+    sampling = SamplingParams(max_new_tokens=3000, **FREE)
+    long = [asyncio.create_task(engine.generate([5], sampling)) for _ in range(4)]
+    await until(lambda: engine.gauges()["num_active"] == 4)
+    for task in long:
+        task.cancel()
     async with asyncio.timeout(20):
         await engine.generate([6], SamplingParams(max_new_tokens=2, **FREE))
-
-
-def update_to(model: LlamaForCausalLM, version: int, path: Path) -> WeightUpdate:
-    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    save_file(parameters, path)
-    return WeightUpdate(
-        policy_version=version,
-        history="test",
-        manifest=manifest_of(parameters),
-        endpoint=FilesEndpoint(path=str(path)),
-    )
+    await until(lambda: engine.gauges()["num_active"] == 0)
 
 
 async def test_an_update_in_mid_generation_keeps_requests_and_marks_every_token(
     make_engine, tmp_path
 ):
     engine = await make_engine(max_model_len=4000)
-    update = update_to(make_llama(seed=1), 1, tmp_path / "weights.safetensors")
+    update = update_to(make_model(seed=1), 1, tmp_path / "weights.safetensors")
     sampling = SamplingParams(max_new_tokens=1500, **FREE)
+    before = engine.gauges()["num_tokens"]
     running = [asyncio.create_task(engine.generate(p, sampling)) for p in PROMPTS[:3]]
-    async with asyncio.timeout(20):
-        while engine.gauges()["num_tokens"] < 30:
-            await asyncio.sleep(0.001)
+    await until(lambda: engine.gauges()["num_tokens"] >= before + 30)
     report = await engine.load_weights(update)
-    assert report.pause_s < report.transfer_s
+    assert report.transfer_s > 0
+    assert 0 < report.pause_s < 1
     assert engine.policy_version == 1
     for prompt, completion in zip(PROMPTS, await asyncio.gather(*running), strict=False):
         versions = completion.policy_versions
         assert set(versions.tolist()) == {0, 1}
         assert (np.diff(versions) >= 0).all()
         switch = int((versions == 0).sum())
-        before = chosen(logprobs_of(make_llama(), prompt, completion), completion)[:switch]
+        before = chosen(logprobs_of(make_model(), prompt, completion), completion)[:switch]
         assert np.abs(before - completion.logprobs[:switch]).max() < 1e-4
     fresh = await engine.generate([9], SamplingParams(max_new_tokens=20, **FREE))
-    expected = chosen(logprobs_of(make_llama(seed=1), [9], fresh), fresh)
+    expected = chosen(logprobs_of(make_model(seed=1), [9], fresh), fresh)
     assert np.abs(expected - fresh.logprobs).max() < 1e-4
 
 
 async def test_weights_of_another_model_are_refused_and_change_nothing(make_engine, tmp_path):
     engine = await make_engine()
     before = await engine.generate([9], SamplingParams(max_new_tokens=9, temperature=0.0))
-    wider = make_llama(intermediate_size=48)
+    wider = make_model(intermediate_size=48)
     with pytest.raises(WeightTransferError, match=r"mlp\..*: the learner's is"):
         await engine.load_weights(update_to(wider, 1, tmp_path / "wider.safetensors"))
-    deeper = make_llama(num_hidden_layers=3)
+    deeper = make_model(num_hidden_layers=3)
     with pytest.raises(WeightTransferError, match="only the learner's model has a parameter"):
         await engine.load_weights(update_to(deeper, 1, tmp_path / "deeper.safetensors"))
     after = await engine.generate([9], SamplingParams(max_new_tokens=9, temperature=0.0))
@@ -236,10 +238,35 @@ async def test_weights_of_another_model_are_refused_and_change_nothing(make_engi
     assert before.token_ids.tolist() == after.token_ids.tolist()
 
 
+async def test_a_token_outside_the_vocabulary_fails_alone(make_engine):
+    engine = await make_engine()
+    good = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=8, **FREE)))
+    for token in (VOCAB_SIZE, -1):
+        with pytest.raises(RolloutError, match=f"the model's vocabulary has {VOCAB_SIZE}"):
+            await engine.generate([5, token], SamplingParams(max_new_tokens=1))
+    assert len((await good).token_ids) == 8
+
+
+async def test_an_update_that_does_not_arrive_changes_nothing(make_engine, tmp_path):
+    engine = await make_engine()
+    greedy = SamplingParams(max_new_tokens=9, temperature=0.0)
+    before = await engine.generate([9], greedy)
+    update = update_to(make_model(seed=1), 1, tmp_path / "weights.safetensors")
+    (tmp_path / "weights.safetensors").unlink()
+    with pytest.raises(WeightTransferError, match="cannot read weights"):
+        await engine.load_weights(update)
+    after = await engine.generate([9], greedy)
+    assert (engine.policy_version, set(after.policy_versions.tolist())) == (0, {0})
+    assert before.token_ids.tolist() == after.token_ids.tolist()
+    again = update_to(make_model(seed=1), 2, tmp_path / "weights.safetensors")
+    await engine.load_weights(again)
+    assert engine.policy_version == 2
+
+
 async def test_a_closed_engine_answers_everybody(make_engine):
-    engine = await make_engine(max_num_seqs=1, max_model_len=4000)
+    engine = await make_engine(max_model_len=4000)
     sampling = SamplingParams(max_new_tokens=3000, **FREE)
-    waiting = [asyncio.create_task(engine.generate([5], sampling)) for _ in range(3)]
+    waiting = [asyncio.create_task(engine.generate([5], sampling)) for _ in range(6)]
     await asyncio.sleep(0)
     await engine.close()
     for task in waiting:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from actors.engines.hf.batch import Request, RunningBatch
 from actors.engines.hf.weights import SpareWeights
+from actors.engines.prompt import require_known_tokens, room_for
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, LoadReport, SamplingParams, WeightUpdate
@@ -36,6 +37,7 @@ class HfEngine:
         _require_full_attention(model)
         self._loop = asyncio.get_running_loop()
         self._max_model_len = max_model_len
+        self._vocab_size: int = model.config.get_text_config().vocab_size
         self._batch = RunningBatch(
             model,
             num_slots=max_num_seqs,
@@ -85,11 +87,8 @@ class HfEngine:
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams
     ) -> Completion:
         """One completion, cut at `max_new_tokens` or at the longest length."""
-        if not 0 < len(prompt_token_ids) < self._max_model_len:
-            raise RolloutError(
-                f"a prompt of {len(prompt_token_ids)} tokens leaves no room for a completion: "
-                f"generator.max_model_len is {self._max_model_len}"
-            )
+        room_for(prompt_token_ids, self._max_model_len)
+        require_known_tokens(prompt_token_ids, self._vocab_size)
         request = Request(tuple(prompt_token_ids), sampling)
         future: Future = self._loop.create_future()
         with self._wake:

@@ -6,7 +6,7 @@ pauses for microseconds however large the model is. The price is memory for one 
 
 import torch
 
-from streamrl.errors import WeightTransferError
+from actors.engines.manifest import require_same_parameters
 from streamrl.types import TensorSpec
 
 
@@ -19,16 +19,9 @@ class SpareWeights:
 
     def check(self, manifest: tuple[TensorSpec, ...]) -> None:
         """Refuse a manifest that is not this model's."""
-        offered = {spec.name: spec.shape for spec in manifest}
-        own = {name: tuple(parameter.shape) for name, parameter in self._active.items()}
-        for name in offered.keys() ^ own.keys():
-            where = "the learner" if name in offered else "the engine"
-            raise WeightTransferError(f"only {where}'s model has a parameter {name}")
-        for name, shape in own.items():
-            if offered[name] != shape:
-                raise WeightTransferError(
-                    f"parameter {name}: the learner's is {offered[name]}, the engine's {shape}"
-                )
+        require_same_parameters(
+            manifest, {name: tuple(parameter.shape) for name, parameter in self._active.items()}
+        )
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Keep the tensor, cast to the engine's precision, for the next swap."""

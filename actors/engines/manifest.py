@@ -1,0 +1,29 @@
+"""Whether an announced update fits the engine's model, said before a byte is received.
+
+Called by every engine's `load_weights`.
+"""
+
+from collections.abc import Mapping
+
+from streamrl.errors import WeightTransferError
+from streamrl.types import TensorSpec
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def require_same_parameters(manifest: tuple[TensorSpec, ...], own: Shapes) -> None:
+    """Refuse a manifest that is not this model's; `own` is the engine's shapes by name.
+
+    Raises:
+        WeightTransferError: naming the first parameter that only one end has, or whose shapes
+            differ.
+    """
+    offered = {spec.name: spec.shape for spec in manifest}
+    for name in offered.keys() ^ own.keys():
+        where = "the learner" if name in offered else "the engine"
+        raise WeightTransferError(f"only {where}'s model has a parameter {name}")
+    for name, shape in own.items():
+        if offered[name] != shape:
+            raise WeightTransferError(
+                f"parameter {name}: the learner's is {offered[name]}, the engine's {shape}"
+            )

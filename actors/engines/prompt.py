@@ -1,0 +1,26 @@
+"""What every engine checks of a prompt before it becomes its business: a bad one fails alone."""
+
+from collections.abc import Sequence
+
+from streamrl.errors import RolloutError
+
+
+def room_for(prompt_token_ids: Sequence[int], max_model_len: int) -> int:
+    """Tokens a completion of this prompt may have, at least one."""
+    room = max_model_len - len(prompt_token_ids)
+    if not 0 < room < max_model_len:
+        raise RolloutError(
+            f"a prompt of {len(prompt_token_ids)} tokens leaves no room for a completion: "
+            f"generator.max_model_len is {max_model_len}"
+        )
+    return room
+
+
+def require_known_tokens(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Ids beyond the vocabulary would read memory that is not the embedding's."""
+    lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
+    if lowest < 0 or highest >= vocab_size:
+        raise RolloutError(
+            f"a prompt has token ids from {lowest} to {highest}; "
+            f"the model's vocabulary has {vocab_size}"
+        )

@@ -1,0 +1,126 @@
+"""From a run's configuration to vLLM's arguments, and from our sampling record to vLLM's.
+
+Invariant: whatever `generator.engine_kwargs` names wins, except what correctness rests on: token
+ids in and out, log-probabilities of the distribution sampled from, our weight transfer.
+"""
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+
+from actors.engines.vllm.plugin import BACKEND, register
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.types import SamplingParams
+
+_CPU_KV_CACHE_BYTES = 512 * 2**20
+_FIXED: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "vllm",
+}
+
+
+def engine_arguments(config: RunConfig, *, seed: int) -> AsyncEngineArgs:
+    """vLLM's arguments for the engine a run's configuration describes."""
+    register()
+    chosen = {**_typed(config), **config.generator.engine_kwargs}
+    if clash := sorted(_FIXED.keys() & config.generator.engine_kwargs.keys()):
+        raise ConfigError(f"generator.engine_kwargs.{clash[0]}: is set by StreamRL; leave it out")
+    if current_platform.is_cpu():
+        chosen = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True} | chosen
+        _prepare_cpu(config.generator.num_threads, chosen["enforce_eager"])
+    try:
+        return AsyncEngineArgs(
+            **chosen,
+            **_FIXED,
+            seed=seed,
+            enable_log_requests=False,
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        )
+    except TypeError as error:
+        raise ConfigError(f"generator.engine_kwargs: {error}") from error
+
+
+def vllm_sampling(
+    sampling: SamplingParams, max_new_tokens: int, eos_token_ids: frozenset[int]
+) -> VllmSamplingParams:
+    """The same request in vLLM's words; one answer at the end, nothing decoded to text.
+
+    End-of-sequence tokens go in as stop tokens: without a tokenizer vLLM knows none itself.
+    """
+    stops = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stops |= eos_token_ids
+    return VllmSamplingParams(
+        max_tokens=max_new_tokens,
+        min_tokens=min(sampling.min_new_tokens, max_new_tokens),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=sorted(stops),
+        ignore_eos=True,
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """What a learner of this model sends, by name. Costs no memory: the model has no storage."""
+    model_config = AutoConfig.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, trust_remote_code=config.model.trust_remote_code
+        )
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def eos_token_ids(config: RunConfig) -> frozenset[int]:
+    """The tokens that end a sequence, as the model's folder names them."""
+    try:
+        eos = GenerationConfig.from_pretrained(config.model.path).eos_token_id
+    except OSError:
+        eos = AutoConfig.from_pretrained(
+            config.model.path, trust_remote_code=config.model.trust_remote_code
+        ).eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _typed(config: RunConfig) -> dict[str, Any]:
+    """The typed settings; those left unset are vLLM's to choose."""
+    generator = config.generator
+    settings = generator.vllm.model_dump(exclude={"pause_mode", "recompute_kv"})
+    given = {name: value for name, value in settings.items() if value is not None}
+    return {
+        "model": config.model.path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": generator.dtype,
+        "max_num_seqs": generator.max_num_seqs,
+        "max_model_len": config.max_model_len,
+        **given,
+    }
+
+
+def _prepare_cpu(num_threads: int, is_eager: bool) -> None:
+    """vLLM's workers read these when they start. Binding threads to cores would pin every
+    generator of a machine to the same ones."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if is_eager:
+        # Else vLLM compiles its samplers' small functions at the first request, for half a minute.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if num_threads:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)

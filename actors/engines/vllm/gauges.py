@@ -1,0 +1,44 @@
+"""Readings of a vLLM engine, collected by vLLM's own interface for statistics.
+
+vLLM calls `record` after each step, in the event loop. The names of the fields it hands over are
+not stable between its releases: this file is where a change would show.
+"""
+
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+
+class Gauges(StatLoggerBase):
+    """The latest scheduler reading and running totals since the start."""
+
+    def __init__(self) -> None:
+        self.num_active = 0
+        self.num_waiting = 0
+        self.kv_usage = 0.0
+        self.num_tokens = 0
+        self.num_preemptions = 0
+
+    def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> "Gauges":
+        """vLLM asks for a factory; there is one engine, so one reading is all there is."""
+        return self
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self.num_active = scheduler_stats.num_running_reqs
+            self.num_waiting = (
+                scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            )
+            self.kv_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.num_tokens += iteration_stats.num_generation_tokens
+            self.num_preemptions += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: the generator's log names the engine."""

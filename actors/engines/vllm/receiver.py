@@ -1,0 +1,157 @@
+"""The receiving end of weights inside a vLLM worker: StreamRL's backend of vLLM's weight transfer.
+
+vLLM's life-cycle of an update, as `actors.engines.vllm.weights` drives it:
+
+    start_weight_update   begin
+    update_weights        a thread receives into host memory; the call returns at once
+    (report)              the thread tells the engine's process how it went
+    pause                 vLLM stops between two steps
+    finish_weight_update  what was received is loaded; nothing, if nothing was
+    resume
+
+Invariant: the model's own weights change in `finish_weight_update` only, and only if every tensor
+of the update is there. Sampling goes on while bytes arrive.
+"""
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+import torch
+import zmq
+from vllm.distributed.weight_transfer import WeightTransferEngine
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from streamrl.errors import WeightTransferError
+from streamrl.types import BroadcastEndpoint, WeightUpdate, replace
+from streamrl.weights.transfer import TransferReceiver
+
+log = logging.getLogger(__name__)
+# It warns at each update of modules that have buffers but nothing to load; that no parameter is
+# missing is checked against the manifest before anything is sent.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """How one worker's reception of one attempt ended; `error` is empty if all is there."""
+
+    attempt: int
+    error: str = ""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Groups are joined update by update, so there is nothing to say beforehand."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """`update` is a `WeightUpdate` as JSON; "" forgets what was received. Reports go to
+    `report_to`, a ZeroMQ PULL socket."""
+
+    attempt: int
+    update: str = ""
+    report_to: str = ""
+
+
+class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One per worker; vLLM calls every method in the worker's main thread."""
+
+    init_info_cls: ClassVar[type[InitInfo]] = InitInfo
+    update_info_cls: ClassVar[type[UpdateInfo]] = UpdateInfo
+    supports_draft_weight_update = False
+    # vLLM's name for: update_weights may return before the weights are in the model.
+    defers_processing = True
+
+    _thread: threading.Thread | None = None
+    _transfer: TransferReceiver | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to do; see InitInfo."""
+
+    def start_weight_update(self) -> None:
+        self.drain_pending()
+        self._is_complete = False
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive in the background, or forget what was received."""
+        self.drain_pending()
+        self._is_complete = False
+        if update_info.update:
+            self._thread = threading.Thread(
+                target=self._receive, args=(update_info,), name="weights", daemon=True
+            )
+            self._thread.start()
+
+    def drain_pending(self) -> None:
+        """Waits for the receiving thread, which the transfer's timeouts unblock."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finish_weight_update(self) -> None:
+        """Load what was received. vLLM is paused, or nothing was received."""
+        self.drain_pending()
+        if not self._is_complete:
+            return
+        self._is_complete = False
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in self._staged())
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        if self._transfer is not None:
+            self._transfer.close()
+
+    # The receiving thread.
+
+    def _receive(self, info: UpdateInfo) -> None:
+        error = ""
+        try:
+            self._stage(msgspec.json.decode(info.update, type=WeightUpdate))
+            self._is_complete = True
+        except WeightTransferError as reason:
+            error = str(reason)
+        except Exception as reason:
+            log.exception("weights not received")
+            error = f"{type(reason).__name__}: {reason}"
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        socket.connect(info.report_to)
+        socket.send(msgspec.json.encode(Report(info.attempt, error)))
+        socket.close()
+
+    def _stage(self, update: WeightUpdate) -> None:
+        if self._transfer is None:
+            self._transfer = TransferReceiver(self.device)
+            self._host: dict[str, torch.Tensor] = {}
+        names = set()
+        for name, tensor in self._transfer.tensors(self._as_this_worker(update)):
+            kept = self._host.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty_like(tensor, device="cpu", pin_memory=self.device.type == "cuda")
+                self._host[name] = kept
+            kept.copy_(tensor)
+            names.add(name)
+        for name in self._host.keys() - names:
+            del self._host[name]
+
+    def _staged(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self._host.items())
+
+    def _as_this_worker(self, update: WeightUpdate) -> WeightUpdate:
+        """The endpoint names the engine's first rank; each of its workers is one rank further."""
+        endpoint = update.endpoint
+        if not isinstance(endpoint, BroadcastEndpoint):
+            return update
+        parallel = self.parallel_config
+        offset = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        return replace(update, endpoint=replace(endpoint, rank=endpoint.rank + offset))
