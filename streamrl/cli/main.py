@@ -102,6 +102,15 @@ def _ablate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
 
 
+def _chaos(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    parser.add_argument("--kills", type=int, default=5, help="how many; default: 5")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="seconds without a step that mean a hang"
+    )
+
+
 COMMANDS = {
     "launch": Command(
         "streamrl.cli.launch:main", "run all that a configuration needs on this machine", _launch
@@ -120,6 +129,9 @@ COMMANDS = {
     ),
     "ablate": Command(
         "streamrl.cli.ablate:main", "one run per value of a setting and seed, compared", _ablate
+    ),
+    "chaos": Command(
+        "streamrl.cli.chaos:main", "kill daemons at random moments, then check the record", _chaos
     ),
     "watch": Command("streamrl.cli.watch:main", "follow the progress of a run folder", _run_folder),
     "report": Command(
