@@ -45,6 +45,7 @@ class Generator:
         self._buffer = buffer
         self._numbers = itertools.count()
         self._floors: dict[str, int] = {}
+        self._leased_at_s: dict[str, float] = {}
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
@@ -90,6 +91,7 @@ class Generator:
             lease = await self._buffer.lease(lease_id, self._id, LEASE_WAIT_S)
             if lease is not None:
                 self._floors[lease_id] = lease.policy_version
+                self._leased_at_s[lease_id] = time.monotonic()
                 self._groups[lease_id] = tasks.create_task(self._generate(lease))
 
     def _has_room(self) -> bool:
@@ -119,6 +121,7 @@ class Generator:
         finally:
             self._groups.pop(lease_id, None)
             self._floors.pop(lease_id, None)
+            self._leased_at_s.pop(lease_id, None)
             await self._announce()
 
     def _reaches(self, lease_id: str) -> bool:
@@ -176,6 +179,7 @@ class Generator:
             session=self._session,
             policy_version=self._engine.policy_version,
             lease_ids=tuple(self._groups),
+            lease_ages_s=tuple(now_s - self._leased_at_s[lease_id] for lease_id in self._groups),
             num_active=int(gauges["num_active"]),
             num_waiting=int(gauges["num_waiting"]),
             num_tokens=int(num_tokens),

@@ -131,7 +131,7 @@ class Learner:
             {
                 **metrics,
                 **staleness_metrics(headers, self._version - 1),
-                **books_metrics(stats.books),
+                **books_metrics(self._books),
                 **buffer_metrics(stats),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,

@@ -234,12 +234,16 @@ class Books(Struct, frozen=True, kw_only=True):
 
 
 class GeneratorStatus(Struct, frozen=True, kw_only=True):
-    """What a generator says of itself in each heartbeat. `session` is new for every process."""
+    """What a generator says of itself in each heartbeat. `session` is new for every process.
+
+    `lease_ages_s` says of each of `lease_ids` how long it has been held.
+    """
 
     generator_id: str
     session: str
     policy_version: int
     lease_ids: tuple[str, ...] = ()
+    lease_ages_s: tuple[float, ...] = ()
     num_active: int = 0
     num_waiting: int = 0
     num_tokens: int = 0
@@ -269,6 +273,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     generators: tuple[GeneratorStatus, ...] = ()
     finished: bool = False
+    draining: bool = False
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):

@@ -123,7 +123,7 @@ class Killer:
         child.process.kill()
         await child.process.wait()
         self.done.append(kill)
-        self._console.print(f"step {self._seen[0]}: SIGKILL to {kill.role}")
+        self._console.print(f"step {max(0, self._seen[0])}: SIGKILL to {kill.role}")
 
     def _look(self) -> None:
         lines = read_metrics(self._record)

@@ -28,7 +28,7 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of the command: 2 for usage or a configuration that cannot work, 1 for failure."""
-    parsed = _parser().parse_args(arguments)
+    parsed = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
     module, _, function = parsed.entry.partition(":")
     try:
         code: int = getattr(importlib.import_module(module), function)(parsed)
@@ -38,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`buffer inspect URL` is the command "buffer inspect"; `buffer CONFIG` remains "buffer"."""
+    two_words = " ".join(arguments[:2])
+    return [two_words, *arguments[2:]] if two_words in COMMANDS else list(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,6 +108,26 @@ def _ablate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
 
 
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    _buffer_target(parser)
+    parser.add_argument(
+        "--interval", type=float, default=1.0, help="seconds between the readings that give rates"
+    )
+
+
+def _drain(parser: argparse.ArgumentParser) -> None:
+    _buffer_target(parser)
+    parser.add_argument(
+        "--deadline", type=float, default=600.0, help="seconds to wait; default: 600"
+    )
+
+
+def _buffer_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="URL", help="zmq://host:port, or the configuration that names it"
+    )
+
+
 def _chaos(parser: argparse.ArgumentParser) -> None:
     _config(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
@@ -119,6 +145,12 @@ COMMANDS = {
         "streamrl.cli.check:main", "print the resolved configuration, value by value", _config
     ),
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", _config),
+    "buffer inspect": Command(
+        "buffers.console:inspect", "what a running buffer holds, for whom, since when", _inspect
+    ),
+    "buffer drain": Command(
+        "buffers.console:drain", "let a running buffer empty: nothing new is leased", _drain
+    ),
     "generator": Command("actors.daemon:main", "start one generator", _generator),
     "learner": Command("learners.daemon:main", "start the learner", _learner),
     "make-model": Command(
