@@ -30,8 +30,9 @@ from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 
 IN_FLIGHT = 4
 GROUPS_PER_STEP = 16
-# The payload is made once, by version 0; nothing may become stale over it.
-MAX_STALENESS = 1000
+MAX_STALENESS = 3
+# The payload is made once, by a version that no step of ours reaches, so it never becomes stale.
+VERSION = 1_000_000
 SIBLINGS = 8
 # Tokens of each sibling; a token takes 13 bytes.
 SIZES = {"20 KB": 190, "1 MB": 9600}
@@ -41,6 +42,7 @@ DEADLINE_S = 120.0
 
 def run(name: str, url: str, size: str, producers: int, count: int) -> float:
     """Seconds from the first lease to the last acknowledgement of `count` groups."""
+    service.keep_freed_memory()
     if name == "memory":
         return asyncio.run(_in_one_process(size, producers, count))
     work: Callable[..., None] = _produce
@@ -77,7 +79,7 @@ def template(size: str) -> TrajectoryGroup:
         token_ids=rng.integers(0, 150_000, length).astype(np.int32),
         response_mask=mask,
         behavior_logprobs=np.where(mask, -rng.exponential(1.0, length), 0).astype(np.float32),
-        policy_versions=np.where(mask, 0, -1).astype(np.int32),
+        policy_versions=np.where(mask, VERSION, -1).astype(np.int32),
         reward=1.0,
         finish_reason=FinishReason.STOP,
     )
@@ -135,6 +137,7 @@ def _produce(url: str, name: str, size: str, count: int, barrier: Barrier) -> No
         await _put_all(buffer, name, size, count)
         await buffer.close()
 
+    service.keep_freed_memory()
     template(size)
     asyncio.run(work())
 
@@ -152,6 +155,7 @@ async def _learn(url: str, count: int, barrier: Barrier) -> float:
 
 def _echo(url: str, name: str, size: str, count: int, barrier: Barrier) -> None:
     """The bare limit: the payload to a ROUTER and back, IN_FLIGHT of them under way."""
+    service.keep_freed_memory()
     payload = wire.encode(template(size))
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
@@ -210,6 +214,7 @@ def _server(name: str, url: str, folder: Path) -> Iterator[str]:
 
 
 def _serve_echo(port: int) -> None:
+    service.keep_freed_memory()
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.bind(f"tcp://127.0.0.1:{port}")
     while True:
