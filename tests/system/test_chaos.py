@@ -23,15 +23,16 @@ DEADLINE_S = 200
 def test_a_run_under_fire_trains_every_sequence_once(tmp_path: Path, model: Path, url: str):
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
-    command = [STREAMRL, "chaos", str(config), "--seed", "5", "--kills", "5"]
-    for override in ("run.max_steps=16", f"buffer.url={url}"):
+    command = [STREAMRL, "chaos", str(config), "--seed", "5", "--kills", "6"]
+    for override in ("run.max_steps=30", f"buffer.url={url}"):
         command += ["--set", override]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "run" / "chaos.json").read_text())
-    assert len(told["kills"]) == 5
-    assert {kill["role"].partition("-")[0] for kill in told["kills"]} >= {"learner", "generator"}
-    assert "16 steps trained 64 sequences" in done.stdout
+    assert len(told["kills"]) >= 5
+    kinds = {kill["role"].partition("-")[0] for kill in told["kills"]}
+    assert kinds >= {"learner", "generator"}
+    assert "30 steps trained 120 sequences" in done.stdout
 
 
 @pytest.mark.parametrize("url", URLS)
