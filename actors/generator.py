@@ -63,6 +63,7 @@ class Generator:
         self._floors: dict[str, int] = {}
         self._held: dict[str, Lease] = {}
         self._incarnation = ""
+        self._leased_at_s: dict[str, float] = {}
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
@@ -110,6 +111,7 @@ class Generator:
             if lease is not None:
                 self._floors[lease_id] = lease.policy_version
                 self._held[lease_id] = lease
+                self._leased_at_s[lease_id] = time.monotonic()
                 self._groups[lease_id] = tasks.create_task(self._generate(lease))
 
     def _has_room(self) -> bool:
@@ -140,6 +142,7 @@ class Generator:
             self._groups.pop(lease_id, None)
             self._floors.pop(lease_id, None)
             self._held.pop(lease_id, None)
+            self._leased_at_s.pop(lease_id, None)
             await self._announce()
 
     async def _put(self, lease_id: str, group: TrajectoryGroup) -> None:
@@ -220,6 +223,7 @@ class Generator:
             session=self._session,
             policy_version=self._engine.policy_version,
             lease_ids=tuple(self._groups),
+            lease_ages_s=tuple(now_s - self._leased_at_s[lease_id] for lease_id in self._groups),
             num_active=int(gauges["num_active"]),
             num_waiting=int(gauges["num_waiting"]),
             num_tokens=int(num_tokens),

@@ -59,6 +59,7 @@ class Ledger:
         self.version = 0
         self.epoch = 0
         self.finished = False
+        self.draining = False
         self._account = Account()
         self._waiting = Line(self._account)
         self._expiries = Expiries(self._account)
@@ -90,7 +91,9 @@ class Ledger:
         room = self._batches.capacity
         if self.final_version is not None:
             room = min(room, (self.final_version - self.version) * self.groups_per_step)
-        return self.epoch > 0 and not self.finished and self._in_line() < room
+        # A rest that fills no batch would wait in line for good.
+        is_closed = self.draining and self._in_line() % self.groups_per_step == 0
+        return self.epoch > 0 and not (self.finished or is_closed) and self._in_line() < room
 
     def renew(self, lease_ids: Iterable[str], now_s: float, ttl_s: float) -> tuple[str, ...]:
         """Extend these leases; those that are no longer honored are returned."""
@@ -182,7 +185,7 @@ class Ledger:
         elif books is not None:
             self._account.reconcile(books)
         self.version = version
-        self.finished = False
+        self.finished = self.draining = False
         self.epoch = max(self.epoch, books.epoch if books else 0) + 1
         return self.epoch
 

@@ -87,6 +87,9 @@ class MemoryBuffer:
     async def finish(self) -> None:
         self._state.finish(self._epoch)
 
+    async def drain(self) -> None:
+        self._state.drain()
+
     async def stats(self) -> BufferStats:
         self._state.expire(self._clock())
         return self._state.stats()

@@ -74,6 +74,10 @@ class FinishRequest(Struct, frozen=True, tag="finish"):
     epoch: int
 
 
+class DrainRequest(Struct, frozen=True, tag="drain"):
+    pass
+
+
 class StatsRequest(Struct, frozen=True, tag="stats"):
     pass
 
@@ -89,12 +93,13 @@ Request: TypeAlias = (
     | AdvanceRequest
     | AcknowledgeRequest
     | FinishRequest
+    | DrainRequest
     | StatsRequest
 )
 
 
 class Done(Struct, frozen=True, tag="done"):
-    """The answer to put, release, acknowledge, finish and (with payload frames) fetch."""
+    """The answer to put, release, acknowledge, finish, drain and (with payload frames) fetch."""
 
 
 class LeaseReply(Struct, frozen=True, tag="lease"):

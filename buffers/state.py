@@ -98,6 +98,10 @@ class BufferState(Generic[Payload]):
         self._was_called = True
         self.ledger.finish(epoch)
 
+    def drain(self) -> None:
+        """From here on leases only complete the last batch; until a learner attaches."""
+        self.ledger.draining = True
+
     def expire(self, now_s: float) -> None:
         """End overdue leases and forget generators not heard of for one lease's life."""
         self.ledger.expire(now_s)
@@ -117,6 +121,7 @@ class BufferState(Generic[Payload]):
             num_bytes=self._num_bytes,
             generators=tuple(status for status, _ in self._roster.values()),
             finished=self.ledger.finished,
+            draining=self.ledger.draining,
         )
 
     @property

@@ -116,6 +116,9 @@ class ZmqBuffer:
     async def finish(self) -> None:
         await self._call(m.FinishRequest(self._epoch), m.Done)
 
+    async def drain(self) -> None:
+        await self._call(m.DrainRequest(), m.Done)
+
     async def stats(self) -> BufferStats:
         return (await self._call(m.StatsRequest(), m.StatsReply))[0].stats
 

@@ -186,6 +186,9 @@ class ZmqBufferServer:
             case m.FinishRequest(epoch):
                 state.finish(epoch)
                 return (m.Done(),)
+            case m.DrainRequest():
+                state.drain()
+                return (m.Done(),)
             case _:
                 return (m.StatsReply(state.stats()),)
 

@@ -23,6 +23,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.service import Shutdown
 from streamrl.tracking import open_trackers
+from streamrl.tracking.jsonl import TRAINED_FILE, JsonlTracker
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
 
@@ -54,7 +55,8 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     sender = _make_sender(config, policy)
     buffer = connect(config.buffer)
     tracker = open_trackers(config, first_step=start.policy_version + 1)
-    learner = Learner(config, trainer, buffer, sender, tracker, start)
+    record = JsonlTracker(config.run.path / TRAINED_FILE, first_step=start.policy_version + 1)
+    learner = Learner(config, trainer, buffer, sender, tracker, record, start)
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
     try:
@@ -66,6 +68,7 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
         signaled.cancel()
         sender.close()
         tracker.close()
+        record.close()
         await buffer.close()
 
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class Learner:
-    """One learner's life, from the version it starts with."""
+    """One learner's life, from the version it starts with; `record` gets what each step trained."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Learner:
         buffer: TrajectoryBuffer,
         sender: WeightSender,
         tracker: Tracker,
+        record: Tracker,
         start: checkpoint.Restored,
     ) -> None:
         self._config = config
@@ -54,6 +55,8 @@ class Learner:
         self._buffer = buffer
         self._sender = sender
         self._tracker = tracker
+        self._record = record
+        self._logged_s = time.perf_counter()
         self._version = start.policy_version
         self._books = start.books
         self._saved_version = start.policy_version
@@ -70,6 +73,7 @@ class Learner:
         await self._attach()
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
+        self._logged_s = time.perf_counter()
         while self._version < self._config.run.max_steps:
             start = time.perf_counter()
             headers = await self._take()
@@ -139,28 +143,37 @@ class Learner:
                 return
             raise
         wait_s = time.perf_counter() - start
-        trained_at = self._version
-        batch = TrainingBatch.of(groups, trained_at)
+        batch = TrainingBatch.of(groups, self._version)
         metrics = await self._compute(lambda: self._trainer.step(batch))
         self._version += 1
         # Announced before the buffer admits groups of the next version, which need these weights.
         if self._version % self._config.weights.publish_every == 0:
             await self._publish()
         self._books = await self._advance(headers)
+        await self._log(headers, metrics, wait_s)
         if self._version % self._config.learner.checkpoint.every == 0:
             await self._save()
             await self._acknowledge()
+
+    async def _log(
+        self, headers: tuple[GroupHeader, ...], metrics: Mapping[str, float], wait_s: float
+    ) -> None:
+        """Before the step's checkpoint, so that whoever resumes from that finds its lines."""
         stats = await self._buffer.stats()
+        now_s = time.perf_counter()
+        step_s, self._logged_s = now_s - self._logged_s, now_s
+        sequences = [header.sequence for header in headers]
+        self._record.log({"sequences": sequences}, step=self._version)
         self._tracker.log(
             {
                 **metrics,
-                **staleness_metrics(headers, trained_at),
-                **books_metrics(stats.books),
+                **staleness_metrics(headers, self._version - 1),
+                **books_metrics(self._books),
                 **buffer_metrics(stats),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,
                 "learner/wait_s": wait_s,
-                "learner/step_s": time.perf_counter() - start,
+                "learner/step_s": step_s,
                 "time_s": time.time(),
             },
             step=self._version,

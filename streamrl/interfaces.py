@@ -102,6 +102,13 @@ class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
         """A reading of the books, the roster and the sizes."""
         ...
 
+    async def drain(self) -> None:
+        """No lease is granted but those that complete the last batch, so that the line empties.
+
+        Lasts until a learner attaches or the buffer loses its memory; may be repeated.
+        """
+        ...
+
     async def close(self) -> None:
         """Let go of sockets and tasks; held leases stay held until they are released or expire."""
         ...

@@ -5,6 +5,7 @@ decode, so no reader checks shapes a second time. Shapes: T tokens of a trajecto
 completion. Log-probabilities are in nats. Nothing here is ever changed in place.
 """
 
+import math
 from enum import StrEnum
 from typing import Any
 
@@ -123,14 +124,15 @@ class Trajectory(Struct, frozen=True, kw_only=True):
             raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
         if not np.isfinite(self.reward):
             raise ValueError(f"reward: is {self.reward}; it must be finite")
-        mask = self.response_mask
-        if not np.isfinite(self.behavior_logprobs).all():
+        mask, logprobs = self.response_mask, self.behavior_logprobs
+        if not _is_finite(logprobs):
             raise ValueError("behavior_logprobs: has NaN or infinite values")
-        if (self.behavior_logprobs[~mask] != 0).any():
+        # count_nonzero, since a buffer checks each trajectory and `any` costs it twice as much.
+        if np.count_nonzero(logprobs[~mask]):
             raise ValueError("behavior_logprobs: must be 0 where response_mask is off")
-        if ((self.policy_versions >= 0) != mask).any():
+        if np.count_nonzero((self.policy_versions >= 0) != mask):
             raise ValueError("policy_versions: must be >= 0 where response_mask is on, else -1")
-        if self.token_ids.min() < 0:
+        if np.minimum.reduce(self.token_ids) < 0:
             raise ValueError("token_ids: has a negative id")
 
     @property
@@ -144,8 +146,9 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int | None:
         """Smallest version that sampled a token; None if none was sampled."""
-        versions = self.policy_versions[self.response_mask]
-        return int(versions.min()) if len(versions) else None
+        # Read as unsigned, the -1 of every other token is larger than any version.
+        oldest = int(np.minimum.reduce(self.policy_versions.view(np.uint32)))
+        return oldest if oldest < 2**31 else None
 
 
 class TrajectoryGroup(Struct, frozen=True, kw_only=True):
@@ -243,7 +246,8 @@ class Books(Struct, frozen=True, kw_only=True):
 class GeneratorStatus(Struct, frozen=True, kw_only=True):
     """What a generator says of itself in each heartbeat. `session` is new for every process.
 
-    `held` is told to a buffer whose incarnation changed: it may have forgotten these leases.
+    `lease_ages_s` says of each of `lease_ids` how long it has been held; `held` is told to a buffer
+    whose incarnation changed: it may have forgotten these leases.
     """
 
     generator_id: str
@@ -251,6 +255,7 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     policy_version: int
     lease_ids: tuple[str, ...] = ()
     held: tuple[Lease, ...] = ()
+    lease_ages_s: tuple[float, ...] = ()
     num_active: int = 0
     num_waiting: int = 0
     num_tokens: int = 0
@@ -284,6 +289,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     generators: tuple[GeneratorStatus, ...] = ()
     finished: bool = False
+    draining: bool = False
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -337,7 +343,23 @@ class WeightUpdate(Struct, frozen=True, kw_only=True):
     endpoint: BroadcastEndpoint | FilesEndpoint
 
 
+def _is_finite(values: Float32Array) -> bool:
+    """One pass where all is well; a sum of squares may also overflow, so that is looked at."""
+    return bool(math.isfinite(np.dot(values, values)) or np.isfinite(values).all())
+
+
 def _require_one_length(record: Struct, *fields: str) -> None:
+    arrays = [(getattr(record, name), _DTYPES[name]) for name in fields]
+    shape = getattr(arrays[0][0], "shape", ())
+    if len(shape) == 1 and all(
+        type(array) is np.ndarray and array.shape == shape and array.dtype == dtype
+        for array, dtype in arrays
+    ):
+        return
+    _raise_unlike(record, *fields)
+
+
+def _raise_unlike(record: Struct, *fields: str) -> None:
     lengths = {name: _length(name, getattr(record, name)) for name in fields}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items())

@@ -24,6 +24,7 @@ _ARRAY_CODES: dict[np.dtype[Any], int] = {
     np.dtype("<f4"): 2,
     np.dtype("?"): 3,
 }
+_BOOL = _ARRAY_CODES[np.dtype("?")]
 _ARRAY_DTYPES = {code: dtype for dtype, code in _ARRAY_CODES.items()}
 
 Record = TypeVar("Record")
@@ -75,10 +76,13 @@ def decode(data: Buffer, kind: type[Record], *, max_bytes: int = MAX_MESSAGE_BYT
 def _encode_array(value: Any) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"{type(value).__name__} does not cross a process")
-    little = value.astype(value.dtype.newbyteorder("<"), order="C", copy=False)
-    if little.ndim != 1 or little.dtype not in _ARRAY_CODES:
+    code = _ARRAY_CODES.get(value.dtype)
+    if code is None or value.ndim != 1 or not value.flags.c_contiguous:
+        value = value.astype(value.dtype.newbyteorder("<"), order="C", copy=False)
+        code = _ARRAY_CODES.get(value.dtype)
+    if code is None or value.ndim != 1:
         raise NotImplementedError(f"array of {value.dtype}, {value.ndim} dimensions")
-    return msgspec.msgpack.Ext(_ARRAY_CODES[little.dtype], little.view(np.uint8).data)
+    return msgspec.msgpack.Ext(code, value.view(np.uint8).data)
 
 
 def _decode_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
@@ -88,7 +92,7 @@ def _decode_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
     if len(data) % dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are no whole number of {dtype} values")
     array = np.frombuffer(data, dtype)
-    if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+    if code == _BOOL and np.count_nonzero(array.view(np.uint8) > 1):
         raise ValueError("a boolean array holds other bytes than 0 and 1")
     return array
 
@@ -97,9 +101,11 @@ def _check_array(kind: Any, value: Any) -> Any:
     """msgspec's hook for fields of a type it does not know; here: `NDArray[dtype]`."""
     if not isinstance(value, np.ndarray):
         raise ValueError(f"expected an array, got {type(value).__name__}")
-    (expected,) = get_args(get_args(kind)[1])
-    if value.dtype != np.dtype(expected):
-        raise ValueError(f"expected an array of {np.dtype(expected)}, got {value.dtype}")
+    expected = _expected_dtypes.get(kind)
+    if expected is None:
+        expected = _expected_dtypes[kind] = np.dtype(get_args(get_args(kind)[1])[0])
+    if value.dtype != expected:
+        raise ValueError(f"expected an array of {expected}, got {value.dtype}")
     return value
 
 
@@ -119,4 +125,5 @@ def _name(kind: Any) -> str:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_expected_dtypes: dict[Any, np.dtype[Any]] = {}
 _decoders: dict[Any, "msgspec.msgpack.Decoder[Any]"] = {}

@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -28,16 +30,17 @@ from streamrl.errors import StreamRLError
 
 DRAIN_S = 15.0
 
+Companion: TypeAlias = Callable[[Sequence[Child]], Awaitable[None]]
+
 
 def main(arguments: argparse.Namespace) -> int:
     console = Console()
     loaded = configuration(arguments)
     config = prepare(loaded.config, resume=arguments.resume, new=arguments.new)
-    if not Path(config.model.path).exists() and config.model.recipe is not None:
-        console.print(f"making {config.model.path} (streamrl make-model)")
-        _call("make-model", config)
+    make_missing_model(config, console)
     start = time.monotonic()
-    finished = asyncio.run(_run(config, console, arguments))
+    live = not arguments.no_view
+    finished = asyncio.run(run_daemons(config, console, resume=arguments.resume, live=live))
     if finished and config.run.evaluate:
         _evaluate(config)
     write_report(config.run.path)
@@ -47,34 +50,57 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _run(config: RunConfig, console: Console, arguments: argparse.Namespace) -> bool:
+def make_missing_model(config: RunConfig, console: Console) -> None:
+    """The model that the recipe describes, if its folder is not there yet."""
+    if not Path(config.model.path).exists() and config.model.recipe is not None:
+        console.print(f"making {config.model.path} (streamrl make-model)")
+        _call("make-model", config)
+
+
+async def run_daemons(
+    config: RunConfig,
+    console: Console,
+    *,
+    resume: bool = False,
+    live: bool = False,
+    companion: Companion | None = None,
+) -> bool:
     """Start, watch, and stop everybody; whether the run reached its end.
 
-    Waits for the learner to end, for a child to fail for good, or for a signal.
+    Waits for the learner to end, for a child or the companion to fail for good, or for a signal.
     """
-    children = _children(config, resume=arguments.resume)
+    children = _children(config, resume=resume)
     interrupted = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _interrupt, interrupted, children)
     supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
-    view = ProgressView(config, children, console, live=not arguments.no_view)
+    view = ProgressView(config, children, console, live=live)
     showing = asyncio.create_task(view.run())
     waiting = asyncio.create_task(interrupted.wait())
+    beside = asyncio.create_task(_accompany(companion, children))
+    watched = (*supervised.values(), beside)
     try:
         while not (interrupted.is_set() or supervised["learner"].done()):
             await asyncio.wait(
-                {waiting, *(t for t in supervised.values() if not t.done())},
+                {waiting, *(task for task in watched if not task.done())},
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            _raise_failure(supervised)
+            _raise_failure(watched)
     finally:
+        beside.cancel()
         await _stop_in_order(children, supervised)
         showing.cancel()
         waiting.cancel()
-        await asyncio.wait({showing})
-    _raise_failure(supervised)
+        await asyncio.wait({showing, beside})
+    _raise_failure(watched)
     return not interrupted.is_set()
+
+
+async def _accompany(companion: Companion | None, children: Sequence[Child]) -> None:
+    """What runs beside the children, if anything; cancelled before they are stopped."""
+    if companion is not None:
+        await companion(children)
 
 
 def _children(config: RunConfig, *, resume: bool) -> list[Child]:
@@ -108,8 +134,8 @@ def _interrupt(interrupted: asyncio.Event, children: list[Child]) -> None:
     interrupted.set()
 
 
-def _raise_failure(supervised: "dict[str, asyncio.Task[int]]") -> None:
-    for task in supervised.values():
+def _raise_failure(watched: "Sequence[asyncio.Task[Any]]") -> None:
+    for task in watched:
         if task.done() and not task.cancelled() and (error := task.exception()):
             raise error
 

@@ -28,10 +28,7 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of the command: 2 for usage or a configuration that cannot work, 1 for failure."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if " ".join(words[:2]) in COMMANDS:
-        words[:2] = [" ".join(words[:2])]
-    parsed = _parser().parse_args(words)
+    parsed = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
     module, _, function = parsed.entry.partition(":")
     try:
         code: int = getattr(importlib.import_module(module), function)(parsed)
@@ -41,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`buffer inspect URL` is the command "buffer inspect"; `buffer CONFIG` remains "buffer"."""
+    two_words = " ".join(arguments[:2])
+    return [two_words, *arguments[2:]] if two_words in COMMANDS else list(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,6 +112,35 @@ def _ablate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
 
 
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    _buffer_target(parser)
+    parser.add_argument(
+        "--interval", type=float, default=1.0, help="seconds between the readings that give rates"
+    )
+
+
+def _drain(parser: argparse.ArgumentParser) -> None:
+    _buffer_target(parser)
+    parser.add_argument(
+        "--deadline", type=float, default=600.0, help="seconds to wait; default: 600"
+    )
+
+
+def _buffer_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="URL", help="zmq://host:port, or the configuration that names it"
+    )
+
+
+def _chaos(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    parser.add_argument("--kills", type=int, default=5, help="how many; default: 5")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="seconds without a step that mean a hang"
+    )
+
+
 COMMANDS = {
     "launch": Command(
         "streamrl.cli.launch:main", "run all that a configuration needs on this machine", _launch
@@ -122,6 +154,12 @@ COMMANDS = {
         "prove from the journal that no group was lost or repeated",
         _run_folder,
     ),
+    "buffer inspect": Command(
+        "buffers.console:inspect", "what a running buffer holds, for whom, since when", _inspect
+    ),
+    "buffer drain": Command(
+        "buffers.console:drain", "let a running buffer empty: nothing new is leased", _drain
+    ),
     "generator": Command("actors.daemon:main", "start one generator", _generator),
     "learner": Command("learners.daemon:main", "start the learner", _learner),
     "make-model": Command(
@@ -134,6 +172,9 @@ COMMANDS = {
         "streamrl.cli.ablate:main", "one run per value of a setting and seed, compared", _ablate
     ),
     "keys new": Command("buffers.curve:main", "make the keys of buffer.curve", _new_folder),
+    "chaos": Command(
+        "streamrl.cli.chaos:main", "kill daemons at random moments, then check the record", _chaos
+    ),
     "watch": Command("streamrl.cli.watch:main", "follow the progress of a run folder", _run_folder),
     "report": Command(
         "streamrl.cli.report:main", "summary table and report.png of a run folder", _run_folder

@@ -1,6 +1,6 @@
 """A run's folder, as a launch prepares it and everybody else reads it.
 
-runs/NAME/  config.yaml  metrics.jsonl  books.json  evaluation.json  report.png
+runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  evaluation.json  report.png
             checkpoints/  buffer/journal.sqlite  logs/ROLE.log  weights/  quarantine/
 """
 

@@ -132,7 +132,7 @@ def summary_rows(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple
     staleness = [line["buffer/staleness_max"] for line in lines if "buffer/staleness_max" in line]
     if staleness:
         rows.append(("staleness, largest", f"{max(staleness)}"))
-    return [*rows, *_books_rows(read_json(folder / "books.json"))]
+    return [*rows, *books_rows(read_json(folder / "books.json"))]
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
@@ -148,7 +148,8 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     return "".join(bars) + f" {means[-1]:.3f}"
 
 
-def _books_rows(books: Mapping[str, Any]) -> list[tuple[str, str]]:
+def books_rows(books: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The account as an equation, and whether it holds."""
     if not books:
         return []
     dropped = ", ".join(f"{reason} {count}" for reason, count in books["dropped"].items())

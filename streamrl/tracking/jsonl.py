@@ -1,10 +1,15 @@
-"""`metrics.jsonl`: one JSON object a step, written whole, in order, each step once."""
+"""`metrics.jsonl`: one JSON object a step, written whole, in order, each step once.
+
+`trained.jsonl` is kept alike: the sequences that each step of the surviving history trained.
+"""
 
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+TRAINED_FILE = "trained.jsonl"
 
 
 class JsonlTracker:

@@ -6,6 +6,8 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from tests.system.conftest import STREAMRL
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-START, DAEMONS, LAUNCH, ABLATE = (block.strip().splitlines() for block in BLOCKS)
+START, DAEMONS, LAUNCH, OPERATE, ABLATE = (block.strip().splitlines() for block in BLOCKS)
 DEADLINE_S = 120
 
 
@@ -100,3 +102,44 @@ def test_the_ablation_ends_with_a_table_and_a_plot():
     rows = (folder / "ablation.md").read_text().splitlines()[2:]
     assert [row.split("|")[1].strip() for row in rows] == ["metrics_only", "token_is"]
     assert (folder / "ablation.png").exists()
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    inspect, drain, chaos = OPERATE
+    monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "100000")
+    launch = [STREAMRL, "launch", "configs/quickstart.yaml", "--new", "--no-view"]
+    running = subprocess.Popen(launch, stdout=subprocess.DEVNULL)
+    folder = Path("runs/quickstart")
+    try:
+        _until(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 3)
+        told = _output(inspect)
+        assert "leased" in told
+        assert "the books close" in told
+        assert "generator-0" in told
+        assert "trained/s" in told
+        assert "drained at version" in _output(drain)
+        assert "0 groups, at most 8; draining" in _output(inspect)
+    finally:
+        running.send_signal(signal.SIGINT)
+        running.wait(DEADLINE_S)
+    monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "12")
+    assert "12 steps trained 48 sequences" in _output(chaos.replace("--kills 5", "--kills 2"))
+
+
+def _output(command: str) -> str:
+    done = subprocess.run(
+        _words(command), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Waits for the condition; unblocked by it or the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

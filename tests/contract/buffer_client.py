@@ -1,0 +1,50 @@
+"""A generator's side of the buffer as a process of its own: leases and puts until the run is over.
+
+    python tests/contract/buffer_client.py URL NAME
+
+Imports little, since `test_buffer_limits` starts eight of them.
+"""
+
+import asyncio
+import sys
+
+import numpy as np
+
+from buffers.connect import connect
+from streamrl.config.sections import BufferSettings
+from streamrl.types import FinishReason, Lease, Trajectory, TrajectoryGroup
+
+
+async def generate(url: str, name: str) -> None:
+    """Waits for admission, a second at a time, and looks then whether the run has ended."""
+    buffer = connect(BufferSettings.model_construct(url=url))
+    number = 0
+    while True:
+        number += 1
+        lease = await buffer.lease(f"{name}/{number}", name, 1.0)
+        if lease is not None:
+            await buffer.put(lease.lease_id, group_of(lease))
+        elif (await buffer.stats()).finished:
+            break
+    await buffer.close()
+
+
+def group_of(lease: Lease) -> TrajectoryGroup:
+    trajectory = Trajectory(
+        token_ids=np.arange(8, dtype=np.int32),
+        response_mask=np.ones(8, np.bool_),
+        behavior_logprobs=np.full(8, -0.5, np.float32),
+        policy_versions=np.full(8, lease.policy_version, np.int32),
+        reward=1.0,
+        finish_reason=FinishReason.STOP,
+    )
+    return TrajectoryGroup(
+        group_id=lease.lease_id,
+        sequence=lease.sequence,
+        environment="test",
+        trajectories=(trajectory,),
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(generate(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,72 @@
+"""`streamrl buffer inspect` and `drain` against a buffer that other processes reach."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from buffers.connect import connect
+from streamrl.cli.main import main
+from streamrl.config.sections import BufferSettings
+from streamrl.types import GeneratorStatus
+from tests.contract.test_buffer_limits import GROUPS_PER_STEP, SHARED, fill, serving
+
+
+async def hold_groups(url: str, *, train: bool) -> None:
+    """A batch but one buffered and one leased; or the batch put and trained."""
+    buffer = connect(BufferSettings.model_construct(url=url))
+    await buffer.attach(0, None)
+    await fill(buffer, GROUPS_PER_STEP - (not train))
+    if train:
+        await buffer.take(GROUPS_PER_STEP, 0, 10.0)
+        await buffer.advance(1)
+    else:
+        await buffer.lease("s/1", "slow", 0.0)
+        status = GeneratorStatus(
+            generator_id="slow",
+            session="s",
+            policy_version=0,
+            lease_ids=("s/1",),
+            lease_ages_s=(12.5,),
+        )
+        await buffer.heartbeat(status)
+    await buffer.close()
+
+
+@pytest.mark.parametrize("backend", SHARED)
+def test_a_line_that_does_not_move_is_told_with_its_holders(backend: str, tmp_path: Path, capsys):
+    with serving(backend, tmp_path, max_staleness=2) as url:
+        asyncio.run(hold_groups(url, train=False))
+        assert main(["buffer", "inspect", url, "--interval", "0.05"]) == 0
+        told = capsys.readouterr().out
+        assert "10 groups, at most 30; learner 1 attached" in told
+        assert "10 leased = 1 leased + 9 buffered" in told
+        assert "the books close" in told
+        assert "slow" in told
+        assert "12.5 s" in told
+        assert main(["buffer", "drain", url, "--deadline", "0.1"]) == 1
+        told = capsys.readouterr().out
+        assert "not drained within 0.1 s: 1 leased (slow 1), 9 buffered and 0 taken" in told
+
+
+@pytest.mark.parametrize("backend", SHARED)
+def test_an_empty_line_is_drained(backend: str, tmp_path: Path, capsys):
+    with serving(backend, tmp_path, max_staleness=2) as url:
+        asyncio.run(hold_groups(url, train=True))
+        assert main(["buffer", "drain", url, "--deadline", "30"]) == 0
+        told = capsys.readouterr().out
+        assert "drained at version 1: 10 trained groups are kept until the learner's next" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["buffer", "inspect", "memory://"], "cannot be shared between processes"),
+        (["buffer", "drain", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (["buffer", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (["buffer"], "give one configuration file"),
+    ],
+)
+def test_what_is_no_buffer_is_one_sentence_and_exit_code_2(capsys, arguments, sentence):
+    assert main(arguments) == 2
+    assert sentence in capsys.readouterr().err

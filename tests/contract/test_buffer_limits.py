@@ -1,0 +1,228 @@
+"""What every backend promises at the edges: many processes, large groups, long lines, dead ends.
+
+A further backend joins by a line in BACKENDS and a case in `serving`.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from buffers.connect import connect
+from buffers.ledger import Ledger
+from buffers.memory import MemoryBuffer
+from buffers.state import BufferState
+from buffers.zmq_client import ZmqBuffer
+from buffers.zmq_server import ZmqBufferServer
+from streamrl import wire
+from streamrl.config.sections import BufferSettings
+from streamrl.errors import ConfigError
+from streamrl.interfaces import TrajectoryBuffer
+from streamrl.types import DropReason, TrajectoryGroup
+from tests.records import make_group
+
+Connect = Callable[[], TrajectoryBuffer]
+ROOT = Path(__file__).parents[2]
+CLIENT = Path(__file__).with_name("buffer_client.py")
+BACKENDS = ["memory", "zmq"]
+SHARED = [name for name in BACKENDS if name != "memory"]
+TTL_S = 60.0
+GROUPS_PER_STEP = 10
+MANY = 10_000
+
+
+@contextlib.contextmanager
+def serving(backend: str, folder: Path, max_staleness: int) -> Iterator[str]:
+    """The URL of a buffer that other processes reach."""
+    ledger = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=max_staleness)
+    state = BufferState[bytes](ledger, lease_ttl_s=TTL_S)
+    match backend:
+        case "zmq":
+            server = ZmqBufferServer(state, "zmq://127.0.0.1:0", quarantine=folder / "quarantine")
+        case _:
+            raise NotImplementedError(backend)
+    stop = threading.Event()
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    try:
+        yield server.url
+    finally:
+        stop.set()
+        thread.join()
+
+
+@asynccontextmanager
+async def clients(backend: str, folder: Path, max_staleness: int) -> AsyncIterator[Connect]:
+    """Makes clients of one buffer in this process; they are closed in the end."""
+    made: list[TrajectoryBuffer] = []
+    with contextlib.ExitStack() as stack:
+        if backend == "memory":
+            ledger = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=max_staleness)
+            state = BufferState[TrajectoryGroup](ledger, lease_ttl_s=TTL_S)
+            make: Connect = MemoryBuffer(state).client
+        else:
+            url = stack.enter_context(serving(backend, folder, max_staleness))
+
+            def make() -> TrajectoryBuffer:
+                return connect(BufferSettings.model_construct(url=url))
+
+        def remembered() -> TrajectoryBuffer:
+            made.append(make())
+            return made[-1]
+
+        yield remembered
+        for client in made:
+            await client.close()
+
+
+def start_client(url: str, name: str) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, str(CLIENT), url, name], env=environment)
+
+
+@pytest.mark.parametrize("backend", SHARED)
+async def test_eight_client_processes_train_each_sequence_once(backend: str, tmp_path: Path):
+    num_steps, trained = 20, []
+    with serving(backend, tmp_path, max_staleness=2) as url:
+        processes = [start_client(url, f"client-{index}") for index in range(8)]
+        learner = connect(BufferSettings.model_construct(url=url))
+        await learner.attach(0, None)
+        for version in range(num_steps):
+            headers = await learner.take(GROUPS_PER_STEP, version, 60.0)
+            groups = await learner.fetch([header.sequence for header in headers])
+            trained += [group.sequence for group in groups]
+            assert (await learner.advance(version + 1)).balanced
+            await learner.acknowledge(version + 1)
+        await learner.finish()
+        for process in processes:
+            assert await asyncio.to_thread(process.wait, 30.0) == 0
+        books = (await learner.stats()).books
+        await learner.close()
+    assert len(trained) == len(set(trained)) == num_steps * GROUPS_PER_STEP
+    assert (books.leased, books.taken, books.trained, books.balanced) == (0, 0, 0, True)
+    assert books.acknowledged == len(trained)
+    stale = books.dropped.get(DropReason.STALE, 0)
+    assert set(range(books.next_sequence)) >= set(trained)
+    assert books.next_sequence == len(trained) + books.buffered + stale
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_group_of_64_mb_passes_unchanged(backend: str, tmp_path: Path):
+    async with clients(backend, tmp_path, max_staleness=1) as make:
+        generator, learner = make(), make()
+        await learner.attach(0, None)
+        # 13 bytes a token; 64 MiB is the default of buffer.max_group_bytes.
+        large = make_group(0, lease_id="a", num_response=2_460_000)
+        assert await generator.lease("a", "g", 0.0) is not None
+        await generator.put("a", large)
+        await fill(generator, GROUPS_PER_STEP - 1)
+        headers = await learner.take(GROUPS_PER_STEP, 0, 10.0)
+        assert headers[0].lengths == (2_460_003, 2_460_003)
+        (back,) = await learner.fetch([0])
+        for ours, theirs in zip(large.trajectories, back.trajectories, strict=True):
+            assert np.array_equal(ours.token_ids, theirs.token_ids)
+            assert np.array_equal(ours.behavior_logprobs, theirs.behavior_logprobs)
+        await learner.advance(1)
+        await learner.acknowledge(1)
+        assert (await learner.stats()).num_bytes == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_ten_thousand_groups_wait_and_are_lent_oldest_first(backend: str, tmp_path: Path):
+    max_staleness = MANY // GROUPS_PER_STEP - 1
+    async with clients(backend, tmp_path, max_staleness) as make:
+        generator, learner = make(), make()
+        await learner.attach(0, None)
+        await fill(generator, MANY)
+        assert await generator.lease("one too many", "g", 0.0) is None
+        books = (await learner.stats()).books
+        assert (books.buffered, books.balanced) == (MANY, True)
+        for version in range(3):
+            headers = await learner.take(GROUPS_PER_STEP, version, 10.0)
+            first = version * GROUPS_PER_STEP
+            assert [h.sequence for h in headers] == list(range(first, first + GROUPS_PER_STEP))
+            assert len(await learner.fetch([h.sequence for h in headers])) == GROUPS_PER_STEP
+            books = await learner.advance(version + 1)
+        assert (books.buffered, books.trained, books.balanced) == (MANY - 30, 30, True)
+
+
+async def fill(buffer: TrajectoryBuffer, count: int) -> None:
+    """So many groups of version 0, several calls under way at once."""
+    first = make_group(0)
+
+    async def one(number: int) -> None:
+        lease = await buffer.lease(f"fill/{number}", "g", 0.0)
+        assert lease is not None
+        name = f"{lease.sequence}:{number}"
+        group = msgspec.structs.replace(first, sequence=lease.sequence, group_id=name)
+        await buffer.put(lease.lease_id, group)
+
+    for start in range(0, count, 100):
+        await asyncio.gather(*(one(number) for number in range(start, min(start + 100, count))))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_batch_that_admission_can_never_fill_is_refused(backend: str, tmp_path: Path):
+    async with clients(backend, tmp_path, max_staleness=2) as make:
+        learner = make()
+        await learner.attach(0, None)
+        capacity = 3 * GROUPS_PER_STEP
+        with pytest.raises(ConfigError, match=r"31 groups can never fill.* admit 30") as refusal:
+            await learner.take(capacity + 1, 0, 30.0)
+        assert "buffer.max_staleness 2 and learner.groups_per_step 10" in str(refusal.value)
+        assert await learner.take(capacity, 0, 0.05) == ()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_drain_grants_what_completes_a_batch_and_no_more(backend: str, tmp_path: Path):
+    async with clients(backend, tmp_path, max_staleness=2) as make:
+        generator, learner, operator = make(), make(), make()
+        await learner.attach(0, None)
+        await fill(generator, GROUPS_PER_STEP - 1)
+        await operator.drain()
+        await operator.drain()
+        last = await generator.lease("last", "g", 0.0)
+        assert last is not None
+        assert await generator.lease("another", "g", 0.05) is None
+        await generator.release("last", DropReason.RELEASED)
+        again = await generator.lease("again", "g", 0.0)
+        assert again is not None
+        assert again.sequence == last.sequence
+        await generator.put("again", make_group(again.sequence, lease_id="again"))
+        await learner.take(GROUPS_PER_STEP, 0, 10.0)
+        await learner.advance(1)
+        stats = await operator.stats()
+        assert stats.draining
+        assert (stats.books.leased, stats.books.buffered, stats.books.taken) == (0, 0, 0)
+        assert await generator.lease("after", "g", 0.05) is None
+        await learner.attach(1, None)
+        assert await generator.lease("after", "g", 0.0) is not None
+
+
+async def test_headers_do_not_grow_with_the_payload(tmp_path: Path):
+    """What `take` sends: a few bytes a trajectory, however long they are."""
+    sizes = {}
+    for num_response in (10, 100_000):
+        async with clients("zmq", tmp_path, max_staleness=2) as make:
+            generator, learner = make(), make()
+            assert isinstance(learner, ZmqBuffer)
+            await learner.attach(0, None)
+            for number in range(GROUPS_PER_STEP):
+                lease = await generator.lease(str(number), "g", 0.0)
+                assert lease is not None
+                group = make_group(lease.sequence, lease_id="x", num_response=num_response)
+                await generator.put(str(number), group)
+            headers = await learner.take(GROUPS_PER_STEP, 0, 10.0)
+            sizes[num_response] = len(wire.encode(headers))
+            assert sum(h.num_bytes for h in headers) > 20 * num_response * GROUPS_PER_STEP
+    # Only the numbers themselves take more digits: two lengths and a size, 4 bytes each.
+    assert sizes[100_000] - sizes[10] <= 12 * GROUPS_PER_STEP

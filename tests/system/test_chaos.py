@@ -1,0 +1,60 @@
+"""Daemons killed at random moments and frozen past their leases: nothing lost, nothing hangs.
+
+A further buffer joins by a line in URLS.
+"""
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.proof import prove
+from streamrl.cli.watch import config_of
+from tests.system.conftest import CONFIG, STREAMRL, Launched
+
+URLS = ["zmq://127.0.0.1:0"]
+DEADLINE_S = 200
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_run_under_fire_trains_every_sequence_once(tmp_path: Path, model: Path, url: str):
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path, model=model))
+    command = [STREAMRL, "chaos", str(config), "--seed", "5", "--kills", "6"]
+    for override in ("run.max_steps=30", f"buffer.url={url}"):
+        command += ["--set", override]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "run" / "chaos.json").read_text())
+    assert len(told["kills"]) >= 5
+    kinds = {kill["role"].partition("-")[0] for kill in told["kills"]}
+    assert kinds >= {"learner", "generator"}
+    assert "30 steps trained 120 sequences" in done.stdout
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_generator_frozen_past_its_leases_costs_those_only(
+    launch: Callable[..., Launched], url: str
+):
+    settings = ("run.max_steps=100000", "buffer.lease_ttl_s=1.5", f"buffer.url={url}")
+    run = launch(*(word for setting in settings for word in ("--set", setting)))
+    run.until_step(3)
+    frozen = run.child("generator-1")
+    frozen.send_signal(signal.SIGSTOP)
+    try:
+        run.until(lambda: run.lines[-1]["generator/count"] == 1)
+        step = len(run.lines)
+        run.until_step(step + 3)
+    finally:
+        frozen.send_signal(signal.SIGCONT)
+    run.until(lambda: run.lines[-1]["generator/count"] == 2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 0, run.output
+    config = config_of(run.folder)
+    ended = config.run.model_copy(update={"max_steps": run.lines[-1]["step"]})
+    assert prove(config.model_copy(update={"run": ended})).faults == ()
+    assert run.books["leased"] == 0
+    assert "generator-1: done" in run.log("generator-1")

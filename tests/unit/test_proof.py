@@ -1,0 +1,104 @@
+"""The proof of a run finds every way in which its record can be wrong, and nothing in a right one.
+
+The plan of kills is a function of its seed.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.cli.chaos import plan
+from streamrl.cli.proof import prove
+from streamrl.config import RunConfig
+from streamrl.types import Books, DropReason
+
+BOOKS = Books(
+    granted=8,
+    trained=2,
+    acknowledged=2,
+    dropped={DropReason.STALE: 1, DropReason.EXPIRED: 2},
+    buffered=1,
+    next_sequence=6,
+    epoch=1,
+    open_sequences=(5,),
+)
+TRAINED = [[0, 2], [3, 4]]
+
+
+def make_run(folder: Path, trained: list[list[int]], books: Books) -> RunConfig:
+    config = RunConfig.model_validate(
+        {
+            "run": {"folder": folder, "name": "run", "max_steps": 2},
+            "model": {"path": "m"},
+            "data": {"source": "addition"},
+            "learner": {"groups_per_step": 2},
+        }
+    )
+    run = config.run.path
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    state = {"policy_version": 2, "books": msgspec.to_builtins(books, str_keys=True)}
+    (run / "checkpoints" / "step-00000002" / "state.json").write_text(json.dumps(state))
+    write_lines(run / "metrics.jsonl", [{"buffer/books_balanced": 1.0}] * 2)
+    write_lines(run / "trained.jsonl", [{"sequences": sequences} for sequences in trained])
+    return config
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    numbered = ({"step": step, **line} for step, line in enumerate(lines, 1))
+    path.write_text("".join(json.dumps(line) + "\n" for line in numbered))
+
+
+def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
+    proof = prove(make_run(tmp_path, TRAINED, BOOKS))
+    assert proof.faults == ()
+    assert "2 steps trained 4 sequences; of 6 granted 1 are open and 1 dropped" in proof.finding
+
+
+@pytest.mark.parametrize(
+    ("trained", "changed", "fault"),
+    [
+        (
+            [[0, 2], [2, 3]],
+            {"open_sequences": (4, 5)},
+            "sequence 2 was trained by the steps",
+        ),
+        ([[0, 2], [3]], {}, "step 2 trained 1 groups"),
+        ([[0, 2]], {}, "trained.jsonl lacks the steps [2]"),
+        (TRAINED, {"next_sequence": 7}, "neither trained nor open: [1, 6]; the books know of 1"),
+        (TRAINED, {"open_sequences": (4, 5)}, "yet still to be trained by"),
+        (TRAINED, {"next_sequence": 4, "open_sequences": ()}, "never granted by the last"),
+        (TRAINED, {"granted": 9}, "the books of the last checkpoint do not close"),
+        (TRAINED, {"granted": 9, "trained": 3}, "call 5 groups trained; trained.jsonl names 4"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, trained, changed, fault):
+    books = msgspec.structs.replace(BOOKS, **changed)
+    assert fault in "\n".join(prove(make_run(tmp_path, trained, books)).faults)
+
+
+def test_a_run_that_did_not_end_is_no_proof(tmp_path):
+    config = make_run(tmp_path, TRAINED, BOOKS)
+    (config.run.path / "checkpoints" / "step-00000002").rename(tmp_path / "elsewhere")
+    write_lines(config.run.path / "metrics.jsonl", [{"buffer/books_balanced": 0.0}])
+    (config.run.path / "books.json").write_text('{"balanced": false}')
+    assert prove(config).faults == (
+        "metrics.jsonl lacks the steps [2]",
+        "the books do not close at the steps [1]",
+        "the buffer's last books (books.json) do not close",
+        "the last checkpoint is of version none, not of 2",
+    )
+
+
+def test_a_seed_is_a_plan_that_spares_no_kind_of_daemon():
+    roles = ("buffer", "learner", "generator-0", "generator-1")
+    kills = plan(7, 20, 100, roles)
+    assert kills == plan(7, 20, 100, roles) != plan(8, 20, 100, roles)
+    assert [kill.step for kill in kills] == sorted(kill.step for kill in kills)
+    assert all(0 <= kill.step <= 70 and 0 <= kill.delay_s <= 0.2 for kill in kills)
+    kinds = Counter(kill.role.partition("-")[0] for kill in kills)
+    assert min(kinds.values()) >= 6
+    assert {kill.role for kill in kills} == set(roles)
