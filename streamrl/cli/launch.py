@@ -24,7 +24,7 @@ from streamrl.cli.report import write_report
 from streamrl.cli.run_folder import prepare, read_json
 from streamrl.cli.view import ProgressView, summary
 from streamrl.config import RunConfig
-from streamrl.errors import StreamRLError
+from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError
 
 DRAIN_S = 15.0
 
@@ -36,8 +36,12 @@ def main(arguments: argparse.Namespace) -> int:
     if not Path(config.model.path).exists() and config.model.recipe is not None:
         console.print(f"making {config.model.path} (streamrl make-model)")
         _call("make-model", config)
+    if not config.buffer.has_daemon:
+        _require_blank_buffer(config, arguments)
     start = time.monotonic()
     finished = asyncio.run(_run(config, console, arguments))
+    if not config.buffer.has_daemon:
+        _call("books", config)
     if finished and config.run.evaluate:
         _evaluate(config)
     write_report(config.run.path)
@@ -92,7 +96,7 @@ def _children(config: RunConfig, *, resume: bool) -> list[Child]:
 
     learner = ("learner", *given, *(["--resume"] if resume else []))
     return [
-        child("buffer", "buffer", *given),
+        *([child("buffer", "buffer", *given)] if config.buffer.has_daemon else []),
         child("learner", *learner, once_more=("--resume",)),
         *(
             child(f"generator-{i}", "generator", *given, "--id", f"generator-{i}")
@@ -127,6 +131,8 @@ async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.T
     for wave in waves:
         ends_by_itself = learner_ended and all(c.state in ("running", "done") for c in wave)
         tasks = {supervised[child.role] for child in wave}
+        if not tasks:
+            continue
         if ends_by_itself:
             await asyncio.wait(tasks, timeout=DRAIN_S / 3)
         for child in wave:
@@ -138,16 +144,27 @@ async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.T
         await asyncio.wait(tasks)
 
 
-def _call(command: str, config: RunConfig) -> str:
-    """Run a `streamrl` command with this configuration to its end; its output."""
+def _require_blank_buffer(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """A server outlives its runs: a new one must not train on what an older one left there."""
+    if not arguments.resume:
+        _call("books", config, "--forget" if arguments.new else "--require-none")
+
+
+def _call(command: str, config: RunConfig, *arguments: str) -> str:
+    """Run a `streamrl` command with this configuration to its end; its output.
+
+    Raises:
+        ConfigError, StreamRLError: it failed; it has said why on standard error.
+    """
     done = subprocess.run(
-        [executable(), command, "--config", str(config.run.path / "config.yaml")],
+        [executable(), command, *arguments, "--config", str(config.run.path / "config.yaml")],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        raise StreamRLError(f"streamrl {command} ended with exit code {done.returncode}")
+        kind = ConfigError if done.returncode == EXIT_CONFIG else StreamRLError
+        raise kind(f"streamrl {command} ended with exit code {done.returncode}")
     return done.stdout
 
 

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,7 @@ import zmq
 
 from buffers.ledger import Ledger
 from buffers.memory import MemoryBuffer
+from buffers.redis_buffer import RedisBuffer, RedisSettings
 from buffers.state import BufferState
 from buffers.zmq_client import ZmqBuffer
 from buffers.zmq_server import ZmqBufferServer
@@ -57,7 +60,7 @@ def zmq_server(
         thread.join()
 
 
-@pytest.fixture(params=["memory", "zmq"])
+@pytest.fixture(params=["memory", "zmq", "redis"])
 async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
     """Makes clients of one buffer."""
     clients: list[TrajectoryBuffer] = []
@@ -65,6 +68,12 @@ async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         if request.param == "memory":
             state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=LEASE_TTL_S)
             make: Connect = MemoryBuffer(state).client
+        elif request.param == "redis":
+            server_url = request.getfixturevalue("redis").url
+            settings = RedisSettings(
+                groups_per_step=2, max_staleness=1, lease_ttl_s=LEASE_TTL_S, deadline_s=10.0
+            )
+            make = partial(RedisBuffer, server_url, uuid.uuid4().hex, settings)
         else:
             server = stack.enter_context(zmq_server(tmp_path))
 
