@@ -74,6 +74,6 @@ class RedisRoom:
         return BufferFullError(
             f"a group of {num_bytes / 1e6:.3g} MB does not fit into Redis at {self._link.url}: "
             f"maxmemory is {self._limit / 1e6:.4g} MB, {self._used / 1e6:.4g} MB are used and "
-            f"{RESERVE_BYTES / 1e6:.3g} MB reserved; raise it (CONFIG SET maxmemory, or "
-            "redis.conf), or lower learner.checkpoint.every: a checkpoint frees the groups it contains"
+            f"{RESERVE_BYTES / 1e6:.3g} MB reserved; raise it (CONFIG SET maxmemory, redis.conf), "
+            "or lower learner.checkpoint.every: a checkpoint frees the groups it contains"
         )
