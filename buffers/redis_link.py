@@ -135,7 +135,7 @@ class RedisLink:
         if isinstance(error, _REFUSED) or any(words in told for words in _REFUSED_IN_SCRIPT):
             raise ConfigError(
                 f"buffer.url {self.url}: Redis refuses this user: {told}; it needs the right "
-                "password, and an ACL such as ~streamrl:* &streamrl:* +@all -@admin"
+                "password, and an ACL such as ~streamrl:* resetchannels &streamrl:* +@all -@admin"
             ) from error
         if isinstance(error, exceptions.MovedError):
             raise ConfigError(

@@ -7,7 +7,7 @@ are also copied and put back, as a server does that restarts from an older snaps
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from copy import deepcopy
 from typing import Any
 
@@ -275,8 +275,8 @@ def comparable(stats: Any) -> Any:
 
 
 @pytest.fixture
-def twins(redis: RedisServer) -> Iterator[type[Twins]]:
-    yield type("TwinsHere", (Twins,), {"url": redis.url})
+def twins(redis: RedisServer) -> type[Twins]:
+    return type("TwinsHere", (Twins,), {"url": redis.url})
 
 
 def test_the_scripts_and_the_ledger_cannot_be_told_apart(twins: type[Twins]):
