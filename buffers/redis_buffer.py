@@ -42,6 +42,7 @@ Answer = TypeVar("Answer")
 MAX_PUTS = 4
 FETCHED_AT_ONCE = 16
 STAGED_LIFE_S = 600
+LARGE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,10 @@ class RedisBuffer:
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         payload = wire.encode(group)
         try:
-            checked = wire.decode(
-                payload, TrajectoryGroup, max_bytes=self._settings.max_group_bytes
-            )
+            header = GroupHeader.of(self._checked(group, payload), num_bytes=len(payload))
         except WireError as error:
             await self._refuse_malformed(lease_id, payload, error)
             raise
-        header = GroupHeader.of(checked, num_bytes=len(payload))
         async with self._puts:
             await self._put_payload(lease_id, header, payload)
 
@@ -164,13 +162,13 @@ class RedisBuffer:
         token = uuid.uuid4().hex
         staged = f"{self._namespace}staged:{token}"
         staging: Command = ("SET", staged, payload, "EX", STAGED_LIFE_S)
+        is_large = len(payload) > LARGE_BYTES
+        first = (token, b"" if is_large else payload, lease_id, wire.encode(header))
         fields = (header.group_id, header.sequence, header.oldest_version, header.num_bytes)
         while True:
             await self._room.wait_for(len(payload))
             try:
-                await self._call(
-                    "put", lease_id, token, wire.encode(header), *fields, staging=staging
-                )
+                await self._call("put", *first, *fields, staging=staging if is_large else None)
                 return
             except exceptions.OutOfMemoryError as error:
                 full = self._room.full(len(payload))
@@ -179,6 +177,14 @@ class RedisBuffer:
             except _AgainError:
                 continue
             await asyncio.sleep(POLL_S)
+
+    def _checked(self, group: TrajectoryGroup, payload: bytes) -> TrajectoryGroup:
+        """The group if it is well formed, as one that was made here is; a foreign object is read
+        again, as any reader of its payload will."""
+        limit = self._settings.max_group_bytes
+        if isinstance(group, TrajectoryGroup) and len(payload) <= limit:
+            return group
+        return wire.decode(payload, TrajectoryGroup, max_bytes=limit)
 
     async def _refuse_malformed(self, lease_id: str, payload: bytes, error: WireError) -> None:
         if self._settings.quarantine is not None:
@@ -225,6 +231,8 @@ class RedisBuffer:
             return reply
         if kind == b"again":
             raise _AgainError
+        if kind == b"full":
+            raise exceptions.OutOfMemoryError
         raise messages.ErrorReply(kind.decode(), reply[0].decode()).exception()
 
     def _payload_key(self, sequence: int) -> str:

@@ -65,10 +65,10 @@ function calls.lease(lease_id)
   return { 'ok', first and string.format('%.17g', tonumber(first) - now_s) or '' }
 end
 
--- The payload was sent ahead under a key of its own, so that it never passes through Lua.
-function calls.put(lease_id, token, header, group_id, sequence, oldest_version, num_bytes)
+-- A large payload was sent ahead under a key of its own, so that it never passes through Lua.
+function calls.put(token, payload, lease_id, header, group_id, sequence, oldest_version, num_bytes)
   local staged = key('staged:' .. token)
-  if call('EXISTS', staged) == 0 then return { 'again' } end
+  if payload == '' and call('EXISTS', staged) == 0 then return { 'again' } end
   local is_kept, kept = pcall(put, lease_id, {
     header = header,
     group_id = group_id,
@@ -78,7 +78,7 @@ function calls.put(lease_id, token, header, group_id, sequence, oldest_version, 
   }, now_s)
   if is_kept and kept then
     call('RENAME', staged, key('payload:' .. sequence))
-    call('PERSIST', key('payload:' .. sequence))
+    if payload == '' then call('PERSIST', key('payload:' .. sequence)) end
   else
     call('UNLINK', staged)
   end
@@ -143,6 +143,12 @@ function calls.stats()
   return read_stats()
 end
 
+if ARGV[1] == 'put' and ARGV[8] ~= '' then
+  -- Before all else: short of memory, Redis refuses only the first write of a script.
+  local stored_it = redis.pcall('SET', key('staged:' .. ARGV[7]), ARGV[8])
+  if stored_it.err and string.find(stored_it.err, 'OOM') then return { 'full' } end
+  if stored_it.err then return stored_it end
+end
 load_state(settings)
 local is_done, reply = pcall(calls[ARGV[1]], unpack(ARGV, 7))
 if not is_done then

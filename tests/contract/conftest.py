@@ -32,7 +32,7 @@ async def redis_client() -> AsyncIterator[Connect]:
     clients: list[RedisBuffer] = []
 
     def make(url: str, run: str = "run", **changes: object) -> RedisBuffer:
-        defaults = {"groups_per_step": 2, "max_staleness": 1, "deadline_s": 20.0, "retry_s": 0.5}
+        defaults = {"groups_per_step": 2, "max_staleness": 1, "deadline_s": 20.0, "retry_s": 2.0}
         clients.append(RedisBuffer(url, run, RedisSettings(**{**defaults, **changes})))
         return clients[-1]
 
