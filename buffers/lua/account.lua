@@ -10,7 +10,8 @@
 --   expiries  zset    leased: lease id by time               waiting   zset  buffered: by version
 --   returned  zset    sequences to be granted again          dropped, refused  hash  reason -> count
 --   loans, trained    hash  version -> sequences             roster    hash  generator -> report
---   history   stream  one event per change of an entry       payload:SEQUENCE, staged:TOKEN
+--   headers   hash    sequence -> header of its group        payload:SEQUENCE, staged:TOKEN
+--   history   stream  one event per change of an entry
 
 local call = redis.call
 local prefix = string.match(KEYS[1], '^(.*:)state$')
@@ -21,7 +22,6 @@ local NUMBERS = {
   'num_bytes',
 }
 local RETURNS_SEQUENCE = { expired = true, released = true, orphaned = true }
-local IN_LINE = { leased = true, buffered = true, taken = true }
 
 local state, stored = {}, {}
 -- What those who wait are told: more leases may be granted, more groups may be taken.
@@ -82,10 +82,14 @@ local function find(lease_id)
 end
 
 local function enter(entry, column)
-  local member = int(entry.sequence)
+  local from, member = entry.state, int(entry.sequence)
   entry.state = column
   state[column] = state[column] + 1
-  if IN_LINE[column] then call('ZADD', key('line'), member, member) end
+  if column == 'trained' then
+    call('ZREM', key('line'), member)
+  elseif not from or from == 'trained' then
+    call('ZADD', key('line'), member, member)
+  end
   if column == 'leased' then
     call('ZADD', key('expiries'), string.format('%.17g', entry.expires_at_s), entry.lease_id)
   elseif column == 'buffered' then
@@ -97,7 +101,6 @@ end
 local function leave(entry)
   state.revision = state.revision + 1
   state[entry.state] = state[entry.state] - 1
-  if IN_LINE[entry.state] then call('ZREM', key('line'), int(entry.sequence)) end
   if entry.state == 'leased' then
     call('ZREM', key('expiries'), entry.lease_id)
   elseif entry.state == 'buffered' then
@@ -130,9 +133,11 @@ end
 
 local function close(entry)
   leave(entry)
+  call('ZREM', key('line'), int(entry.sequence))
   call('HDEL', key('entries'), int(entry.sequence))
   call('HDEL', key('leases'), entry.lease_id)
-  if entry.header then
+  if entry.group_id then
+    call('HDEL', key('headers'), int(entry.sequence))
     call('UNLINK', key('payload:' .. int(entry.sequence)))
     state.num_bytes = state.num_bytes - entry.num_bytes
   end

@@ -70,12 +70,11 @@ function calls.put(token, payload, lease_id, header, group_id, sequence, oldest_
   local staged = key('staged:' .. token)
   if payload == '' and call('EXISTS', staged) == 0 then return { 'again' } end
   local is_kept, kept = pcall(put, lease_id, {
-    header = header,
     group_id = group_id,
     sequence = tonumber(sequence),
     oldest_version = tonumber(oldest_version),
     num_bytes = tonumber(num_bytes),
-  }, now_s)
+  }, header, now_s)
   if is_kept and kept then
     call('RENAME', staged, key('payload:' .. sequence))
     if payload == '' then call('PERSIST', key('payload:' .. sequence)) end

@@ -79,26 +79,27 @@ local function renew(lease_ids, now_s, ttl_s)
 end
 
 -- Whether the payload must be kept.
-local function put(lease_id, header, now_s)
+local function put(lease_id, group, header, now_s)
   expire(now_s)
   local entry = find(lease_id)
   if not entry then
     count_refused('unknown_lease')
     refuse('UnknownLeaseError',
       string.format('lease %s is unknown here, or has expired', lease_id))
-  elseif entry.header then
-    if entry.group_id == header.group_id then return false end
+  elseif entry.group_id then
+    if entry.group_id == group.group_id then return false end
     count_refused('duplicate')
     refuse('DuplicateGroupError',
       string.format('lease %s already holds %s', lease_id, entry.group_id))
-  elseif header.sequence ~= entry.sequence then
+  elseif group.sequence ~= entry.sequence then
     refuse('LedgerError', string.format('lease %s is for sequence %s; the group says %s',
-      lease_id, int(entry.sequence), int(header.sequence)))
-  elseif state.version - header.oldest_version > state.max_staleness then
+      lease_id, int(entry.sequence), int(group.sequence)))
+  elseif state.version - group.oldest_version > state.max_staleness then
     drop(entry, 'stale')
     return false
   end
-  for name, value in pairs(header) do entry[name] = value end
+  for name, value in pairs(group) do entry[name] = value end
+  call('HSET', key('headers'), int(entry.sequence), header)
   move(entry, 'buffered')
   state.num_bytes = state.num_bytes + entry.num_bytes
   return true
@@ -194,7 +195,9 @@ local function take(num_groups, version, epoch)
     call('HSET', key('loans'), int(version), loan)
   end
   local headers = {}
-  for i, sequence in ipairs(sequences_of(loan)) do headers[i] = get(sequence).header end
+  for i, sequence in ipairs(sequences_of(loan)) do
+    headers[i] = call('HGET', key('headers'), sequence)
+  end
   return headers
 end
 
