@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from streamrl.errors import ConfigError, TransportError
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 Command: TypeAlias = tuple[bytes | str | int | float, ...]
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 SLOWEST_BYTES_PER_S = 10e6
+SENTINEL_PORT, SENTINEL_S = 26379, 1.0
 
 _AWAY = (
     exceptions.ConnectionError,
@@ -61,12 +63,33 @@ def redacted(url: str) -> str:
 
 def open_client(url: str) -> "Redis":
     """A client that neither waits nor retries by itself; call it in the loop that will use it."""
+    plain: dict[str, Any] = {
+        "protocol": 2,
+        "socket_timeout": None,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_error": [],
+    }
     try:
-        return Redis.from_url(
-            url, protocol=2, socket_timeout=None, retry=Retry(NoBackoff(), 0), retry_on_error=[]
-        )
+        if url.startswith("redis+sentinel://"):
+            return _found_by_sentinels(url, plain)
+        return Redis.from_url(url, **plain)
     except ValueError as error:
         raise ConfigError(f"buffer.url {redacted(url)}: {error}") from error
+
+
+def _found_by_sentinels(url: str, plain: dict[str, Any]) -> "Redis":
+    """redis+sentinel://user:password@host:port,host/service/db; whoever is the master then."""
+    parts = urlsplit(url)
+    places = [place.partition(":") for place in parts.netloc.rpartition("@")[2].split(",")]
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError("it must end with the name of the service: /SERVICE")
+    sentinels = [(host, int(port or SENTINEL_PORT)) for host, _, port in places]
+    sentinel = Sentinel(sentinels, sentinel_kwargs={**plain, "socket_timeout": SENTINEL_S})
+    found: Redis = sentinel.master_for(
+        service, username=parts.username, password=parts.password, db=int(db or 0), **plain
+    )
+    return found
 
 
 @cache

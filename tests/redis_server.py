@@ -41,24 +41,22 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
+        self._run(
+            *("bind 127.0.0.1", 'save ""', "appendonly yes", "appendfsync always"), *self.settings
+        )
+
+    def start_sentinel(self, monitor: str) -> None:
+        self._run("bind 127.0.0.1", monitor, arguments=("--sentinel",))
+
+    def _run(self, *lines: str, arguments: tuple[str, ...] = ()) -> None:
         """Waits until it accepts connections; fails with its log at the deadline."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        log = self.folder / "redis.log"
+        settings, log = self.folder / "redis.conf", self.folder / "redis.log"
+        settings.write_text("\n".join((f"port {self.port}", f"dir {self.folder}", *lines)) + "\n")
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [executable(), "-", "--dir", str(self.folder)], stdin=subprocess.PIPE, stdout=output
+                [executable(), str(settings), *arguments], stdout=output, stderr=output
             )
-        lines = (
-            "bind 127.0.0.1",
-            f"port {self.port}",
-            'save ""',
-            "appendonly yes",
-            "appendfsync always",
-            *self.settings,
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n".join(lines).encode() + b"\n")
-        self.process.stdin.close()
         deadline = time.monotonic() + START_DEADLINE_S
         while not self._answers():
             assert time.monotonic() < deadline, log.read_text()

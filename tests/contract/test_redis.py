@@ -150,6 +150,25 @@ async def test_the_history_tells_what_became_of_every_group(
     assert events[5] == Event(sequence=2, state="dropped", reason="failed", lease_id="c")
 
 
+async def test_sentinels_tell_where_the_server_is(
+    own_redis: RedisServer, tmp_path: Path, redis_client: Connect
+):
+    sentinel = RedisServer(tmp_path / "sentinel")
+    (tmp_path / "sentinel").mkdir()
+    monitor = f"sentinel monitor ours 127.0.0.1 {own_redis.port} 1"
+    sentinel.start_sentinel(monitor)
+    try:
+        buffer = redis_client(f"redis+sentinel://127.0.0.1:9,127.0.0.1:{sentinel.port}/ours")
+        await buffer.attach(0, None)
+        await fill(buffer, "a")
+        assert (await redis_client(own_redis.url).stats()).books.buffered == 1
+        unknown = f"redis+sentinel://127.0.0.1:{sentinel.port}/theirs"
+        with pytest.raises(TransportError, match="No master found for 'theirs'"):
+            await redis_client(unknown, deadline_s=0.3).stats()
+    finally:
+        sentinel.kill()
+
+
 async def test_a_server_that_comes_back_blank_shows_it_to_everybody(
     tmp_path: Path, redis_client: Connect
 ):
