@@ -46,7 +46,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     renderer = Renderer.from_config(config)
     make_environment(config.generator.environment, ())
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
-    buffer = connect(config.buffer)
+    buffer = connect(config)
     try:
         runner = GroupRunner(
             engine=engine,

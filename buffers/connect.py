@@ -4,13 +4,16 @@ A new backend implements `streamrl.interfaces.TrajectoryBuffer`, passes `tests/c
 line in `connect`.
 """
 
-from streamrl.config.sections import BufferSettings
+import importlib.util
+
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 
 
-def connect(settings: BufferSettings) -> TrajectoryBuffer:
-    """A client of the buffer at `buffer.url`; call it in the event loop that will use it."""
+def connect(config: RunConfig) -> TrajectoryBuffer:
+    """A client of the run's buffer at `buffer.url`; call it in the event loop that will use it."""
+    settings = config.buffer
     scheme = settings.url.partition("://")[0]
     match scheme:
         case "zmq":
@@ -22,7 +25,34 @@ def connect(settings: BufferSettings) -> TrajectoryBuffer:
                     "daemons started on their own need a port they agree on"
                 )
             return ZmqBuffer(settings.url, deadline_s=settings.deadline_s, curve=settings.curve)
+        case "redis" | "rediss" | "redis+sentinel":
+            return _redis(config)
         case _:
             raise ConfigError(
-                f"buffer.url {settings.url} cannot be shared between processes; use zmq://host:port"
+                f"buffer.url {settings.url} cannot be shared between processes; use "
+                "zmq://host:port or redis://host:port"
             )
+
+
+def _redis(config: RunConfig) -> TrajectoryBuffer:
+    require_redis()
+    from buffers.redis_buffer import RedisBuffer, RedisSettings
+
+    settings = RedisSettings(
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=config.buffer.max_staleness,
+        final_version=config.run.max_steps,
+        lease_ttl_s=config.buffer.lease_ttl_s,
+        max_group_bytes=config.buffer.max_group_bytes,
+        quarantine=config.run.path / "quarantine",
+        deadline_s=config.buffer.deadline_s,
+    )
+    return RedisBuffer(config.buffer.url, config.run.name, settings)
+
+
+def require_redis() -> None:
+    """Say how to install the client of Redis if it is missing."""
+    if importlib.util.find_spec("redis") is None:
+        raise ConfigError(
+            "buffer.url redis:// needs the package redis: pip install streamrl[redis]"
+        )

@@ -6,14 +6,12 @@ left; then the last reading of the books stands in the run folder as `books.json
 
 import argparse
 import asyncio
-import json
 import logging
 import threading
 import time
 from functools import partial
 
-import msgspec
-
+from buffers.books import write_books
 from buffers.journal import Journal
 from buffers.journal_file import journal_path
 from buffers.ledger import Ledger
@@ -24,7 +22,6 @@ from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.service import Shutdown
-from streamrl.types import BufferStats
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +34,8 @@ def main(arguments: argparse.Namespace) -> int:
 async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     """Serve until the run is over. Waits for the server's thread; a signal or the end unblocks."""
     if not config.buffer.url.startswith("zmq://"):
-        raise ConfigError(f"buffer.url {config.buffer.url} needs no daemon")
+        scheme = config.buffer.url.partition("://")[0]
+        raise ConfigError(f"buffer.url: a buffer at {scheme}:// needs no daemon of ours")
     ledger = Ledger(
         groups_per_step=config.learner.groups_per_step,
         max_staleness=config.buffer.max_staleness,
@@ -61,7 +59,7 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     signaled.cancel()
     if journal is not None:
         journal.close()
-    _write_books(config, stats)
+    write_books(config, stats)
 
 
 def _open_journal(config: RunConfig, state: BufferState[bytes]) -> Journal | None:
@@ -77,11 +75,3 @@ def _open_journal(config: RunConfig, state: BufferState[bytes]) -> Journal | Non
     }
     journal.recover(settings, time.monotonic())
     return journal
-
-
-def _write_books(config: RunConfig, stats: BufferStats) -> None:
-    books = msgspec.to_builtins(stats.books, str_keys=True)
-    kept = {key: value for key, value in books.items() if key != "open_sequences"}
-    path = config.run.path / "books.json"
-    path.write_text(json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
-    log.info("books: %s", kept)

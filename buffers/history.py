@@ -1,8 +1,10 @@
 """One transition of one lease: what a backend's history tells an audit.
 
-Invariant: the events of a sequence are in the order in which they happened. `lease_id` is empty
-where a learner's books, not a lease, decided: "dropped" (orphaned) means that the sequence is free
-again, whatever became of it before; "acknowledged" that a checkpoint holds it.
+Invariant: the events of a sequence are in the order in which they happened, so that replayed they
+give the column it is in now; `buffered` after `taken` or `trained` is a group given back to a
+learner that came back. `lease_id` is empty where a learner's books, not a lease, decided: "dropped"
+(orphaned) means that the sequence is free again, whatever became of it before; "acknowledged" that
+a checkpoint holds it.
 """
 
 from msgspec import Struct

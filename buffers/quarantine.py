@@ -1,7 +1,7 @@
 """Where malformed messages are kept, so that a person can see what was wrong with them.
 
 Invariant: at most `max_files` files and `max_bytes` bytes, the newest; a message that cannot be
-kept (a full disk) is only logged. Called by `buffers.zmq_server`.
+kept (a full disk) is only logged. called by the backends.
 """
 
 import logging

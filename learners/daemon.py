@@ -53,7 +53,7 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     start = checkpoint.restore(found, trainer) if found else nothing_restored()
     log.info("starting from %s at version %d", found or config.model.path, start.policy_version)
     sender = _make_sender(config, policy)
-    buffer = connect(config.buffer)
+    buffer = connect(config)
     tracker = open_trackers(config, first_step=start.policy_version + 1)
     record = JsonlTracker(config.run.path / TRAINED_FILE, first_step=start.policy_version + 1)
     learner = Learner(config, trainer, buffer, sender, tracker, record, start)

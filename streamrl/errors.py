@@ -46,6 +46,10 @@ class CorruptMessageError(WireError):
     """A message is truncated, fails its checksum, or breaks the rules of its type."""
 
 
+class BufferFullError(TransportError):
+    """The buffer's memory stayed full for as long as a put waits; the group was not taken in."""
+
+
 class LedgerError(StreamRLError):
     """A call that the ledger refuses; its state is unchanged."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from streamrl.cli.arguments import configuration
-from streamrl.cli.launch import make_missing_model, run_daemons
+from streamrl.cli.launch import run_here
 from streamrl.cli.processes import Child
 from streamrl.cli.proof import prove
 from streamrl.cli.run_folder import prepare
@@ -48,9 +48,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.kills < 1:
         raise ConfigError(f"--kills: was {arguments.kills}; it must be >= 1")
     config = prepare(configuration(arguments).config, resume=False, new=True)
-    make_missing_model(config, console)
     killer = Killer(config.run.path, config.run.max_steps, arguments, console)
-    finished = asyncio.run(run_daemons(config, console, companion=killer.run))
+    finished = run_here(config, console, new=True, companion=killer.run)
     proof = prove(config)
     faults = list(proof.faults)
     if not finished:

@@ -26,7 +26,7 @@ from streamrl.cli.report import write_report
 from streamrl.cli.run_folder import prepare, read_json
 from streamrl.cli.view import ProgressView, summary
 from streamrl.config import RunConfig
-from streamrl.errors import StreamRLError
+from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError
 
 DRAIN_S = 15.0
 
@@ -37,10 +37,10 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console()
     loaded = configuration(arguments)
     config = prepare(loaded.config, resume=arguments.resume, new=arguments.new)
-    make_missing_model(config, console)
     start = time.monotonic()
-    live = not arguments.no_view
-    finished = asyncio.run(run_daemons(config, console, resume=arguments.resume, live=live))
+    finished = run_here(
+        config, console, resume=arguments.resume, new=arguments.new, live=not arguments.no_view
+    )
     if finished and config.run.evaluate:
         _evaluate(config)
     write_report(config.run.path)
@@ -50,20 +50,40 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def make_missing_model(config: RunConfig, console: Console) -> None:
-    """The model that the recipe describes, if its folder is not there yet."""
-    if not Path(config.model.path).exists() and config.model.recipe is not None:
-        console.print(f"making {config.model.path} (streamrl make-model)")
-        _call("make-model", config)
-
-
-async def run_daemons(
+def run_here(
     config: RunConfig,
     console: Console,
     *,
     resume: bool = False,
+    new: bool = False,
     live: bool = False,
     companion: Companion | None = None,
+) -> bool:
+    """The whole run, from the missing model to the last books; whether it reached its end.
+
+    A buffer server of somebody else's outlives its runs: a new one must not train on what an older
+    one left there.
+    """
+    if not Path(config.model.path).exists() and config.model.recipe is not None:
+        console.print(f"making {config.model.path} (streamrl make-model)")
+        _call("make-model", config)
+    if not config.buffer.has_daemon and not resume:
+        _call("books", config, "--forget" if new else "--require-none")
+    finished = asyncio.run(
+        _run_daemons(config, console, resume=resume, live=live, companion=companion)
+    )
+    if not config.buffer.has_daemon:
+        _call("books", config)
+    return finished
+
+
+async def _run_daemons(
+    config: RunConfig,
+    console: Console,
+    *,
+    resume: bool,
+    live: bool,
+    companion: Companion | None,
 ) -> bool:
     """Start, watch, and stop everybody; whether the run reached its end.
 
@@ -118,7 +138,7 @@ def _children(config: RunConfig, *, resume: bool) -> list[Child]:
 
     learner = ("learner", *given, *(["--resume"] if resume else []))
     return [
-        child("buffer", "buffer", *given),
+        *([child("buffer", "buffer", *given)] if config.buffer.has_daemon else []),
         child("learner", *learner, once_more=("--resume",)),
         *(
             child(f"generator-{i}", "generator", *given, "--id", f"generator-{i}")
@@ -153,6 +173,8 @@ async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.T
     for wave in waves:
         ends_by_itself = learner_ended and all(c.state in ("running", "done") for c in wave)
         tasks = {supervised[child.role] for child in wave}
+        if not tasks:
+            continue
         if ends_by_itself:
             await asyncio.wait(tasks, timeout=DRAIN_S / 3)
         for child in wave:
@@ -164,16 +186,21 @@ async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.T
         await asyncio.wait(tasks)
 
 
-def _call(command: str, config: RunConfig) -> str:
-    """Run a `streamrl` command with this configuration to its end; its output."""
+def _call(command: str, config: RunConfig, *arguments: str) -> str:
+    """Run a `streamrl` command with this configuration to its end; its output.
+
+    Raises:
+        ConfigError, StreamRLError: it failed; it has said why on standard error.
+    """
     done = subprocess.run(
-        [executable(), command, "--config", str(config.run.path / "config.yaml")],
+        [executable(), command, *arguments, "--config", str(config.run.path / "config.yaml")],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        raise StreamRLError(f"streamrl {command} ended with exit code {done.returncode}")
+        kind = ConfigError if done.returncode == EXIT_CONFIG else StreamRLError
+        raise kind(f"streamrl {command} ended with exit code {done.returncode}")
     return done.stdout
 
 

@@ -96,6 +96,17 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", default=None, help="model folder; default: the newest")
 
 
+def _books(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--require-none", action="store_true", help="only check that the buffer holds no such run"
+    )
+    instead.add_argument(
+        "--forget", action="store_true", help="delete all that the buffer holds of the run"
+    )
+
+
 def _run_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN", help="run folder, such as runs/quickstart")
 
@@ -167,6 +178,9 @@ COMMANDS = {
     ),
     "evaluate": Command(
         "actors.evaluate:main", "greedy score of a checkpoint on held-out prompts", _evaluate
+    ),
+    "books": Command(
+        "buffers.books:main", "write books.json of a run whose buffer is redis://", _books
     ),
     "ablate": Command(
         "streamrl.cli.ablate:main", "one run per value of a setting and seed, compared", _ablate

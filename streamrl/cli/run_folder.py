@@ -25,7 +25,7 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
     if config.buffer.url.startswith("memory://"):
         raise ConfigError(
             f"buffer.url: was {config.buffer.url!r}, which lives in one process; a launch starts "
-            "several: use zmq://127.0.0.1:0"
+            "several: use zmq://127.0.0.1:0 or redis://HOST"
         )
     folder = config.run.path
     if (folder / "metrics.jsonl").exists() and not resume:
@@ -56,9 +56,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _with_ports(config: RunConfig) -> RunConfig:
     buffer, weights = config.buffer, config.weights
+    url = _bound("buffer.url", buffer.url) if buffer.has_daemon else buffer.url
     return config.model_copy(
         update={
-            "buffer": buffer.model_copy(update={"url": _bound("buffer.url", buffer.url)}),
+            "buffer": buffer.model_copy(update={"url": url}),
             "weights": weights.model_copy(
                 update={"address": _bound("weights.address", weights.address)}
             ),

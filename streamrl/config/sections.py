@@ -185,7 +185,8 @@ class GeneratorSettings(Section):
 
 class BufferSettings(Section):
     url: str = "zmq://127.0.0.1:0"
-    """memory:// or zmq://host:port; with port 0, `streamrl launch` picks a free port."""
+    """zmq://host:port, where port 0 lets `streamrl launch` pick a free one; redis://, rediss:// or
+    redis+sentinel://host,host/service, with user:password@ before the host; or memory://."""
     max_staleness: NotNegative = 2
     """Versions a group may be behind when it is trained; 0 is the synchronous algorithm."""
     lease_ttl_s: Seconds = 30.0
@@ -204,8 +205,8 @@ class BufferSettings(Section):
     @field_validator("url")
     @classmethod
     def _has_known_scheme(cls, url: str) -> str:
-        if not url.startswith(("memory://", "zmq://")):
-            raise ValueError(f"was {url!r}; it must start with memory:// or zmq://")
+        if not url.startswith(_BUFFER_SCHEMES):
+            raise ValueError(f"was {url!r}; it must start with {', '.join(_BUFFER_SCHEMES)}")
         return url
 
     @model_validator(mode="after")
@@ -216,6 +217,14 @@ class BufferSettings(Section):
                 "make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
             )
         return self
+
+    @property
+    def has_daemon(self) -> bool:
+        """Whether a process of ours serves the buffer."""
+        return self.url.startswith("zmq://")
+
+
+_BUFFER_SCHEMES = ("memory://", "zmq://", "redis://", "rediss://", "redis+sentinel://")
 
 
 class OptimizerSettings(Section):

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import zmq
 from buffers.journal import Journal
 from buffers.ledger import Ledger
 from buffers.memory import MemoryBuffer
+from buffers.redis_buffer import RedisBuffer, RedisSettings
 from buffers.state import BufferState
 from buffers.zmq_client import ZmqBuffer
 from buffers.zmq_server import ZmqBufferServer
@@ -68,7 +71,7 @@ def zmq_server(
         yield server
 
 
-@pytest.fixture(params=["memory", "zmq", "zmq with a journal"])
+@pytest.fixture(params=["memory", "zmq", "zmq with a journal", "redis"])
 async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
     """Makes clients of one buffer."""
     clients: list[TrajectoryBuffer] = []
@@ -76,6 +79,12 @@ async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         if request.param == "memory":
             state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=LEASE_TTL_S)
             make: Connect = MemoryBuffer(state).client
+        elif request.param == "redis":
+            server_url = request.getfixturevalue("redis").url
+            settings = RedisSettings(
+                groups_per_step=2, max_staleness=1, lease_ttl_s=LEASE_TTL_S, deadline_s=10.0
+            )
+            make = partial(RedisBuffer, server_url, uuid.uuid4().hex, settings)
         else:
             has_journal = request.param.endswith("journal")
             server = stack.enter_context(zmq_server(tmp_path, journal=has_journal))

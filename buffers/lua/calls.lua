@@ -1,0 +1,163 @@
+-- What a client may ask, each one atomic: `buffers/state.py`, in Lua.
+--
+--   ARGV  call, time or '', ttl_s, groups_per_step, max_staleness, final_version or -1, arguments
+--   reply {'ok', ...} or {name of an error class, message}
+--
+-- The time is this server's clock (TIME), so that all clients of a run share one, a restart
+-- included; a test passes its own. Redis replicates the effects of a script, not its source, so a
+-- clock does no harm.
+
+local function now()
+  if ARGV[2] ~= '' then return tonumber(ARGV[2]) end
+  local time = call('TIME')
+  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+end
+
+local now_s, ttl_s = now(), tonumber(ARGV[3])
+local settings = {
+  groups_per_step = tonumber(ARGV[4]),
+  max_staleness = tonumber(ARGV[5]),
+  final_version = tonumber(ARGV[6]),
+}
+
+local function read_books()
+  local numbers = {}
+  for i, name in ipairs(NUMBERS) do numbers[i] = { name, int(state[name]) } end
+  return numbers, call('HGETALL', key('dropped')), call('ZRANGE', key('line'), 0, -1),
+    call('ZRANGE', key('returned'), 0, -1)
+end
+
+local function end_session(session, reason)
+  for _, lease_id in ipairs(call('ZRANGE', key('expiries'), 0, -1)) do
+    if string.sub(lease_id, 1, #session) == session then release(lease_id, reason) end
+  end
+end
+
+local function forget_silent_generators()
+  local roster = call('HGETALL', key('roster'))
+  for i = 1, #roster, 2 do
+    if now_s - cmsgpack.unpack(roster[i + 1]).seen_s > ttl_s then
+      call('HDEL', key('roster'), roster[i])
+    end
+  end
+end
+
+local function read_stats()
+  local roster = call('HVALS', key('roster'))
+  for i, report in ipairs(roster) do roster[i] = cmsgpack.unpack(report).status end
+  local server = redis.pcall('INFO', 'server')
+  local incarnation = type(server) == 'string' and string.match(server, 'run_id:(%w+)') or ''
+  local numbers, dropped, line, returned = read_books()
+  return {
+    'ok', numbers, dropped, line, returned, call('HGETALL', key('refused')), oldest() or '',
+    incarnation, roster,
+  }
+end
+
+local calls = {}
+
+function calls.lease(lease_id)
+  local entry = lease(lease_id, now_s, ttl_s)
+  if entry then
+    return { 'ok', entry.sequence, entry.floor, string.format('%.17g', entry.expires_at_s) }
+  end
+  local first = call('ZRANGE', key('expiries'), 0, 0, 'WITHSCORES')[2]
+  return { 'ok', first and string.format('%.17g', tonumber(first) - now_s) or '' }
+end
+
+-- A large payload was sent ahead under a key of its own, so that it never passes through Lua.
+function calls.put(token, payload, lease_id, header, group_id, sequence, oldest_version, num_bytes)
+  local staged = key('staged:' .. token)
+  if payload == '' and call('EXISTS', staged) == 0 then return { 'again' } end
+  local is_kept, kept = pcall(put, lease_id, {
+    group_id = group_id,
+    sequence = tonumber(sequence),
+    oldest_version = tonumber(oldest_version),
+    num_bytes = tonumber(num_bytes),
+  }, header, now_s)
+  if is_kept and kept then
+    call('RENAME', staged, key('payload:' .. sequence))
+    if payload == '' then call('PERSIST', key('payload:' .. sequence)) end
+  else
+    call('UNLINK', staged)
+  end
+  if not is_kept then error(kept) end
+  return { 'ok' }
+end
+
+function calls.release(lease_id, reason)
+  release(lease_id, reason)
+  return { 'ok' }
+end
+
+function calls.refuse_malformed(lease_id)
+  refuse_malformed(lease_id)
+  return { 'ok' }
+end
+
+function calls.heartbeat(generator_id, session, is_leaving, status, ...)
+  local packed = call('HGET', key('roster'), generator_id)
+  local known = packed and cmsgpack.unpack(packed)
+  if known and known.session ~= session then end_session(known.session, 'expired') end
+  if is_leaving == '1' then
+    end_session(session, 'released')
+    call('HDEL', key('roster'), generator_id)
+  else
+    local report = { session = session, seen_s = now_s, status = status }
+    call('HSET', key('roster'), generator_id, cmsgpack.pack(report))
+  end
+  local lost = renew({ ... }, now_s, ttl_s)
+  return { 'ok', state.version, state.finished, lost }
+end
+
+function calls.attach(version, books)
+  for name, value in pairs(settings) do state[name] = value end
+  attach(tonumber(version), books ~= '' and cmsgpack.unpack(books))
+  return read_stats()
+end
+
+function calls.take(num_groups, version, epoch)
+  return { 'ok', take(tonumber(num_groups), tonumber(version), tonumber(epoch)) }
+end
+
+function calls.advance(version, epoch)
+  advance(tonumber(version), tonumber(epoch))
+  return { 'ok', read_books() }
+end
+
+function calls.acknowledge(version, epoch)
+  acknowledge(tonumber(version), tonumber(epoch))
+  return { 'ok' }
+end
+
+function calls.finish(epoch)
+  check_epoch(tonumber(epoch))
+  state.finished = 1
+  return { 'ok' }
+end
+
+function calls.stats()
+  expire(now_s)
+  forget_silent_generators()
+  return read_stats()
+end
+
+if ARGV[1] == 'put' and ARGV[8] ~= '' then
+  -- Before all else: short of memory, Redis refuses only the first write of a script.
+  local stored_it = redis.pcall('SET', key('staged:' .. ARGV[7]), ARGV[8])
+  if stored_it.err and string.find(stored_it.err, 'OOM') then return { 'full' } end
+  if stored_it.err then return stored_it end
+end
+load_state(settings)
+local is_done, reply = pcall(calls[ARGV[1]], unpack(ARGV, 7))
+if not is_done then
+  if type(reply) ~= 'table' or not reply.kind then error(reply) end
+  reply = { reply.kind, reply.message }
+end
+save_state()
+if news.room or news.groups then
+  -- A user who may not publish loses the prompt wake-up, not the call.
+  redis.pcall('PUBLISH', key('changed'),
+    string.format('%d %d %d', news.room and 1 or 0, state.buffered, state.epoch))
+end
+return reply

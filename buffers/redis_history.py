@@ -1,0 +1,54 @@
+"""A run's keys as somebody sees them who takes no part in it: its history, and their end.
+
+The history is a Redis stream that the scripts append to; it stays until the run is forgotten, about
+50 bytes an event. Called by `streamrl books` and by auditors.
+"""
+
+from collections.abc import AsyncIterator
+
+from buffers.history import Event
+from buffers.redis_link import RedisLink, namespace
+
+PAGE = 1000
+
+
+async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncIterator[Event]:
+    """Every event of the run so far, oldest first."""
+    link = RedisLink(url, deadline_s=deadline_s, retry_s=deadline_s)
+    after = "-"
+    try:
+        while True:
+            command = ("XRANGE", f"{namespace(run)}history", after, "+", "COUNT", PAGE)
+            page = (await link.call("history", command))[0]
+            for _, fields in page:
+                yield _event(fields)
+            if len(page) < PAGE:
+                return
+            after = f"({page[-1][0].decode()}"
+    finally:
+        await link.client.aclose()
+
+
+async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
+    """Delete every key of the run; how many there were."""
+    link = RedisLink(url, deadline_s=deadline_s, retry_s=deadline_s)
+    cursor, num_keys = 0, 0
+    try:
+        while True:
+            command = ("SCAN", cursor, "MATCH", f"{namespace(run)}*", "COUNT", PAGE)
+            cursor, keys = (await link.call("forget", command))[0]
+            if keys:
+                num_keys += (await link.call("forget", ("UNLINK", *keys)))[0]
+            if not int(cursor):
+                return num_keys
+    finally:
+        await link.client.aclose()
+
+
+def _event(fields: dict[bytes, bytes]) -> Event:
+    return Event(
+        sequence=int(fields[b"sequence"]),
+        state=fields[b"state"].decode(),
+        reason=fields[b"reason"].decode() or None,
+        lease_id=fields[b"lease_id"].decode(),
+    )

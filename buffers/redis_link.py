@@ -1,0 +1,174 @@
+"""The way to one Redis server: commands that are repeated until they are answered.
+
+Invariant: a call either returns the server's answer or raises within its deadline; one that was
+sent twice is harmless, because every script of `buffers/lua` is. While Redis is away (restarting,
+stopped, failing over) calls wait here. Used by `buffers.redis_buffer` and what reads its keys.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from streamrl.errors import ConfigError, TransportError
+
+log = logging.getLogger(__name__)
+
+Command: TypeAlias = tuple[bytes | str | int | float, ...]
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
+SLOWEST_BYTES_PER_S = 10e6
+SENTINEL_PORT, SENTINEL_S = 26379, 1.0
+
+_AWAY = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    OSError,
+    TimeoutError,
+)
+_REFUSED = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+    exceptions.NoPermissionError,
+)
+# How Redis 6 words a lack of permission inside a script.
+_REFUSED_IN_SCRIPT = ("NOPERM", "can't run this command", "can't access at least one of the keys")
+
+
+def namespace(run: str) -> str:
+    """What the keys of a run begin with; the braces keep them in one slot of a cluster."""
+    return f"streamrl:{{{run}}}:"
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, for people to read."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return url.replace(f":{parts.password}@", ":***@", 1)
+
+
+def open_client(url: str) -> "Redis":
+    """A client that neither waits nor retries by itself; call it in the loop that will use it."""
+    plain: dict[str, Any] = {
+        "protocol": 2,
+        "socket_timeout": None,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_error": [],
+    }
+    try:
+        if url.startswith("redis+sentinel://"):
+            return _found_by_sentinels(url, plain)
+        return Redis.from_url(url, **plain)
+    except ValueError as error:
+        raise ConfigError(f"buffer.url {redacted(url)}: {error}") from error
+
+
+def _found_by_sentinels(url: str, plain: dict[str, Any]) -> "Redis":
+    """redis+sentinel://user:password@host:port,host/service/db; whoever is the master then."""
+    parts = urlsplit(url)
+    places = [place.partition(":") for place in parts.netloc.rpartition("@")[2].split(",")]
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError("it must end with the name of the service: /SERVICE")
+    sentinels = [(host, int(port or SENTINEL_PORT)) for host, _, port in places]
+    sentinel = Sentinel(sentinels, sentinel_kwargs={**plain, "socket_timeout": SENTINEL_S})
+    found: Redis = sentinel.master_for(
+        service, username=parts.username, password=parts.password, db=int(db or 0), **plain
+    )
+    return found
+
+
+@cache
+def script() -> tuple[str, str]:
+    """The ledger's source and its SHA-1, by which the server knows it."""
+    folder = resources.files("buffers") / "lua"
+    source = "\n".join((folder / f"{n}.lua").read_text() for n in ("account", "ledger", "calls"))
+    return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class RedisLink:
+    """One client's connections. `retry_s` is how long a first attempt may go unanswered."""
+
+    def __init__(self, url: str, *, deadline_s: float, retry_s: float) -> None:
+        self.url = redacted(url)
+        self.deadline_s = deadline_s
+        self.client = open_client(url)
+        self._retry_s = retry_s
+
+    async def call(self, name: str, *commands: Command, wait_s: float = 0.0) -> list[Any]:
+        """The answers to the commands, sent in one go.
+
+        Waits for them; unblocked by them, by the deadline, or by a refusal. After a failure waits
+        a little longer each time before the next attempt.
+
+        Raises:
+            TransportError: unanswered for `wait_s` and the deadline of this link.
+            ConfigError: the server refuses this user.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s + self.deadline_s
+        num_bytes = sum(len(word) for c in commands for word in c if isinstance(word, bytes))
+        patience_s = self._retry_s + num_bytes / SLOWEST_BYTES_PER_S
+        delay_s = FIRST_DELAY_S
+        while True:
+            try:
+                async with asyncio.timeout(min(deadline - loop.time(), patience_s)):
+                    return await self._attempt(commands)
+            except (*_REFUSED, *_AWAY, exceptions.ResponseError) as error:
+                self._raise_if_final(error)
+                if loop.time() + delay_s >= deadline:
+                    raise self._gave_up(name, wait_s, error) from error
+                log.warning("no answer from the buffer at %s to %s: %s", self.url, name, error)
+            patience_s *= 2
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+    async def _attempt(self, commands: Sequence[Command]) -> list[Any]:
+        try:
+            return await self._send(commands)
+        except exceptions.NoScriptError:
+            await self.client.execute_command("SCRIPT LOAD", script()[0])
+            return await self._send(commands)
+
+    async def _send(self, commands: Sequence[Command]) -> list[Any]:
+        if len(commands) == 1:
+            return [await self.client.execute_command(*commands[0])]
+        pipeline = self.client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return list(await pipeline.execute())
+
+    def _raise_if_final(self, error: Exception) -> None:
+        """Waiting cannot help against what is neither an absence nor a lack of memory."""
+        told = str(error)
+        if isinstance(error, _REFUSED) or any(words in told for words in _REFUSED_IN_SCRIPT):
+            raise ConfigError(
+                f"buffer.url {self.url}: Redis refuses this user: {told}; it needs the right "
+                "password, and an ACL such as ~streamrl:* resetchannels &streamrl:* +@all -@admin"
+            ) from error
+        if isinstance(error, exceptions.MovedError):
+            raise ConfigError(
+                f"buffer.url {self.url}: this node of a cluster does not hold the run ({told})"
+            ) from error
+        if not isinstance(error, _AWAY):
+            raise error
+
+    def _gave_up(self, name: str, wait_s: float, error: Exception) -> TransportError:
+        return TransportError(
+            f"the buffer at {self.url} has not answered {name} for {wait_s + self.deadline_s:g} s "
+            f"({error or type(error).__name__}): is Redis running, and is buffer.url right?"
+        )

@@ -1,0 +1,53 @@
+"""One Redis server for all contract tests, a run of its own name for each; or one to be killed."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from buffers.redis_buffer import RedisBuffer, RedisSettings
+from streamrl.types import GeneratorStatus
+from tests.records import make_group
+from tests.redis_server import RedisServer, redis_server
+
+Connect = Callable[..., RedisBuffer]
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that the test may kill."""
+    with redis_server(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+async def redis_client() -> AsyncIterator[Connect]:
+    """Makes clients; closes them in the end."""
+    clients: list[RedisBuffer] = []
+
+    def make(url: str, run: str = "run", **changes: object) -> RedisBuffer:
+        defaults = {"groups_per_step": 2, "max_staleness": 1, "deadline_s": 20.0, "retry_s": 2.0}
+        clients.append(RedisBuffer(url, run, RedisSettings(**{**defaults, **changes})))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.close()
+
+
+async def fill(buffer: RedisBuffer, *lease_ids: str, num_response: int = 4) -> None:
+    for lease_id in lease_ids:
+        lease = await buffer.lease(lease_id, "g", 0.0)
+        assert lease is not None
+        group = make_group(lease.sequence, lease_id=lease_id, num_response=num_response)
+        await buffer.put(lease_id, group)
+
+
+def status(**fields: object) -> GeneratorStatus:
+    return GeneratorStatus(generator_id="g", session="g", policy_version=0, **fields)

@@ -1,0 +1,194 @@
+"""What `redis://` promises beyond the contract: about its server's death, waiting, and runs."""
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from redis import Redis
+
+from buffers.history import Event
+from buffers.redis_history import forget, history
+from streamrl.errors import (
+    LedgerError,
+    TransportError,
+    UnknownLeaseError,
+)
+from streamrl.types import Books, DropReason
+from tests.contract.conftest import Connect, fill, status
+from tests.records import make_group
+from tests.redis_server import RedisServer, redis_server
+
+
+async def test_a_server_killed_with_its_memory_loses_nothing(
+    own_redis: RedisServer, redis_client: Connect
+):
+    buffer = redis_client(own_redis.url)
+    await buffer.attach(0, None)
+    await fill(buffer, "a", "b", "c")
+    held = await buffer.lease("d", "g", 0.0)
+    headers = await buffer.take(2, 0, 0.0)
+    before = await buffer.stats()
+    own_redis.kill()
+    own_redis.start()
+    after = await buffer.stats()
+    assert msgspec.structs.replace(after, incarnation="") == msgspec.structs.replace(
+        before, incarnation=""
+    )
+    assert after.incarnation != before.incarnation
+    assert await buffer.lease("d", "g", 0.0) == held
+    assert await buffer.take(2, 0, 0.0) == headers
+    assert [group.sequence for group in await buffer.fetch([0, 1])] == [0, 1]
+    books = await buffer.advance(1)
+    assert (books.trained, books.buffered, books.leased, books.balanced) == (2, 1, 1, True)
+
+
+async def test_calls_that_wait_live_through_a_restart(
+    own_redis: RedisServer, redis_client: Connect
+):
+    learner, generator = redis_client(own_redis.url), redis_client(own_redis.url)
+    await learner.attach(0, None)
+    await fill(generator, "a", "b", "c")
+    await generator.lease("d", "g", 0.0)
+    taking = asyncio.create_task(learner.take(4, 0, 20.0))
+    leasing = asyncio.create_task(generator.lease("e", "g", 20.0))
+    await asyncio.sleep(0.1)
+    own_redis.kill()
+    beating = asyncio.create_task(generator.heartbeat(status(lease_ids=("d",))))
+    await asyncio.sleep(0.3)
+    assert not any(call.done() for call in (taking, leasing, beating))
+    own_redis.start()
+    assert (await beating).lost_lease_ids == ()
+    await generator.put("d", make_group(3, lease_id="d"))
+    assert [header.sequence for header in await taking] == [0, 1, 2, 3]
+    await learner.advance(1)
+    lease = await leasing
+    assert lease is not None
+    assert lease.sequence == 4
+
+
+async def test_a_server_that_stands_still_is_waited_for(
+    own_redis: RedisServer, redis_client: Connect
+):
+    buffer = redis_client(own_redis.url, retry_s=0.2)
+    await buffer.attach(0, None)
+    own_redis.signal(signal.SIGSTOP)
+    filling = asyncio.create_task(fill(buffer, "a", "b"))
+    taking = asyncio.create_task(buffer.take(2, 0, 10.0))
+    await asyncio.sleep(1.0)
+    assert not any(call.done() for call in (filling, taking))
+    own_redis.signal(signal.SIGCONT)
+    await filling
+    assert len(await taking) == 2
+    assert (await buffer.stats()).books.granted == 2
+
+
+async def test_a_server_that_is_not_there_is_an_error_at_the_deadline(redis_client: Connect):
+    buffer = redis_client("redis://:secret@127.0.0.1:9/0", deadline_s=0.4, retry_s=0.1)
+    with pytest.raises(TransportError, match=r"not answered stats for 0\.4 s") as caught:
+        await buffer.stats()
+    assert "secret" not in str(caught.value)
+    assert "is Redis running" in str(caught.value)
+
+
+async def test_who_waits_is_woken_and_does_not_ask_again_and_again(
+    redis: RedisServer, redis_client: Connect
+):
+    learner, generator = redis_client(redis.url, "wait"), redis_client(redis.url, "wait")
+    await learner.attach(0, None)
+    taking = asyncio.create_task(learner.take(2, 0, 10.0))
+    server = Redis.from_url(redis.url)
+    while not server.pubsub_numsub("streamrl:{wait}:changed")[0][1]:
+        await asyncio.sleep(0.01)
+    before = num_scripts(server)
+    await asyncio.sleep(0.5)
+    assert num_scripts(server) - before <= 2
+    await fill(generator, "a")
+    start = time.monotonic()
+    await fill(generator, "b")
+    assert len(await taking) == 2
+    assert time.monotonic() - start < 0.5
+    server.close()
+
+
+def num_scripts(server: "Redis") -> int:
+    return int(server.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+
+async def test_runs_on_one_server_do_not_see_each_other(redis: RedisServer, redis_client: Connect):
+    one, other = redis_client(redis.url, "one"), redis_client(redis.url, "other")
+    await one.attach(0, None)
+    assert await other.lease("a", "g", 0.0) is None
+    await other.attach(0, None)
+    await fill(one, "a", "b")
+    await fill(other, "a")
+    assert [header.sequence for header in await one.take(2, 0, 0.0)] == [0, 1]
+    assert (await one.advance(1)).epoch == 1
+    assert (await other.stats()).books.buffered == 1
+    await forget(redis.url, "one")
+    assert (await one.stats()).books == Books()
+    assert (await other.stats()).books.buffered == 1
+
+
+async def test_the_history_tells_what_became_of_every_group(
+    redis: RedisServer, redis_client: Connect
+):
+    buffer = redis_client(redis.url, "history")
+    await buffer.attach(0, None)
+    await fill(buffer, "a", "b")
+    await buffer.lease("c", "g", 0.0)
+    await buffer.release("c", DropReason.FAILED)
+    await buffer.take(2, 0, 0.0)
+    await buffer.advance(1)
+    await buffer.acknowledge(1)
+    events = [event async for event in history(redis.url, "history")]
+    assert [event.state for event in events if event.sequence == 1] == [
+        *("leased", "buffered", "taken", "trained", "acknowledged")
+    ]
+    assert events[5] == Event(sequence=2, state="dropped", reason="failed", lease_id="c")
+
+
+async def test_sentinels_tell_where_the_server_is(
+    own_redis: RedisServer, tmp_path: Path, redis_client: Connect
+):
+    sentinel = RedisServer(tmp_path / "sentinel")
+    (tmp_path / "sentinel").mkdir()
+    monitor = f"sentinel monitor ours 127.0.0.1 {own_redis.port} 1"
+    sentinel.start_sentinel(monitor)
+    try:
+        buffer = redis_client(f"redis+sentinel://127.0.0.1:9,127.0.0.1:{sentinel.port}/ours")
+        await buffer.attach(0, None)
+        await fill(buffer, "a")
+        assert (await redis_client(own_redis.url).stats()).books.buffered == 1
+        unknown = f"redis+sentinel://127.0.0.1:{sentinel.port}/theirs"
+        with pytest.raises(TransportError, match="No master found for 'theirs'"):
+            await redis_client(unknown, deadline_s=0.3).stats()
+    finally:
+        sentinel.kill()
+
+
+async def test_a_server_that_comes_back_blank_shows_it_to_everybody(
+    tmp_path: Path, redis_client: Connect
+):
+    with redis_server(tmp_path, "appendonly no") as server:
+        learner, generator = redis_client(server.url), redis_client(server.url)
+        await learner.attach(0, None)
+        await fill(generator, "a", "b", "c")
+        await generator.lease("d", "g", 0.0)
+        await learner.take(2, 0, 0.0)
+        books = await learner.advance(1)
+        server.kill()
+        server.start()
+        with pytest.raises(LedgerError, match="lost memory"):
+            await learner.take(2, 1, 5.0)
+        assert (await generator.heartbeat(status(lease_ids=("d",)))).lost_lease_ids == ("d",)
+        with pytest.raises(UnknownLeaseError):
+            await generator.put("d", make_group(3, lease_id="d"))
+        stats = await redis_client(server.url).attach(1, books)
+        assert stats.books.balanced
+        assert (stats.books.acknowledged, stats.books.dropped) == (2, {DropReason.ORPHANED: 2})
+        lease = await generator.lease("e", "g", 0.0)
+        assert lease is not None
+        assert lease.sequence == 2

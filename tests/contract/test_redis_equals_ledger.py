@@ -1,0 +1,293 @@
+"""The scripts of `buffers/lua` answer as the pure ledger does, and keep the same books.
+
+Every call goes to both, a refusal's sentence included; neither is told of the other. The run's keys
+are also copied and put back, as a server does that restarts from an older snapshot.
+"""
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from copy import deepcopy
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from redis import Redis
+
+from buffers.ledger import Ledger
+from buffers.redis_buffer import RedisBuffer, RedisSettings
+from buffers.redis_history import forget, history
+from buffers.state import BufferState
+from streamrl import wire
+from streamrl.errors import CorruptMessageError, StreamRLError
+from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, TrajectoryGroup
+from tests.records import make_group
+from tests.redis_server import RedisServer
+
+TTL_S = 10.0
+LEASE_IDS = [f"{session}/{number}" for session in "abc" for number in range(5)]
+ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED)
+
+
+class Twins(RuleBasedStateMachine):
+    url: str
+
+    @initialize(
+        groups_per_step=st.integers(1, 3),
+        max_staleness=st.integers(0, 3),
+        final_version=st.none() | st.integers(2, 30),
+    )
+    def start(self, **settings: int) -> None:
+        self.settings = settings
+        self.now_s = 1000.1
+        self.model = self.blank()
+        self.run_name = uuid.uuid4().hex
+        self.runner = asyncio.Runner()
+        self.server = Redis.from_url(self.url)
+        self.epoch = 0
+        self.version = 0
+        self.sequences: dict[str, int] = {}
+        self.checkpoint: tuple[int, Books] = (0, Books())
+        self.redis = self.runner.run(self.client())
+        self.copy_the_server()
+
+    def blank(self) -> BufferState[TrajectoryGroup]:
+        return BufferState(Ledger(**self.settings), lease_ttl_s=TTL_S)
+
+    async def client(self) -> RedisBuffer:
+        chosen = RedisSettings(**self.settings, lease_ttl_s=TTL_S, clock=lambda: self.now_s)
+        return RedisBuffer(self.url, self.run_name, chosen)
+
+    def both(self, asked: Coroutine[Any, Any, Any], expected: Callable[[], Any]) -> Any:
+        """The answer of both, or None after the refusal of both."""
+        answers = (outcome(lambda: self.runner.run(asked)), outcome(expected))
+        assert answers[0] == answers[1]
+        return None if isinstance(answers[0], Refusal) else answers[0]
+
+    @rule(lease_id=st.sampled_from(LEASE_IDS))
+    def lease(self, lease_id: str) -> None:
+        lease = self.both(
+            self.redis.lease(lease_id, "g", 0.0), lambda: self.model.lease(lease_id, self.now_s)
+        )
+        if lease is not None:
+            self.sequences[lease_id] = lease.sequence
+
+    @rule(
+        lease_id=st.sampled_from(LEASE_IDS),
+        age=st.integers(0, 4),
+        wrong=st.integers(0, 9),
+        again=st.booleans(),
+    )
+    def put(self, lease_id: str, age: int, wrong: int, again: bool) -> None:
+        sequence = self.sequences.get(lease_id, 0) + (wrong == 0)
+        name = "another" if wrong == 1 else lease_id
+        group = make_group(sequence, lease_id=name, version=max(0, self.version + 1 - age), size=1)
+        header = GroupHeader.of(group, num_bytes=len(wire.encode(group)))
+        for _ in range(1 + again):
+            self.both(
+                self.redis.put(lease_id, group),
+                lambda: self.model.put(lease_id, header, group, self.now_s),
+            )
+
+    @rule(lease_id=st.sampled_from(LEASE_IDS), reason=st.sampled_from(ENDS_A_LEASE))
+    def release(self, lease_id: str, reason: DropReason) -> None:
+        self.both(
+            self.redis.release(lease_id, reason), lambda: self.model.release(lease_id, reason)
+        )
+
+    @rule(lease_id=st.sampled_from(LEASE_IDS))
+    def put_nonsense(self, lease_id: str) -> None:
+        with pytest.raises(CorruptMessageError):
+            self.runner.run(self.redis.put(lease_id, Books()))
+        self.model.ledger.refuse_malformed(lease_id)
+
+    @rule(
+        generator_id=st.sampled_from(["g", "h"]),
+        session=st.sampled_from("abc"),
+        lease_ids=st.sets(st.sampled_from(LEASE_IDS)).map(sorted).map(tuple),
+        is_leaving=st.booleans(),
+    )
+    def heartbeat(self, **fields: Any) -> None:
+        status = GeneratorStatus(policy_version=0, **fields)
+        self.both(self.redis.heartbeat(status), lambda: self.model.heartbeat(status, self.now_s))
+
+    @rule(seconds=st.floats(0.0, 1.5 * TTL_S))
+    def let_time_pass(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(num_groups=st.integers(1, 9), ahead=st.sampled_from([0, 0, 0, 1, 2]))
+    def take(self, num_groups: int, ahead: int) -> None:
+        version = self.model.ledger.version + ahead
+        headers = self.both(
+            self.redis.take(num_groups, version, 0.0),
+            lambda: self.model.take(num_groups, version, self.epoch),
+        )
+        sequences = [header.sequence for header in headers or ()]
+        groups = self.runner.run(self.redis.fetch(sequences))
+        assert [wire.encode(g) for g in groups] == [
+            wire.encode(g) for g in self.model.fetch(sequences)
+        ]
+
+    @rule(step=st.sampled_from([1, 1, 1, 0, 2]))
+    def advance(self, step: int) -> None:
+        self.version = self.model.ledger.version + step
+        self.both(
+            self.redis.advance(self.version), lambda: self.model.advance(self.version, self.epoch)
+        )
+        self.version = self.model.ledger.version
+
+    @rule(behind=st.sampled_from([0, 0, 1, -1]))
+    def acknowledge(self, behind: int) -> None:
+        version = self.model.ledger.version - behind
+        self.both(
+            self.redis.acknowledge(version), lambda: self.model.acknowledge(version, self.epoch)
+        )
+
+    @rule(num_steps=st.integers(1, 3))
+    def run_some_steps(self, num_steps: int) -> None:
+        """Steady work: without this rule, random calls rarely fill a batch."""
+        for _ in range(num_steps):
+            for lease_id in LEASE_IDS:
+                self.lease(lease_id)
+            for lease_id in LEASE_IDS:
+                self.put(lease_id, age=1, wrong=9, again=False)
+            self.take(self.settings["groups_per_step"], 0)
+            self.advance(1)
+
+    @rule()
+    def save(self) -> None:
+        self.checkpoint = (self.model.ledger.version, self.model.ledger.books())
+
+    @rule()
+    def finish(self) -> None:
+        self.both(self.redis.finish(), lambda: self.model.finish(self.epoch))
+
+    @rule(
+        version=st.none() | st.integers(0, 3),
+        books=st.sampled_from(["of the checkpoint", "blank", "none"]),
+    )
+    def attach(self, version: int | None, books: str) -> None:
+        chosen = {"of the checkpoint": self.checkpoint[1], "blank": Books(), "none": None}[books]
+        at = self.checkpoint[0] if version is None else version
+
+        def expected() -> Any:
+            self.epoch = self.model.attach(at, chosen)
+            return comparable(self.model.stats())
+
+        async def asked() -> Any:
+            return comparable(await self.redis.attach(at, chosen))
+
+        self.both(asked(), expected)
+        self.version = at
+
+    @rule()
+    def another_learner_attaches(self) -> None:
+        """The calls of this client are refused from now on."""
+        other = self.runner.run(self.client())
+        self.runner.run(other.attach(self.version, None))
+        self.model.attach(self.version, None)
+        self.runner.run(other.close())
+
+    @rule()
+    def copy_the_server(self) -> None:
+        keys = list(self.server.scan_iter(f"streamrl:{{{self.run_name}}}:*"))
+        self.older = ({key: self.server.dump(key) for key in keys}, deepcopy(self.model))
+
+    @precondition(lambda self: self.older)
+    @rule()
+    def restore_the_server(self) -> None:
+        self.runner.run(forget(self.url, self.run_name))
+        for key, value in self.older[0].items():
+            self.server.restore(key, 0, value)
+        self.model = deepcopy(self.older[1])
+
+    @rule()
+    def read(self) -> None:
+        def expected() -> Any:
+            self.model.expire(self.now_s)
+            return comparable(self.model.stats())
+
+        async def asked() -> Any:
+            return comparable(await self.redis.stats())
+
+        self.both(asked(), expected)
+
+    @invariant()
+    def the_indexes_agree(self) -> None:
+        books = self.model.ledger.books()
+        names = ("line", "waiting", "expiries", "entries", "leases")
+        pipeline = self.server.pipeline()
+        for name in names:
+            key = f"streamrl:{{{self.run_name}}}:{name}"
+            pipeline.zcard(key) if name in names[:3] else pipeline.hlen(key)
+        in_line = books.leased + books.buffered + books.taken
+        everything = in_line + books.trained
+        expected = [in_line, books.buffered, books.leased, everything, everything]
+        assert pipeline.execute() == expected
+
+    def teardown(self) -> None:
+        if not hasattr(self, "redis"):
+            return
+        self.read()
+        self.runner.run(self.check_history())
+        self.runner.run(self.redis.close())
+        self.runner.run(forget(self.url, self.run_name))
+        self.server.close()
+        self.runner.close()
+
+    async def check_history(self) -> None:
+        """Replayed, the history gives every column of the books."""
+        latest = {event.sequence: event.state async for event in history(self.url, self.run_name)}
+        counts, books = Counter(latest.values()), self.model.ledger.books()
+        for column in ("leased", "buffered", "taken", "trained"):
+            assert counts[column] == getattr(books, column), column
+
+
+class Refusal(tuple[str, str]):
+    """A kind of error and its sentence."""
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except StreamRLError as error:
+        return Refusal((type(error).__name__, str(error)))
+
+
+def comparable(stats: Any) -> Any:
+    """All but the server's name for itself; generators in one order."""
+    generators = sorted(stats.generators, key=lambda status: status.generator_id)
+    return (
+        *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
+        *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished),
+        generators,
+    )
+
+
+@pytest.fixture
+def twins(redis: RedisServer) -> type[Twins]:
+    return type("TwinsHere", (Twins,), {"url": redis.url})
+
+
+def test_the_scripts_and_the_ledger_cannot_be_told_apart(twins: type[Twins]):
+    run_state_machine_as_test(
+        twins,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=40,
+            deadline=None,
+            # Shrinking takes minutes here; a failure's steps are few enough to read.
+            phases=[Phase.reuse, Phase.generate],
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )

@@ -1,0 +1,152 @@
+"""What `redis://` refuses and how it says so: too little memory, wrong users, wrong groups."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from redis import Redis
+
+from streamrl import wire
+from streamrl.errors import (
+    BufferFullError,
+    ConfigError,
+    CorruptMessageError,
+    MessageTooLargeError,
+)
+from streamrl.types import DropReason, RefusalReason
+from tests.contract.conftest import Connect, fill, status
+from tests.records import make_group
+from tests.redis_server import RedisServer, redis_server
+
+
+async def test_a_full_server_holds_puts_back_until_a_checkpoint_frees_groups(
+    tmp_path: Path, redis_client: Connect
+):
+    with redis_server(tmp_path, "maxmemory 8mb", "appendonly no") as server:
+        buffer = redis_client(server.url, deadline_s=3.0)
+        await buffer.attach(0, None)
+        await fill(buffer, "a", "b", num_response=80_000)
+        assert len(await buffer.take(2, 0, 0.0)) == 2
+        await buffer.advance(1)
+        with pytest.raises(BufferFullError, match=r"maxmemory is 8\.389 MB.*raise it"):
+            await fill(buffer, "c", "d", "e", "f", num_response=80_000)
+        stats = await buffer.stats()
+        assert (stats.books.leased, stats.books.trained) == (1, 2)
+        patient = redis_client(server.url)
+        lease_id = "cdef"[stats.books.buffered]
+        lease = await patient.lease(lease_id, "g", 0.0)
+        assert lease is not None
+        group = make_group(lease.sequence, lease_id=lease_id, num_response=80_000)
+        waiting = asyncio.create_task(patient.put(lease_id, group))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await buffer.acknowledge(1)
+        await waiting
+        books = (await buffer.stats()).books
+        assert (books.acknowledged, books.buffered, books.balanced) == (
+            *(2, stats.books.buffered + 1),
+            True,
+        )
+
+
+async def test_the_ledger_works_on_a_server_that_refuses_every_payload(
+    own_redis: RedisServer, redis_client: Connect
+):
+    buffer = redis_client(own_redis.url, deadline_s=0.5)
+    await buffer.attach(0, None)
+    await fill(buffer, "a", "b")
+    await buffer.lease("c", "g", 0.0)
+    Redis.from_url(own_redis.url).config_set("maxmemory", "100kb")
+    with pytest.raises(BufferFullError, match="a group of"):
+        await buffer.put("c", make_group(2, lease_id="c"))
+    await buffer.heartbeat(status(lease_ids=("c",)))
+    await buffer.take(2, 0, 0.0)
+    await buffer.advance(1)
+    await buffer.acknowledge(1)
+    assert (await buffer.stats()).books.acknowledged == 2
+    assert await buffer.lease("d", "g", 0.0) is not None
+
+
+async def test_a_server_that_may_throw_keys_away_is_refused(tmp_path: Path, redis_client: Connect):
+    policy = ("maxmemory 8mb", "maxmemory-policy allkeys-lru")
+    refused = pytest.raises(ConfigError, match=r"allkeys-lru .* must be noeviction")
+    with redis_server(tmp_path, *policy) as server, refused:
+        await redis_client(server.url).attach(0, None)
+
+
+USER = "user ours on >s3cret ~streamrl:* resetchannels &streamrl:* +@all -@admin"
+
+
+async def test_a_user_with_a_password_needs_only_the_keys_of_the_runs(
+    tmp_path: Path, redis_client: Connect
+):
+    with redis_server(tmp_path, USER, "user default off") as server:
+        place = server.url.removeprefix("redis://")
+        buffer = redis_client(f"redis://ours:s3cret@{place}")
+        await buffer.attach(0, None)
+        taking = asyncio.create_task(buffer.take(2, 0, 10.0))
+        await fill(buffer, "a", "b")
+        assert len(await taking) == 2
+        assert len(await buffer.fetch([0, 1])) == 2
+        await buffer.advance(1)
+        await buffer.acknowledge(1)
+        assert (await buffer.stats()).incarnation
+        for wrong in ("ours:guessed@", "nobody:s3cret@", ""):
+            with pytest.raises(ConfigError, match="Redis refuses this user") as caught:
+                await redis_client(f"redis://{wrong}{place}").stats()
+            assert "guessed" not in str(caught.value)
+            assert "s3cret" not in str(caught.value)
+
+
+async def test_a_user_without_our_keys_is_told_so(tmp_path: Path, redis_client: Connect):
+    with redis_server(tmp_path, "user stranger on >pw ~elsewhere:* +@all") as server:
+        place = server.url.removeprefix("redis://")
+        with pytest.raises(ConfigError, match="Redis refuses this user"):
+            await redis_client(f"redis://stranger:pw@{place}").attach(0, None)
+
+
+async def test_a_malformed_group_is_quarantined_and_its_sequence_dropped(
+    redis: RedisServer, redis_client: Connect, tmp_path: Path
+):
+    buffer = redis_client(redis.url, "malformed", quarantine=tmp_path / "quarantine")
+    await buffer.attach(0, None)
+    await buffer.lease("s/1", "g", 0.0)
+    group = msgspec.to_builtins(make_group(0), builtin_types=(np.ndarray,))
+    group["trajectories"][0]["behavior_logprobs"] = np.full(7, np.nan, np.float32)
+    with pytest.raises(CorruptMessageError, match="NaN"):
+        await buffer.put("s/1", group)
+    assert (await buffer.stats()).books.dropped == {DropReason.MALFORMED: 1}
+    (kept,) = (tmp_path / "quarantine").iterdir()
+    assert kept.read_bytes() == wire.encode(group)
+    with pytest.raises(CorruptMessageError):
+        await buffer.put("s/1", group)
+    assert (await buffer.stats()).refused == {RefusalReason.MALFORMED: 1}
+
+
+async def test_a_group_above_the_limit_is_refused(redis: RedisServer, redis_client: Connect):
+    buffer = redis_client(redis.url, "limit", max_group_bytes=1000)
+    await buffer.attach(0, None)
+    await buffer.lease("s/1", "g", 0.0)
+    with pytest.raises(MessageTooLargeError, match="at most 1000"):
+        await buffer.put("s/1", make_group(0, num_response=500))
+
+
+async def test_large_groups_pass_and_leave_nothing_behind(
+    redis: RedisServer, redis_client: Connect
+):
+    buffer = redis_client(redis.url, "large")
+    await buffer.attach(0, None)
+    await fill(buffer, "a", "b", num_response=600_000)
+    headers = await buffer.take(2, 0, 1.0)
+    assert sum(header.num_bytes for header in headers) > 30e6
+    groups = await buffer.fetch([header.sequence for header in headers])
+    assert groups[1].num_tokens == 2 * 600_003
+    await buffer.advance(1)
+    await buffer.acknowledge(1)
+    assert (await buffer.stats()).num_bytes == 0
+    server = Redis.from_url(redis.url)
+    left = {key.rpartition(b":")[2] for key in server.scan_iter("streamrl:{large}:*")}
+    assert left == {b"state", b"history"}
+    server.close()
