@@ -33,15 +33,17 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console()
     loaded = configuration(arguments)
     config = prepare(loaded.config, resume=arguments.resume, new=arguments.new)
+    if not (config.buffer.has_daemon or arguments.resume):
+        # A server outlives its runs: a new one must not train on what an older one left there.
+        _call("books", config, "--forget" if arguments.new else "--require-none")
     if not Path(config.model.path).exists() and config.model.recipe is not None:
         console.print(f"making {config.model.path} (streamrl make-model)")
         _call("make-model", config)
-    if not config.buffer.has_daemon:
-        _require_blank_buffer(config, arguments)
     start = time.monotonic()
     finished = asyncio.run(_run(config, console, arguments))
     if not config.buffer.has_daemon:
-        _call("books", config)
+        with contextlib.suppress(StreamRLError):
+            _call("books", config)
     if finished and config.run.evaluate:
         _evaluate(config)
     write_report(config.run.path)
@@ -142,12 +144,6 @@ async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.T
             if late:
                 child.stop(signal.SIGKILL)
         await asyncio.wait(tasks)
-
-
-def _require_blank_buffer(config: RunConfig, arguments: argparse.Namespace) -> None:
-    """A server outlives its runs: a new one must not train on what an older one left there."""
-    if not arguments.resume:
-        _call("books", config, "--forget" if arguments.new else "--require-none")
 
 
 def _call(command: str, config: RunConfig, *arguments: str) -> str:
