@@ -16,7 +16,7 @@ from buffers.history import Event
 from streamrl.types import Books, DropReason, GroupHeader, RefusalReason
 
 # A lease asserted further ahead than this is nonsense, not a memory that the buffer lost.
-MAX_GAP = 1_000_000
+MAX_GAP = 100_000
 
 
 class State(StrEnum):

@@ -9,6 +9,7 @@ Started by `streamrl buffer audit RUN`: exit code 1 if anything is not in order.
 """
 
 import argparse
+import asyncio
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from buffers.account import Image
+from buffers.connect import require_redis
 from buffers.history import Event
 from buffers.journal_file import (
     BY_BOOKS,
@@ -26,6 +28,8 @@ from buffers.journal_file import (
     read_history,
     read_image,
 )
+from streamrl.cli.watch import config_of
+from streamrl.config import RunConfig
 from streamrl.types import DropReason
 
 WAITING = ("leased", "buffered", "taken", "trained")
@@ -64,12 +68,32 @@ class Audit(Struct):
 
 
 def main(arguments: argparse.Namespace) -> int:
-    with open_to_read(journal_path(Path(arguments.folder))) as db:
+    folder = Path(arguments.folder)
+    config = config_of(folder)
+    if config.buffer.has_daemon:
+        found = _of_journal(folder)
+    else:
+        found = asyncio.run(_of_redis(config))
+    print("\n".join(report(found)))
+    return 1 if found.faults else 0
+
+
+def _of_journal(folder: Path) -> Audit:
+    with open_to_read(journal_path(folder)) as db:
         found = audit(read_history(db))
         found.faults.extend(compare(found, read_image(db)))
         found.faults.extend(_against_entries(found, db))
-    print("\n".join(report(found)))
-    return 1 if found.faults else 0
+    return found
+
+
+async def _of_redis(config: RunConfig) -> Audit:
+    require_redis()
+    from buffers.redis_history import account, history
+
+    url, run = config.buffer.url, config.run.name
+    found = audit([event async for event in history(url, run)])
+    found.faults.extend(compare(found, await account(url, run)))
+    return found
 
 
 def audit(events: Iterable[Event]) -> Audit:

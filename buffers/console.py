@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from buffers.connect import connect
+from buffers.zmq_client import ZmqBuffer
 from streamrl.cli.view import books_rows
 from streamrl.config import load_config
-from streamrl.config.sections import BufferSettings
+from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import BufferStats, GeneratorStatus
 
@@ -127,9 +128,14 @@ async def _drain(target: str, deadline_s: float, console: Console) -> int:
 
 
 def _connected(target: str) -> TrajectoryBuffer:
+    """By the run's configuration, or by the address of a server of one run."""
     if "://" not in target:
-        return connect(load_config(target).config.buffer)
-    return connect(BufferSettings.model_construct(url=target, deadline_s=_ANSWER_S))
+        return connect(load_config(target).config)
+    if not target.startswith("zmq://"):
+        raise ConfigError(
+            f"{target} names no run: give the configuration, such as runs/NAME/config.yaml"
+        )
+    return ZmqBuffer(target, deadline_s=_ANSWER_S)
 
 
 def _rest(stats: BufferStats) -> str:

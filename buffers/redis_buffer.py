@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import structs
 from redis import exceptions
 
 from buffers import messages, redis_replies
@@ -97,18 +98,21 @@ class RedisBuffer:
         await self._call("release", lease_id, reason)
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        version, finished, lost = await self._call(
+        held = [(lease.lease_id, lease.sequence, lease.policy_version) for lease in status.held]
+        version, finished, lost, incarnation = await self._call(
             "heartbeat",
             status.generator_id,
             status.session,
             int(status.is_leaving),
-            wire.encode(status),
+            wire.encode(structs.replace(status, held=())),
+            msgspec.msgpack.encode(held),
             *status.lease_ids,
         )
         return HeartbeatReply(
             policy_version=version,
             lost_lease_ids=tuple(lease_id.decode() for lease_id in lost),
             finished=bool(finished),
+            incarnation=incarnation.decode(),
         )
 
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
@@ -148,6 +152,9 @@ class RedisBuffer:
 
     async def finish(self) -> None:
         await self._call("finish", self._epoch)
+
+    async def drain(self) -> None:
+        await self._call("drain")
 
     async def stats(self) -> BufferStats:
         return redis_replies.stats(await self._call("stats"))

@@ -6,8 +6,10 @@ The history is a Redis stream that the scripts append to; it stays until the run
 
 from collections.abc import AsyncIterator
 
+from buffers.account import Image
 from buffers.history import Event
 from buffers.redis_link import RedisLink, namespace
+from streamrl.types import DropReason
 
 PAGE = 1000
 
@@ -27,6 +29,27 @@ async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncItera
             after = f"({page[-1][0].decode()}"
     finally:
         await link.client.aclose()
+
+
+async def account(url: str, run: str, *, deadline_s: float = 60.0) -> Image:
+    """The totals of the run's account, to be held against its history."""
+    link = RedisLink(url, deadline_s=deadline_s, retry_s=deadline_s)
+    names = ("granted", "unseen", "acknowledged")
+    try:
+        numbers, dropped = await link.call(
+            "account",
+            ("HMGET", f"{namespace(run)}state", *names),
+            ("HGETALL", f"{namespace(run)}dropped"),
+        )
+    finally:
+        await link.client.aclose()
+    granted, unseen, acknowledged = (int(number or 0) for number in numbers)
+    return Image(
+        granted=granted,
+        unseen=unseen,
+        acknowledged=acknowledged,
+        dropped={DropReason(reason.decode()): int(n) for reason, n in dropped.items()},
+    )
 
 
 async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:

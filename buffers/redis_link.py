@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -54,11 +54,9 @@ def namespace(run: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """The URL without its password, for people to read."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return url.replace(f":{parts.password}@", ":***@", 1)
+    """The URL without its password and its options, for people to read."""
+    shown, password = url.partition("?")[0], urlsplit(url).password
+    return shown if password is None else shown.replace(f":{password}@", ":***@", 1)
 
 
 def open_client(url: str) -> "Redis":
@@ -86,9 +84,11 @@ def _found_by_sentinels(url: str, plain: dict[str, Any]) -> "Redis":
         raise ValueError("it must end with the name of the service: /SERVICE")
     sentinels = [(host, int(port or SENTINEL_PORT)) for host, _, port in places]
     sentinel = Sentinel(sentinels, sentinel_kwargs={**plain, "socket_timeout": SENTINEL_S})
-    found: Redis = sentinel.master_for(
-        service, username=parts.username, password=parts.password, db=int(db or 0), **plain
-    )
+    user: dict[str, Any] = {
+        "username": parts.username and unquote(parts.username),
+        "password": parts.password and unquote(parts.password),
+    }
+    found: Redis = sentinel.master_for(service, db=int(db or 0), **user, **plain)
     return found
 
 

@@ -73,6 +73,7 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         num_bytes=values["num_bytes"],
         generators=tuple(sorted(statuses, key=lambda status: status.generator_id)),
         finished=bool(values["finished"]),
+        draining=bool(values["draining"]),
     )
 
 

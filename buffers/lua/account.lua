@@ -19,9 +19,12 @@ local prefix = string.match(KEYS[1], '^(.*:)state$')
 local NUMBERS = {
   'version', 'epoch', 'finished', 'groups_per_step', 'max_staleness', 'final_version', 'granted',
   'leased', 'buffered', 'taken', 'trained', 'acknowledged', 'next_sequence', 'revision',
-  'num_bytes',
+  'num_bytes', 'draining', 'unseen',
 }
 local RETURNS_SEQUENCE = { expired = true, released = true, orphaned = true }
+
+-- As in `buffers/account.py`.
+local MAX_GAP = 100000
 
 local state, stored = {}, {}
 -- What those who wait are told: more leases may be granted, more groups may be taken.
@@ -108,10 +111,7 @@ local function leave(entry)
   end
 end
 
-local function grant(lease_id, floor, expires_at_s)
-  local returned = call('ZPOPMIN', key('returned'))[1]
-  local sequence = tonumber(returned or state.next_sequence)
-  if not returned then state.next_sequence = sequence + 1 end
+local function open_lease(sequence, lease_id, floor, expires_at_s)
   local entry =
     { sequence = sequence, lease_id = lease_id, floor = floor, expires_at_s = expires_at_s }
   enter(entry, 'leased')
@@ -121,6 +121,27 @@ local function grant(lease_id, floor, expires_at_s)
   state.revision = state.revision + 1
   record(entry, 'leased')
   return entry
+end
+
+local function grant(lease_id, floor, expires_at_s)
+  local returned = call('ZPOPMIN', key('returned'))[1]
+  local sequence = tonumber(returned or state.next_sequence)
+  if not returned then state.next_sequence = sequence + 1 end
+  return open_lease(sequence, lease_id, floor, expires_at_s)
+end
+
+-- A lease that its holder asserts and this account forgot, if its sequence is free.
+local function grant_again(sequence, lease_id, floor, expires_at_s)
+  if call('ZREM', key('returned'), int(sequence)) == 0 then
+    local following = state.next_sequence
+    if sequence < following or sequence >= following + MAX_GAP then return end
+    for skipped = following, sequence - 1 do
+      call('ZADD', key('returned'), int(skipped), int(skipped))
+      record({ sequence = skipped, lease_id = '' }, 'dropped', 'orphaned')
+    end
+    state.next_sequence = sequence + 1
+  end
+  open_lease(sequence, lease_id, floor, expires_at_s)
 end
 
 local function move(entry, column)
@@ -144,10 +165,10 @@ local function close(entry)
   news.room = true
 end
 
-local function acknowledge_entry(entry)
+local function acknowledge_entry(entry, by_books)
   close(entry)
   state.acknowledged = state.acknowledged + 1
-  record(entry, 'acknowledged')
+  record(entry, 'acknowledged', by_books and 'books')
 end
 
 local function drop(entry, reason)
@@ -165,6 +186,14 @@ local function entries_in_line()
   return entries
 end
 
+local function sequences_in(name)
+  local sequences = {}
+  for _, sequence in ipairs(call('ZRANGE', key(name), 0, -1)) do
+    sequences[tonumber(sequence)] = true
+  end
+  return sequences
+end
+
 local function return_sequences(sequences)
   call('DEL', key('returned'))
   for sequence in pairs(sequences) do
@@ -172,38 +201,44 @@ local function return_sequences(sequences)
   end
 end
 
+-- Sequences in `mine` and not in `others` end without a lease: a learner's books say so.
+local function record_by_books(mine, others, name, reason)
+  local ended = {}
+  for sequence in pairs(mine) do
+    if not others[sequence] then ended[#ended + 1] = sequence end
+  end
+  table.sort(ended)
+  for _, sequence in ipairs(ended) do record({ sequence = sequence, lease_id = '' }, name, reason) end
+end
+
 -- Come to the account of a learner's checkpoint from a later one; see `Account.reconcile`.
 local function reconcile(books)
-  local unfinished, held = {}, {}
+  local unfinished, free = {}, {}
   for _, sequence in ipairs(books.open_sequences) do unfinished[sequence] = true end
-  for _, entry in ipairs(entries_in_line()) do
-    if entry.sequence < books.next_sequence and not unfinished[entry.sequence] then
-      acknowledge_entry(entry)
-    else
-      held[entry.sequence] = true
-    end
-  end
   for sequence = books.next_sequence, state.next_sequence - 1 do unfinished[sequence] = true end
-  for sequence in pairs(held) do unfinished[sequence] = nil end
-  return_sequences(unfinished)
+  for sequence in pairs(unfinished) do free[sequence] = true end
+  for _, entry in ipairs(entries_in_line()) do
+    if not unfinished[entry.sequence] then acknowledge_entry(entry, true) end
+    free[entry.sequence] = nil
+  end
+  local was_free = sequences_in('returned')
+  record_by_books(free, was_free, 'dropped', 'orphaned')
+  for sequence = state.next_sequence, books.next_sequence - 1 do was_free[sequence] = true end
+  record_by_books(was_free, unfinished, 'acknowledged', 'books')
+  return_sequences(free)
   state.next_sequence = math.max(state.next_sequence, books.next_sequence)
 end
 
 -- Continue the account of a checkpoint that is later than this one; see `Account.adopt`.
 local function adopt(books)
-  for _, entry in ipairs(entries_in_line()) do
-    close(entry)
-    record(entry, 'dropped', 'orphaned')
-  end
-  state.granted = books.granted
+  reconcile(books)
+  local seen = state.granted - state.unseen
+  state.granted = books.granted + call('ZCARD', key('line'))
+  state.unseen = state.granted - seen
   state.acknowledged = books.acknowledged + books.trained
   call('DEL', key('dropped'))
   for reason, count in pairs(books.dropped) do call('HINCRBY', key('dropped'), reason, count) end
   local in_flight = books.leased + books.buffered + books.taken
   if in_flight > 0 then call('HINCRBY', key('dropped'), 'orphaned', in_flight) end
-  local unfinished = {}
-  for _, sequence in ipairs(books.open_sequences) do unfinished[sequence] = true end
-  return_sequences(unfinished)
-  state.next_sequence = books.next_sequence
   state.revision = math.max(state.revision, books.revision)
 end

@@ -42,15 +42,19 @@ local function forget_silent_generators()
   end
 end
 
+-- Of the server's process: a restarted one may have forgotten something.
+local function incarnation()
+  local server = redis.pcall('INFO', 'server')
+  return type(server) == 'string' and string.match(server, 'run_id:(%w+)') or ''
+end
+
 local function read_stats()
   local roster = call('HVALS', key('roster'))
   for i, report in ipairs(roster) do roster[i] = cmsgpack.unpack(report).status end
-  local server = redis.pcall('INFO', 'server')
-  local incarnation = type(server) == 'string' and string.match(server, 'run_id:(%w+)') or ''
   local numbers, dropped, line, returned = read_books()
   return {
     'ok', numbers, dropped, line, returned, call('HGETALL', key('refused')), oldest() or '',
-    incarnation, roster,
+    incarnation(), roster,
   }
 end
 
@@ -95,7 +99,10 @@ function calls.refuse_malformed(lease_id)
   return { 'ok' }
 end
 
-function calls.heartbeat(generator_id, session, is_leaving, status, ...)
+function calls.heartbeat(generator_id, session, is_leaving, status, held, ...)
+  for _, lease in ipairs(cmsgpack.unpack(held)) do
+    reassert(lease[1], lease[2], lease[3], now_s, ttl_s)
+  end
   local packed = call('HGET', key('roster'), generator_id)
   local known = packed and cmsgpack.unpack(packed)
   if known and known.session ~= session then end_session(known.session, 'expired') end
@@ -107,7 +114,7 @@ function calls.heartbeat(generator_id, session, is_leaving, status, ...)
     call('HSET', key('roster'), generator_id, cmsgpack.pack(report))
   end
   local lost = renew({ ... }, now_s, ttl_s)
-  return { 'ok', state.version, state.finished, lost }
+  return { 'ok', state.version, state.finished, lost, incarnation() }
 end
 
 function calls.attach(version, books)
@@ -133,6 +140,11 @@ end
 function calls.finish(epoch)
   check_epoch(tonumber(epoch))
   state.finished = 1
+  return { 'ok' }
+end
+
+function calls.drain()
+  state.draining = 1
   return { 'ok' }
 end
 

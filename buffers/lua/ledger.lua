@@ -20,8 +20,8 @@ local function check_epoch(epoch)
     refuse('FencedError', string.format(
       'this learner is of epoch %d; epoch %d took over', epoch, state.epoch))
   elseif epoch > state.epoch then
-    refuse('LedgerError', string.format(
-      'this buffer knows epoch %d, not %d: it lost memory', state.epoch, epoch))
+    refuse('LostMemoryError', string.format(
+      'this buffer knows epoch %d, not %d', state.epoch, epoch))
   end
 end
 
@@ -51,7 +51,9 @@ local function admits()
   if state.final_version >= 0 then
     room = math.min(room, (state.final_version - state.version) * state.groups_per_step)
   end
-  return state.epoch > 0 and state.finished == 0 and in_line() < room
+  -- A rest that fills no batch would wait in line for good.
+  local is_closed = state.draining == 1 and in_line() % state.groups_per_step == 0
+  return state.epoch > 0 and state.finished == 0 and not is_closed and in_line() < room
 end
 
 local function lease(lease_id, now_s, ttl_s)
@@ -60,6 +62,11 @@ local function lease(lease_id, now_s, ttl_s)
   if entry or not admits() then return entry end
   local trained_at = state.version + math.floor(in_line() / state.groups_per_step)
   return grant(lease_id, math.max(0, trained_at - state.max_staleness), now_s + ttl_s)
+end
+
+local function reassert(lease_id, sequence, floor, now_s, ttl_s)
+  expire(now_s)
+  if not find(lease_id) then grant_again(sequence, lease_id, floor, now_s + ttl_s) end
 end
 
 local function renew(lease_ids, now_s, ttl_s)
@@ -159,7 +166,7 @@ local function attach(version, books)
   elseif books then
     reconcile(books)
   end
-  state.version, state.finished = version, 0
+  state.version, state.finished, state.draining = version, 0, 0
   state.epoch = math.max(state.epoch, books and books.epoch or 0) + 1
   news.room, news.groups = true, true
 end

@@ -64,16 +64,17 @@ def run_here(
     A buffer server of somebody else's outlives its runs: a new one must not train on what an older
     one left there.
     """
+    if not config.buffer.has_daemon and not resume:
+        _call("books", config, "--forget" if new else "--require-none")
     if not Path(config.model.path).exists() and config.model.recipe is not None:
         console.print(f"making {config.model.path} (streamrl make-model)")
         _call("make-model", config)
-    if not config.buffer.has_daemon and not resume:
-        _call("books", config, "--forget" if new else "--require-none")
     finished = asyncio.run(
         _run_daemons(config, console, resume=resume, live=live, companion=companion)
     )
     if not config.buffer.has_daemon:
-        _call("books", config)
+        with contextlib.suppress(StreamRLError):
+            _call("books", config)
     return finished
 
 

@@ -11,13 +11,13 @@ import sys
 import numpy as np
 
 from buffers.connect import connect
-from streamrl.config.sections import BufferSettings
 from streamrl.types import FinishReason, Lease, Trajectory, TrajectoryGroup
+from tests.contract.limits_config import limits_config
 
 
 async def generate(url: str, name: str) -> None:
     """Waits for admission, a second at a time, and looks then whether the run has ended."""
-    buffer = connect(BufferSettings.model_construct(url=url))
+    buffer = connect(limits_config(url, max_staleness=2))
     number = 0
     while True:
         number += 1

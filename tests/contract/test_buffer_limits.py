@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,25 +19,26 @@ import numpy as np
 import pytest
 
 from buffers.connect import connect
+from buffers.journal import Journal
 from buffers.ledger import Ledger
 from buffers.memory import MemoryBuffer
 from buffers.state import BufferState
 from buffers.zmq_client import ZmqBuffer
 from buffers.zmq_server import ZmqBufferServer
 from streamrl import wire
-from streamrl.config.sections import BufferSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import DropReason, TrajectoryGroup
+from tests.contract.limits_config import GROUPS_PER_STEP, limits_config
 from tests.records import make_group
+from tests.redis_server import redis_server
 
 Connect = Callable[[], TrajectoryBuffer]
 ROOT = Path(__file__).parents[2]
 CLIENT = Path(__file__).with_name("buffer_client.py")
-BACKENDS = ["memory", "zmq"]
+BACKENDS = ["memory", "zmq", "zmq with a journal", "redis"]
 SHARED = [name for name in BACKENDS if name != "memory"]
 TTL_S = 60.0
-GROUPS_PER_STEP = 10
 MANY = 10_000
 
 
@@ -46,10 +48,30 @@ def serving(backend: str, folder: Path, max_staleness: int) -> Iterator[str]:
     ledger = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=max_staleness)
     state = BufferState[bytes](ledger, lease_ttl_s=TTL_S)
     match backend:
+        case "redis":
+            with redis_server(folder / "redis") as redis:
+                yield redis.url
         case "zmq":
-            server = ZmqBufferServer(state, "zmq://127.0.0.1:0", quarantine=folder / "quarantine")
+            with serving_zmq(folder, state) as url:
+                yield url
+        case "zmq with a journal":
+            with contextlib.closing(
+                Journal(folder / "journal.sqlite", state, durability="process")
+            ) as journal:
+                journal.recover({}, time.monotonic())
+                with serving_zmq(folder, state, journal) as url:
+                    yield url
         case _:
             raise NotImplementedError(backend)
+
+
+@contextlib.contextmanager
+def serving_zmq(
+    folder: Path, state: BufferState[bytes], journal: Journal | None = None
+) -> Iterator[str]:
+    server = ZmqBufferServer(
+        state, "zmq://127.0.0.1:0", quarantine=folder / "quarantine", journal=journal
+    )
     stop = threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
@@ -73,7 +95,7 @@ async def clients(backend: str, folder: Path, max_staleness: int) -> AsyncIterat
             url = stack.enter_context(serving(backend, folder, max_staleness))
 
             def make() -> TrajectoryBuffer:
-                return connect(BufferSettings.model_construct(url=url))
+                return connect(limits_config(url, max_staleness))
 
         def remembered() -> TrajectoryBuffer:
             made.append(make())
@@ -94,7 +116,7 @@ async def test_eight_client_processes_train_each_sequence_once(backend: str, tmp
     num_steps, trained = 20, []
     with serving(backend, tmp_path, max_staleness=2) as url:
         processes = [start_client(url, f"client-{index}") for index in range(8)]
-        learner = connect(BufferSettings.model_construct(url=url))
+        learner = connect(limits_config(url, max_staleness=2))
         await learner.attach(0, None)
         for version in range(num_steps):
             headers = await learner.take(GROUPS_PER_STEP, version, 60.0)

@@ -6,7 +6,6 @@ are also copied and put back, as a server does that restarts from an older snaps
 
 import asyncio
 import uuid
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from copy import deepcopy
 from typing import Any
@@ -22,15 +21,17 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec.structs import replace
 from redis import Redis
 
+from buffers.audit import audit
 from buffers.ledger import Ledger
 from buffers.redis_buffer import RedisBuffer, RedisSettings
 from buffers.redis_history import forget, history
 from buffers.state import BufferState
 from streamrl import wire
 from streamrl.errors import CorruptMessageError, StreamRLError
-from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, TrajectoryGroup
+from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease, TrajectoryGroup
 from tests.records import make_group
 from tests.redis_server import RedisServer
 
@@ -118,8 +119,44 @@ class Twins(RuleBasedStateMachine):
         is_leaving=st.booleans(),
     )
     def heartbeat(self, **fields: Any) -> None:
-        status = GeneratorStatus(policy_version=0, **fields)
-        self.both(self.redis.heartbeat(status), lambda: self.model.heartbeat(status, self.now_s))
+        self.report(GeneratorStatus(policy_version=0, **fields))
+
+    @rule(
+        lease_ids=st.sets(st.sampled_from(LEASE_IDS), max_size=3).map(sorted).map(tuple),
+        ahead=st.integers(-4, 4),
+    )
+    def assert_leases(self, lease_ids: tuple[str, ...], ahead: int) -> None:
+        """What a generator says to a buffer that may have forgotten its leases."""
+        following = max(0, self.model.ledger.books().next_sequence + ahead)
+        held = tuple(
+            Lease(
+                lease_id=lease_id,
+                sequence=self.sequences.get(lease_id, following),
+                policy_version=self.version,
+                expires_at_s=0.0,
+            )
+            for lease_id in lease_ids
+        )
+        for lease in held:
+            self.sequences[lease.lease_id] = lease.sequence
+        self.report(
+            GeneratorStatus(
+                generator_id="g", session="a", policy_version=0, lease_ids=lease_ids, held=held
+            )
+        )
+
+    def report(self, status: GeneratorStatus) -> None:
+        async def asked() -> Any:
+            return replace(await self.redis.heartbeat(status), incarnation="")
+
+        def expected() -> Any:
+            return replace(self.model.heartbeat(status, self.now_s), incarnation="")
+
+        self.both(asked(), expected)
+
+    @rule()
+    def drain(self) -> None:
+        self.both(self.redis.drain(), self.model.drain)
 
     @rule(seconds=st.floats(0.0, 1.5 * TTL_S))
     def let_time_pass(self, seconds: float) -> None:
@@ -247,10 +284,10 @@ class Twins(RuleBasedStateMachine):
 
     async def check_history(self) -> None:
         """Replayed, the history gives every column of the books."""
-        latest = {event.sequence: event.state async for event in history(self.url, self.run_name)}
-        counts, books = Counter(latest.values()), self.model.ledger.books()
+        found = audit([event async for event in history(self.url, self.run_name)])
+        books = self.model.ledger.books()
         for column in ("leased", "buffered", "taken", "trained"):
-            assert counts[column] == getattr(books, column), column
+            assert found.waiting[column] == getattr(books, column), column
 
 
 class Refusal(tuple[str, str]):
@@ -269,7 +306,7 @@ def comparable(stats: Any) -> Any:
     generators = sorted(stats.generators, key=lambda status: status.generator_id)
     return (
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
-        *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished),
+        *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),
         generators,
     )
 

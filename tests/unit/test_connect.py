@@ -1,0 +1,104 @@
+"""One URL chooses the backend; what a person gets wrong about it is said in a sentence."""
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from buffers import books
+from buffers.connect import connect
+from buffers.daemon import serve
+from buffers.redis_buffer import RedisBuffer
+from buffers.redis_link import namespace, open_client, redacted
+from buffers.zmq_client import ZmqBuffer
+from streamrl.cli.launch import _children
+from streamrl.cli.run_folder import prepare
+from streamrl.config import RunConfig, load_config
+from streamrl.errors import ConfigError
+from streamrl.service import Shutdown
+
+
+def configured(tmp_path, url: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: some-model}\ndata: {source: addition}\n")
+    return load_config(path, [f"buffer.url={url}", f"run.folder={tmp_path}"], {}).config
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("zmq://127.0.0.1:1", ZmqBuffer),
+        ("redis://127.0.0.1:1/3", RedisBuffer),
+        ("rediss://user:pw@127.0.0.1:1", RedisBuffer),
+        ("redis+sentinel://a,b:1/service", RedisBuffer),
+    ],
+)
+async def test_the_url_chooses_the_backend(tmp_path, url, kind):
+    buffer = connect(configured(tmp_path, url))
+    assert isinstance(buffer, kind)
+    await buffer.close()
+
+
+def test_a_backend_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="must start with memory://, zmq://, redis://"):
+        configured(tmp_path, "kafka://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="cannot be shared between processes; use zmq://"):
+        connect(configured(tmp_path, "memory://"))
+    with pytest.raises(ConfigError, match="only `streamrl launch` resolves"):
+        connect(configured(tmp_path, "zmq://127.0.0.1:0"))
+
+
+def test_a_missing_client_of_redis_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install streamrl\[redis\]"):
+        connect(configured(tmp_path, "redis://127.0.0.1:1"))
+
+
+def test_a_url_that_redis_cannot_read_is_refused_without_its_password():
+    for url in ("redis://:secret@host:port/0", "redis+sentinel://:secret@host"):
+        with pytest.raises(ConfigError, match=r"buffer\.url .*:\*\*\*@host") as caught:
+            open_client(url)
+        assert "secret" not in str(caught.value)
+
+
+def test_a_password_is_not_shown():
+    assert redacted("redis://user:secret@host/0?password=x") == "redis://user:***@host/0"
+    assert redacted("redis://host:1/0") == "redis://host:1/0"
+
+
+async def test_tls_and_users_come_from_the_url():
+    pool = open_client("rediss://user:p%40ss@host:1/2?ssl_ca_certs=ca.pem").connection_pool
+    settings = pool.connection_kwargs
+    assert pool.connection_class.__name__ == "SSLConnection"
+    assert (settings["username"], settings["password"], settings["db"]) == ("user", "p@ss", 2)
+    assert settings["ssl_ca_certs"] == "ca.pem"
+
+
+def test_the_keys_of_a_run_share_a_hash_tag():
+    assert namespace("my.run-1") == "streamrl:{my.run-1}:"
+
+
+async def test_a_server_that_needs_no_daemon_of_ours_gets_none(tmp_path):
+    config = configured(tmp_path, "redis://:secret@127.0.0.1:1")
+    assert "buffer" not in [child.role for child in _children(config, resume=False)]
+    assert prepare(config, resume=False, new=False).buffer == config.buffer
+    with pytest.raises(ConfigError, match="a buffer at redis:// needs no daemon") as caught:
+        await serve(config, Shutdown())
+    assert "secret" not in str(caught.value)
+
+
+def test_the_books_of_a_buffer_with_a_daemon_are_its_own_business(tmp_path):
+    configured(tmp_path, "zmq://127.0.0.1:1")
+    given = argparse.Namespace(file=str(tmp_path / "run.yaml"), config=None, overrides=[])
+    with pytest.raises(ConfigError, match="the buffer daemon writes"):
+        books.main(given)
+
+
+def test_who_needs_no_redis_does_not_import_it():
+    code = (
+        "import sys, buffers.connect, buffers.daemon, buffers.books; print('redis' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
