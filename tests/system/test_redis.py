@@ -1,10 +1,12 @@
 """Whole runs whose buffer is a Redis server: no daemon of ours, the same closing books."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from buffers.redis_buffer import RedisBuffer, RedisSettings
 from tests.redis_server import RedisServer, redis_server
 from tests.system.test_launch import Launch, _set, assert_books_close, assert_every_step_once
 
@@ -36,16 +38,23 @@ def test_a_run_on_redis_outlives_its_generators_its_learner_and_its_server(
     assert "generator-1: done" in run.log("generator-1")
 
 
-def test_a_new_run_starts_blank_and_a_run_of_another_folder_is_not_continued(
+async def leave_a_run_behind(url: str) -> None:
+    """Of the name that the launches here have, at version 5."""
+    buffer = RedisBuffer(url, "run", RedisSettings(groups_per_step=4, max_staleness=2))
+    await buffer.attach(5, None)
+    await buffer.lease("somebody's", "g", 0.0)
+    await buffer.close()
+
+
+def test_a_run_that_the_server_knows_is_not_continued_by_another(
     launch: Launch, redis: RedisServer
 ):
+    asyncio.run(leave_a_run_behind(redis.url))
     settings = _set(f"buffer.url={redis.url}", "run.max_steps=1")
-    for arguments in ((), ("--new",)):
-        run = launch(*arguments, *settings)
-        assert run.end() == 0, run.output
-        assert_every_step_once(run, 1)
-        assert (run.books["acknowledged"], run.books["epoch"]) == (4, 1)
-    elsewhere = _set(f"run.folder={run.folder.parent / 'elsewhere'}")
-    refused = launch(*settings, *elsewhere)
+    refused = launch(*settings)
     assert refused.end() == 2
-    assert "the buffer holds a run run at version 1 already" in refused.output
+    assert "the buffer holds a run run at version 5 already" in refused.output
+    run = launch("--new", *settings)
+    assert run.end() == 0, run.output
+    assert_every_step_once(run, 1)
+    assert (run.books["acknowledged"], run.books["epoch"]) == (4, 1)
