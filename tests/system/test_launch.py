@@ -122,15 +122,15 @@ def test_a_run_whose_every_process_died_is_resumed(launch: Launch):
 
 
 def test_a_killed_buffer_goes_on_as_if_nothing_had_happened(launch: Launch):
-    run = launch(*_set("run.max_steps=20"))
+    run = launch(*_set("run.max_steps=40"))
     for step in (5, 10):
         run.until_step(step)
         run.child("buffer").kill()
     assert run.end() == 0, run.output
-    assert_every_step_once(run, 20)
+    assert_every_step_once(run, 40)
     assert_books_close(run)
     assert_audit_passes(run)
-    assert run.books["acknowledged"] == 20 * 4
+    assert run.books["acknowledged"] == 40 * 4
     assert run.log("buffer").count("recovered") == 2
     for role in ("learner", "generator-0", "generator-1"):
         assert run.log(role).count(f"{role}: done") == 1
@@ -138,11 +138,11 @@ def test_a_killed_buffer_goes_on_as_if_nothing_had_happened(launch: Launch):
 
 
 def test_a_killed_buffer_without_a_journal_is_told_what_it_was(launch: Launch):
-    run = launch(*_set("run.max_steps=14", "buffer.journal=false"))
+    run = launch(*_set("run.max_steps=40", "buffer.journal=false"))
     run.until_step(5)
     run.child("buffer").kill()
     assert run.end() == 0, run.output
-    assert_every_step_once(run, 14)
+    assert_every_step_once(run, 40)
     assert_books_close(run)
     log = run.log("learner")
     assert "attaching again" in log
@@ -150,7 +150,7 @@ def test_a_killed_buffer_without_a_journal_is_told_what_it_was(launch: Launch):
 
 
 def test_a_buffer_restored_from_an_older_copy_is_told_what_came_after(launch: Launch):
-    run = launch(*_set("run.max_steps=24"))
+    run = launch(*_set("run.max_steps=60"))
     folder, copy = run.folder / "buffer", run.folder / "copy"
     run.until_step(4)
     buffer = run.child("buffer")
@@ -164,7 +164,7 @@ def test_a_buffer_restored_from_an_older_copy_is_told_what_came_after(launch: La
     copy.rename(folder)
     buffer.kill()
     assert run.end() == 0, run.output
-    assert_every_step_once(run, 24)
+    assert_every_step_once(run, 60)
     assert_books_close(run)
     assert_audit_passes(run)
     assert "attaching again" in run.log("learner")
