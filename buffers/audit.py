@@ -29,7 +29,6 @@ from buffers.journal_file import (
     read_image,
 )
 from streamrl.cli.watch import config_of
-from streamrl.config import RunConfig
 from streamrl.types import DropReason
 
 WAITING = ("leased", "buffered", "taken", "trained")
@@ -69,11 +68,7 @@ class Audit(Struct):
 
 def main(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
-    config = config_of(folder)
-    if config.buffer.has_daemon:
-        found = _of_journal(folder)
-    else:
-        found = asyncio.run(_of_redis(config))
+    found = _of_redis(folder) if _is_elsewhere(folder) else _of_journal(folder)
     print("\n".join(report(found)))
     return 1 if found.faults else 0
 
@@ -86,14 +81,23 @@ def _of_journal(folder: Path) -> Audit:
     return found
 
 
-async def _of_redis(config: RunConfig) -> Audit:
+def _is_elsewhere(folder: Path) -> bool:
+    """Whether a server of somebody else's has the history."""
+    return not (journal_path(folder).exists() or config_of(folder).buffer.has_daemon)
+
+
+def _of_redis(folder: Path) -> Audit:
     require_redis()
     from buffers.redis_history import account, history
 
-    url, run = config.buffer.url, config.run.name
-    found = audit([event async for event in history(url, run)])
-    found.faults.extend(compare(found, await account(url, run)))
-    return found
+    buffer, run = config_of(folder).buffer, config_of(folder).run.name
+
+    async def read() -> Audit:
+        found = audit([event async for event in history(buffer.url, run)])
+        found.faults.extend(compare(found, await account(buffer.url, run)))
+        return found
+
+    return asyncio.run(read())
 
 
 def audit(events: Iterable[Event]) -> Audit:

@@ -7,14 +7,15 @@ import pytest
 
 from buffers.connect import connect
 from streamrl.cli.main import main
-from streamrl.config.sections import BufferSettings
+from streamrl.config import to_yaml
 from streamrl.types import GeneratorStatus
-from tests.contract.test_buffer_limits import GROUPS_PER_STEP, SHARED, fill, serving
+from tests.contract.limits_config import GROUPS_PER_STEP, limits_config
+from tests.contract.test_buffer_limits import SHARED, fill, serving
 
 
 async def hold_groups(url: str, *, train: bool) -> None:
     """A batch but one buffered and one leased; or the batch put and trained."""
-    buffer = connect(BufferSettings.model_construct(url=url))
+    buffer = connect(limits_config(url, max_staleness=2))
     await buffer.attach(0, None)
     await fill(buffer, GROUPS_PER_STEP - (not train))
     if train:
@@ -33,18 +34,28 @@ async def hold_groups(url: str, *, train: bool) -> None:
     await buffer.close()
 
 
+def target_of(url: str, folder: Path) -> str:
+    """What a person names: a server of one run by its address, a shared one by the run's file."""
+    if url.startswith("zmq://"):
+        return url
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(limits_config(url, max_staleness=2)))
+    return str(path)
+
+
 @pytest.mark.parametrize("backend", SHARED)
 def test_a_line_that_does_not_move_is_told_with_its_holders(backend: str, tmp_path: Path, capsys):
     with serving(backend, tmp_path, max_staleness=2) as url:
         asyncio.run(hold_groups(url, train=False))
-        assert main(["buffer", "inspect", url, "--interval", "0.05"]) == 0
+        target = target_of(url, tmp_path)
+        assert main(["buffer", "inspect", target, "--interval", "0.05"]) == 0
         told = capsys.readouterr().out
         assert "10 groups, at most 30; learner 1 attached" in told
         assert "10 leased = 1 leased + 9 buffered" in told
         assert "the books close" in told
         assert "slow" in told
         assert "12.5 s" in told
-        assert main(["buffer", "drain", url, "--deadline", "0.1"]) == 1
+        assert main(["buffer", "drain", target, "--deadline", "0.1"]) == 1
         told = capsys.readouterr().out
         assert "not drained within 0.1 s: 1 leased (slow 1), 9 buffered and 0 taken" in told
 
@@ -53,7 +64,7 @@ def test_a_line_that_does_not_move_is_told_with_its_holders(backend: str, tmp_pa
 def test_an_empty_line_is_drained(backend: str, tmp_path: Path, capsys):
     with serving(backend, tmp_path, max_staleness=2) as url:
         asyncio.run(hold_groups(url, train=True))
-        assert main(["buffer", "drain", url, "--deadline", "30"]) == 0
+        assert main(["buffer", "drain", target_of(url, tmp_path), "--deadline", "30"]) == 0
         told = capsys.readouterr().out
         assert "drained at version 1: 10 trained groups are kept until the learner's next" in told
 
@@ -61,7 +72,7 @@ def test_an_empty_line_is_drained(backend: str, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["buffer", "inspect", "memory://"], "cannot be shared between processes"),
+        (["buffer", "inspect", "redis://localhost"], "give the configuration, such as runs/NAME"),
         (["buffer", "drain", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["buffer", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["buffer"], "give one configuration file"),

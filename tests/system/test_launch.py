@@ -1,6 +1,8 @@
 """Whole runs as separate processes: they end, the books close, and nobody's death changes that."""
 
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 from learners.checkpoint import list_checkpoints
-from tests.system.conftest import Launched
+from tests.system.conftest import STREAMRL, Launched
 
 Launch = Callable[..., Launched]
 COLUMNS = ("leased", "buffered", "taken", "trained", "acknowledged")
@@ -28,6 +30,13 @@ def assert_books_close(run: Launched) -> None:
     books = run.books
     assert books["granted"] == sum(books[c] for c in COLUMNS) + sum(books["dropped"].values())
     assert books["balanced"] is True
+
+
+def assert_audit_passes(run: Launched) -> None:
+    command = [STREAMRL, "buffer", "audit", str(run.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.stdout.endswith("in order\n")
 
 
 def assert_every_step_once(run: Launched, num_steps: int) -> list[dict[str, Any]]:
@@ -91,6 +100,7 @@ def test_a_killed_learner_goes_on_from_its_checkpoint_and_the_books_are_the_same
     log = run.log("learner")
     assert "starting from" in log.split("attached")[1]
     assert log.count("attached at version") == 2
+    assert_audit_passes(run)
 
 
 def test_a_run_whose_every_process_died_is_resumed(launch: Launch):
@@ -105,17 +115,61 @@ def test_a_run_whose_every_process_died_is_resumed(launch: Launch):
     lines = assert_every_step_once(second, 14)
     assert_books_close(second)
     assert second.books["acknowledged"] == 14 * 4
-    assert second.books["dropped"]["orphaned"] > 0
+    assert "recovered" in second.log("buffer")
+    assert "orphaned" not in second.books["dropped"]
+    assert_audit_passes(second)
     assert all(a["buffer/acknowledged"] <= b["buffer/acknowledged"] for a, b in pairwise(lines))
 
 
-def test_a_killed_buffer_is_filled_again_from_the_learners_checkpoint(launch: Launch):
-    run = launch(*_set("run.max_steps=14"))
+def test_a_killed_buffer_goes_on_as_if_nothing_had_happened(launch: Launch):
+    run = launch(*_set("run.max_steps=40"))
+    for step in (5, 10):
+        run.until_step(step)
+        run.child("buffer").kill()
+    assert run.end() == 0, run.output
+    assert_every_step_once(run, 40)
+    assert_books_close(run)
+    assert_audit_passes(run)
+    assert run.books["acknowledged"] == 40 * 4
+    assert run.log("buffer").count("recovered") == 2
+    for role in ("learner", "generator-0", "generator-1"):
+        assert run.log(role).count(f"{role}: done") == 1
+        assert "crashed" not in run.log(role)
+
+
+def test_a_killed_buffer_without_a_journal_is_told_what_it_was(launch: Launch):
+    run = launch(*_set("run.max_steps=40", "buffer.journal=false"))
     run.until_step(5)
     run.child("buffer").kill()
     assert run.end() == 0, run.output
-    assert_every_step_once(run, 14)
+    assert_every_step_once(run, 40)
     assert_books_close(run)
+    log = run.log("learner")
+    assert "attaching again" in log
+    assert log.count("starting from") == 1
+
+
+def test_a_buffer_restored_from_an_older_copy_is_told_what_came_after(launch: Launch):
+    run = launch(*_set("run.max_steps=60"))
+    folder, copy = run.folder / "buffer", run.folder / "copy"
+    run.until_step(4)
+    buffer = run.child("buffer")
+    buffer.suspend()
+    shutil.copytree(folder, copy)
+    buffer.resume()
+    run.until_step(10)
+    buffer = run.child("buffer")
+    buffer.suspend()
+    shutil.rmtree(folder)
+    copy.rename(folder)
+    buffer.kill()
+    assert run.end() == 0, run.output
+    assert_every_step_once(run, 60)
+    assert_books_close(run)
+    assert_audit_passes(run)
+    assert "attaching again" in run.log("learner")
+    assert "asserting" in run.log("generator-0") + run.log("generator-1")
+    assert run.log("learner").count("starting from") == 1
 
 
 @pytest.mark.parametrize("role", ["generator-0", "learner"])

@@ -29,6 +29,10 @@ from streamrl.types import (
 )
 
 
+def make_ledger() -> Ledger:
+    return Ledger(groups_per_step=2, max_staleness=1)
+
+
 class FakeEngine:
     """Answers with the prompt's length as token when `open` is set:
     twice when sampled, three times when greedy."""
@@ -100,8 +104,7 @@ class Run:
                 "weights": {"address": "tcp://127.0.0.1:9"},
             }
         )
-        ledger = Ledger(groups_per_step=2, max_staleness=1)
-        self.state = BufferState[TrajectoryGroup](ledger, lease_ttl_s=0.4)
+        self.state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=0.4)
         self.learner = MemoryBuffer(self.state)
         self.engine = FakeEngine()
         self.runner = GroupRunner(
@@ -195,6 +198,35 @@ async def test_leases_live_as_long_as_the_work_on_them():
         run.engine.open.set()
         await run.until(lambda: run.books.buffered == 4)
     assert run.books.dropped == {}
+
+
+async def test_a_buffer_that_came_back_without_memory_hears_of_the_leases_held():
+    run = Run()
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    async with run.generating() as generator:
+        await run.until(lambda: run.books.leased == 4)
+        leases = set(run.state.ledger.live_leases())
+        await run.until(lambda: bool(generator._incarnation))
+        run.state.__init__(make_ledger(), lease_ttl_s=0.4)
+        await run.learner.attach(0, None)
+        await run.until(lambda: set(run.state.ledger.live_leases()) == leases)
+        run.engine.open.set()
+        await run.until(lambda: run.books.buffered == 4)
+    assert (run.books.granted, run.books.dropped) == (4, {})
+    assert run.engine.most_running == 8
+
+
+async def test_a_group_finished_before_the_buffer_told_of_its_loss_is_not_lost():
+    run = Run()
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    async with run.generating() as generator:
+        await run.until(lambda: run.books.leased == 4 and bool(generator._incarnation))
+        run.state.__init__(make_ledger(), lease_ttl_s=0.4)
+        run.engine.open.set()
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.books.granted == 4
 
 
 async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on():

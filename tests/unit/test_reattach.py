@@ -1,0 +1,53 @@
+"""What a learner tells a buffer that lost its memory: books in which its last step is trained."""
+
+from buffers.ledger import Ledger
+from learners.learner import books_with
+from streamrl.types import Books, Lease
+
+
+def test_books_with_a_step_that_the_buffer_did_not_hear_of():
+    books = Books(granted=6, leased=2, buffered=2, trained=2, next_sequence=6, revision=9)
+    books = books_with(
+        Books(**{**_fields(books), "open_sequences": (1, 3, 4, 5)}), sequences=[3, 7]
+    )
+    assert books.balanced
+    assert books.open_sequences == (1, 4, 5, 6)
+    assert (books.next_sequence, books.trained, books.revision) == (8, 4, 10)
+
+
+def _fields(books: Books) -> dict[str, object]:
+    return {name: getattr(books, name) for name in books.__struct_fields__}
+
+
+def test_a_blank_ledger_keeps_the_leases_asserted_and_grants_what_else_is_open():
+    books = Books(
+        granted=9,
+        acknowledged=5,
+        leased=4,
+        next_sequence=9,
+        revision=30,
+        open_sequences=(4, 5, 7, 8),
+    )
+    ledger = Ledger(groups_per_step=2, max_staleness=3)
+    for sequence in (5, 6, 10):
+        asserted = Lease(
+            lease_id=f"s/{sequence}", sequence=sequence, policy_version=2, expires_at_s=0.0
+        )
+        ledger.reassert(asserted, 0.0, 10.0)
+        ledger.reassert(asserted, 0.0, 10.0)
+    ledger.attach(3, books_with(books, [4, 7]))
+    assert ledger.books().balanced
+    assert ledger.renew(["s/5", "s/6", "s/10"], 0.0, 10.0) == ("s/6",)
+    granted = [ledger.lease(name, 0.0, 10.0) for name in "abcd"]
+    assert [lease.sequence for lease in granted if lease] == [8, 9, 11, 12]
+
+
+def test_a_lease_asserted_on_a_sequence_that_another_one_holds_is_lost():
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    ledger.attach(0)
+    ledger.lease("s/1", 0.0, 10.0)
+    for sequence in (0, 10**12):
+        asserted = Lease(lease_id="s/2", sequence=sequence, policy_version=0, expires_at_s=0.0)
+        ledger.reassert(asserted, 0.0, 10.0)
+    assert ledger.renew(["s/1", "s/2"], 0.0, 10.0) == ("s/2",)
+    assert ledger.books().next_sequence == 1
