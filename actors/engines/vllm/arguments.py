@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from actors.engines.vllm.plugin import BACKEND, register
+from actors.engines.vllm.plugin import BACKEND, OWNED_VARIABLE, register
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.types import SamplingParams
@@ -31,6 +31,7 @@ _FIXED: dict[str, Any] = {
 def engine_arguments(config: RunConfig, *, seed: int) -> AsyncEngineArgs:
     """vLLM's arguments for the engine a run's configuration describes."""
     register()
+    os.environ[OWNED_VARIABLE] = "1"
     chosen = {**_typed(config), **config.generator.engine_kwargs}
     if clash := sorted(_FIXED.keys() & config.generator.engine_kwargs.keys()):
         raise ConfigError(f"generator.engine_kwargs.{clash[0]}: is set by StreamRL; leave it out")

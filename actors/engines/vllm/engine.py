@@ -41,7 +41,7 @@ from actors.engines.vllm.gauges import Gauges
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
 from streamrl.config.sections import VllmSettings
-from streamrl.errors import RolloutError
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, FinishReason, LoadReport, SamplingParams, WeightUpdate
 
 # vLLM's label of the weights before the first update.
@@ -63,7 +63,7 @@ class VllmEngine:
         eos: frozenset[int],
     ) -> None:
         self._gauges = Gauges()
-        self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._gauges])
+        self._llm = _start(arguments, self._gauges)
         self._loader = WeightLoader(self._llm, settings)
         self._shapes = shapes
         self._eos = eos
@@ -121,6 +121,10 @@ class VllmEngine:
         self._pause_s += pause_s
         return LoadReport(transfer_s=transfer_s, pause_s=pause_s)
 
+    def configure(self, settings: VllmSettings) -> None:
+        """From the next update on, pause as these settings say."""
+        self._loader.configure(settings)
+
     def gauges(self) -> Mapping[str, float]:
         """Beside those of the seam: `kv_usage` (fraction) and the total `num_preemptions`."""
         return {
@@ -158,6 +162,14 @@ class VllmEngine:
         finally:
             self._in_flight.discard(request_id)
         return last.outputs[0]
+
+
+def _start(arguments: AsyncEngineArgs, gauges: Gauges) -> AsyncLLM:
+    try:
+        checked = arguments.create_engine_config()
+    except ValueError as error:
+        raise ConfigError(f"generator.engine vllm: vLLM refuses its arguments: {error}") from error
+    return AsyncLLM.from_vllm_config(checked, stat_loggers=[gauges])
 
 
 def _completion(output: CompletionOutput) -> Completion:

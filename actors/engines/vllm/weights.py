@@ -28,14 +28,18 @@ class WeightLoader:
 
     def __init__(self, llm: AsyncLLM, settings: VllmSettings) -> None:
         self._llm = llm
-        self._mode = settings.pause_mode
-        # What an engine without requests in flight holds is of no use to the new weights.
-        self._clear_cache = settings.recompute_kv or settings.pause_mode != "keep"
+        self.configure(settings)
         self._num_workers = settings.tensor_parallel_size
         self._attempt = 0
         self._reports = zmq.asyncio.Context.instance().socket(zmq.PULL)
         port = self._reports.bind_to_random_port("tcp://127.0.0.1")
         self._report_to = f"tcp://127.0.0.1:{port}"
+
+    def configure(self, settings: VllmSettings) -> None:
+        """How to pause."""
+        self._mode = settings.pause_mode
+        # What an engine without requests in flight holds is of no use to the new weights.
+        self._clear_cache = settings.recompute_kv or settings.pause_mode != "keep"
 
     async def receive(self, update: WeightUpdate) -> None:
         """Into the workers' host memory. Waits for each worker's report, which the transfer's

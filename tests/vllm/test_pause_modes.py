@@ -1,0 +1,127 @@
+"""What becomes of requests in flight at an update, by `generator.vllm.pause_mode`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from actors.engines import make_engine
+from streamrl.config import RunConfig
+from streamrl.config.sections import VllmSettings
+from streamrl.errors import ConfigError
+from streamrl.interfaces import Engine
+from streamrl.types import Completion, SamplingParams
+from tests.engines import make_model, open_vllm, update_to
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+LONG = SamplingParams(max_new_tokens=600, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9], [20, 21]]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    opened = open_vllm(folder, max_num_seqs=4, max_model_len=1000)
+    yield opened
+    await opened.close()
+
+
+async def update_in_mid_generation(
+    engine: Engine, path: Path, settings: VllmSettings
+) -> list[Completion]:
+    """Completions of PROMPTS that were running when seed 1 replaced seed 0 as version 1."""
+    await engine.load_weights(update_to(make_model(), 0, path / "zero.safetensors"))
+    engine.configure(settings)
+    update = update_to(make_model(seed=1), 1, path / "one.safetensors")
+    before = engine.gauges()["num_tokens"]
+    running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+    async with asyncio.timeout(20):
+        while engine.gauges()["num_tokens"] < before + 60:
+            await asyncio.sleep(0.001)
+    report = await engine.load_weights(update)
+    assert report.pause_s < 2
+    return await asyncio.gather(*running)
+
+
+@torch.no_grad()
+def logprob_errors(seed: int, prompt: list[int], completion: Completion) -> np.ndarray:
+    """How far what was recorded is from a forward pass of the seed's model, per token [N]."""
+    ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    logits = make_model(seed=seed)(ids).logits[0, len(prompt) - 1 : -1].float()
+    index = torch.from_numpy(completion.token_ids).long()[:, None]
+    expected = torch.log_softmax(logits, dim=-1).gather(-1, index)[:, 0].numpy()
+    return np.abs(expected - completion.logprobs)
+
+
+async def test_keep_goes_on_with_the_new_weights_and_the_old_cache(engine, tmp_path):
+    settings = VllmSettings(pause_mode="keep")
+    for prompt, completion in zip(
+        PROMPTS, await update_in_mid_generation(engine, tmp_path, settings), strict=True
+    ):
+        assert len(completion.token_ids) == 600
+        old = completion.policy_versions == 0
+        assert 0 < old.sum() < 600
+        assert logprob_errors(0, prompt, completion)[old].max() < 1e-4
+        assert logprob_errors(1, prompt, completion)[~old].max() > 1e-2
+
+
+async def test_keep_with_recompute_kv_is_as_if_the_new_weights_had_read_it_all(engine, tmp_path):
+    settings = VllmSettings(pause_mode="keep", recompute_kv=True)
+    for prompt, completion in zip(
+        PROMPTS, await update_in_mid_generation(engine, tmp_path, settings), strict=True
+    ):
+        assert len(completion.token_ids) == 600
+        old = completion.policy_versions == 0
+        assert 0 < old.sum() < 600
+        assert logprob_errors(0, prompt, completion)[old].max() < 1e-4
+        assert logprob_errors(1, prompt, completion)[~old].max() < 1e-4
+
+
+@pytest.mark.parametrize(("mode", "version"), [("wait", 0), ("abort", 1)])
+async def test_wait_ends_and_abort_begins_anew(engine, tmp_path, mode, version):
+    settings = VllmSettings(pause_mode=mode)
+    for prompt, completion in zip(
+        PROMPTS, await update_in_mid_generation(engine, tmp_path, settings), strict=True
+    ):
+        assert len(completion.token_ids) == 600
+        assert set(completion.policy_versions.tolist()) == {version}
+        assert logprob_errors(version, prompt, completion).max() < 1e-4
+
+
+async def test_prefixes_are_not_shared_across_versions(engine, tmp_path):
+    # Longer than two blocks of the KV cache, so there is a prefix to share.
+    prompt = ([5, 6, 7, 8, 9] * 60)[:290]
+    one = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    for version in (0, 1, 2):
+        model = make_model(seed=version)
+        await engine.load_weights(update_to(model, version, tmp_path / "w.safetensors"))
+        for _ in range(2):
+            completion = await engine.generate(prompt, one)
+            assert logprob_errors(version, prompt, completion).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        ({"engine_kwargs": {"no_such_argument": 1}}, "no_such_argument"),
+        ({"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode: is set by StreamRL"),
+        (
+            {"vllm": {"max_num_batched_tokens": 2, "enable_chunked_prefill": False}},
+            "vLLM refuses its arguments",
+        ),
+    ],
+)
+async def test_arguments_vllm_does_not_take_are_a_configuration_error(tmp_path, generator, message):
+    make_model().save_pretrained(tmp_path)
+    config = {
+        "model": {"path": str(tmp_path)},
+        "data": {"source": "copy", "max_prompt_length": 8},
+        "generator": {"engine": "vllm", "max_new_tokens": 8, **generator},
+    }
+    with pytest.raises(ConfigError, match=message):
+        make_engine(RunConfig.model_validate(config), seed=0)
