@@ -1,33 +1,71 @@
 """Daemons killed at random moments and frozen past their leases: nothing lost, nothing hangs.
 
-A further buffer joins by a line in URLS.
+On `redis://` the server is killed too, and comes back with its append-only file.
 """
 
 import json
 import signal
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from streamrl.cli.main import main
 from streamrl.cli.proof import prove
 from streamrl.cli.watch import config_of
+from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
+from tests.redis_server import RedisServer, redis_server
 from tests.system.conftest import CONFIG, STREAMRL, Launched
 
-URLS = ["zmq://127.0.0.1:0"]
 DEADLINE_S = 200
 
 
-@pytest.mark.parametrize("url", URLS)
-def test_a_run_under_fire_trains_every_sequence_once(tmp_path: Path, model: Path, url: str):
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture(params=["zmq", "redis"])
+def url(request: pytest.FixtureRequest) -> str:
+    if request.param == "zmq":
+        return "zmq://127.0.0.1:0"
+    return str(request.getfixturevalue("redis").url)
+
+
+def kill_at_steps(server: RedisServer, record: Path, steps: tuple[int, ...]) -> None:
+    """Kills the server at these steps and starts it again. Waits for the run's record to grow."""
+    deadline = time.monotonic() + DEADLINE_S
+    for step in steps:
+        while len(read_metrics(record)) < step:
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.02)
+        server.kill()
+        server.start()
+
+
+def test_a_run_under_fire_trains_every_sequence_once(
+    tmp_path: Path, model: Path, url: str, request: pytest.FixtureRequest
+):
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
     command = [STREAMRL, "chaos", str(config), "--seed", "5", "--kills", "6"]
     for override in ("run.max_steps=30", f"buffer.url={url}"):
         command += ["--set", override]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        record = tmp_path / "run" / TRAINED_FILE
+        steps = (4, 16) if url.startswith("redis") else ()
+        server = request.getfixturevalue("redis") if steps else None
+        killing = threads.submit(kill_at_steps, server, record, steps)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        killing.result()
     assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["buffer", "audit", str(tmp_path / "run")]) == 0
     told = json.loads((tmp_path / "run" / "chaos.json").read_text())
     assert len(told["kills"]) >= 5
     kinds = {kill["role"].partition("-")[0] for kill in told["kills"]}
@@ -35,7 +73,6 @@ def test_a_run_under_fire_trains_every_sequence_once(tmp_path: Path, model: Path
     assert "30 steps trained 120 sequences" in done.stdout
 
 
-@pytest.mark.parametrize("url", URLS)
 def test_a_generator_frozen_past_its_leases_costs_those_only(
     launch: Callable[..., Launched], url: str
 ):
@@ -58,3 +95,4 @@ def test_a_generator_frozen_past_its_leases_costs_those_only(
     assert prove(config.model_copy(update={"run": ended})).faults == ()
     assert run.books["leased"] == 0
     assert "generator-1: done" in run.log("generator-1")
+    assert main(["buffer", "audit", str(run.folder)]) == 0

@@ -122,5 +122,5 @@ def test_a_killed_vllm_generator_leaves_no_process_behind(
     assert len(family) >= 2, "vLLM's engine core and its worker"
     generator.send_signal(signal.SIGKILL)
     generator.wait()
-    gone, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, [process.cmdline() for process in alive]
