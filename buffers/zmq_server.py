@@ -24,7 +24,8 @@ from streamrl.types import BufferStats, GroupHeader, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
-Frames: TypeAlias = Sequence[bytes]
+Frame: TypeAlias = bytes | memoryview
+Frames: TypeAlias = Sequence[Frame]
 POLL_S = 0.2
 
 
@@ -42,7 +43,7 @@ class ZmqBufferServer:
 
     def __init__(
         self,
-        state: BufferState[bytes],
+        state: BufferState[Frame],
         url: str,
         *,
         quarantine: Path,
@@ -89,13 +90,15 @@ class ZmqBufferServer:
     def _receive_all(self) -> None:
         while True:
             try:
-                sender, request_id, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                sender, *message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            except ValueError:
+            if not message:
                 log.warning("a message without a request id was thrown away")
                 continue
-            self._handle(sender, request_id, frames)
+            # A payload stays in the memory it arrived in until it is freed.
+            request_id, *frames = (frame.buffer for frame in message)
+            self._handle(sender.bytes, bytes(request_id), frames)
 
     def _handle(self, sender: bytes, request_id: bytes, frames: Frames) -> None:
         try:
@@ -162,7 +165,7 @@ class ZmqBufferServer:
         header = GroupHeader.of(group, num_bytes=len(payload))
         self._state.put(lease_id, header, payload, self._clock())
 
-    def _quarantine_payload(self, lease_id: str, payload: bytes, error: WireError) -> None:
+    def _quarantine_payload(self, lease_id: str, payload: Frame, error: WireError) -> None:
         self._quarantine.mkdir(parents=True, exist_ok=True)
         name = "".join(c if c.isalnum() or c in "-_" else "_" for c in lease_id)
         path = self._quarantine / f"{time.time_ns()}-{name}.msgpack"
