@@ -30,6 +30,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from buffers.account import Account, Entry, State, header_of
+from buffers.line import Line
 from streamrl.errors import (
     ConfigError,
     DuplicateGroupError,
@@ -59,7 +60,7 @@ class Ledger:
         self.finished = False
         self.draining = False
         self._account = Account()
-        self._waiting: list[tuple[int, int]] = []
+        self._waiting = Line()
         self._expiries: list[tuple[float, str]] = []
         self._loans: dict[int, tuple[int, ...]] = {}
         self._trained: dict[int, tuple[int, ...]] = {}
@@ -236,8 +237,8 @@ class Ledger:
 
     def oldest_version(self) -> int | None:
         """Oldest policy version among the waiting groups."""
-        while self._waiting:
-            oldest, sequence = self._waiting[0]
+        while place := self._waiting.first():
+            oldest, sequence = place
             entry = self._account.get(sequence)
             if (
                 entry
@@ -245,7 +246,7 @@ class Ledger:
                 and header_of(entry).oldest_version == oldest
             ):
                 return oldest
-            heapq.heappop(self._waiting)
+            self._waiting.pop()
         return None
 
     def live_leases(self) -> tuple[str, ...]:
@@ -266,11 +267,11 @@ class Ledger:
 
     def _wait(self, entry: Entry) -> None:
         self._account.move(entry, State.BUFFERED)
-        heapq.heappush(self._waiting, (header_of(entry).oldest_version, entry.sequence))
+        self._waiting.push((header_of(entry).oldest_version, entry.sequence))
 
     def _lend_oldest(self) -> int:
         self.oldest_version()
-        _, sequence = heapq.heappop(self._waiting)
+        _, sequence = self._waiting.pop()
         self._account.move(self._account[sequence], State.TAKEN)
         return sequence
 
@@ -278,7 +279,7 @@ class Ledger:
         while (oldest := self.oldest_version()) is not None:
             if version - oldest <= self.max_staleness:
                 return
-            _, sequence = heapq.heappop(self._waiting)
+            _, sequence = self._waiting.pop()
             self._account.drop(self._account[sequence], DropReason.STALE)
 
     def _settle(self, version: int) -> None:
