@@ -16,7 +16,7 @@ from buffers.journal import Journal
 from buffers.journal_file import journal_path
 from buffers.ledger import Ledger
 from buffers.state import BufferState
-from buffers.zmq_server import ZmqBufferServer
+from buffers.zmq_server import Frame, ZmqBufferServer
 from streamrl import service
 from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
@@ -41,7 +41,7 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
         max_staleness=config.buffer.max_staleness,
         final_version=config.run.max_steps,
     )
-    state = BufferState[bytes](ledger, lease_ttl_s=config.buffer.lease_ttl_s)
+    state = BufferState[Frame](ledger, lease_ttl_s=config.buffer.lease_ttl_s)
     journal = _open_journal(config, state)
     server = ZmqBufferServer(
         state,
@@ -62,7 +62,7 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     write_books(config, stats)
 
 
-def _open_journal(config: RunConfig, state: BufferState[bytes]) -> Journal | None:
+def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal | None:
     if not config.buffer.journal:
         return None
     journal = Journal(journal_path(config.run.path), state, durability=config.buffer.durability)

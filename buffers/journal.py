@@ -33,7 +33,9 @@ _PUT_HISTORY = """INSERT INTO history VALUES (?, ?, ?, ?)
 class Journal:
     """Writes one `BufferState`; one process at a time."""
 
-    def __init__(self, path: Path, state: BufferState[bytes], *, durability: str) -> None:
+    def __init__(
+        self, path: Path, state: BufferState[bytes | memoryview], *, durability: str
+    ) -> None:
         """`durability`: "process" survives the process's death, "machine" the machine's."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path

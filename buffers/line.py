@@ -6,9 +6,13 @@ in these heaps, and are thrown away when they come up; so leaving costs nothing.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from buffers.account import Account, Entry, State, header_of
+
+Place: TypeAlias = tuple[int, int]
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
@@ -19,19 +23,31 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 class Line:
-    """The waiting groups by their oldest policy version, then by sequence."""
+    """The waiting groups by their oldest policy version, then by sequence.
+
+    Groups mostly come in order, and a queue's ends cost the same at any length; a heap of
+    everything costs three times more at 100,000 than at 100. So what comes late is in a heap alone.
+    """
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._heap: list[tuple[int, int]] = []
+        self._in_order: deque[Place] = deque()
+        self._late: list[Place] = []
 
     def join(self, entry: Entry) -> None:
-        heapq.heappush(self._heap, (header_of(entry).oldest_version, entry.sequence))
+        place = (header_of(entry).oldest_version, entry.sequence)
+        if not self._in_order or place >= self._in_order[-1]:
+            self._in_order.append(place)
+        else:
+            heapq.heappush(self._late, place)
 
     def first(self) -> Entry | None:
         """The oldest group that waits; it stays in the line until its state changes."""
-        while self._heap:
-            oldest, sequence = self._heap[0]
+        while self._in_order or self._late:
+            is_late = bool(self._late) and not (
+                self._in_order and self._in_order[0] <= self._late[0]
+            )
+            oldest, sequence = self._late[0] if is_late else self._in_order[0]
             entry = self._account.get(sequence)
             if (
                 entry
@@ -39,7 +55,10 @@ class Line:
                 and header_of(entry).oldest_version == oldest
             ):
                 return entry
-            heapq.heappop(self._heap)
+            if is_late:
+                heapq.heappop(self._late)
+            else:
+                self._in_order.popleft()
         return None
 
 

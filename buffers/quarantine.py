@@ -19,7 +19,7 @@ class Quarantine:
         self._max_files = max_files
         self._max_bytes = max_bytes
 
-    def keep(self, sender: str, message: bytes, error: WireError) -> None:
+    def keep(self, sender: str, message: bytes | memoryview, error: WireError) -> None:
         """`sender` becomes part of the file's name; what is larger than all may be is cut."""
         name = "".join(c if c.isalnum() or c in "-_" else "_" for c in sender)[:80]
         path = self._folder / f"{time.time_ns()}-{name}.msgpack"

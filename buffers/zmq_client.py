@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
-import zmq.asyncio
 
 from buffers import messages as m
 from buffers.curve import show_keys
@@ -64,18 +63,21 @@ class ZmqBuffer:
         self._retry_s = retry_s
         self._epoch = 0
         self._ids = itertools.count()
-        self._answers: dict[bytes, asyncio.Future[list[bytes]]] = {}
+        self._answers: dict[bytes, asyncio.Future[list[memoryview]]] = {}
         self._puts = asyncio.Semaphore(MAX_PUTS)
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         # Until the server is there, requests wait here, under the caller's deadline.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         show_keys(self._socket, url, curve)
-        self._failures = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self._failures: zmq.Socket[bytes] = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
         self._socket.connect(url.replace("zmq://", "tcp://"))
-        self._reader = asyncio.create_task(self._read())
+        # zmq.asyncio costs more than the call itself; this is the part of it we need.
+        self._loop.add_reader(self._socket.fileno(), self._read)
 
     async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
         request = m.LeaseRequest(lease_id, generator_id, wait_s)
@@ -123,15 +125,15 @@ class ZmqBuffer:
         return (await self._call(m.StatsRequest(), m.StatsReply))[0].stats
 
     async def close(self) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        self._socket.disable_monitor()
-        self._failures.close()
-        self._socket.close()
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.disable_monitor()
+            self._failures.close()
+            self._socket.close()
 
     async def _call(
         self, request: Any, expected: type[Answer], wait_s: float = 0.0, *payloads: bytes
-    ) -> tuple[Answer, list[bytes]]:
+    ) -> tuple[Answer, list[memoryview]]:
         """Sends and waits for the answer; unblocked by it, by a resend, or by the deadline."""
         frames = [wire.encode(request), *payloads]
         loop = asyncio.get_running_loop()
@@ -154,29 +156,35 @@ class ZmqBuffer:
             raise refusal
         raise TransportError(
             f"the buffer at {self._url} has not answered {type(request).__name__} for "
-            f"{wait_s + self._deadline_s:g} s: {await self._guess()}"
+            f"{wait_s + self._deadline_s:g} s: {self._guess()}"
         )
 
-    async def _guess(self) -> str:
+    def _guess(self) -> str:
         """Why nobody answers; the socket's monitor has heard of refused keys."""
-        if await self._failures.poll(0):
+        if self._failures.poll(0):
             return "it refuses the keys of this client (buffer.curve), or has none"
         return "is it running, and is buffer.url right?"
 
-    async def _send_and_wait(self, frames: list[bytes], patience_s: float) -> list[bytes] | None:
+    async def _send_and_wait(
+        self, frames: list[bytes], patience_s: float
+    ) -> list[memoryview] | None:
         request_id = next(self._ids).to_bytes(8, "little")
-        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
         self._answers[request_id] = answer
         try:
             async with asyncio.timeout(patience_s):
-                await self._socket.send_multipart([request_id, *frames], copy=False)
+                while not self._sent([request_id, *frames]):
+                    self._changed.clear()
+                    await self._changed.wait()
                 return await answer
         except TimeoutError:
             return None
         finally:
             del self._answers[request_id]
 
-    def _unpack(self, frames: list[bytes], expected: type[Answer]) -> tuple[Answer, list[bytes]]:
+    def _unpack(
+        self, frames: list[memoryview], expected: type[Answer]
+    ) -> tuple[Answer, list[memoryview]]:
         reply: Any = wire.decode(frames[0] if frames else b"", m.Reply)  # type: ignore[arg-type]
         if isinstance(reply, m.ErrorReply):
             raise reply.exception()
@@ -184,10 +192,26 @@ class ZmqBuffer:
             raise TransportError(f"the buffer answered {type(reply).__name__} instead")
         return reply, frames[1:]
 
-    async def _read(self) -> None:
-        """Hands replies to their callers; waits for the socket, ends when the client closes."""
-        while True:
-            request_id, *frames = await self._socket.recv_multipart()
-            answer = self._answers.get(request_id)
+    def _sent(self, frames: list[bytes]) -> bool:
+        """Whether there was a connection to hand the message to; never waits."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        # The socket's descriptor tells of a change only once, and sending may have eaten it.
+        self._loop.call_soon(self._read)
+        return True
+
+    def _read(self) -> None:
+        """Hands the replies that are there to their callers, and lets them try to send again."""
+        while not self._socket.closed:
+            try:
+                message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._changed.set()
+                return
+            # Payloads stay in the memory they arrived in; the arrays decoded are views of it.
+            request_id, *frames = (frame.buffer for frame in message)
+            answer = self._answers.get(bytes(request_id))
             if answer is not None and not answer.done():
                 answer.set_result(frames)

@@ -32,7 +32,8 @@ from streamrl.types import BufferStats, GroupHeader, RefusalReason, TrajectoryGr
 
 log = logging.getLogger(__name__)
 
-Frames: TypeAlias = Sequence[bytes]
+Frame: TypeAlias = bytes | memoryview
+Frames: TypeAlias = Sequence[Frame]
 POLL_S = 0.2
 # One commit's worth: more would keep the first ones waiting.
 MAX_REQUESTS = 256
@@ -64,7 +65,7 @@ class ZmqBufferServer:
 
     def __init__(
         self,
-        state: BufferState[bytes],
+        state: BufferState[Frame],
         url: str,
         *,
         quarantine: Path,
@@ -124,13 +125,15 @@ class ZmqBufferServer:
         num_bytes = 0
         for _ in range(MAX_REQUESTS):
             try:
-                sender, request_id, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                sender, *message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            except ValueError:
+            if not message:
                 log.warning("a message without a request id was thrown away")
                 continue
-            self._handle(sender, request_id, frames)
+            # A payload stays in the memory it arrived in until it is freed.
+            request_id, *frames = (frame.buffer for frame in message)
+            self._handle(sender.bytes, bytes(request_id), frames)
             num_bytes += sum(map(len, frames))
             if num_bytes > MAX_BYTES:
                 return

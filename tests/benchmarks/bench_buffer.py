@@ -77,9 +77,9 @@ def lines(
             "cores": os.cpu_count(),
             "load": round(os.getloadavg()[0], 1),
         }
-        if "seconds" in peer:
+        if "seconds" in peer and producers == 1:
             line["times_transfer_queue"] = round(float(str(peer["seconds"])) / each, 2)
-        elif not name.startswith("raw"):
+        elif "reason" in peer and not name.startswith("raw"):
             line["transfer_queue"] = peer["reason"]
         yield line
 
