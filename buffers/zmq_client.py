@@ -1,10 +1,11 @@
 """`zmq://`, the client: asynchronous calls over one DEALER socket.
 
 Invariant: a call returns the server's answer, raises the error the server named, or raises
-TransportError at its deadline; it never hangs. An unanswered request is sent again (the server
-restarted, or the answer was lost), each time with twice the patience, and so is one that the server
-refused because its disk is full; the ledger makes repeating harmless. At most MAX_PUTS payloads are
-under way at once, so that a slow server is not sent what it has not read yet a second time.
+TransportError at its deadline; it never hangs. An unanswered request is sent again: at once when
+the server was away and is back, else each time with twice the patience; and so is one that the
+server refused because its disk is full. The ledger makes repeating harmless. At most MAX_PUTS
+payloads are under way at once, so that a slow server is not sent what it has not read yet a second
+time.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from buffers import messages as m
 from buffers.curve import show_keys
@@ -64,7 +66,8 @@ class ZmqBuffer:
         self._retry_s = retry_s
         self._epoch = 0
         self._ids = itertools.count()
-        self._answers: dict[bytes, asyncio.Future[list[bytes]]] = {}
+        self._answers: dict[bytes, asyncio.Future[list[bytes] | None]] = {}
+        self._was_lost = self._is_refused = False
         self._puts = asyncio.Semaphore(MAX_PUTS)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.set_hwm(0)
@@ -73,9 +76,11 @@ class ZmqBuffer:
         # Until the server is there, requests wait here, under the caller's deadline.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         show_keys(self._socket, url, curve)
-        self._failures = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self._monitor = self._socket.get_monitor_socket(
+            _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         self._socket.connect(url.replace("zmq://", "tcp://"))
-        self._reader = asyncio.create_task(self._read())
+        self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._watch()))
 
     async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
         request = m.LeaseRequest(lease_id, generator_id, wait_s)
@@ -120,10 +125,11 @@ class ZmqBuffer:
         return (await self._call(m.StatsRequest(), m.StatsReply))[0].stats
 
     async def close(self) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.disable_monitor()
-        self._failures.close()
+        self._monitor.close()
         self._socket.close()
 
     async def _call(
@@ -151,18 +157,19 @@ class ZmqBuffer:
             raise refusal
         raise TransportError(
             f"the buffer at {self._url} has not answered {type(request).__name__} for "
-            f"{wait_s + self._deadline_s:g} s: {await self._guess()}"
+            f"{wait_s + self._deadline_s:g} s: {self._guess()}"
         )
 
-    async def _guess(self) -> str:
-        """Why nobody answers; the socket's monitor has heard of refused keys."""
-        if await self._failures.poll(0):
+    def _guess(self) -> str:
+        """Why nobody answers."""
+        if self._is_refused:
             return "it refuses the keys of this client (buffer.curve), or has none"
         return "is it running, and is buffer.url right?"
 
     async def _send_and_wait(self, frames: list[bytes], patience_s: float) -> list[bytes] | None:
+        """The answer, or None if it is time to ask again."""
         request_id = next(self._ids).to_bytes(8, "little")
-        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[bytes] | None] = asyncio.get_running_loop().create_future()
         self._answers[request_id] = answer
         try:
             async with asyncio.timeout(patience_s):
@@ -188,3 +195,20 @@ class ZmqBuffer:
             answer = self._answers.get(request_id)
             if answer is not None and not answer.done():
                 answer.set_result(frames)
+
+    async def _watch(self) -> None:
+        """Asks again what a server was asked that is gone, once it is back. Waits for the
+        connection's fate, ends when the client closes."""
+        while True:
+            event = (await recv_monitor_message(self._monitor))["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                self._was_lost = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_refused = False
+                if self._was_lost:
+                    for answer in self._answers.values():
+                        if not answer.done():
+                            answer.set_result(None)
+                self._was_lost = False
+            else:
+                self._is_refused = True
