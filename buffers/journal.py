@@ -10,7 +10,7 @@ before it answers. Leases get a new time to live on recovery: clocks do not surv
 import fcntl
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -68,7 +68,7 @@ class Journal:
         self._image = read_image(self._db)
         if self._image != Image():
             self._restore(now_s)
-        if has_new_bound:
+        if has_new_bound and self._ledger.epoch:
             # Fences a learner that still counts with the old one.
             self._ledger.epoch += 1
         data = json.dumps({"format": FORMAT, **settings})
@@ -85,12 +85,13 @@ class Journal:
         image = self._ledger.image()
         if not self._pending and image == self._image:
             return
-        stored = dict(self._stored)
         with transaction(self._db, self._path):
-            self._write(image, stored)
+            stored, deleted = self._write(image)
         self._pending.clear()
         self._image = image
-        self._stored = stored
+        self._stored.update(stored)
+        for sequence in deleted:
+            del self._stored[sequence]
 
     def close(self) -> None:
         self._db.close()
@@ -108,7 +109,8 @@ class Journal:
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
 
-    def _write(self, image: Image, stored: dict[int, int]) -> None:
+    def _write(self, image: Image) -> tuple[dict[int, int], list[int]]:
+        """Which payloads it has stored, with their leases' numbers, and which it has deleted."""
         lines: dict[int, tuple[int, str, str]] = {}
         last: dict[int, Event] = {}
         for number, event in self._pending:
@@ -117,12 +119,14 @@ class Journal:
             lines[number] = (event.sequence, event.lease_id, path + letter)
             last[event.sequence] = event
         self._db.executemany(_PUT_HISTORY, ((number, *line) for number, line in lines.items()))
-        for sequence, event in last.items():
-            self._write_entry(sequence, event, stored)
+        for event in last.values():
+            self._write_entry(event)
         data = msgspec.msgpack.encode(image)
         self._db.execute("INSERT OR REPLACE INTO image VALUES (0, ?)", (data,))
+        return self._write_payloads(last)
 
-    def _write_entry(self, sequence: int, event: Event, stored: dict[int, int]) -> None:
+    def _write_entry(self, event: Event) -> None:
+        sequence = event.sequence
         entry = self._ledger.entry(sequence)
         if entry is not None:
             self._db.execute(_PUT_ENTRY, self._row(entry))
@@ -130,14 +134,23 @@ class Journal:
             self._db.execute(_PUT_ENTRY, (sequence, -1, "", 0, FREE, -1, None))
         else:
             self._db.execute("DELETE FROM entry WHERE sequence = ?", (sequence,))
-        if entry is not None and entry.header is not None:
-            number = self._numbers[entry.lease_id]
-            if stored.get(sequence) != number:
-                data = self._state.payload(sequence)
-                self._db.execute("INSERT OR REPLACE INTO payload VALUES (?, ?)", (sequence, data))
-                stored[sequence] = number
-        elif stored.pop(sequence, None) is not None:
-            self._db.execute("DELETE FROM payload WHERE sequence = ?", (sequence,))
+
+    def _write_payloads(self, sequences: Iterable[int]) -> tuple[dict[int, int], list[int]]:
+        stored, deleted = {}, []
+        for sequence in sequences:
+            entry = self._ledger.entry(sequence)
+            if entry is not None and entry.header is not None:
+                number = self._numbers[entry.lease_id]
+                if self._stored.get(sequence) != number:
+                    stored[sequence] = number
+            elif sequence in self._stored:
+                deleted.append(sequence)
+        self._db.executemany(
+            "INSERT OR REPLACE INTO payload VALUES (?, ?)",
+            ((sequence, self._state.payload(sequence)) for sequence in stored),
+        )
+        self._db.executemany("DELETE FROM payload WHERE sequence = ?", ((s,) for s in deleted))
+        return stored, deleted
 
     def _row(self, entry: Entry) -> tuple[object, ...]:
         header = None if entry.header is None else msgspec.msgpack.encode(entry.header)

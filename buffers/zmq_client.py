@@ -1,10 +1,11 @@
 """`zmq://`, the client: asynchronous calls over one DEALER socket.
 
 Invariant: a call returns the server's answer, raises the error the server named, or raises
-TransportError at its deadline; it never hangs. An unanswered request is sent again (the server
-restarted, or the answer was lost), each time with twice the patience, and so is one that the server
-refused because its disk is full; the ledger makes repeating harmless. At most MAX_PUTS payloads are
-under way at once, so that a slow server is not sent what it has not read yet a second time.
+TransportError at its deadline; it never hangs. An unanswered request is sent again: at once when
+the server was away and is back, else each time with twice the patience; and so is one that the
+server refused because its disk is full. The ledger makes repeating harmless. At most MAX_PUTS
+payloads are under way at once, so that a slow server is not sent what it has not read yet a second
+time.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from buffers import messages as m
 from buffers.curve import show_keys
@@ -63,7 +65,8 @@ class ZmqBuffer:
         self._retry_s = retry_s
         self._epoch = 0
         self._ids = itertools.count()
-        self._answers: dict[bytes, asyncio.Future[list[memoryview]]] = {}
+        self._answers: dict[bytes, asyncio.Future[list[memoryview] | None]] = {}
+        self._was_lost = self._is_refused = False
         self._puts = asyncio.Semaphore(MAX_PUTS)
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -74,10 +77,16 @@ class ZmqBuffer:
         # Until the server is there, requests wait here, under the caller's deadline.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         show_keys(self._socket, url, curve)
-        self._failures: zmq.Socket[bytes] = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         self._socket.connect(url.replace("zmq://", "tcp://"))
         # zmq.asyncio costs more than the call itself; this is the part of it we need.
         self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._monitor.fileno(), self._watch)
+        # A descriptor tells of nothing new before what is there has been asked for.
+        self._receive()
+        self._watch()
 
     async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
         request = m.LeaseRequest(lease_id, generator_id, wait_s)
@@ -127,8 +136,9 @@ class ZmqBuffer:
     async def close(self) -> None:
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
             self._socket.disable_monitor()
-            self._failures.close()
+            self._monitor.close()
             self._socket.close()
 
     async def _call(
@@ -160,16 +170,17 @@ class ZmqBuffer:
         )
 
     def _guess(self) -> str:
-        """Why nobody answers; the socket's monitor has heard of refused keys."""
-        if self._failures.poll(0):
+        """Why nobody answers."""
+        if self._is_refused:
             return "it refuses the keys of this client (buffer.curve), or has none"
         return "is it running, and is buffer.url right?"
 
     async def _send_and_wait(
         self, frames: list[bytes], patience_s: float
     ) -> list[memoryview] | None:
+        """The answer, or None if it is time to ask again."""
         request_id = next(self._ids).to_bytes(8, "little")
-        answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[memoryview] | None] = self._loop.create_future()
         self._answers[request_id] = answer
         try:
             async with asyncio.timeout(patience_s):
@@ -194,24 +205,49 @@ class ZmqBuffer:
 
     def _sent(self, frames: list[bytes]) -> bool:
         """Whether there was a connection to hand the message to; never waits."""
+        # The socket's descriptor tells of a change only once, and sending may have eaten it.
+        self._loop.call_soon(self._receive)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
-        # The socket's descriptor tells of a change only once, and sending may have eaten it.
-        self._loop.call_soon(self._read)
         return True
 
     def _read(self) -> None:
-        """Hands the replies that are there to their callers, and lets them try to send again."""
+        """Something changed: there are replies, or a connection to send by."""
+        self._receive()
+        self._changed.set()
+
+    def _receive(self) -> None:
+        """Hands the replies that are there to their callers."""
         while not self._socket.closed:
             try:
                 message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                self._changed.set()
                 return
             # Payloads stay in the memory they arrived in; the arrays decoded are views of it.
             request_id, *frames = (frame.buffer for frame in message)
             answer = self._answers.get(bytes(request_id))
             if answer is not None and not answer.done():
                 answer.set_result(frames)
+
+    def _watch(self) -> None:
+        """Asks again what a server was asked that was gone and is back."""
+        while not self._monitor.closed:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_DISCONNECTED:
+                self._was_lost = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if self._was_lost:
+                    self._ask_again()
+                self._was_lost = self._is_refused = False
+            else:
+                self._is_refused = True
+
+    def _ask_again(self) -> None:
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_result(None)

@@ -28,6 +28,7 @@ from streamrl.errors import (
     ConfigError,
     CorruptMessageError,
     DuplicateGroupError,
+    FencedError,
     LostMemoryError,
     SchemaVersionError,
     StorageError,
@@ -125,6 +126,7 @@ async def test_nobody_notices_that_a_buffer_was_killed(daemon: Daemon):
     assert await learner.take(2, 0, 1.0) == loan
     assert [g.sequence for g in await learner.fetch([1, 0])] == [1, 0]
     assert (await learner.advance(1)).trained == 2
+    assert main(["buffer", "audit", str(daemon.run)]) == 0
     reply = await generator.heartbeat(status(lease_ids=("s/d",)))
     assert (reply.lost_lease_ids, reply.incarnation) == ((), after.incarnation)
     assert held is not None
@@ -272,6 +274,19 @@ async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemo
     assert main(["buffer", "audit", str(daemon.run)]) == 0
     await generator.close()
     await learner.close()
+
+
+async def test_a_fenced_learner_stays_fenced_by_a_buffer_that_was_killed(daemon: Daemon):
+    old, new = daemon.client(), daemon.client()
+    await old.attach(0, None)
+    await new.attach(0, None)
+    daemon.kill()
+    daemon.start()
+    with pytest.raises(FencedError, match="epoch 2 took over"):
+        await old.take(2, 0, 1.0)
+    assert await new.take(2, 0, 0.0) == ()
+    await old.close()
+    await new.close()
 
 
 async def test_a_learner_hears_that_a_buffer_has_lost_everything(daemon: Daemon):
