@@ -316,7 +316,7 @@ async def test_a_buffer_of_an_ended_run_waits_for_somebody_to_come(daemon: Daemo
 
 def test_an_audit_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["buffer", "audit", str(tmp_path)]) == 2
-    assert "the run has no journal" in capsys.readouterr().err
+    assert "is no run folder: it has no config.yaml" in capsys.readouterr().err
 
 
 # Malformed input, through a real socket.
