@@ -1,6 +1,7 @@
 """What `redis://` promises beyond the contract: about its server's death, waiting, and runs."""
 
 import asyncio
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -91,6 +92,28 @@ async def test_a_server_that_is_not_there_is_an_error_at_the_deadline(redis_clie
         await buffer.stats()
     assert "secret" not in str(caught.value)
     assert "is Redis running" in str(caught.value)
+
+
+async def test_a_server_whose_disk_fails_is_waited_for(tmp_path: Path, redis_client: Connect):
+    with redis_server(tmp_path / "redis", "appendonly no", "save 9999 9999") as server:
+        buffer = redis_client(server.url)
+        await buffer.attach(0, None)
+        await fill(buffer, "a")
+        shutil.rmtree(server.folder)
+        admin = Redis.from_url(server.url)
+        admin.bgsave()
+        while admin.info("persistence")["rdb_last_bgsave_status"] == "ok":
+            await asyncio.sleep(0.01)
+        filling = asyncio.create_task(fill(buffer, "b"))
+        with pytest.raises(TransportError, match="MISCONF"):
+            await redis_client(server.url, deadline_s=0.3).release("a", DropReason.FAILED)
+        assert not filling.done()
+        server.folder.mkdir()
+        admin.config_set("dir", str(server.folder))
+        admin.bgsave()
+        await filling
+        assert (await buffer.stats()).books.buffered == 2
+        admin.close()
 
 
 async def test_who_waits_is_woken_and_does_not_ask_again_and_again(
