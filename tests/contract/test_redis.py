@@ -1,5 +1,6 @@
 """What `redis://` promises beyond the contract: about its server's death, waiting, and runs."""
 
+import argparse
 import asyncio
 import shutil
 import signal
@@ -10,9 +11,12 @@ import msgspec
 import pytest
 from redis import Redis
 
+from buffers import books
 from buffers.history import Event
 from buffers.redis_history import forget, history
+from streamrl.config import load_config
 from streamrl.errors import (
+    ConfigError,
     LedgerError,
     TransportError,
     UnknownLeaseError,
@@ -153,6 +157,23 @@ async def test_runs_on_one_server_do_not_see_each_other(redis: RedisServer, redi
     await forget(redis.url, "one")
     assert (await one.stats()).books == Books()
     assert (await other.stats()).books.buffered == 1
+
+
+async def test_a_run_that_is_under_way_is_not_deleted_for_a_new_one(
+    redis: RedisServer, redis_client: Connect, tmp_path: Path
+):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: some-model}\ndata: {source: addition}\n")
+    config = load_config(path, [f"buffer.url={redis.url}", "run.name=busy"], {}).config
+    asked = argparse.Namespace(forget=True, require_none=False)
+    buffer = redis_client(redis.url, "busy")
+    await buffer.attach(0, None)
+    await buffer.heartbeat(status())
+    with pytest.raises(ConfigError, match=r"at work at this buffer \(g\)"):
+        await books.run(config, asked)
+    await buffer.heartbeat(status(is_leaving=True))
+    await books.run(config, asked)
+    assert (await buffer.stats()).books == Books()
 
 
 async def test_the_history_tells_what_became_of_every_group(
