@@ -12,7 +12,7 @@ import logging
 
 import msgspec
 
-from buffers.connect import connect, require_redis
+from buffers.connect import connect
 from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -25,19 +25,16 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
     if config.buffer.has_daemon:
         raise ConfigError("the buffer daemon writes books.json as it ends")
-    asyncio.run(_run(config, arguments))
+    asyncio.run(run(config, arguments))
     return 0
 
 
-async def _run(config: RunConfig, arguments: argparse.Namespace) -> None:
-    if arguments.forget:
-        require_redis()
-        from buffers.redis_history import forget
-
-        await forget(config.buffer.url, config.run.name)
-        return
+async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Write the books, or what the arguments ask for instead."""
     stats = await _read(config)
-    if not arguments.require_none:
+    if arguments.forget:
+        await _forget(config, stats)
+    elif not arguments.require_none:
         write_books(config, stats)
     elif stats.books.epoch:
         raise ConfigError(
@@ -45,6 +42,18 @@ async def _run(config: RunConfig, arguments: argparse.Namespace) -> None:
             f"{stats.policy_version} already: --resume goes on with it, --new (or streamrl books "
             "--forget) deletes it there, or choose another run.name"
         )
+
+
+async def _forget(config: RunConfig, stats: BufferStats) -> None:
+    from buffers.redis_history import forget
+
+    if at_work := ", ".join(status.generator_id for status in stats.generators):
+        raise ConfigError(
+            f"run.name: generators of a run {config.run.name} are at work at this buffer "
+            f"({at_work}), or were until a moment ago: choose another run.name, or stop them and "
+            f"wait buffer.lease_ttl_s ({config.buffer.lease_ttl_s:g} s)"
+        )
+    await forget(config.buffer.url, config.run.name)
 
 
 async def _read(config: RunConfig) -> BufferStats:

@@ -8,6 +8,7 @@ stopped, failing over) calls wait here. Used by `buffers.redis_buffer` and what 
 import asyncio
 import hashlib
 import logging
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -44,6 +45,9 @@ _REFUSED = (
     exceptions.AuthenticationWrongNumberOfArgsError,
     exceptions.NoPermissionError,
 )
+# Also where a script meets them, which Redis 6 words as an error of the script: a full disk, a
+# script that takes long, a server that has just become a replica, or has lost its own.
+_AWAY_FOR_NOW = ("MISCONF", "BUSY", "READONLY", "MASTERDOWN", "NOREPLICAS")
 # How Redis 6 words a lack of permission inside a script.
 _REFUSED_IN_SCRIPT = ("NOPERM", "can't run this command", "can't access at least one of the keys")
 
@@ -132,7 +136,8 @@ class RedisLink:
                 self._raise_if_final(error)
                 if loop.time() + delay_s >= deadline:
                     raise self._gave_up(name, wait_s, error) from error
-                log.warning("no answer from the buffer at %s to %s: %s", self.url, name, error)
+                told = _in_short(error)
+                log.warning("no answer from the buffer at %s to %s: %s", self.url, name, told)
             patience_s *= 2
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
@@ -164,11 +169,17 @@ class RedisLink:
             raise ConfigError(
                 f"buffer.url {self.url}: this node of a cluster does not hold the run ({told})"
             ) from error
-        if not isinstance(error, _AWAY):
+        if not (isinstance(error, _AWAY) or any(word in told for word in _AWAY_FOR_NOW)):
             raise error
 
     def _gave_up(self, name: str, wait_s: float, error: Exception) -> TransportError:
         return TransportError(
             f"the buffer at {self.url} has not answered {name} for {wait_s + self.deadline_s:g} s "
-            f"({error or type(error).__name__}): is Redis running, and is buffer.url right?"
+            f"({_in_short(error)}): is Redis running, and is buffer.url right?"
         )
+
+
+def _in_short(error: Exception) -> str:
+    """What Redis says, in its first sentence and without the place in the script."""
+    told = re.sub(r"^Error running script.*: -", "", str(error)).partition(". ")[0]
+    return told or type(error).__name__

@@ -1,6 +1,8 @@
 """What `redis://` promises beyond the contract: about its server's death, waiting, and runs."""
 
+import argparse
 import asyncio
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -9,9 +11,12 @@ import msgspec
 import pytest
 from redis import Redis
 
+from buffers import books
 from buffers.history import Event
 from buffers.redis_history import forget, history
+from streamrl.config import load_config
 from streamrl.errors import (
+    ConfigError,
     LedgerError,
     TransportError,
     UnknownLeaseError,
@@ -93,6 +98,28 @@ async def test_a_server_that_is_not_there_is_an_error_at_the_deadline(redis_clie
     assert "is Redis running" in str(caught.value)
 
 
+async def test_a_server_whose_disk_fails_is_waited_for(tmp_path: Path, redis_client: Connect):
+    with redis_server(tmp_path / "redis", "appendonly no", "save 9999 9999") as server:
+        buffer = redis_client(server.url)
+        await buffer.attach(0, None)
+        await fill(buffer, "a")
+        shutil.rmtree(server.folder)
+        admin = Redis.from_url(server.url)
+        admin.bgsave()
+        while admin.info("persistence")["rdb_last_bgsave_status"] == "ok":
+            await asyncio.sleep(0.01)
+        filling = asyncio.create_task(fill(buffer, "b"))
+        with pytest.raises(TransportError, match="MISCONF"):
+            await redis_client(server.url, deadline_s=0.3).release("a", DropReason.FAILED)
+        assert not filling.done()
+        server.folder.mkdir()
+        admin.config_set("dir", str(server.folder))
+        admin.bgsave()
+        await filling
+        assert (await buffer.stats()).books.buffered == 2
+        admin.close()
+
+
 async def test_who_waits_is_woken_and_does_not_ask_again_and_again(
     redis: RedisServer, redis_client: Connect
 ):
@@ -130,6 +157,23 @@ async def test_runs_on_one_server_do_not_see_each_other(redis: RedisServer, redi
     await forget(redis.url, "one")
     assert (await one.stats()).books == Books()
     assert (await other.stats()).books.buffered == 1
+
+
+async def test_a_run_that_is_under_way_is_not_deleted_for_a_new_one(
+    redis: RedisServer, redis_client: Connect, tmp_path: Path
+):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: some-model}\ndata: {source: addition}\n")
+    config = load_config(path, [f"buffer.url={redis.url}", "run.name=busy"], {}).config
+    asked = argparse.Namespace(forget=True, require_none=False)
+    buffer = redis_client(redis.url, "busy")
+    await buffer.attach(0, None)
+    await buffer.heartbeat(status())
+    with pytest.raises(ConfigError, match=r"at work at this buffer \(g\)"):
+        await books.run(config, asked)
+    await buffer.heartbeat(status(is_leaving=True))
+    await books.run(config, asked)
+    assert (await buffer.stats()).books == Books()
 
 
 async def test_the_history_tells_what_became_of_every_group(
