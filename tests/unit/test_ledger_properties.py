@@ -4,13 +4,15 @@ The model beside the ledger is what an outside auditor would write down: which s
 surviving history has trained, at which version, and what the last durable checkpoint contains.
 """
 
+import heapq
 from copy import deepcopy
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from buffers.ledger import Ledger
+from buffers.line import Line
 from streamrl.types import Books, DropReason, GroupHeader, Lease
 
 TTL_S = 10.0
@@ -169,3 +171,16 @@ class LedgerMachine(RuleBasedStateMachine):
 
 LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestLedger = LedgerMachine.TestCase
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)) | st.none(), max_size=60))
+def test_the_line_is_a_priority_queue(operations):
+    """A place is pushed; None takes the first one out."""
+    line, heap = Line(), []
+    for place in operations:
+        if place is not None:
+            line.push(place)
+            heapq.heappush(heap, place)
+        elif heap:
+            assert line.pop() == heapq.heappop(heap)
+        assert line.first() == (heap[0] if heap else None)
