@@ -31,14 +31,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    """The small task with ports known beforehand, its model made."""
-    path = tmp_path / "run.yaml"
-    text = SMALL_TASK.format(folder=tmp_path, model=tmp_path / "model")
-    text = text.replace("127.0.0.1:0", f"127.0.0.1:{free_port()}", 1)
-    path.write_text(text.replace("127.0.0.1:0", f"127.0.0.1:{free_port()}", 1))
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    path = folder / "config.yaml"
+    path.write_text(SMALL_TASK.format(folder=folder, model=folder / "model"))
     subprocess.run([STREAMRL, "make-model", str(path)], check=True, capture_output=True)
+    return folder / "model"
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> Path:
+    """The small task with ports known beforehand."""
+    text = SMALL_TASK.format(folder=tmp_path, model=model)
+    for _ in ("buffer.url", "weights.address"):
+        text = text.replace("127.0.0.1:0", f"127.0.0.1:{free_port()}", 1)
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
     return path
 
 
@@ -108,6 +117,8 @@ def test_a_run_with_a_vllm_and_an_hf_generator_learns_from_both(
         assert max(line.get(f"generator/{name}/tokens_per_s", 0) for line in lines) > 0, name
     gaps = [abs(line["mismatch/staleness_0/kl"]) for line in lines]
     assert max(gaps) < 1e-4, gaps
+    for extreme in ("mismatch/rollout_is_max", "mismatch/rollout_is_min"):
+        assert max(abs(line[extreme] - 1) for line in lines) < 1e-3, "a single token's ratio"
     assert {line["buffer/staleness_max"] for line in lines} == {0}
 
 
@@ -122,5 +133,5 @@ def test_a_killed_vllm_generator_leaves_no_process_behind(
     assert len(family) >= 2, "vLLM's engine core and its worker"
     generator.send_signal(signal.SIGKILL)
     generator.wait()
-    gone, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, [process.cmdline() for process in alive]
