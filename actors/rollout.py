@@ -5,16 +5,18 @@ or the group fails as one (RolloutError). Called by `actors.generator`, once per
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from actors.chat import Renderer
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Engine, Environment, Episode, Prompt, PromptSource, Reward
 from streamrl.types import (
+    GREEDY_REWARD,
     Completion,
     FinishReason,
     Float32Array,
@@ -91,6 +93,8 @@ class GroupRunner:
     sampling: SamplingParams
     group_size: int
     max_model_len: int
+    with_greedy_reward: bool = False
+    """Also score a greedy completion and record its reward with every sibling."""
 
     async def run(self, lease: Lease) -> TrajectoryGroup:
         """The finished group of the lease's prompt.
@@ -103,10 +107,17 @@ class GroupRunner:
         """
         prompt = self.prompts[lease.sequence]
         token_ids = self.renderer.encode(prompt)
-        siblings = [self._episode(token_ids) for _ in range(self.group_size)]
-        rollouts = await _all_or_none(siblings)
+        siblings = [self._episode(token_ids, self.sampling) for _ in range(self.group_size)]
+        if self.with_greedy_reward:
+            greedy = structs.replace(self.sampling, temperature=0.0)
+            siblings = [*siblings, self._episode(token_ids, greedy)]
+        episodes = await _all_or_none(siblings)
+        rollouts = episodes[: self.group_size]
+        rewards = await self._score(prompt, rollouts)
         known = _numbers_for_training(prompt)
-        rewards = await self.reward.score([self._seen(prompt, rollout) for rollout in rollouts])
+        if self.with_greedy_reward:
+            (greedy_reward,) = await self._score(prompt, episodes[self.group_size :])
+            known = {**known, GREEDY_REWARD: greedy_reward}
         return TrajectoryGroup(
             group_id=f"{lease.sequence}:{lease.lease_id}",
             sequence=lease.sequence,
@@ -117,7 +128,12 @@ class GroupRunner:
             ),
         )
 
-    async def _episode(self, prompt_token_ids: tuple[int, ...]) -> Rollout:
+    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float]:
+        return await self.reward.score([self._seen(prompt, rollout) for rollout in rollouts])
+
+    async def _episode(
+        self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams
+    ) -> Rollout:
         """One episode. Waits for the engine, then for the environment, turn by turn."""
         environment = self.make_environment(prompt_token_ids)
         observation = await environment.start()
@@ -127,7 +143,7 @@ class GroupRunner:
         metrics: dict[str, float] = {}
         while True:
             context = (*context, *observation)
-            completion = await self.engine.generate(context, self.sampling)
+            completion = await self.engine.generate(context, sampling)
             if not len(completion.token_ids):
                 raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")
             transition = await environment.step(completion)

@@ -14,7 +14,8 @@ import torch
 
 from learners.attention import Packing
 from streamrl.algorithms.sequences import Sequences
-from streamrl.types import Trajectory, TrajectoryGroup
+from streamrl.errors import ConfigError
+from streamrl.types import GREEDY_REWARD, INVALID_TURNS, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,15 +25,20 @@ class TrainingBatch:
     trajectories: tuple[Trajectory, ...]
     group_indices: torch.Tensor
     """[S] int64, which group each trajectory belongs to."""
+    environment_indices: torch.Tensor
+    """[S] int64, equal for trajectories of the same environment."""
     policy_version: int
     """The version about to be trained; staleness is counted from it."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
         sizes = torch.tensor([len(group.trajectories) for group in groups])
+        environments = [group.environment for group in groups]
+        index = torch.tensor([environments.index(name) for name in environments])
         return cls(
             trajectories=tuple(t for group in groups for t in group.trajectories),
             group_indices=torch.arange(len(groups)).repeat_interleave(sizes),
+            environment_indices=index.repeat_interleave(sizes),
             policy_version=policy_version,
         )
 
@@ -48,6 +54,26 @@ class TrainingBatch:
     def rewards(self) -> torch.Tensor:
         """[S]"""
         return torch.tensor([t.reward for t in self.trajectories])
+
+    @cached_property
+    def num_invalid_turns(self) -> torch.Tensor:
+        """[S] as the environment counted them; 0 where it does not."""
+        return torch.tensor([t.metrics.get(INVALID_TURNS, 0.0) for t in self.trajectories])
+
+    @cached_property
+    def greedy_rewards(self) -> torch.Tensor:
+        """[S] reward of a greedy completion of the same prompt.
+
+        Raises:
+            ConfigError: a generator did not record it.
+        """
+        recorded = [t.metrics.get(GREEDY_REWARD) for t in self.trajectories]
+        if None in recorded:
+            raise ConfigError(
+                "algorithm.advantage remax needs the reward of a greedy completion, and a group "
+                "came without: start every daemon of a run with one configuration"
+            )
+        return torch.tensor(recorded)
 
     @cached_property
     def behavior_logprobs(self) -> torch.Tensor:

@@ -3,6 +3,7 @@
     checkpoints/step-00000020/
         model.safetensors, config.json, tokenizer...    loads in transformers, vLLM, SGLang
         optimizer.safetensors                           AdamW's moments and step, by parameter name
+        critic.safetensors, critic_optimizer.safetensors   with advantage gae
         state.json                                      version, books, credit, random state
 
 Invariant: a folder under its final name is complete and on disk; groups are acknowledged only then.
@@ -14,20 +15,25 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
+from torch.optim import AdamW
 
+from learners.critic import Critic
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.types import Books
 
 log = logging.getLogger(__name__)
+
+Parameters: TypeAlias = Mapping[str, torch.nn.Parameter]
 
 _PREFIX = "step-"
 
@@ -49,7 +55,10 @@ def save(config: RunConfig, trainer: Trainer, policy_version: int, books: Books)
     unfinished.mkdir(parents=True)
     model = config.model
     trainer.policy.save(unfinished, model.tokenizer_path, trust_remote_code=model.trust_remote_code)
-    save_file(_optimizer_tensors(trainer), unfinished / "optimizer.safetensors")
+    policy = trainer.policy.parameters()
+    save_file(_optimizer_tensors(policy, trainer.optimizer), unfinished / "optimizer.safetensors")
+    if trainer.critic is not None:
+        _save_critic(trainer.critic, unfinished)
     state = {
         "policy_version": policy_version,
         "books": msgspec.to_builtins(books, str_keys=True),
@@ -97,7 +106,9 @@ def restore(path: Path, trainer: Trainer) -> Restored:
         ConfigError: the checkpoint is of another model.
     """
     state: dict[str, Any] = json.loads((path / "state.json").read_text())
-    _load_optimizer(trainer, load_file(path / "optimizer.safetensors"), path)
+    _load_optimizer(trainer.policy.parameters(), trainer.optimizer, path / "optimizer.safetensors")
+    if trainer.critic is not None:
+        _load_critic(trainer.critic, path)
     trainer.credit.load_state_dict(state["credit"])
     random_state = bytearray(base64.b64decode(state["torch_random_state"]))
     torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
@@ -107,23 +118,48 @@ def restore(path: Path, trainer: Trainer) -> Restored:
     )
 
 
-def _optimizer_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _save_critic(critic: Critic, folder: Path) -> None:
+    parameters = critic.parameters()
+    weights = {name: p.detach().contiguous() for name, p in parameters.items()}
+    save_file(weights, folder / "critic.safetensors")
+    moments = _optimizer_tensors(parameters, critic.optimizer)
+    save_file(moments, folder / "critic_optimizer.safetensors")
+
+
+def _load_critic(critic: Critic, path: Path) -> None:
+    if not (path / "critic.safetensors").is_file():
+        raise ConfigError(
+            f"run.resume: {path} has no critic, which algorithm.advantage gae goes on with"
+        )
+    parameters = critic.parameters()
+    for name, tensor in load_file(path / "critic.safetensors").items():
+        _require_fit(parameters.get(name), tensor, name, path)
+        parameters[name].data.copy_(tensor)
+    _load_optimizer(parameters, critic.optimizer, path / "critic_optimizer.safetensors")
+
+
+def _optimizer_tensors(parameters: Parameters, optimizer: AdamW) -> dict[str, torch.Tensor]:
     """AdamW's state as "kind/parameter"."""
     return {
         f"{kind}/{name}": tensor.contiguous()
-        for name, parameter in trainer.policy.parameters().items()
-        for kind, tensor in trainer.optimizer.state[parameter].items()
+        for name, parameter in parameters.items()
+        for kind, tensor in optimizer.state[parameter].items()
     }
 
 
-def _load_optimizer(trainer: Trainer, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    parameters = trainer.policy.parameters()
-    for key, tensor in tensors.items():
+def _load_optimizer(parameters: Parameters, optimizer: AdamW, file: Path) -> None:
+    for key, tensor in load_file(file).items():
         kind, _, name = key.partition("/")
-        parameter = parameters.get(name)
-        if parameter is None or (kind != "step" and tensor.shape != parameter.shape):
-            raise ConfigError(f"run.resume: {path} is of another model: {name} does not fit")
-        trainer.optimizer.state[parameter][kind] = tensor.to(parameter.device)
+        if kind != "step":
+            _require_fit(parameters.get(name), tensor, name, file.parent)
+        optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device)
+
+
+def _require_fit(
+    parameter: torch.nn.Parameter | None, tensor: torch.Tensor, name: str, path: Path
+) -> None:
+    if parameter is None or tensor.shape != parameter.shape:
+        raise ConfigError(f"run.resume: {path} is of another model: {name} does not fit")
 
 
 def _sync(folder: Path) -> None:

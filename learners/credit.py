@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from learners.batch import TrainingBatch
-from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages
+from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
 from streamrl.algorithms.kl import kl_controller, kl_penalty
 from streamrl.algorithms.rewards import (
     RunningMoments,
@@ -28,6 +28,8 @@ from streamrl.config.algorithm import AlgorithmSection
 class Credit:
     advantages: torch.Tensor
     """[R]"""
+    returns: torch.Tensor | None
+    """[R] what a critic is trained towards; None without one."""
     is_trained: torch.Tensor | None
     """[S] bool; trajectories of prompts that are too easy or too hard are not. None: all are."""
     sample_weights: torch.Tensor | None
@@ -48,11 +50,18 @@ class CreditAssigner:
         batch: TrainingBatch,
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
     ) -> Credit:
-        """Credit for the whole step; the log-probabilities [R] are for KL in the reward."""
+        """Credit for the whole step; the log-probabilities [R] are for KL in the reward, the
+        values [R] for gae."""
         config, sequences = self._config, batch.sequences
         shaped = shape_rewards(
-            batch.rewards, batch.group_indices, sequences, config.reward, self._running
+            batch.rewards,
+            self._compared(batch),
+            sequences,
+            config.reward,
+            self._running,
+            batch.num_invalid_turns,
         )
         kl, metrics = None, shaped.metrics
         if proximal_logprobs is not None and reference_logprobs is not None:
@@ -61,13 +70,12 @@ class CreditAssigner:
         rewards = token_rewards(shaped.rewards, sequences, kl, self._kl.value, config.reward.whiten)
         if kl is not None:
             self._kl.update(float(kl.mean()), len(sequences))
-        advantages = estimate_advantages(
-            config.advantage,
-            AdvantageInput(rewards, batch.group_indices, sequences),
-            config.advantage_config,
-        )
+        baseline = batch.greedy_rewards if config.needs_greedy_rewards else None
+        known = AdvantageInput(rewards, batch.group_indices, sequences, values, baseline)
+        advantages = estimate_advantages(config.advantage, known, config.advantage_config)
         return Credit(
             advantages=advantages,
+            returns=None if values is None else gae_returns(known, config.advantage_config),
             is_trained=self._is_trained(batch),
             sample_weights=self._sample_weights(batch),
             metrics={**metrics, **_describe(batch, advantages)},
@@ -79,6 +87,16 @@ class CreditAssigner:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._running.load_state_dict(state)
         self._kl.value = state["kl_coef"]
+
+    def _compared(self, batch: TrainingBatch) -> torch.Tensor:
+        """[S] equal for the trajectories whose rewards are normalized together."""
+        agentic = self._config.reward.agentic
+        match agentic.grouping if agentic else "state":
+            case "batch":
+                return torch.zeros_like(batch.group_indices)
+            case "inductive":
+                return batch.environment_indices
+        return batch.group_indices
 
     def _is_trained(self, batch: TrainingBatch) -> torch.Tensor | None:
         low, high = self._config.reward.difficulty_low, self._config.reward.difficulty_high

@@ -13,6 +13,7 @@ import torch
 
 from buffers.connect import connect
 from learners import checkpoint
+from learners.critic import Critic
 from learners.learner import Learner, nothing_restored
 from learners.policy import Policy
 from learners.trainer import Trainer
@@ -44,7 +45,10 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     found = checkpoint.find(config)
     policy = Policy.from_config(config, found)
     reference = Policy.from_config(config) if config.algorithm.needs_reference else None
-    trainer = Trainer(config, policy, reference)
+    critic = None
+    if config.algorithm.needs_values:
+        critic = Critic(config, Policy.from_config(config))
+    trainer = Trainer(config, policy, reference, critic)
     start = checkpoint.restore(found, trainer) if found else nothing_restored()
     log.info("starting from %s at version %d", found or config.model.path, start.policy_version)
     sender = _make_sender(config, policy)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from learners import attention
 from learners.batch import MicroBatch
+from streamrl.algorithms.kl import full_kl
 from streamrl.algorithms.logprobs import LogitTransform, TokenLogprobs, token_logprobs
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -57,18 +58,35 @@ class Policy:
         """By name, tied ones once."""
         return dict(self.model.named_parameters())
 
-    def logprobs(self, micro_batch: MicroBatch, *, with_entropy: bool) -> TokenLogprobs:
-        """Log-probability (and entropy) [R] of each response token, in nats."""
-        hidden = self._hidden_states(micro_batch)[micro_batch.predictors]
+    def responses(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Hidden states [R, H] that predict the response tokens."""
+        return self._hidden_states(micro_batch)[micro_batch.predictors]
+
+    def logprobs(
+        self, micro_batch: MicroBatch, *, with_entropy: bool, hidden: torch.Tensor | None = None
+    ) -> TokenLogprobs:
+        """Log-probability (and entropy) [R] of each response token, in nats.
+
+        `hidden` is what `responses` returned, if the caller has it.
+        """
         head: Any = self.model.get_output_embeddings()
         return token_logprobs(
-            hidden,
+            self.responses(micro_batch) if hidden is None else hidden,
             head.weight,
             micro_batch.targets,
             bias=getattr(head, "bias", None),
             transform=self._transform,
             with_entropy=with_entropy,
         )
+
+    def exact_kl(
+        self, hidden: torch.Tensor, reference: "Policy", micro_batch: MicroBatch
+    ) -> torch.Tensor:
+        """[R] KL to the reference over the whole vocabulary, in nats, with gradient."""
+        with torch.no_grad():
+            theirs = reference.responses(micro_batch)
+        mine, other = (p.model.get_output_embeddings() for p in (self, reference))
+        return full_kl(hidden, mine.weight, theirs, other.weight, self._transform)
 
     def save(self, folder: Path, tokenizer_path: str, *, trust_remote_code: bool) -> None:
         """A folder that transformers, vLLM and SGLang load."""

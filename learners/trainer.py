@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from learners.batch import MicroBatch, TrainingBatch
 from learners.credit import Credit, CreditAssigner
+from learners.critic import Critic
 from learners.optimizer import learning_rate, make_optimizer
 from learners.packing import pack
 from learners.policy import Policy
@@ -47,16 +48,26 @@ class Part:
     """Those of the whole batch; None: this part computes its own."""
     proximal_logprobs: torch.Tensor | None
     reference_logprobs: torch.Tensor | None
+    old_values: torch.Tensor | None
+    """Of the critic, before the step; None without one."""
+    returns: torch.Tensor | None
 
 
 class Trainer:
     """The policy, its optimizer, and what is remembered from step to step."""
 
-    def __init__(self, config: RunConfig, policy: Policy, reference: Policy | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        reference: Policy | None = None,
+        critic: Critic | None = None,
+    ) -> None:
         self._config = config
         self._algorithm = config.algorithm
         self._reference = reference
         self.policy = policy
+        self.critic = critic
         self.credit = CreditAssigner(config.algorithm)
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
 
@@ -86,15 +97,20 @@ class Trainer:
         algorithm = self._algorithm
         everyone = self._pack(batch, range(len(batch.trajectories)))
         proximal = self._logprobs_of(self.policy, batch, everyone) if self._looks_ahead() else None
-        reference = self._logprobs_of(self._reference, batch, everyone) if self._reference else None
+        reference = None
+        if self._reference is not None and algorithm.needs_reference_logprobs:
+            reference = self._logprobs_of(self._reference, batch, everyone)
         in_reward = reference if algorithm.kl_reward.coef > 0 else None
-        credit = self.credit.assign(batch, proximal, in_reward)
+        values = None
+        if self.critic is not None:
+            values = self.critic.estimate(everyone, batch.sequences.num_tokens)
+        credit = self.credit.assign(batch, proximal, in_reward, values)
         correction = None if proximal is None else self._correct(batch, proximal)
         chosen = everyone
         if algorithm.pf_ppo is not None:
             chosen = self._pack(batch, pf_ppo_resample(batch.rewards, algorithm.pf_ppo).tolist())
         parts = [
-            self._part(batch, micro_batch, credit, correction, proximal, reference)
+            self._part(batch, micro_batch, credit, correction, proximal, reference, values)
             for micro_batch in chosen
         ]
         return parts, {**credit.metrics, **(correction.metrics if correction else {})}
@@ -138,6 +154,7 @@ class Trainer:
         correction: RolloutIS | None,
         proximal: torch.Tensor | None,
         reference: torch.Tensor | None,
+        values: torch.Tensor | None,
     ) -> Part:
         device, tokens, rows = self.policy.device, micro_batch.responses, micro_batch.members
 
@@ -162,6 +179,8 @@ class Trainer:
             importance_weights=share(weights),
             proximal_logprobs=share(proximal),
             reference_logprobs=share(reference),
+            old_values=share(values),
+            returns=share(credit.returns),
         )
 
     def _backward(
@@ -170,7 +189,8 @@ class Trainer:
         """Add this part's gradient; its share of the metrics, and its correction's statistics."""
         algorithm, sequences = self._algorithm, part.micro_batch.sequences
         with_entropy = algorithm.entropy_coef > 0 or self._config.learner.report_entropy
-        now = self.policy.logprobs(part.micro_batch, with_entropy=with_entropy)
+        hidden = self.policy.responses(part.micro_batch)
+        now = self.policy.logprobs(part.micro_batch, with_entropy=with_entropy, hidden=hidden)
         proximal = self._proximal(part, now.logprobs)
         weights, mask, statistics = part.importance_weights, part.loss_mask, None
         if weights is None:
@@ -195,10 +215,26 @@ class Trainer:
             totals=totals,
         )
         output = policy_objective(
-            loss_input, algorithm, part.reference_logprobs, entropy=now.entropy
+            loss_input,
+            algorithm,
+            part.reference_logprobs,
+            exact_kl=self._exact_kl(part, hidden),
+            entropy=now.entropy,
         )
         output.loss.backward()
-        return output.metrics, statistics
+        return {**output.metrics, **self._critic_backward(part, totals)}, statistics
+
+    def _exact_kl(self, part: Part, hidden: torch.Tensor) -> torch.Tensor | None:
+        if self._reference is None or not self._algorithm.kl_loss.is_exact:
+            return None
+        return self.policy.exact_kl(hidden, self._reference, part.micro_batch)
+
+    def _critic_backward(self, part: Part, totals: BatchTotals) -> dict[str, torch.Tensor]:
+        if self.critic is None or part.old_values is None or part.returns is None:
+            return {}
+        return self.critic.backward(
+            part.micro_batch, part.old_values, part.returns, totals, part.loss_mask
+        )
 
     def _proximal(self, part: Part, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal == "recompute":
@@ -225,10 +261,12 @@ class Trainer:
             group["lr"] = rate
         parameters = self.policy.model.parameters()
         norm = float(clip_grad_norm_(parameters, settings.max_grad_norm or math.inf))
-        if math.isfinite(norm):
+        is_waiting_for_critic = policy_version < self._algorithm.value.critic_warmup
+        if math.isfinite(norm) and not is_waiting_for_critic:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {
+            **(self.critic.update(policy_version) if self.critic else {}),
             "learner/grad_norm": norm if math.isfinite(norm) else -1.0,
             "learner/skipped_update": float(not math.isfinite(norm)),
             "learner/lr": rate,

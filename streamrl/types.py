@@ -92,6 +92,13 @@ class Turn(Struct, frozen=True, kw_only=True):
     num_tool_calls: int = 0
 
 
+GREEDY_REWARD = "greedy_reward"
+"""The metric of a trajectory under which the reward of its prompt's greedy completion stands."""
+
+INVALID_TURNS = "num_invalid_turns"
+"""The metric under which an environment counts turns that broke its format."""
+
+
 class Trajectory(Struct, frozen=True, kw_only=True):
     """The record of one rollout: facts only, never an advantage.
 

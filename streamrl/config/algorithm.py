@@ -85,8 +85,18 @@ class AlgorithmSection(Section):
         return self.kl_loss.coef > 0 or self.kl_reward.coef > 0
 
     @property
+    def needs_reference_logprobs(self) -> bool:
+        """Whether a term takes them token by token; exact KL takes hidden states instead."""
+        return self.kl_reward.coef > 0 or (self.kl_loss.coef > 0 and not self.kl_loss.is_exact)
+
+    @property
     def needs_values(self) -> bool:
         return self.advantage == "gae"
+
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        """Whether generators add a greedy completion per prompt."""
+        return self.advantage == "remax"
 
     @property
     def weighs_current_policy(self) -> bool:

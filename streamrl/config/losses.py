@@ -96,6 +96,10 @@ class KlLossConfig(Section):
     kind: KlKind = "low_var_kl"
     """Estimator; a trailing + keeps its value and takes the gradient of k2."""
 
+    @property
+    def is_exact(self) -> bool:
+        return self.coef > 0 and self.kind == "full"
+
 
 class ValueConfig(Section):
     """The critic's loss; used by advantage gae."""
@@ -106,5 +110,7 @@ class ValueConfig(Section):
     """Weight of the value loss."""
     loss_agg_mode: AggregationMode = "token-mean"
     """How per-token value losses become one number."""
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate of the critic; null: that of the policy."""
     critic_warmup: int = Field(default=0, ge=0)
     """First steps in which only the critic is trained."""

@@ -5,9 +5,9 @@ The order is fixed and stands in `streamrl.algorithms.rewards`. Knows nothing of
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from streamrl.config.losses import KlKind
+from streamrl.config.losses import KL_ESTIMATORS, KlKind
 from streamrl.config.section import Section
 
 ADVANTAGE_NAMES = (
@@ -113,13 +113,22 @@ class KlRewardConfig(Section):
     coef: float = Field(default=0.0, ge=0)
     """Weight, or with the adaptive controller its first value."""
     kind: KlKind = "kl"
-    """Estimator of the per-token KL."""
+    """Estimator of the per-token KL; `full` exists in the loss only."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """Whether the weight follows the measured KL."""
     target: float = Field(default=0.1, gt=0)
     """adaptive: the KL aimed for."""
     horizon: int = Field(default=10_000, gt=0)
     """adaptive: trajectories over which the weight may change by a fifth."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_an_estimator(cls, kind: str) -> str:
+        if kind == "full":
+            raise ValueError(
+                f"was 'full', which kl_loss alone computes; use one of {KL_ESTIMATORS}"
+            )
+        return kind
 
 
 class SampleWeightConfig(Section):

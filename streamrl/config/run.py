@@ -119,13 +119,18 @@ def _warmup_longer_than_run(c: RunConfig) -> str | None:
     )
 
 
-def _needs_more_than_the_policy(c: RunConfig) -> str | None:
-    missing = {"gae": "the values of a critic", "remax": "the reward of a greedy completion"}
-    if c.algorithm.advantage not in missing:
+def _warmup_without_a_critic(c: RunConfig) -> str | None:
+    warmup = c.algorithm.value.critic_warmup
+    if not warmup or (c.algorithm.needs_values and warmup < c.run.max_steps):
         return None
+    if not c.algorithm.needs_values:
+        return (
+            f"algorithm.value.critic_warmup {warmup} has no critic to warm up: "
+            f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
+        )
     return (
-        f"algorithm.advantage {c.algorithm.advantage} needs {missing[c.algorithm.advantage]}, "
-        "which no daemon computes; with generator.group_size > 1, grpo or rloo serve the same end"
+        f"algorithm.value.critic_warmup {warmup} leaves none of run.max_steps {c.run.max_steps} "
+        "to the policy"
     )
 
 
@@ -148,6 +153,6 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _weights_too_rare,
     _nccl_without_gpu,
     _warmup_longer_than_run,
-    _needs_more_than_the_policy,
+    _warmup_without_a_critic,
     _alone_in_its_group,
 )

@@ -15,7 +15,7 @@ from tests.system.conftest import STREAMRL
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-START, DAEMONS, LAUNCH = (block.strip().splitlines() for block in BLOCKS)
+START, DAEMONS, LAUNCH, ABLATE = (block.strip().splitlines() for block in BLOCKS)
 DEADLINE_S = 120
 
 
@@ -86,3 +86,17 @@ def test_a_launch_and_what_follows_it():
     assert "the books close" in told
     assert Path("runs/quickstart/report.png").exists()
     assert Path("runs/quickstart/evaluation.json").exists()
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_ablation_ends_with_a_table_and_a_plot():
+    (command,) = ABLATE
+    words = _words(command.replace(",sequence_clip,token_is_veto --seeds 0,1,2", " --seeds 1"))
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=4 * DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = Path("runs/ablation/stale_bf16")
+    rows = (folder / "ablation.md").read_text().splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["metrics_only", "token_is"]
+    assert (folder / "ablation.png").exists()

@@ -8,6 +8,7 @@ import torch
 
 from actors.make_model import make_tokenizer
 from learners import checkpoint
+from learners.critic import Critic
 from learners.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
@@ -27,7 +28,7 @@ BOOKS = Books(
 )
 
 
-def make_run(tmp_path: Path, **run: object) -> RunConfig:
+def make_run(tmp_path: Path, advantage: str = "grpo", **run: object) -> RunConfig:
     model = tmp_path / "model"
     if not model.exists():
         save_llama(model)
@@ -37,6 +38,7 @@ def make_run(tmp_path: Path, **run: object) -> RunConfig:
         run={"folder": tmp_path, "name": "run", **run},
         learner={"checkpoint": {"keep": 2}, "device": "cpu"},
         algorithm={
+            "advantage": advantage,
             "kl_reward": {"coef": 0.1, "controller": "adaptive"},
             "reward": {"norm_mean": "running", "norm_std": "running"},
         },
@@ -44,11 +46,13 @@ def make_run(tmp_path: Path, **run: object) -> RunConfig:
 
 
 def make_trainer(config: RunConfig, path: Path | None = None) -> Trainer:
-    return Trainer(config, Policy.from_config(config, path), Policy.from_config(config))
+    critic = Critic(config, Policy.from_config(config)) if config.algorithm.needs_values else None
+    return Trainer(config, Policy.from_config(config, path), Policy.from_config(config), critic)
 
 
-def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path):
-    config = make_run(tmp_path)
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path, advantage):
+    config = make_run(tmp_path, advantage)
     trainer = make_trainer(config)
     for seed in range(2):
         trainer.step(make_batch(seed))
@@ -58,10 +62,20 @@ def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path):
     torch.manual_seed(99)
     again = make_trainer(config, path)
     assert checkpoint.restore(path, again) == checkpoint.Restored(2, BOOKS)
-    assert again.step(make_batch(2))["actor/loss"] == metrics["actor/loss"]
+    repeated = again.step(make_batch(2))
+    for name in metrics:
+        if name.startswith(("actor/", "critic/", "advantage/")):
+            assert repeated[name] == metrics[name], name
     assert torch.rand(1) == random_number
     for name, parameter in trainer.policy.parameters().items():
         assert torch.equal(parameter, again.policy.parameters()[name]), name
+
+
+def test_a_checkpoint_without_a_critic_does_not_serve_one(tmp_path):
+    config = make_run(tmp_path)
+    path = checkpoint.save(config, make_trainer(config), 1, BOOKS)
+    with pytest.raises(ConfigError, match=r"has no critic, which algorithm\.advantage gae"):
+        checkpoint.restore(path, make_trainer(make_run(tmp_path, "gae")))
 
 
 def test_the_newest_are_kept_and_half_written_ones_are_not_seen(tmp_path):

@@ -127,7 +127,14 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
             ["learner.optimizer.warmup_steps=101"],
             ["learner.optimizer.warmup_steps", "run.max_steps"],
         ),
-        (["algorithm.advantage=gae"], ["algorithm.advantage gae", "critic"]),
+        (
+            ["algorithm.value.critic_warmup=5"],
+            ["algorithm.value.critic_warmup", "algorithm.advantage is grpo"],
+        ),
+        (
+            ["algorithm.advantage=gae", "algorithm.value.critic_warmup=100"],
+            ["algorithm.value.critic_warmup", "run.max_steps"],
+        ),
         (["generator.group_size=1"], ["algorithm.advantage grpo", "generator.group_size"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
@@ -29,7 +30,8 @@ from streamrl.types import (
 
 
 class FakeEngine:
-    """Answers with the prompt's length as token, `num_tokens` times, when `open` is set."""
+    """Answers with the prompt's length as token when `open` is set:
+    twice when sampled, three times when greedy."""
 
     def __init__(self) -> None:
         self.policy_version = 0
@@ -47,7 +49,7 @@ class FakeEngine:
             await self.open.wait()
             if self.failure:
                 raise self.failure
-            count = 2
+            count = 2 if sampling.temperature else 3
             return Completion(
                 token_ids=np.full(count, len(prompt), np.int32),
                 logprobs=np.full(count, -1.0, np.float32),
@@ -292,6 +294,16 @@ class CountingEnvironment:
     async def step(self, completion: Completion) -> Transition:
         self._turn += 1
         return Transition(observation=(9,), done=self._turn == 3, num_tool_calls=1)
+
+
+async def test_the_greedy_reward_stands_with_every_sibling():
+    run = Run()
+    runner = dataclasses.replace(run.runner, with_greedy_reward=True)
+    await run.learner.attach(0, None)
+    group = await runner.run(await run.learner.lease("a", "g", 0.0))
+    assert len(group.trajectories) == 2
+    assert [t.reward for t in group.trajectories] == [len("1 1"), len("1 1")]
+    assert [t.metrics["greedy_reward"] for t in group.trajectories] == [len("1 1 1")] * 2
 
 
 async def test_turns_are_recorded_one_after_the_other():

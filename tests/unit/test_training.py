@@ -1,16 +1,22 @@
 """A step's update does not depend on how its batch was cut, and is the one the formulas say."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from transformers import LlamaForCausalLM
 
 from learners.batch import TrainingBatch
+from learners.credit import CreditAssigner
+from learners.critic import Critic
 from learners.optimizer import learning_rate, make_optimizer
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.config.sections import OptimizerSettings
-from streamrl.types import FinishReason, Trajectory
+from streamrl.errors import ConfigError
+from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
 from tests.training import make_batch, make_config, make_policy
 
@@ -47,7 +53,8 @@ def test_a_multi_turn_trajectory_counts_its_sampled_tokens_only():
         reward=1.0,
         finish_reason=FinishReason.STOP,
     )
-    batch = TrainingBatch((trajectory,), torch.zeros(1, dtype=torch.int64), 4)
+    nought = torch.zeros(1, dtype=torch.int64)
+    batch = TrainingBatch((trajectory,), nought, nought, 4)
     policy = make_policy()
     micro_batch = batch.micro_batch([0], policy.device)
     assert micro_batch.targets.tolist() == [3, 4, 7]
@@ -58,7 +65,13 @@ def test_a_multi_turn_trajectory_counts_its_sampled_tokens_only():
 def weights_after(
     config: RunConfig, num_steps: int = 2
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    trainer = Trainer(config, make_policy())
+    torch.manual_seed(0)
+    reference = make_policy() if config.algorithm.needs_reference else None
+    if reference is not None:
+        with torch.no_grad():
+            reference.model.get_output_embeddings().weight.mul_(1.5)
+    critic = Critic(config, make_policy()) if config.algorithm.needs_values else None
+    trainer = Trainer(config, make_policy(), reference, critic)
     for step in range(num_steps):
         metrics = trainer.step(make_batch(seed=step))
     return {n: p.detach().clone() for n, p in trainer.policy.parameters().items()}, metrics
@@ -73,6 +86,10 @@ ALGORITHMS = [
     {"rollout_is": "off", "entropy_coef": 0.1},
     {"proximal": "behavior"},
     {"proximal": "loglinear", "reward": {"difficulty_high": 0.5}},
+    {"kl_loss": {"coef": 0.3, "kind": "full"}},
+    {"kl_loss": {"coef": 0.3}, "kl_reward": {"coef": 0.1}},
+    {"advantage": "gae"},
+    {"advantage": "gae", "reward": {"difficulty_high": 0.5}},
 ]
 
 
@@ -86,7 +103,7 @@ def test_the_update_does_not_depend_on_how_the_batch_was_cut(algorithm):
     for name, parameter in whole.items():
         assert torch.allclose(parameter, cut[name], atol=2e-5), name
     for name, value in whole_metrics.items():
-        if name.startswith(("actor/", "mismatch/", "reward/")) and "_p" not in name:
+        if name.startswith(("actor/", "critic/", "mismatch/", "reward/")) and "_p" not in name:
             assert cut_metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
@@ -113,6 +130,96 @@ def test_the_gradient_is_that_of_the_formula():
     trainer.step(batch)
     for name, parameter in model.named_parameters():
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
+
+
+def test_exact_kl_is_the_sum_over_the_vocabulary():
+    batch, policy, reference = make_batch(), make_policy(0.7), make_policy(0.7)
+    with torch.no_grad():
+        reference.model.get_output_embeddings().weight.mul_(1.5)
+    micro_batch = batch.micro_batch(range(len(batch.trajectories)), policy.device)
+    found = policy.exact_kl(policy.responses(micro_batch), reference, micro_batch)
+    mine, other = make_llama(), make_llama()
+    with torch.no_grad():
+        other.get_output_embeddings().weight.mul_(1.5)
+    expected = []
+    for trajectory in batch.trajectories:
+        ids = torch.from_numpy(trajectory.token_ids).long()[None]
+        p, q = ((model(ids).logits[0, :-1] / 0.7).log_softmax(-1) for model in (mine, other))
+        kl = (p.exp() * (p - q)).sum(-1)
+        expected.append(kl[torch.from_numpy(trajectory.response_mask)[1:]])
+    assert torch.allclose(found, torch.cat(expected), atol=1e-5)
+    assert (found > 0).all()
+
+
+def test_the_critic_learns_what_is_expected():
+    config = make_config(
+        algorithm={"advantage": "gae", "value": {"lr": 3e-3, "critic_warmup": 99}},
+        optimizer={"max_grad_norm": None},
+    )
+    policy = make_policy()
+    before = {name: p.detach().clone() for name, p in policy.parameters().items()}
+    critic = Critic(config, make_policy())
+    trainer = Trainer(config, policy, critic=critic)
+    losses = [trainer.step(make_batch())["critic/vf_loss"] for _ in range(60)]
+    assert losses[-1] < 0.1 * losses[0]
+    batch = make_batch()
+    micro_batch = batch.micro_batch(range(len(batch.trajectories)), policy.device)
+    values = batch.sequences.mean(critic.estimate([micro_batch], batch.sequences.num_tokens))
+    assert float((values - batch.rewards).abs().mean()) < 0.2
+    for name, parameter in policy.parameters().items():
+        assert torch.equal(parameter, before[name]), f"{name} moved while the critic warmed up"
+
+
+def test_remax_subtracts_the_greedy_reward():
+    batch = make_batch()
+    with_greedy = dataclasses.replace(
+        batch,
+        trajectories=tuple(
+            structs.replace(t, metrics={"greedy_reward": 0.25 * int(group)})
+            for t, group in zip(batch.trajectories, batch.group_indices, strict=True)
+        ),
+    )
+    assigner = CreditAssigner(make_config(algorithm={"advantage": "remax"}).algorithm)
+    credit = assigner.assign(with_greedy)
+    expected = batch.sequences.expand(batch.rewards - 0.25 * batch.group_indices)
+    assert torch.allclose(credit.advantages, expected, atol=1e-6)
+    with pytest.raises(ConfigError, match="a group came without"):
+        assigner.assign(batch)
+
+
+@pytest.mark.parametrize(
+    ("grouping", "compared"),
+    [("state", range(6)), ("inductive", [0, 1, 0, 1, 0, 1]), ("batch", [0] * 6)],
+)
+def test_agentic_rewards_are_compared_as_the_configuration_says(grouping, compared):
+    trajectories = make_batch(num_groups=1, group_size=12).trajectories
+    groups = [
+        TrajectoryGroup(
+            group_id=str(i),
+            sequence=i,
+            environment=("maze", "shop")[i % 2],
+            trajectories=tuple(
+                structs.replace(t, metrics={"num_invalid_turns": float(i == 5)})
+                for t in trajectories[2 * i : 2 * i + 2]
+            ),
+        )
+        for i in range(6)
+    ]
+    agentic = {"grouping": grouping, "method": "mean"}
+    config = make_config(
+        algorithm={
+            "advantage": "reinforce",
+            "reward": {"agentic": agentic, "format_penalty": 0.5},
+        }
+    )
+    batch = TrainingBatch.of(groups, 4)
+    found = CreditAssigner(config.algorithm).assign(batch).advantages
+    scores = np.array([t.reward for t in batch.trajectories]) - 0.5 * np.repeat(
+        np.arange(6) == 5, 2
+    )
+    together = np.repeat(list(compared), 2)
+    means = np.array([scores[together == label].mean() for label in together])
+    assert torch.allclose(found, batch.sequences.expand(torch.from_numpy(scores - means).float()))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
