@@ -3,24 +3,32 @@
     python tests/benchmarks/bench_engine.py [--requests 512] [--threads 1] [--mean 32]
 
 Two workloads: log-normal lengths (max/mean >= 6) and equal lengths. `generate` runs each batch to
-its longest request, as it must, with transformers' own attention (sdpa, its default); every
-contender runs at each batch size by turns, and the best of each counts. One JSON line per dtype
-and workload; nobody imports this.
+its longest request, as it must, with transformers' own attention (sdpa, its default); both run at
+each batch size by turns, and the best of each counts. Where vLLM is installed (.venv-vllm) it gets
+the same requests with as many slots as the largest batch. One JSON line per dtype and workload;
+nobody imports this.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.engines.hf.engine import HfEngine
+from streamrl.interfaces import Engine
 from streamrl.types import SamplingParams
+from tests.engines import open_vllm, update_to
+
+HAS_VLLM = find_spec("vllm") is not None
 
 BATCH_SIZES = (64, 128, 256, 512)
 PROMPT_TOKENS = 16
@@ -45,8 +53,9 @@ def main() -> None:
     }
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(dtype)
+        vllm = asyncio.run(measure_vllm(model, prompts, workloads, arguments)) if HAS_VLLM else {}
         for name, lengths in workloads.items():
-            figures = compare(model, prompts, lengths, arguments.rounds)
+            figures = compare(model, prompts, lengths, arguments.rounds) | vllm.get(name, {})
             about = {"dtype": str(dtype).removeprefix("torch."), "workload": name}
             setting = {"threads": arguments.threads, "cores": os.cpu_count()}
             shape = {"max_over_mean": round(float(lengths.max() / lengths.mean()), 2)}
@@ -107,16 +116,59 @@ def run_engine(
 ) -> None:
     async def everything() -> None:
         engine = HfEngine(model, max_num_seqs=batch_size, max_model_len=512)
-        completions = await asyncio.gather(
-            *(
-                engine.generate(tuple(prompt), SamplingParams(max_new_tokens=int(length)))
-                for prompt, length in zip(prompts, lengths, strict=True)
-            )
-        )
-        assert sum(len(c.token_ids) for c in completions) == lengths.sum()
+        await answer_all(engine, prompts, lengths)
         await engine.close()
 
     asyncio.run(everything())
+
+
+async def answer_all(engine: Engine, prompts: list[list[int]], lengths: np.ndarray) -> None:
+    completions = await asyncio.gather(
+        *(
+            engine.generate(tuple(prompt), SamplingParams(max_new_tokens=int(length)))
+            for prompt, length in zip(prompts, lengths, strict=True)
+        )
+    )
+    assert sum(len(c.token_ids) for c in completions) == lengths.sum()
+
+
+async def measure_vllm(
+    model: LlamaForCausalLM,
+    prompts: list[list[int]],
+    workloads: dict[str, np.ndarray],
+    arguments: argparse.Namespace,
+) -> dict[str, dict[str, float]]:
+    """By workload; `start_s` and an update's times while it was answering stand beside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        start = time.perf_counter()
+        engine = open_vllm(
+            Path(folder),
+            max_num_seqs=max(BATCH_SIZES),
+            max_model_len=512,
+            num_threads=arguments.threads,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+        start_s = time.perf_counter() - start
+        update = update_to(model, 1, Path(folder) / "update.safetensors")
+        measured = {}
+        for name, lengths in workloads.items():
+            seconds = []
+            for _ in range(arguments.rounds):
+                start = time.perf_counter()
+                await answer_all(engine, prompts, lengths)
+                seconds.append(time.perf_counter() - start)
+            answering = asyncio.create_task(answer_all(engine, prompts, lengths))
+            report = await engine.load_weights(update)
+            await answering
+            measured[name] = {
+                "vllm_tokens_per_s": round(float(lengths.sum()) / min(seconds)),
+                "vllm_start_s": round(start_s, 1),
+                "vllm_transfer_s": round(report.transfer_s, 4),
+                "vllm_pause_s": round(report.pause_s, 4),
+            }
+        await engine.close()
+        return measured
 
 
 @torch.inference_mode()

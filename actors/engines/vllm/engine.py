@@ -23,8 +23,8 @@ from time import perf_counter
 
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
-from vllm import TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -74,7 +74,7 @@ class VllmEngine:
         self._cache_salt = "0"
         self._pause_s = 0.0
         self._numbers = itertools.count()
-        self._in_flight: set[str] = set()
+        self._in_flight: set[asyncio.Task[CompletionOutput]] = set()
         self.is_closed = False
 
     @classmethod
@@ -140,27 +140,39 @@ class VllmEngine:
         if self.is_closed:
             return
         self.is_closed = True
-        if not self._llm.errored:
-            await self._llm.abort(list(self._in_flight))
+        in_flight = list(self._in_flight)
+        for asking in in_flight:
+            asking.cancel()
+        await asyncio.gather(*in_flight, return_exceptions=True)
         self._loader.close()
         await asyncio.to_thread(self._llm.shutdown, timeout=_SHUTDOWN_S)
 
     async def _sample(
         self, prompt_token_ids: list[int], params: VllmSamplingParams
     ) -> CompletionOutput:
-        """vLLM's one answer. Waits for it; cancelling gives the slot back."""
-        request_id = str(next(self._numbers))
-        prompt = TokensPrompt(prompt_token_ids=prompt_token_ids, cache_salt=self._cache_salt)
-        self._in_flight.add(request_id)
+        """vLLM's one answer. Waits for it, or for `close`; cancelling gives the slot back."""
+        asking = asyncio.create_task(self._ask(prompt_token_ids, params))
+        self._in_flight.add(asking)
+        asking.add_done_callback(self._in_flight.discard)
         try:
-            async for answer in self._llm.generate(prompt, params, request_id):
+            return await asking
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self.is_closed and not (caller and caller.cancelling()):
+                raise RolloutError(_CLOSED) from None
+            raise
+
+    async def _ask(
+        self, prompt_token_ids: list[int], params: VllmSamplingParams
+    ) -> CompletionOutput:
+        prompt = tokens_input(prompt_token_ids, cache_salt=self._cache_salt)
+        try:
+            async for answer in self._llm.generate(prompt, params, str(next(self._numbers))):
                 last = answer
         except EngineDeadError:
-            raise RolloutError(_CLOSED) if self.is_closed else RuntimeError("vLLM died") from None
+            raise RuntimeError("vLLM died; its log says why") from None
         except Exception as error:
             raise RolloutError(f"vLLM refused a request: {error.__cause__ or error}") from error
-        finally:
-            self._in_flight.discard(request_id)
         return last.outputs[0]
 
 
