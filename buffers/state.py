@@ -23,6 +23,7 @@ from streamrl.types import (
 )
 
 Payload = TypeVar("Payload")
+RESUMES_WITHIN_S = 120.0
 
 
 class BufferState(Generic[Payload]):
@@ -35,7 +36,7 @@ class BufferState(Generic[Payload]):
         self._payloads: dict[int, tuple[Payload, int]] = {}
         self._num_bytes = 0
         self._roster: dict[str, tuple[GeneratorStatus, float]] = {}
-        self._was_called = False
+        self._doubtful_until_s: float | None = None
 
     def lease(self, lease_id: str, now_s: float) -> Lease | None:
         return self.ledger.lease(lease_id, now_s, self.lease_ttl_s)
@@ -50,7 +51,6 @@ class BufferState(Generic[Payload]):
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
         """Renew its leases (their ids start with its session); an earlier session's end here."""
-        self._was_called = True
         for lease in status.held:
             self.ledger.reassert(lease, now_s, self.lease_ttl_s)
         known = self._roster.get(status.generator_id)
@@ -64,12 +64,12 @@ class BufferState(Generic[Payload]):
         return HeartbeatReply(
             policy_version=self.ledger.version,
             lost_lease_ids=self.ledger.renew(status.lease_ids, now_s, self.lease_ttl_s),
-            finished=self.ledger.finished,
+            finished=self._is_over,
             incarnation=self.incarnation,
         )
 
     def attach(self, policy_version: int, books: Books | None) -> int:
-        self._was_called = True
+        self._doubtful_until_s = None
         epoch = self.ledger.attach(policy_version, books)
         self._forget_freed()
         return epoch
@@ -95,7 +95,7 @@ class BufferState(Generic[Payload]):
         self._forget_freed()
 
     def finish(self, epoch: int) -> None:
-        self._was_called = True
+        self._doubtful_until_s = None
         self.ledger.finish(epoch)
 
     def drain(self) -> None:
@@ -105,6 +105,8 @@ class BufferState(Generic[Payload]):
     def expire(self, now_s: float) -> None:
         """End overdue leases and forget generators not heard of for one lease's life."""
         self.ledger.expire(now_s)
+        if self._doubtful_until_s is not None and now_s > self._doubtful_until_s:
+            self._doubtful_until_s = None
         silent = [g for g, (_, seen_s) in self._roster.items() if now_s - seen_s > self.lease_ttl_s]
         for generator_id in silent:
             del self._roster[generator_id]
@@ -126,9 +128,13 @@ class BufferState(Generic[Payload]):
 
     @property
     def is_deserted(self) -> bool:
-        """The run has ended and every generator has left; not said before anybody came."""
-        is_over = self._was_called and self.ledger.finished
-        return is_over and not self._roster and not self.ledger.live_leases()
+        """The run has ended and every generator has left."""
+        return self._is_over and not self._roster and not self.ledger.live_leases()
+
+    @property
+    def _is_over(self) -> bool:
+        """A run that a journal calls ended may be about to go on: its learner has a while."""
+        return self.ledger.finished and self._doubtful_until_s is None
 
     def payload(self, sequence: int) -> Payload:
         return self._payloads[sequence][0]
@@ -142,6 +148,7 @@ class BufferState(Generic[Payload]):
         now_s: float,
     ) -> None:
         """Continue, in a blank state, where a journal ends."""
+        self._doubtful_until_s = now_s + RESUMES_WITHIN_S
         held = list(entries)
         self.ledger.restore(image, held, free, now_s + self.lease_ttl_s)
         for entry in held:
