@@ -35,7 +35,7 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
 
 
 def _redis(config: RunConfig) -> TrajectoryBuffer:
-    _require_redis()
+    require_redis()
     from buffers.redis_buffer import RedisBuffer, RedisSettings
 
     settings = RedisSettings(
@@ -50,7 +50,7 @@ def _redis(config: RunConfig) -> TrajectoryBuffer:
     return RedisBuffer(config.buffer.url, config.run.name, settings)
 
 
-def _require_redis() -> None:
+def require_redis() -> None:
     """Say how to install the client of Redis if it is missing."""
     if importlib.util.find_spec("redis") is None:
         raise ConfigError(

@@ -56,10 +56,8 @@ class Ledger:
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.final_version = final_version
-        self.version = 0
-        self.epoch = 0
-        self.finished = False
-        self.draining = False
+        self.version = self.epoch = 0
+        self.finished = self.draining = False
         self._account = Account()
         self._waiting = Line(self._account)
         self._expiries = Expiries(self._account)
@@ -112,8 +110,7 @@ class Ledger:
         """Honor a lease of a forgotten past if its sequence is free; `renew` tells if not."""
         self.expire(now_s)
         entry = Entry(lease.sequence, lease.lease_id, lease.policy_version, now_s + ttl_s)
-        known = self._account.find(lease.lease_id) is not None
-        if not known and self._account.grant_again(entry):
+        if self._account.find(lease.lease_id) is None and self._account.grant_again(entry):
             self._expiries.add(entry)
 
     def put(self, lease_id: str, header: GroupHeader, now_s: float) -> bool:

@@ -11,9 +11,11 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from buffers.account import Account, State
 from buffers.ledger import Ledger
 from buffers.line import Line
 from streamrl.types import Books, DropReason, GroupHeader, Lease
+from tests.records import make_group
 
 TTL_S = 10.0
 ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED)
@@ -173,14 +175,22 @@ LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count
 TestLedger = LedgerMachine.TestCase
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)) | st.none(), max_size=60))
+@given(st.lists(st.integers(0, 5) | st.none(), max_size=60))
 def test_the_line_is_a_priority_queue(operations):
-    """A place is pushed; None takes the first one out."""
-    line, heap = Line(), []
-    for place in operations:
-        if place is not None:
-            line.push(place)
-            heapq.heappush(heap, place)
+    """A group of this version joins; None takes the first one out."""
+    account, heap = Account(), []
+    line = Line(account)
+    for number, version in enumerate(operations):
+        if version is not None:
+            entry = account.grant(str(number), 0, 0.0)
+            entry.header = GroupHeader.of(make_group(entry.sequence, version=version))
+            account.move(entry, State.BUFFERED)
+            line.join(entry)
+            heapq.heappush(heap, (version, entry.sequence))
         elif heap:
-            assert line.pop() == heapq.heappop(heap)
-        assert line.first() == (heap[0] if heap else None)
+            first = line.first()
+            assert first is not None
+            assert first.sequence == heapq.heappop(heap)[1]
+            account.move(first, State.TAKEN)
+        first = line.first()
+        assert (first and first.sequence) == (heap[0][1] if heap else None)
