@@ -145,7 +145,9 @@ class ZmqBuffer:
         self, request: Any, expected: type[Answer], wait_s: float = 0.0, *payloads: bytes
     ) -> tuple[Answer, list[memoryview]]:
         """Sends and waits for the answer; unblocked by it, by a resend, or by the deadline."""
-        frames = [wire.encode(request), *payloads]
+        # The same for every attempt, so that a late answer to an earlier one is an answer too.
+        request_id = next(self._ids).to_bytes(8, "little")
+        frames = [request_id, wire.encode(request), *payloads]
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s + self._deadline_s
         patience_s = self._retry_s
@@ -179,19 +181,18 @@ class ZmqBuffer:
         self, frames: list[bytes], patience_s: float
     ) -> list[memoryview] | None:
         """The answer, or None if it is time to ask again."""
-        request_id = next(self._ids).to_bytes(8, "little")
         answer: asyncio.Future[list[memoryview] | None] = self._loop.create_future()
-        self._answers[request_id] = answer
+        self._answers[frames[0]] = answer
         try:
             async with asyncio.timeout(patience_s):
-                while not self._sent([request_id, *frames]):
+                while not self._sent(frames):
                     self._changed.clear()
                     await self._changed.wait()
                 return await answer
         except TimeoutError:
             return None
         finally:
-            del self._answers[request_id]
+            del self._answers[frames[0]]
 
     def _unpack(
         self, frames: list[memoryview], expected: type[Answer]
