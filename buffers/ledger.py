@@ -297,4 +297,4 @@ class Ledger:
         if epoch < self.epoch:
             raise FencedError(f"this learner is of epoch {epoch}; epoch {self.epoch} took over")
         if epoch > self.epoch:
-            raise LostMemoryError(f"this buffer knows epoch {self.epoch}, not {epoch}")
+            raise LostMemoryError(f"lost memory: this buffer knows epoch {self.epoch}, not {epoch}")

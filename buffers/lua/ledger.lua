@@ -21,7 +21,7 @@ local function check_epoch(epoch)
       'this learner is of epoch %d; epoch %d took over', epoch, state.epoch))
   elseif epoch > state.epoch then
     refuse('LostMemoryError', string.format(
-      'this buffer knows epoch %d, not %d', state.epoch, epoch))
+      'lost memory: this buffer knows epoch %d, not %d', state.epoch, epoch))
   end
 end
 
