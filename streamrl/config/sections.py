@@ -10,12 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from streamrl.config.addresses import is_loopback
+from streamrl.config.numbers import NotNegative, Positive, Probability, Seconds
 from streamrl.config.section import Section
+from streamrl.config.vllm import VllmSettings
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Probability = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -110,32 +108,6 @@ class DataSettings(Section):
     """exact_match, numeric_answer, regex, or PATH.py:FUNCTION."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reward."""
-
-
-class VllmSettings(Section):
-    """Engine arguments under vLLM's own names, where null leaves its default; the last two are
-    ours."""
-
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Fraction of a GPU's memory for weights and KV cache."""
-    tensor_parallel_size: Positive = 1
-    """GPUs that share one engine."""
-    max_num_batched_tokens: Positive | None = None
-    """Tokens of one step, prefill and decode together."""
-    enable_chunked_prefill: bool | None = None
-    """Cut long prompts so that decoding goes on beside them."""
-    enable_prefix_caching: bool = True
-    """Compute what prompts share once per version."""
-    enforce_eager: bool | None = None
-    """Neither CUDA graphs nor compilation; null: true on CPUs, false on GPUs."""
-    load_format: str = "auto"
-    """How the model folder is read; dummy starts from random weights."""
-    kv_cache_memory_bytes: Positive | None = None
-    """KV cache; null: from gpu_memory_utilization on GPUs, 512 MiB on CPUs."""
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight at an update: go on with the new weights, end first, or begin anew."""
-    recompute_kv: bool = False
-    """With keep: compute the KV cache of requests in flight again with the new weights."""
 
 
 class GeneratorSettings(Section):

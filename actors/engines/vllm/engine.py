@@ -40,7 +40,7 @@ from actors.engines.vllm.arguments import (
 from actors.engines.vllm.gauges import Gauges
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
-from streamrl.config.sections import VllmSettings
+from streamrl.config.vllm import VllmSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, FinishReason, LoadReport, SamplingParams, WeightUpdate
 

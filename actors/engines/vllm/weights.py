@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.engines.vllm.receiver import Report, UpdateInfo
-from streamrl.config.sections import VllmSettings
+from streamrl.config.vllm import VllmSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
 

@@ -1,8 +1,6 @@
-"""What crosses a process: frozen records with numpy arrays, checked where they are made.
+"""What is sampled: completions, trajectories, groups of them, and a group's header.
 
-Invariant: a record that exists is well formed. `__post_init__` runs on construction and again on
-decode, so no reader checks shapes a second time. Shapes: T tokens of a trajectory, N tokens of a
-completion. Log-probabilities are in nats. Nothing here is ever changed in place.
+Shapes: T tokens of a trajectory, N tokens of a completion. Log-probabilities are in nats.
 """
 
 import math
@@ -10,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
@@ -24,34 +22,6 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-
-class DropReason(StrEnum):
-    """Why a lease or its group left the books without being trained.
-
-    `EXPIRED`, `RELEASED` and `ORPHANED` end a lease only: its sequence is granted again, so the
-    prompt is not skipped. The others end the sequence.
-    """
-
-    STALE = "stale"
-    FAILED = "failed"
-    FILTERED = "filtered"
-    MALFORMED = "malformed"
-    EXPIRED = "expired"
-    RELEASED = "released"
-    ORPHANED = "orphaned"
-
-    @property
-    def returns_sequence(self) -> bool:
-        return self in (DropReason.EXPIRED, DropReason.RELEASED, DropReason.ORPHANED)
-
-
-class RefusalReason(StrEnum):
-    """Why a put was turned away: it held no live lease, so it never was in the books."""
-
-    DUPLICATE = "duplicate"
-    UNKNOWN_LEASE = "unknown_lease"
-    MALFORMED = "malformed"
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -95,7 +65,6 @@ class Turn(Struct, frozen=True, kw_only=True):
 
 GREEDY_REWARD = "greedy_reward"
 """The metric of a trajectory under which the reward of its prompt's greedy completion stands."""
-
 INVALID_TURNS = "num_invalid_turns"
 """The metric under which an environment counts turns that broke its format."""
 
@@ -201,148 +170,6 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
         )
 
 
-class Lease(Struct, frozen=True, kw_only=True):
-    """The right to generate one group.
-
-    `sequence` is its place in the seeded prompt stream. `policy_version` is a floor: sampled by an
-    older version, the group would be too stale by the time its turn comes. `expires_at_s` is on the
-    buffer's clock.
-    """
-
-    lease_id: str
-    sequence: int
-    policy_version: int
-    expires_at_s: float
-
-
-class Books(Struct, frozen=True, kw_only=True):
-    """The ledger's account: every lease ever granted is in exactly one column.
-
-    `open_sequences` are those neither acknowledged nor dropped for good; with `next_sequence` they
-    are the position in the prompt stream, so a learner's checkpoint restores it from here.
-    `revision` grows with every change: of two accounts of one run, the larger is the later.
-    `epoch` counts the learners that attached.
-    """
-
-    granted: int = 0
-    leased: int = 0
-    buffered: int = 0
-    taken: int = 0
-    trained: int = 0
-    acknowledged: int = 0
-    dropped: dict[DropReason, int] = {}
-    next_sequence: int = 0
-    revision: int = 0
-    epoch: int = 0
-    open_sequences: tuple[int, ...] = ()
-
-    @property
-    def balanced(self) -> bool:
-        """Whether the books close: the columns add up to the leases granted."""
-        columns = self.leased + self.buffered + self.taken + self.trained + self.acknowledged
-        return self.granted == columns + sum(self.dropped.values())
-
-
-class GeneratorStatus(Struct, frozen=True, kw_only=True):
-    """What a generator says of itself in each heartbeat. `session` is new for every process.
-
-    `lease_ages_s` says of each of `lease_ids` how long it has been held; `held` is told to a buffer
-    whose incarnation changed: it may have forgotten these leases.
-    """
-
-    generator_id: str
-    session: str
-    policy_version: int
-    lease_ids: tuple[str, ...] = ()
-    held: tuple[Lease, ...] = ()
-    lease_ages_s: tuple[float, ...] = ()
-    num_active: int = 0
-    num_waiting: int = 0
-    num_tokens: int = 0
-    tokens_per_s: float = 0.0
-    pause_s: float = 0.0
-    is_leaving: bool = False
-
-
-class HeartbeatReply(Struct, frozen=True, kw_only=True):
-    """The buffer's answer: where the learner is, and which held leases are no longer honoured.
-
-    `incarnation` is new for every start of the buffer; empty from one that cannot forget.
-    """
-
-    policy_version: int
-    lost_lease_ids: tuple[str, ...] = ()
-    finished: bool = False
-    incarnation: str = ""
-
-
-class BufferStats(Struct, frozen=True, kw_only=True):
-    """A reading of the buffer; `incarnation` is new for every start of its server."""
-
-    incarnation: str
-    policy_version: int
-    groups_per_step: int
-    max_staleness: int
-    books: Books
-    refused: dict[RefusalReason, int] = {}
-    oldest_version: int | None = None
-    num_bytes: int = 0
-    generators: tuple[GeneratorStatus, ...] = ()
-    finished: bool = False
-    draining: bool = False
-
-
-class TensorSpec(Struct, frozen=True, array_like=True):
-    """One entry of a manifest; `dtype` is torch's name without the prefix, such as "bfloat16"."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
-    """A torch.distributed group that the receiver joins at `rank`; rank 0 sends.
-
-    `group` names the group in the store; buckets are slices of at most `bucket_bytes`, cut at
-    tensor boundaries (see `streamrl.weights.layout`).
-    """
-
-    host: str
-    port: int
-    group: str
-    rank: int
-    world_size: int
-    backend: str
-    bucket_bytes: int
-    timeout_s: float
-
-
-class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
-    """A safetensors file that sender and receiver both see."""
-
-    path: str
-
-
-class LoadReport(Struct, frozen=True, kw_only=True):
-    """What one load cost: receiving, and the pause in which no token was sampled."""
-
-    transfer_s: float
-    pause_s: float
-
-
-class WeightUpdate(Struct, frozen=True, kw_only=True):
-    """An announcement: these tensors, of this version, are to be had at this endpoint.
-
-    `history` names the learner life that made the version: after a resume the same number may stand
-    for other weights.
-    """
-
-    policy_version: int
-    history: str
-    manifest: tuple[TensorSpec, ...]
-    endpoint: BroadcastEndpoint | FilesEndpoint
-
-
 def _is_finite(values: Float32Array) -> bool:
     """One pass where all is well; a sum of squares may also overflow, so that is looked at."""
     return bool(math.isfinite(np.dot(values, values)) or np.isfinite(values).all())
@@ -383,5 +210,3 @@ _DTYPES = {
     "logprobs": np.dtype(np.float32),
     "policy_versions": np.dtype(np.int32),
 }
-
-replace = structs.replace

@@ -1,0 +1,34 @@
+"""The settings of the vLLM engine, `generator.vllm`. Knows nothing of vLLM itself."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from streamrl.config.numbers import Positive
+from streamrl.config.section import Section
+
+
+class VllmSettings(Section):
+    """Engine arguments under vLLM's own names, where null leaves its default; the last two are
+    ours."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Fraction of a GPU's memory for weights and KV cache."""
+    tensor_parallel_size: Positive = 1
+    """GPUs that share one engine."""
+    max_num_batched_tokens: Positive | None = None
+    """Tokens of one step, prefill and decode together."""
+    enable_chunked_prefill: bool | None = None
+    """Cut long prompts so that decoding goes on beside them."""
+    enable_prefix_caching: bool = True
+    """Compute what prompts share once per version."""
+    enforce_eager: bool | None = None
+    """Neither CUDA graphs nor compilation; null: true on CPUs, false on GPUs."""
+    load_format: str = "auto"
+    """How the model folder is read; dummy starts from random weights."""
+    kv_cache_memory_bytes: Positive | None = None
+    """KV cache; null: from gpu_memory_utilization on GPUs, 512 MiB on CPUs."""
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    """Requests in flight at an update: go on with the new weights, end first, or begin anew."""
+    recompute_kv: bool = False
+    """With keep: compute the KV cache of requests in flight again with the new weights."""

@@ -1,0 +1,66 @@
+"""What crosses a process: frozen records with numpy arrays, checked where they are made.
+
+Invariant: a record that exists is well formed. `__post_init__` runs on construction and again on
+decode, so no reader checks shapes a second time. Nothing here is ever changed in place.
+"""
+
+from msgspec.structs import replace
+
+from streamrl.types.accounts import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    HeartbeatReply,
+    Lease,
+    RefusalReason,
+)
+from streamrl.types.rollouts import (
+    GREEDY_REWARD,
+    INVALID_TURNS,
+    BoolArray,
+    Completion,
+    FinishReason,
+    Float32Array,
+    GroupHeader,
+    Int32Array,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+from streamrl.types.weights import (
+    BroadcastEndpoint,
+    FilesEndpoint,
+    LoadReport,
+    TensorSpec,
+    WeightUpdate,
+)
+
+__all__ = [
+    "GREEDY_REWARD",
+    "INVALID_TURNS",
+    "Books",
+    "BoolArray",
+    "BroadcastEndpoint",
+    "BufferStats",
+    "Completion",
+    "DropReason",
+    "FilesEndpoint",
+    "FinishReason",
+    "Float32Array",
+    "GeneratorStatus",
+    "GroupHeader",
+    "HeartbeatReply",
+    "Int32Array",
+    "Lease",
+    "LoadReport",
+    "RefusalReason",
+    "SamplingParams",
+    "TensorSpec",
+    "Trajectory",
+    "TrajectoryGroup",
+    "Turn",
+    "WeightUpdate",
+    "replace",
+]
