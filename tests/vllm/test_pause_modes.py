@@ -11,7 +11,7 @@ import torch
 
 from actors.engines import make_engine
 from streamrl.config import RunConfig
-from streamrl.config.sections import VllmSettings
+from streamrl.config.vllm import VllmSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, SamplingParams
