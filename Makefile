@@ -27,7 +27,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 bench: $(VENV)/dev.stamp
-	@for bench in tests/benchmarks/bench_*.py; do $(BIN)/python $$bench || exit 1; done
+	@for bench in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
 
 clean:
 	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

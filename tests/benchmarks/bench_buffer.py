@@ -1,28 +1,28 @@
 """Groups through a buffer, against the same bytes through bare sockets, and against TransferQueue.
 
-    python tests/benchmarks/bench_buffer.py [--redis redis://host:port/db] [--peer-python PYTHON]
+    PYTHONPATH=. python tests/benchmarks/bench_buffer.py [--peer-python PYTHON]
 
 Each group is leased, put, taken, fetched, trained and acknowledged; 1 or 4 producer processes keep
 IN_FLIGHT groups under way each, and this process is the learner. `raw` is the same bytes through a
 ROUTER/DEALER echo (for redis: SET and GET) with as many clients and as much in flight; `ratio` is
-groups/s over that. Contenders take turns and the best round of each counts. A contender that cannot
-run here is named with the reason. One JSON line a case; nobody imports this.
+groups/s over that. Contenders take turns and the best round of each counts; servers are of our own,
+Redis with an append-only file that is synced every second. One JSON line a case; nobody imports
+this.
 """
 
 import argparse
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from streamrl import wire
-from streamrl.config.sections import BufferSettings
 from tests.benchmarks import buffer_growth, buffer_load
 from tests.benchmarks.buffer_load import IN_FLIGHT, SIZES, template
 
 PEER = Path(__file__).with_name("peer_transfer_queue.py")
+CONTENDERS = ("raw zmq", "raw redis", "memory", "zmq", "zmq+journal", "redis")
 COUNTS = {"20 KB": 1024, "1 MB": 128}
 
 
@@ -30,31 +30,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--producers", default="1,4")
-    parser.add_argument("--redis", default=None, help="URL of a server that may be written to")
     parser.add_argument("--peer-python", default=None, help="a Python that has TransferQueue")
     arguments = parser.parse_args()
-    urls, absent = _contenders(arguments.redis)
-    for name, reason in absent.items():
-        print(json.dumps({"benchmark": "buffer", "buffer": name, "ratio": None, "reason": reason}))
     for size in SIZES:
         peer = transfer_queue(arguments.peer_python, size)
         for producers in map(int, arguments.producers.split(",")):
-            seconds = contest(urls, size, producers, arguments.rounds)
+            seconds = contest(size, producers, arguments.rounds)
             for line in lines(seconds, size, producers, peer):
                 print(json.dumps(line), flush=True)
     for line in buffer_growth.measure():
         print(json.dumps({"benchmark": "buffer", **line}), flush=True)
 
 
-def contest(contenders: dict[str, str], size: str, producers: int, rounds: int) -> dict[str, float]:
+def contest(size: str, producers: int, rounds: int) -> dict[str, float]:
     """The best seconds of each contender and of each raw limit, by turns."""
-    limits = {"raw zmq", *(["raw redis"] if "redis" in contenders else [])}
     count = COUNTS[size] // (producers * IN_FLIGHT) * producers * IN_FLIGHT
     best: dict[str, float] = {}
     for _ in range(rounds):
-        for name in (*sorted(limits), *contenders):
-            url = contenders.get(name) or contenders.get("redis", "")
-            took = buffer_load.run(name, url, size, producers, count)
+        for name in CONTENDERS:
+            took = buffer_load.run(name, size, producers, count)
             best[name] = min(best.get(name, took), took)
     return {name: took / count for name, took in best.items()}
 
@@ -100,24 +94,5 @@ def transfer_queue(python: str | None, size: str) -> dict[str, object]:
     return figures
 
 
-def _contenders(redis_url: str | None) -> tuple[dict[str, str], dict[str, str]]:
-    """What can run here (URL by name; "" starts a server of our own), and why the rest cannot."""
-    present, absent = {"memory": "", "zmq": ""}, {}
-    if buffer_load.journal_field() is None:
-        absent["zmq+journal"] = "this version's buffer settings know no journal"
-    else:
-        present["zmq+journal"] = ""
-    if redis_url is None:
-        absent["redis"] = "no --redis URL was given"
-    else:
-        try:
-            BufferSettings(url=redis_url)
-            present["redis"] = redis_url
-        except ValueError as error:
-            absent["redis"] = f"buffer.url does not accept {redis_url}: {error}"[:200]
-    return present, absent
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     main()

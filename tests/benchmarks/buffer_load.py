@@ -8,10 +8,11 @@ import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -24,9 +25,9 @@ from buffers.memory import MemoryBuffer
 from buffers.state import BufferState
 from streamrl import service, wire
 from streamrl.config import RunConfig
-from streamrl.config.sections import BufferSettings
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
+from tests.redis_server import redis_server
 
 IN_FLIGHT = 4
 GROUPS_PER_STEP = 16
@@ -40,7 +41,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 DEADLINE_S = 120.0
 
 
-def run(name: str, url: str, size: str, producers: int, count: int) -> float:
+def run(name: str, size: str, producers: int, count: int) -> float:
     """Seconds from the first lease to the last acknowledgement of `count` groups."""
     service.keep_freed_memory()
     if name == "memory":
@@ -50,7 +51,7 @@ def run(name: str, url: str, size: str, producers: int, count: int) -> float:
         work = _echo
     elif name == "raw redis":
         work = _set_and_get
-    with tempfile.TemporaryDirectory() as folder, _server(name, url, Path(folder)) as place:
+    with tempfile.TemporaryDirectory() as folder, _server(name, Path(folder)) as place:
         barrier = CONTEXT.Barrier(producers + 1)
         processes = [
             CONTEXT.Process(target=work, args=(place, f"p{i}", size, count // producers, barrier))
@@ -86,11 +87,6 @@ def template(size: str) -> TrajectoryGroup:
     return TrajectoryGroup(
         group_id="t", sequence=0, environment="bench", trajectories=(trajectory,) * SIBLINGS
     )
-
-
-def journal_field() -> str | None:
-    """The buffer setting that names a journal's file, in a version that has one."""
-    return next((name for name in BufferSettings.model_fields if "journal" in name), None)
 
 
 async def _in_one_process(size: str, producers: int, count: int) -> float:
@@ -131,7 +127,7 @@ async def _train_all(buffer: TrajectoryBuffer, count: int) -> None:
 
 def _produce(url: str, name: str, size: str, count: int, barrier: Barrier) -> None:
     async def work() -> None:
-        buffer = connect(BufferSettings.model_construct(url=url))
+        buffer = connect(_config(url))
         await buffer.stats()
         barrier.wait(DEADLINE_S)
         await _put_all(buffer, name, size, count)
@@ -143,7 +139,7 @@ def _produce(url: str, name: str, size: str, count: int, barrier: Barrier) -> No
 
 
 async def _learn(url: str, count: int, barrier: Barrier) -> float:
-    buffer = connect(BufferSettings.model_construct(url=url))
+    buffer = connect(_config(url))
     await buffer.attach(0, None)
     await asyncio.to_thread(barrier.wait, DEADLINE_S)
     start = time.perf_counter()
@@ -192,10 +188,11 @@ def _set_and_get(url: str, name: str, size: str, count: int, barrier: Barrier) -
 
 
 @contextlib.contextmanager
-def _server(name: str, url: str, folder: Path) -> Iterator[str]:
-    """Where producers connect to; a server of our own unless one was named."""
-    if url:
-        yield url
+def _server(name: str, folder: Path) -> Iterator[str]:
+    """Where producers connect to: a server of our own."""
+    if "redis" in name:
+        with redis_server(folder / "redis", "appendfsync everysec") as redis:
+            yield redis.url
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -222,20 +219,25 @@ def _serve_echo(port: int) -> None:
 
 
 def _serve_buffer(name: str, port: int, folder: Path) -> None:
-    field = journal_field()
-    journal = {field: folder / "journal.sqlite"} if name == "zmq+journal" and field else {}
-    config = RunConfig.model_validate(
+    url, has_journal = f"zmq://127.0.0.1:{port}", name == "zmq+journal"
+    config = _config(url, {"folder": folder, "log_level": "warning"}, journal=has_journal)
+    service.run(partial(daemon.serve, config), role="buffer", config=config)
+
+
+def _config(
+    url: str, run: Mapping[str, object] = MappingProxyType({}), **buffer: object
+) -> RunConfig:
+    return RunConfig.model_validate(
         {
-            "run": {"folder": folder, "max_steps": 1_000_000, "log_level": "warning"},
+            "run": {"max_steps": 1_000_000, **run},
             "model": {"path": "m"},
             "data": {"source": "addition"},
             "learner": {"groups_per_step": GROUPS_PER_STEP},
             "buffer": {
-                "url": f"zmq://127.0.0.1:{port}",
+                "url": url,
                 "max_staleness": MAX_STALENESS,
                 "lease_ttl_s": 600.0,
-                **journal,
+                **buffer,
             },
         }
     )
-    service.run(partial(daemon.serve, config), role="buffer", config=config)
