@@ -6,14 +6,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 VLLM := .venv-vllm
 PACKAGES := streamrl actors learners buffers
 
-.PHONY: quickstart test check format bench clean
+.PHONY: quickstart test test-vllm check format bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/core.stamp
 	$(BIN)/streamrl launch configs/quickstart.yaml --new
 
-test: check $(VLLM)/vllm.stamp
+test: check
 	$(BIN)/pytest
+
+# The engine contract and whole runs on a real vLLM: five minutes of installation, five of tests.
+test-vllm: $(VLLM)/vllm.stamp
 	$(VLLM)/bin/pytest tests/contract/test_engines.py tests/vllm
 
 check: $(VENV)/dev.stamp

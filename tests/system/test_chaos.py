@@ -73,10 +73,8 @@ def test_a_run_under_fire_trains_every_sequence_once(
     assert "30 steps trained 120 sequences" in done.stdout
 
 
-def test_a_generator_frozen_past_its_leases_costs_those_only(
-    launch: Callable[..., Launched], url: str
-):
-    settings = ("run.max_steps=100000", "buffer.lease_ttl_s=1.5", f"buffer.url={url}")
+def test_a_generator_frozen_past_its_leases_costs_those_only(launch: Callable[..., Launched]):
+    settings = ("run.max_steps=100000", "buffer.lease_ttl_s=1.5")
     run = launch(*(word for setting in settings for word in ("--set", setting)))
     run.until_step(3)
     frozen = run.child("generator-1")
