@@ -15,6 +15,7 @@ import itertools
 import logging
 import time
 import uuid
+from dataclasses import dataclass
 
 from actors.chat import PromptTooLongError
 from actors.rollout import GroupRunner
@@ -47,6 +48,16 @@ MAX_FAILURES = 50
 FAREWELL_S = 3.0
 
 
+@dataclass(eq=False)
+class _Group:
+    """A group under way; `floor` is the oldest version that may sample it."""
+
+    lease: Lease
+    task: asyncio.Task[None]
+    leased_at_s: float
+    floor: int
+
+
 class Generator:
     """One generator's life; `run` returns when the run is over or `stop` was called."""
 
@@ -60,11 +71,8 @@ class Generator:
         self._engine = runner.engine
         self._buffer = buffer
         self._numbers = itertools.count()
-        self._floors: dict[str, int] = {}
-        self._held: dict[str, Lease] = {}
         self._incarnation = ""
-        self._leased_at_s: dict[str, float] = {}
-        self._groups: dict[str, asyncio.Task[None]] = {}
+        self._groups: dict[str, _Group] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
         self._num_failures = 0
@@ -109,10 +117,8 @@ class Generator:
             lease_id = f"{self._session}/{next(self._numbers)}"
             lease = await self._buffer.lease(lease_id, self._id, LEASE_WAIT_S)
             if lease is not None:
-                self._floors[lease_id] = lease.policy_version
-                self._held[lease_id] = lease
-                self._leased_at_s[lease_id] = time.monotonic()
-                self._groups[lease_id] = tasks.create_task(self._generate(lease))
+                task = tasks.create_task(self._generate(lease))
+                self._groups[lease_id] = _Group(lease, task, time.monotonic(), lease.policy_version)
 
     def _has_room(self) -> bool:
         in_flight = len(self._groups) * self._config.generator.group_size
@@ -140,9 +146,6 @@ class Generator:
             self._count_failure(error)
         finally:
             self._groups.pop(lease_id, None)
-            self._floors.pop(lease_id, None)
-            self._held.pop(lease_id, None)
-            self._leased_at_s.pop(lease_id, None)
             await self._announce()
 
     async def _put(self, lease_id: str, group: TrajectoryGroup) -> None:
@@ -157,7 +160,7 @@ class Generator:
             await self._buffer.put(lease_id, group)
 
     def _reaches(self, lease_id: str) -> bool:
-        return self._engine.policy_version >= self._floors[lease_id]
+        return self._engine.policy_version >= self._groups[lease_id].floor
 
     def _count_failure(self, error: StreamRLError) -> None:
         self._num_failures += 1
@@ -174,15 +177,16 @@ class Generator:
     async def _beat(self) -> None:
         """Waits a fraction of the leases' life between two; ends when cancelled."""
         while True:
-            held = tuple(self._floors)
+            held = tuple(self._groups)
             reply = await self._report()
             for lease_id in reply.lost_lease_ids:
                 if group := self._groups.get(lease_id):
                     log.warning("lease %s is lost; its group is given up", lease_id)
-                    group.cancel()
+                    group.task.cancel()
             # A learner that came back at an earlier version will not publish a later floor soon.
-            for lease_id in self._floors.keys() & set(held):
-                self._floors[lease_id] = min(self._floors[lease_id], reply.policy_version)
+            for lease_id in self._groups.keys() & set(held):
+                group = self._groups[lease_id]
+                group.floor = min(group.floor, reply.policy_version)
             await self._announce()
             if reply.finished:
                 log.info("the run is over")
@@ -195,19 +199,20 @@ class Generator:
         that one is lost. Waits for the buffer alone."""
         reply = await self._buffer.heartbeat(self._status())
         while self._incarnation and reply.incarnation != self._incarnation:
-            log.warning("the buffer came back: asserting %d leases", len(self._held))
+            log.warning("the buffer came back: asserting %d leases", len(self._groups))
             self._incarnation = reply.incarnation
-            status = replace(self._status(), held=tuple(self._held.values()))
+            held = tuple(group.lease for group in self._groups.values())
+            status = replace(self._status(), held=held)
             reply = await self._buffer.heartbeat(status)
         self._incarnation = reply.incarnation
         return reply
 
     async def _drain(self) -> None:
         """Wait for the groups as long as they matter; the leases of the others end on leaving."""
-        if groups := list(self._groups.values()):
-            _, unfinished = await asyncio.wait(groups, timeout=self._patience_s)
-            for group in unfinished:
-                group.cancel()
+        if tasks := [group.task for group in self._groups.values()]:
+            _, unfinished = await asyncio.wait(tasks, timeout=self._patience_s)
+            for task in unfinished:
+                task.cancel()
 
     async def _announce(self) -> None:
         async with self._changed:
@@ -223,7 +228,7 @@ class Generator:
             session=self._session,
             policy_version=self._engine.policy_version,
             lease_ids=tuple(self._groups),
-            lease_ages_s=tuple(now_s - self._leased_at_s[lease_id] for lease_id in self._groups),
+            lease_ages_s=tuple(now_s - group.leased_at_s for group in self._groups.values()),
             num_active=int(gauges["num_active"]),
             num_waiting=int(gauges["num_waiting"]),
             num_tokens=int(num_tokens),

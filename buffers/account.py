@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from buffers.history import Event
+from buffers.history import BY_BOOKS, Event
 from streamrl.types import Books, DropReason, GroupHeader, RefusalReason
 
 # A lease asserted further ahead than this is nonsense, not a memory that the buffer lost.
@@ -144,7 +144,7 @@ class Account:
         """The entry is contained in a durable checkpoint."""
         self._close(entry)
         self._acknowledged += 1
-        reason = "books" if by_books else None
+        reason = BY_BOOKS if by_books else None
         self._tell(entry.sequence, "acknowledged", entry.lease_id, reason)
 
     def drop(self, entry: Entry, reason: DropReason) -> None:
@@ -193,7 +193,7 @@ class Account:
         for sequence in sorted(free - set(self._returned)):
             self._tell(sequence, "dropped", reason=DropReason.ORPHANED)
         for sequence in sorted(was_free - unfinished):
-            self._tell(sequence, "acknowledged", reason="books")
+            self._tell(sequence, "acknowledged", reason=BY_BOOKS)
         self._returned = sorted(free)
         self._next_sequence = max(self._next_sequence, books.next_sequence)
 

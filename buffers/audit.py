@@ -19,9 +19,8 @@ from msgspec import Struct, field
 
 from buffers.account import Image
 from buffers.connect import require_redis
-from buffers.history import Event
+from buffers.history import BY_BOOKS, Event
 from buffers.journal_file import (
-    BY_BOOKS,
     FREE,
     journal_path,
     open_to_read,
@@ -29,6 +28,7 @@ from buffers.journal_file import (
     read_image,
 )
 from streamrl.cli.watch import config_of
+from streamrl.config import RunConfig
 from streamrl.types import DropReason
 
 WAITING = ("leased", "buffered", "taken", "trained")
@@ -68,7 +68,10 @@ class Audit(Struct):
 
 def main(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
-    found = _of_redis(folder) if _is_elsewhere(folder) else _of_journal(folder)
+    config = None if journal_path(folder).exists() else config_of(folder)
+    # A run whose buffer is no daemon of ours has its history on somebody's server.
+    is_elsewhere = config is not None and not config.buffer.has_daemon
+    found = _of_redis(config) if config and is_elsewhere else _of_journal(folder)
     print("\n".join(report(found)))
     return 1 if found.faults else 0
 
@@ -81,20 +84,15 @@ def _of_journal(folder: Path) -> Audit:
     return found
 
 
-def _is_elsewhere(folder: Path) -> bool:
-    """Whether a server of somebody else's has the history."""
-    return not (journal_path(folder).exists() or config_of(folder).buffer.has_daemon)
-
-
-def _of_redis(folder: Path) -> Audit:
+def _of_redis(config: RunConfig) -> Audit:
     require_redis()
     from buffers.redis_history import account, history
 
-    buffer, run = config_of(folder).buffer, config_of(folder).run.name
+    url, run = config.buffer.url, config.run.name
 
     async def read() -> Audit:
-        found = audit([event async for event in history(buffer.url, run)])
-        found.faults.extend(compare(found, await account(buffer.url, run)))
+        found = audit([event async for event in history(url, run)])
+        found.faults.extend(compare(found, await account(url, run)))
         return found
 
     return asyncio.run(read())

@@ -9,11 +9,14 @@ a checkpoint holds it.
 
 from msgspec import Struct
 
+BY_BOOKS = "books"
+"""The reason of an "acknowledged" that a learner's books, not a training here, decided."""
+
 
 class Event(Struct, frozen=True):
     """`state`: leased, buffered, taken, trained, acknowledged, dropped (then with its `reason`).
 
-    "acknowledged" has the reason "books" where a learner's books ended what was not trained here.
+    "acknowledged" has the reason BY_BOOKS where a learner's books ended what was not trained here.
     """
 
     sequence: int

@@ -17,12 +17,11 @@ from pathlib import Path
 import msgspec
 
 from buffers.account import Image
-from buffers.history import Event
+from buffers.history import BY_BOOKS, Event
 from streamrl.errors import ConfigError, StorageError
 from streamrl.types import DropReason
 
 MAX_LOG_BYTES = 64 * 2**20
-BY_BOOKS = "books"
 FREE = "free"
 LETTERS = {
     "leased": "L",

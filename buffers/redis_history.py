@@ -5,6 +5,7 @@ The history is a Redis stream that the scripts append to; it stays until the run
 """
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from buffers.account import Image
 from buffers.history import Event
@@ -16,9 +17,8 @@ PAGE = 1000
 
 async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncIterator[Event]:
     """Every event of the run so far, oldest first."""
-    link = RedisLink(url, deadline_s=deadline_s, retry_s=deadline_s)
     after = "-"
-    try:
+    async with _linked(url, deadline_s) as link:
         while True:
             command = ("XRANGE", f"{namespace(run)}history", after, "+", "COUNT", PAGE)
             page = (await link.call("history", command))[0]
@@ -27,22 +27,17 @@ async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncItera
             if len(page) < PAGE:
                 return
             after = f"({page[-1][0].decode()}"
-    finally:
-        await link.client.aclose()
 
 
 async def account(url: str, run: str, *, deadline_s: float = 60.0) -> Image:
     """The totals of the run's account, to be held against its history."""
-    link = RedisLink(url, deadline_s=deadline_s, retry_s=deadline_s)
     names = ("granted", "unseen", "acknowledged")
-    try:
+    async with _linked(url, deadline_s) as link:
         numbers, dropped = await link.call(
             "account",
             ("HMGET", f"{namespace(run)}state", *names),
             ("HGETALL", f"{namespace(run)}dropped"),
         )
-    finally:
-        await link.client.aclose()
     granted, unseen, acknowledged = (int(number or 0) for number in numbers)
     return Image(
         granted=granted,
@@ -54,9 +49,8 @@ async def account(url: str, run: str, *, deadline_s: float = 60.0) -> Image:
 
 async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
     """Delete every key of the run; how many there were."""
-    link = RedisLink(url, deadline_s=deadline_s, retry_s=deadline_s)
     cursor, num_keys = 0, 0
-    try:
+    async with _linked(url, deadline_s) as link:
         while True:
             command = ("SCAN", cursor, "MATCH", f"{namespace(run)}*", "COUNT", PAGE)
             cursor, keys = (await link.call("forget", command))[0]
@@ -64,6 +58,13 @@ async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
                 num_keys += (await link.call("forget", ("UNLINK", *keys)))[0]
             if not int(cursor):
                 return num_keys
+
+
+@asynccontextmanager
+async def _linked(url: str, deadline_s: float) -> AsyncIterator[RedisLink]:
+    link = RedisLink(url, deadline_s=deadline_s, retry_s=deadline_s)
+    try:
+        yield link
     finally:
         await link.client.aclose()
 

@@ -6,14 +6,12 @@ first values are 0; denominators are those of the whole step, like the policy's.
 Shapes: R response tokens of a micro-batch or of the step.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 from learners.batch import MicroBatch
-from learners.optimizer import learning_rate, make_optimizer
+from learners.optimizer import learning_rate, make_optimizer, update
 from learners.policy import Policy
 from streamrl.algorithms.aggregation import BatchTotals
 from streamrl.algorithms.losses import value_loss
@@ -79,17 +77,11 @@ class Critic:
         return output.metrics
 
     def update(self, policy_version: int) -> dict[str, float]:
-        """Clip, step, clear; a gradient that is not finite changes nothing and is counted."""
-        rate = learning_rate(policy_version, self._settings, self._max_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        limit = self._settings.max_grad_norm or math.inf
-        norm = float(clip_grad_norm_(self.parameters().values(), limit))
-        if math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {
-            "critic/grad_norm": norm if math.isfinite(norm) else -1.0,
-            "critic/skipped_update": float(not math.isfinite(norm)),
-            "critic/lr": rate,
-        }
+        """One step of its own optimizer, counted like the policy's."""
+        return update(
+            self.optimizer,
+            self.parameters().values(),
+            learning_rate(policy_version, self._settings, self._max_steps),
+            self._settings.max_grad_norm,
+            prefix="critic",
+        )

@@ -5,9 +5,10 @@ state.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 from streamrl.config.sections import OptimizerSettings
 
@@ -29,6 +30,33 @@ def make_optimizer(
         eps=settings.eps,
         fused=True,
     )
+
+
+def update(
+    optimizer: torch.optim.AdamW,
+    parameters: Iterable[torch.nn.Parameter],
+    rate: float,
+    max_grad_norm: float | None,
+    *,
+    prefix: str,
+    is_waiting: bool = False,
+) -> dict[str, float]:
+    """Clip, step, clear; a gradient that is not finite changes nothing and is counted.
+
+    With `is_waiting` the gradient is thrown away. Metrics under `prefix`.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    norm = float(clip_grad_norm_(parameters, max_grad_norm or math.inf))
+    is_finite = math.isfinite(norm)
+    if is_finite and not is_waiting:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {
+        f"{prefix}/grad_norm": norm if is_finite else -1.0,
+        f"{prefix}/skipped_update": float(not is_finite),
+        f"{prefix}/lr": rate,
+    }
 
 
 def learning_rate(step: int, settings: OptimizerSettings, max_steps: int) -> float:

@@ -9,17 +9,15 @@ of their own comes first only where something must know the whole batch beforeha
 reward, or weights and denominators that are normalized over all of it.
 """
 
-import math
 import time
 from dataclasses import dataclass
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 from learners.batch import MicroBatch, TrainingBatch
 from learners.credit import Credit, CreditAssigner
 from learners.critic import Critic
-from learners.optimizer import learning_rate, make_optimizer
+from learners.optimizer import learning_rate, make_optimizer, update
 from learners.packing import pack
 from learners.policy import Policy
 from streamrl.algorithms.aggregation import BatchTotals
@@ -79,13 +77,13 @@ class Trainer:
         done = [self._backward(part, totals) for part in parts]
         losses = {name: float(sum(terms[name] for terms, _ in done)) for name in done[0][0]}
         shards = [shard for _, shard in done if shard is not None]
-        update = self._update(batch.policy_version)
+        updated = self._update(batch.policy_version)
         num_tokens, seconds = sum(batch.lengths), time.perf_counter() - start
         return {
             **metrics,
             **losses,
             **self._mismatch(shards),
-            **update,
+            **updated,
             "learner/train_s": seconds,
             "learner/num_tokens": num_tokens,
             "learner/tokens_per_s": num_tokens / seconds,
@@ -254,23 +252,18 @@ class Trainer:
         return whole.metrics(self._algorithm.rollout_is)
 
     def _update(self, policy_version: int) -> dict[str, float]:
-        """Clip, step, clear; a gradient that is not finite changes nothing and is counted."""
+        """The policy's and the critic's; the policy waits while the critic warms up."""
         settings = self._config.learner.optimizer
-        rate = learning_rate(policy_version, settings, self._config.run.max_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        parameters = self.policy.model.parameters()
-        norm = float(clip_grad_norm_(parameters, settings.max_grad_norm or math.inf))
-        is_waiting_for_critic = policy_version < self._algorithm.value.critic_warmup
-        if math.isfinite(norm) and not is_waiting_for_critic:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {
-            **(self.critic.update(policy_version) if self.critic else {}),
-            "learner/grad_norm": norm if math.isfinite(norm) else -1.0,
-            "learner/skipped_update": float(not math.isfinite(norm)),
-            "learner/lr": rate,
-        }
+        critic = self.critic.update(policy_version) if self.critic else {}
+        policy = update(
+            self.optimizer,
+            self.policy.parameters().values(),
+            learning_rate(policy_version, settings, self._config.run.max_steps),
+            settings.max_grad_norm,
+            prefix="learner",
+            is_waiting=policy_version < self._algorithm.value.critic_warmup,
+        )
+        return {**critic, **policy}
 
 
 def _totals(parts: list[Part]) -> BatchTotals:

@@ -1,4 +1,4 @@
-"""What every engine checks of a prompt before it becomes its business: a bad one fails alone."""
+"""What every engine does alike: it refuses a bad prompt alone, and knows what ends a sequence."""
 
 from collections.abc import Sequence
 
@@ -24,3 +24,10 @@ def require_known_tokens(prompt_token_ids: Sequence[int], vocab_size: int) -> No
             f"a prompt has token ids from {lowest} to {highest}; "
             f"the model's vocabulary has {vocab_size}"
         )
+
+
+def eos_set(eos_token_id: int | list[int] | None) -> frozenset[int]:
+    """The end-of-sequence tokens, from the forms in which a model's folder names them."""
+    if eos_token_id is None:
+        return frozenset()
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)

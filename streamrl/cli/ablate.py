@@ -13,12 +13,14 @@ import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from streamrl.cli.arguments import configuration
+from streamrl.cli.figure import drawn
 from streamrl.cli.processes import executable
 from streamrl.cli.run_folder import read_json
 from streamrl.config import RunConfig, load_config
@@ -38,14 +40,18 @@ class Run:
     config: RunConfig
     overrides: tuple[str, ...]
 
-    @property
+    @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        return read_metrics(self.config.run.path / "metrics.jsonl")
+        """Its metrics, once it is complete."""
+        return self._read()
 
     @property
     def is_complete(self) -> bool:
-        lines = self.lines
+        lines = self._read()
         return bool(lines) and lines[-1]["step"] >= self.config.run.max_steps
+
+    def _read(self) -> list[dict[str, Any]]:
+        return read_metrics(self.config.run.path / "metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,8 @@ def outcome(value: str, runs: Sequence[Run]) -> Outcome:
 def markdown(setting: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
     """The lines of the table."""
     yield (
-        f"| `{setting}` | final reward (seeds) | greedy, held out (seeds) | staleness mean / max |"
-        + (" ESS | k3 KL |")
+        f"| `{setting}` | final reward (seeds) | greedy, held out (seeds) | "
+        "staleness mean / max | ESS | k3 KL |"
     )
     yield "|---|---|---|---|---|---|"
     for found in outcomes:
@@ -160,28 +166,17 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _draw(values: Sequence[str], runs: Sequence[Run], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = (("Reward of sampled rollouts", "reward/mean"), ("Effective sample size", _ESS))
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
-    for axis, (title, name) in zip(axes, panels, strict=True):
-        for color, value in enumerate(values):
+    with drawn(path, 1, 2, (11, 4)) as (_, axes):
+        for axis, (title, name) in zip(axes, panels, strict=True):
             for run in runs:
-                if run.value != value:
-                    continue
-                label = value if run.seed == runs[0].seed else None
-                axis.plot(_smooth(run.lines, name), color=f"C{color}", label=label, linewidth=1)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step")
-        axis.set_ylim(0, 1.02)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+                label = run.value if run.seed == runs[0].seed else None
+                color = f"C{values.index(run.value)}"
+                axis.plot(_smooth(run.lines, name), color=color, label=label, linewidth=1)
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel("step")
+            axis.set_ylim(0, 1.02)
+        axes[0].legend(fontsize=8)
 
 
 def _smooth(lines: Sequence[dict[str, Any]], name: str) -> list[float]:

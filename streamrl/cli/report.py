@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from streamrl.cli.figure import drawn
 from streamrl.cli.view import summary
 from streamrl.cli.watch import config_of
 from streamrl.tracking.jsonl import read_metrics
@@ -44,25 +45,16 @@ def write_report(folder: Path) -> list[dict[str, Any]]:
 
 
 def _draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
-    for axis, (title, series) in zip(axes.flat, _PANELS, strict=True):
-        for name, label in series:
-            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=label, linewidth=1.2)
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.3)
-        axis.set_ylim(bottom=0)
-        if len(series) > 1:
-            axis.legend(fontsize=8)
-    for axis in axes[-1]:
-        axis.set_xlabel("step")
-    figure.suptitle(folder.name)
-    figure.tight_layout()
-    figure.savefig(folder / "report.png", dpi=110)
-    pyplot.close(figure)
+    with drawn(folder / "report.png", 2, 2, (10, 6)) as (figure, axes):
+        for axis, (title, series) in zip(axes, _PANELS, strict=True):
+            for name, label in series:
+                points = [(x["step"], x[name]) for x in lines if x.get(name) is not None]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label=label, linewidth=1.2)
+            axis.set_title(title, fontsize=10)
+            axis.set_ylim(bottom=0)
+            if len(series) > 1:
+                axis.legend(fontsize=8)
+        for axis in axes[2:]:
+            axis.set_xlabel("step")
+        figure.suptitle(folder.name)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from actors.engines.hf.batch import Request, RunningBatch
 from actors.engines.hf.weights import SpareWeights
-from actors.engines.prompt import require_known_tokens, room_for
+from actors.engines.prompt import eos_set, require_known_tokens, room_for
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, LoadReport, SamplingParams, WeightUpdate
@@ -228,9 +228,7 @@ def _reject(futures: list[Future], error: BaseException) -> None:
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     generation: GenerationConfig | None = model.generation_config
     eos = generation.eos_token_id if generation else model.config.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    return eos_set(eos)
 
 
 def _require_full_attention(model: PreTrainedModel) -> None:

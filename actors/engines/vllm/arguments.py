@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from actors.engines.prompt import eos_set
 from actors.engines.vllm.plugin import BACKEND, OWNED_VARIABLE, register
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -96,9 +97,7 @@ def eos_token_ids(config: RunConfig) -> frozenset[int]:
         eos = AutoConfig.from_pretrained(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         ).eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    return eos_set(eos)
 
 
 def _typed(config: RunConfig) -> dict[str, Any]:
