@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Frame: TypeAlias = bytes | memoryview
 Frames: TypeAlias = Sequence[Frame]
 POLL_S = 0.2
+FAREWELL_S = 0.5
 # One commit's worth: more would keep the first ones waiting.
 MAX_REQUESTS = 256
 MAX_BYTES = 64 * 2**20
@@ -81,6 +82,7 @@ class ZmqBufferServer:
         self._replies: list[_Reply] = []
         self._max_group_bytes = max_group_bytes
         self._clock = clock
+        self._inhabited_s = clock()
         self._parked: deque[_Parked] = deque()
         self._context = zmq.Context()
         self._keeper = Keeper(self._context, url, curve)
@@ -95,13 +97,13 @@ class ZmqBufferServer:
         self.url = endpoint.replace("tcp://", "zmq://")
 
     def serve(self, stop: threading.Event, *, until_deserted: bool = False) -> BufferStats:
-        """Answers until `stop` is set, or the run is over and every generator has left.
+        """Answers until `stop` is set, or the run has been over and deserted for FAREWELL_S.
 
         Waits for a request, the next expiry or the next parked deadline, at most POLL_S; unblocked
         by any of them. Returns the last reading of the books.
         """
         try:
-            while not stop.is_set() and not (until_deserted and self._state.is_deserted):
+            while not stop.is_set() and not (until_deserted and self._is_over()):
                 if self._socket.poll(int(1000 * self._patience_s())):
                     self._receive_all()
                 self._state.expire(self._clock())
@@ -113,6 +115,13 @@ class ZmqBufferServer:
             self._socket.close()
             self._keeper.close()
             self._context.term()
+
+    def _is_over(self) -> bool:
+        """A client that has not read its last answer would lose it with the connection."""
+        now_s = self._clock()
+        if not self._state.is_deserted:
+            self._inhabited_s = now_s
+        return now_s - self._inhabited_s >= FAREWELL_S
 
     def _patience_s(self) -> float:
         now_s = self._clock()
