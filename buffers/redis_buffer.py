@@ -37,7 +37,9 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
+    PackedGroup,
     TrajectoryGroup,
+    pack,
 )
 
 Answer = TypeVar("Answer")
@@ -85,14 +87,14 @@ class RedisBuffer:
         return await self._when(attempt, wait_s, lambda change: change.room > 0)
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
-        payload = wire.encode(group)
+        payload = wire.encode(pack(group))
         try:
-            header = GroupHeader.of(self._checked(group, payload), num_bytes=len(payload))
+            packed = wire.decode(payload, PackedGroup, max_bytes=self._settings.max_group_bytes)
         except WireError as error:
             await self._refuse_malformed(lease_id, payload, error)
             raise
         async with self._puts:
-            await self._put_payload(lease_id, header, payload)
+            await self._put_payload(lease_id, packed.header(len(payload)), payload)
 
     async def release(self, lease_id: str, reason: DropReason) -> None:
         await self._call("release", lease_id, reason)
@@ -142,7 +144,7 @@ class RedisBuffer:
         missing = [s for s, payload in zip(sequences, payloads, strict=True) if payload is None]
         if missing:
             raise LedgerError(f"no group is held for the sequences {missing}")
-        return tuple(wire.decode(payload or b"", TrajectoryGroup) for payload in payloads)
+        return tuple(wire.decode(payload or b"", PackedGroup).group() for payload in payloads)
 
     async def advance(self, policy_version: int) -> Books:
         return redis_replies.books(await self._call("advance", policy_version, self._epoch))
@@ -185,14 +187,6 @@ class RedisBuffer:
             except _AgainError:
                 continue
             await asyncio.sleep(POLL_S)
-
-    def _checked(self, group: TrajectoryGroup, payload: bytes) -> TrajectoryGroup:
-        """The group if it is well formed, as one that was made here is; a foreign object is read
-        again, as any reader of its payload will."""
-        limit = self._settings.max_group_bytes
-        if isinstance(group, TrajectoryGroup) and len(payload) <= limit:
-            return group
-        return wire.decode(payload, TrajectoryGroup, max_bytes=limit)
 
     async def _refuse_malformed(self, lease_id: str, payload: bytes, error: WireError) -> None:
         if self._settings.quarantine is not None:

@@ -30,7 +30,9 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
+    PackedGroup,
     TrajectoryGroup,
+    pack,
 )
 
 log = logging.getLogger(__name__)
@@ -94,7 +96,7 @@ class ZmqBuffer:
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         async with self._puts:
-            await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(group))
+            await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(pack(group)))
 
     async def release(self, lease_id: str, reason: DropReason) -> None:
         await self._call(m.ReleaseRequest(lease_id, reason), m.Done)
@@ -115,7 +117,7 @@ class ZmqBuffer:
 
     async def fetch(self, sequences: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         _, payloads = await self._call(m.FetchRequest(tuple(sequences)), m.Done)
-        return tuple(wire.decode(payload, TrajectoryGroup) for payload in payloads)
+        return tuple(wire.decode(payload, PackedGroup).group() for payload in payloads)
 
     async def advance(self, policy_version: int) -> Books:
         request = m.AdvanceRequest(policy_version, self._epoch)

@@ -28,7 +28,7 @@ from buffers.quarantine import Quarantine
 from buffers.state import BufferState
 from streamrl import wire
 from streamrl.errors import StorageError, StreamRLError, WireError
-from streamrl.types import BufferStats, GroupHeader, RefusalReason, TrajectoryGroup
+from streamrl.types import BufferStats, PackedGroup, RefusalReason
 
 log = logging.getLogger(__name__)
 
@@ -216,13 +216,12 @@ class ZmqBufferServer:
         self._require_space()
         payload = frames[0] if frames else b""
         try:
-            group = wire.decode(payload, TrajectoryGroup, max_bytes=self._max_group_bytes)
+            group = wire.decode(payload, PackedGroup, max_bytes=self._max_group_bytes)
         except WireError as error:
             self._quarantine.keep(lease_id, payload, error)
             self._state.ledger.refuse_malformed(lease_id)
             raise
-        header = GroupHeader.of(group, num_bytes=len(payload))
-        self._state.put(lease_id, header, payload, self._clock())
+        self._state.put(lease_id, group.header(len(payload)), payload, self._clock())
 
     def _require_space(self) -> None:
         if self._refusal is not None:

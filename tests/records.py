@@ -1,6 +1,7 @@
 """Hypothesis strategies and plain makers of StreamRL's records."""
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, Turn
@@ -44,6 +45,13 @@ def make_group(
         environment="test",
         trajectories=tuple(make_trajectory(seed=i, **kwargs) for i in range(size)),
     )
+
+
+def damaged(group: TrajectoryGroup, **changes: object) -> TrajectoryGroup:
+    """The group itself, after somebody wrote into its first trajectory past every check."""
+    for name, value in changes.items():
+        msgspec.structs.force_setattr(group.trajectories[0], name, value)
+    return group
 
 
 @st.composite

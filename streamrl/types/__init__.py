@@ -15,15 +15,14 @@ from streamrl.types.accounts import (
     Lease,
     RefusalReason,
 )
+from streamrl.types.checks import BoolArray, Float32Array, Int32Array
+from streamrl.types.packed import PackedGroup, pack
 from streamrl.types.rollouts import (
     GREEDY_REWARD,
     INVALID_TURNS,
-    BoolArray,
     Completion,
     FinishReason,
-    Float32Array,
     GroupHeader,
-    Int32Array,
     SamplingParams,
     Trajectory,
     TrajectoryGroup,
@@ -55,6 +54,7 @@ __all__ = [
     "Int32Array",
     "Lease",
     "LoadReport",
+    "PackedGroup",
     "RefusalReason",
     "SamplingParams",
     "TensorSpec",
@@ -62,5 +62,6 @@ __all__ = [
     "TrajectoryGroup",
     "Turn",
     "WeightUpdate",
+    "pack",
     "replace",
 ]

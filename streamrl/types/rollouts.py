@@ -3,17 +3,20 @@
 Shapes: T tokens of a trajectory, N tokens of a completion. Log-probabilities are in nats.
 """
 
-import math
 from enum import StrEnum
-from typing import Any
 
-import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
-Int32Array = NDArray[np.int32]
-Float32Array = NDArray[np.float32]
-BoolArray = NDArray[np.bool_]
+from streamrl.types.checks import (
+    BoolArray,
+    Float32Array,
+    Int32Array,
+    check_group,
+    check_reward,
+    check_tokens,
+    oldest_version,
+    require_one_length,
+)
 
 
 class FinishReason(StrEnum):
@@ -51,7 +54,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
 
     def __post_init__(self) -> None:
-        _require_one_length(self, "token_ids", "logprobs", "policy_versions")
+        require_one_length(self, "token_ids", "logprobs", "policy_versions")
 
 
 class Turn(Struct, frozen=True, kw_only=True):
@@ -86,23 +89,10 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        _require_one_length(
-            self, "token_ids", "response_mask", "behavior_logprobs", "policy_versions"
-        )
+        check_tokens(self)
         if not self.num_tokens:
             raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
-        if not np.isfinite(self.reward):
-            raise ValueError(f"reward: is {self.reward}; it must be finite")
-        mask, logprobs = self.response_mask, self.behavior_logprobs
-        if not _is_finite(logprobs):
-            raise ValueError("behavior_logprobs: has NaN or infinite values")
-        # count_nonzero, since a buffer checks each trajectory and `any` costs it twice as much.
-        if np.count_nonzero(logprobs[~mask]):
-            raise ValueError("behavior_logprobs: must be 0 where response_mask is off")
-        if np.count_nonzero((self.policy_versions >= 0) != mask):
-            raise ValueError("policy_versions: must be >= 0 where response_mask is on, else -1")
-        if np.minimum.reduce(self.token_ids) < 0:
-            raise ValueError("token_ids: has a negative id")
+        check_reward(self.reward)
 
     @property
     def num_tokens(self) -> int:
@@ -115,9 +105,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int | None:
         """Smallest version that sampled a token; None if none was sampled."""
-        # Read as unsigned, the -1 of every other token is larger than any version.
-        oldest = int(np.minimum.reduce(self.policy_versions.view(np.uint32)))
-        return oldest if oldest < 2**31 else None
+        return oldest_version(self.policy_versions)
 
 
 class TrajectoryGroup(Struct, frozen=True, kw_only=True):
@@ -129,10 +117,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     trajectories: tuple[Trajectory, ...]
 
     def __post_init__(self) -> None:
-        if not self.trajectories:
-            raise ValueError("trajectories: is empty; a group holds at least one")
-        if self.sequence < 0:
-            raise ValueError(f"sequence: is {self.sequence}; it must be >= 0")
+        check_group(self.trajectories, self.sequence)
         if all(t.oldest_version is None for t in self.trajectories):
             raise ValueError("trajectories: none holds a sampled token")
 
@@ -168,45 +153,3 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
             rewards=tuple(t.reward for t in group.trajectories),
             num_bytes=num_bytes,
         )
-
-
-def _is_finite(values: Float32Array) -> bool:
-    """One pass where all is well; a sum of squares may also overflow, so that is looked at."""
-    return bool(math.isfinite(np.dot(values, values)) or np.isfinite(values).all())
-
-
-def _require_one_length(record: Struct, *fields: str) -> None:
-    arrays = [(getattr(record, name), _DTYPES[name]) for name in fields]
-    shape = getattr(arrays[0][0], "shape", ())
-    if len(shape) == 1 and all(
-        type(array) is np.ndarray and array.shape == shape and array.dtype == dtype
-        for array, dtype in arrays
-    ):
-        return
-    _raise_unlike(record, *fields)
-
-
-def _raise_unlike(record: Struct, *fields: str) -> None:
-    lengths = {name: _length(name, getattr(record, name)) for name in fields}
-    if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"per-token arrays differ in length: {told}")
-    for name, expected in _DTYPES.items():
-        array = getattr(record, name, None)
-        if array is not None and array.dtype != expected:
-            raise ValueError(f"{name}: has dtype {array.dtype}; it must be {expected}")
-
-
-def _length(name: str, array: Any) -> int:
-    if not isinstance(array, np.ndarray) or array.ndim != 1:
-        raise ValueError(f"{name}: must be a one-dimensional numpy array")
-    return len(array)
-
-
-_DTYPES = {
-    "token_ids": np.dtype(np.int32),
-    "response_mask": np.dtype(np.bool_),
-    "behavior_logprobs": np.dtype(np.float32),
-    "logprobs": np.dtype(np.float32),
-    "policy_versions": np.dtype(np.int32),
-}

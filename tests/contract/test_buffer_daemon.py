@@ -35,9 +35,9 @@ from streamrl.errors import (
     TransportError,
     UnknownLeaseError,
 )
-from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason
+from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason, pack
 from tests.contract.test_buffers import fill, zmq_server
-from tests.records import make_group
+from tests.records import damaged, make_group
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 DEADLINE_S = 30.0
@@ -324,10 +324,9 @@ def test_an_audit_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.Captur
 # Malformed input, through a real socket.
 
 
-def damaged(**changes: object) -> dict[str, object]:
-    group = msgspec.to_builtins(make_group(0, lease_id="s/a"), builtin_types=(np.ndarray,))
-    group["trajectories"][0].update(changes)
-    return dict(group)
+def packed(**changes: object) -> bytes:
+    """A group's payload, its first trajectory changed past every check."""
+    return wire.encode(pack(damaged(make_group(0, lease_id="s/a"), **changes)))
 
 
 async def send(url: str, *frames: bytes) -> m.ErrorReply:
@@ -348,14 +347,14 @@ def of_schema(version: int, record: object) -> bytes:
 @pytest.mark.parametrize(
     ("payload", "kind"),
     [
-        (wire.encode(damaged(behavior_logprobs=np.zeros(3, np.float32))), "CorruptMessageError"),
+        (packed(behavior_logprobs=np.zeros(3, np.float32)), "CorruptMessageError"),
         (
-            wire.encode(damaged(behavior_logprobs=np.full(7, np.nan, np.float32))),
+            packed(behavior_logprobs=np.full(7, np.nan, np.float32)),
             "CorruptMessageError",
         ),
-        (wire.encode(damaged(reward=float("nan"))), "CorruptMessageError"),
-        (of_schema(99, make_group(0)), "SchemaVersionError"),
-        (wire.encode(make_group(0))[:-5], "CorruptMessageError"),
+        (packed(reward=float("nan")), "CorruptMessageError"),
+        (of_schema(99, pack(make_group(0))), "SchemaVersionError"),
+        (packed()[:-5], "CorruptMessageError"),
         (b"", "CorruptMessageError"),
         (wire.encode(Books()), "CorruptMessageError"),
     ],

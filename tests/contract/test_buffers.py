@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -34,8 +33,8 @@ from streamrl.errors import (
     UnknownLeaseError,
 )
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason, TrajectoryGroup
-from tests.records import make_group
+from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason, TrajectoryGroup, pack
+from tests.records import damaged, make_group
 
 Connect = Callable[[], TrajectoryBuffer]
 LEASE_TTL_S = 0.6
@@ -336,14 +335,13 @@ async def test_a_malformed_group_is_quarantined_and_its_sequence_dropped(tmp_pat
         buffer = ZmqBuffer(server.url)
         await buffer.attach(0, None)
         await buffer.lease("s/1", "g", 0.0)
-        group = msgspec.to_builtins(make_group(0), builtin_types=(np.ndarray,))
-        group["trajectories"][0]["behavior_logprobs"] = np.full(7, np.nan, np.float32)
+        group = damaged(make_group(0), behavior_logprobs=np.full(7, np.nan, np.float32))
         with pytest.raises(CorruptMessageError, match="NaN"):
             await buffer.put("s/1", group)
         stats = await buffer.stats()
         assert stats.books.dropped == {DropReason.MALFORMED: 1}
         (kept,) = (tmp_path / "quarantine").iterdir()
-        assert kept.read_bytes() == wire.encode(group)
+        assert kept.read_bytes() == wire.encode(pack(group))
         with pytest.raises(CorruptMessageError):
             await buffer.put("s/1", group)
         assert (await buffer.stats()).refused == {RefusalReason.MALFORMED: 1}

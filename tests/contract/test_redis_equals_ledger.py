@@ -5,6 +5,7 @@ are also copied and put back, as a server does that restarts from an older snaps
 """
 
 import asyncio
+import math
 import uuid
 from collections.abc import Callable, Coroutine
 from copy import deepcopy
@@ -31,8 +32,16 @@ from buffers.redis_history import forget, history
 from buffers.state import BufferState
 from streamrl import wire
 from streamrl.errors import CorruptMessageError, StreamRLError
-from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease, TrajectoryGroup
-from tests.records import make_group
+from streamrl.types import (
+    Books,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    Lease,
+    TrajectoryGroup,
+    pack,
+)
+from tests.records import damaged, make_group
 from tests.redis_server import RedisServer
 
 TTL_S = 10.0
@@ -93,7 +102,7 @@ class Twins(RuleBasedStateMachine):
         sequence = self.sequences.get(lease_id, 0) + (wrong == 0)
         name = "another" if wrong == 1 else lease_id
         group = make_group(sequence, lease_id=name, version=max(0, self.version + 1 - age), size=1)
-        header = GroupHeader.of(group, num_bytes=len(wire.encode(group)))
+        header = GroupHeader.of(group, num_bytes=len(wire.encode(pack(group))))
         for _ in range(1 + again):
             self.both(
                 self.redis.put(lease_id, group),
@@ -109,7 +118,7 @@ class Twins(RuleBasedStateMachine):
     @rule(lease_id=st.sampled_from(LEASE_IDS))
     def put_nonsense(self, lease_id: str) -> None:
         with pytest.raises(CorruptMessageError):
-            self.runner.run(self.redis.put(lease_id, Books()))
+            self.runner.run(self.redis.put(lease_id, damaged(make_group(0), reward=math.nan)))
         self.model.ledger.refuse_malformed(lease_id)
 
     @rule(

@@ -3,7 +3,6 @@
 import asyncio
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from redis import Redis
@@ -15,9 +14,9 @@ from streamrl.errors import (
     CorruptMessageError,
     MessageTooLargeError,
 )
-from streamrl.types import DropReason, RefusalReason
+from streamrl.types import DropReason, RefusalReason, pack
 from tests.contract.conftest import Connect, fill, status
-from tests.records import make_group
+from tests.records import damaged, make_group
 from tests.redis_server import RedisServer, redis_server
 
 
@@ -113,13 +112,12 @@ async def test_a_malformed_group_is_quarantined_and_its_sequence_dropped(
     buffer = redis_client(redis.url, "malformed", quarantine=tmp_path / "quarantine")
     await buffer.attach(0, None)
     await buffer.lease("s/1", "g", 0.0)
-    group = msgspec.to_builtins(make_group(0), builtin_types=(np.ndarray,))
-    group["trajectories"][0]["behavior_logprobs"] = np.full(7, np.nan, np.float32)
+    group = damaged(make_group(0), behavior_logprobs=np.full(7, np.nan, np.float32))
     with pytest.raises(CorruptMessageError, match="NaN"):
         await buffer.put("s/1", group)
     assert (await buffer.stats()).books.dropped == {DropReason.MALFORMED: 1}
     (kept,) = (tmp_path / "quarantine").iterdir()
-    assert kept.read_bytes() == wire.encode(group)
+    assert kept.read_bytes() == wire.encode(pack(group))
     with pytest.raises(CorruptMessageError):
         await buffer.put("s/1", group)
     assert (await buffer.stats()).refused == {RefusalReason.MALFORMED: 1}

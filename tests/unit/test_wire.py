@@ -20,16 +20,19 @@ from streamrl.types import (
     BroadcastEndpoint,
     BufferStats,
     FilesEndpoint,
+    GroupHeader,
+    PackedGroup,
     TensorSpec,
     TrajectoryGroup,
     WeightUpdate,
+    pack,
 )
-from tests.records import groups, make_group
+from tests.records import damaged, groups, make_group
 
 
 def assert_same(a: object, b: object) -> None:
     """Structs with arrays, field by field."""
-    assert type(a) is type(b)
+    assert isinstance(b, type(a))
     if isinstance(a, np.ndarray):
         assert isinstance(b, np.ndarray)
         assert a.dtype == b.dtype
@@ -51,6 +54,40 @@ def test_a_group_comes_back_the_same_and_read_only(group):
     decoded = wire.decode(wire.encode(group), TrajectoryGroup)
     assert_same(group, decoded)
     assert not decoded.trajectories[0].token_ids.flags.writeable
+
+
+@given(groups)
+def test_a_packed_group_is_the_group_and_has_its_header(group):
+    message = wire.encode(pack(group))
+    packed = wire.decode(message, PackedGroup)
+    assert_same(group, packed.group())
+    assert packed.header(7) == GroupHeader.of(group, num_bytes=7)
+    assert wire.encode(pack(packed.group())) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"behavior_logprobs": np.zeros(3, np.float32)}, "differ in length"),
+        ({"behavior_logprobs": np.full(7, np.nan, np.float32)}, "NaN"),
+        ({"behavior_logprobs": np.full(7, -1.0, np.float32)}, "must be 0 where"),
+        ({"policy_versions": np.full(7, 2, np.int32)}, "must be >= 0 where"),
+        ({"token_ids": np.full(7, -1, np.int32)}, "negative id"),
+        ({"reward": float("nan")}, "reward: is nan"),
+    ],
+)
+def test_a_packed_group_is_checked_as_its_members_are(changes, sentence):
+    message = wire.encode(pack(damaged(make_group(0), **changes)))
+    with pytest.raises(CorruptMessageError, match=sentence):
+        wire.decode(message, PackedGroup)
+
+
+@pytest.mark.parametrize("lengths", [(3, 4), (8, 7), (14, 0), (-1, 15), ()])
+def test_siblings_that_do_not_share_out_the_tokens_are_refused(lengths):
+    name, sequence, environment, facts, *arrays = pack(make_group(0))
+    told = [(length, *facts[0][1:]) for length in lengths]
+    with pytest.raises(CorruptMessageError, match=r"token_ids|trajectories"):
+        wire.decode(wire.encode((name, sequence, environment, told, *arrays)), PackedGroup)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +137,7 @@ def envelope(body: bytes, version: int = wire.SCHEMA_VERSION) -> bytes:
 
 
 def test_another_schema_version_is_named():
-    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 1"):
+    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 2"):
         wire.decode(envelope(b"\xc0", version=999), TrajectoryGroup)
 
 

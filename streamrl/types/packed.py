@@ -1,0 +1,123 @@
+"""A group as it travels and as a buffer keeps it: its siblings' arrays end to end.
+
+Invariant: a `PackedGroup` that exists stands for a well-formed `TrajectoryGroup`; `group` makes it
+without looking at the tokens again. Clients of a buffer `pack` and unpack; who takes a group in
+reads it as a `PackedGroup`.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from streamrl.types.checks import (
+    BoolArray,
+    Float32Array,
+    Int32Array,
+    check_group,
+    check_reward,
+    check_tokens,
+    oldest_version,
+)
+from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, TrajectoryGroup, Turn
+
+
+def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
+    """What `streamrl.wire` encodes as a `PackedGroup` does; readers check it."""
+    members = group.trajectories
+    return (
+        group.group_id,
+        group.sequence,
+        group.environment,
+        [(len(t.token_ids), t.reward, t.finish_reason, t.turns, t.metrics) for t in members],
+        np.concatenate([t.token_ids for t in members]),
+        np.concatenate([t.response_mask for t in members]),
+        np.concatenate([t.behavior_logprobs for t in members]),
+        np.concatenate([t.policy_versions for t in members]),
+    )
+
+
+class Facts(Struct, frozen=True, array_like=True):
+    """What a `Trajectory` holds besides its tokens."""
+
+    num_tokens: int
+    reward: float
+    finish_reason: FinishReason
+    turns: tuple[Turn, ...] = ()
+    metrics: dict[str, float] = {}
+
+
+class PackedGroup(Struct, frozen=True, array_like=True):
+    """A `TrajectoryGroup` as it travels: the arrays [sum of T] of its siblings end to end.
+
+    A buffer checks each group it takes in; here that is one pass over each array, however many
+    siblings there are.
+    """
+
+    group_id: str
+    sequence: int
+    environment: str
+    facts: tuple[Facts, ...]
+    token_ids: Int32Array
+    response_mask: BoolArray
+    behavior_logprobs: Float32Array
+    policy_versions: Int32Array
+
+    def __post_init__(self) -> None:
+        check_group(self.facts, self.sequence)
+        check_tokens(self)
+        for facts in self.facts:
+            if facts.num_tokens < 1:
+                raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
+            check_reward(facts.reward)
+        lengths = sum(facts.num_tokens for facts in self.facts)
+        if lengths != len(self.token_ids):
+            raise ValueError(f"token_ids: holds {len(self.token_ids)}; its siblings have {lengths}")
+        if oldest_version(self.policy_versions) is None:
+            raise ValueError("trajectories: none holds a sampled token")
+
+    def group(self) -> TrajectoryGroup:
+        """The group; its arrays are views of this one's."""
+        ends = itertools.accumulate(facts.num_tokens for facts in self.facts)
+        return TrajectoryGroup(
+            group_id=self.group_id,
+            sequence=self.sequence,
+            environment=self.environment,
+            trajectories=tuple(
+                self._slice(facts, slice(end - facts.num_tokens, end))
+                for facts, end in zip(self.facts, ends, strict=True)
+            ),
+        )
+
+    def header(self, num_bytes: int) -> GroupHeader:
+        oldest = oldest_version(self.policy_versions)
+        assert oldest is not None, "checked when it was made"
+        return GroupHeader(
+            group_id=self.group_id,
+            sequence=self.sequence,
+            environment=self.environment,
+            oldest_version=oldest,
+            lengths=tuple(facts.num_tokens for facts in self.facts),
+            rewards=tuple(facts.reward for facts in self.facts),
+            num_bytes=num_bytes,
+        )
+
+    def _slice(self, facts: Facts, tokens: slice) -> Trajectory:
+        return _Slice(
+            token_ids=self.token_ids[tokens],
+            response_mask=self.response_mask[tokens],
+            behavior_logprobs=self.behavior_logprobs[tokens],
+            policy_versions=self.policy_versions[tokens],
+            reward=facts.reward,
+            finish_reason=facts.finish_reason,
+            turns=facts.turns,
+            metrics=facts.metrics,
+        )
+
+
+class _Slice(Trajectory, frozen=True, kw_only=True):
+    """A trajectory of a group that was checked as a whole."""
+
+    def __post_init__(self) -> None:
+        """It is well formed because its group is."""
