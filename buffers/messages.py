@@ -3,8 +3,8 @@
     request = [request id, request record, payload of a put]      DEALER -> ROUTER
     reply   = [request id, reply record, payloads of a fetch]
 
-Records travel as `streamrl.wire` envelopes; a group payload is the envelope of a `PackedGroup`, so a
-server keeps and hands out bytes it need not encode again. Every request may be sent again after a
+Records travel as `streamrl.wire` envelopes; a group payload is the envelope of a `PackedGroup`, so
+a server keeps and hands out bytes it need not encode again. Every request may be sent again after a
 lost reply: the ledger answers a repeated one alike.
 """
 

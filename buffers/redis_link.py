@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import re
+import ssl
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -169,6 +170,11 @@ class RedisLink:
             raise ConfigError(
                 f"buffer.url {self.url}: this node of a cluster does not hold the run ({told})"
             ) from error
+        if reason := _mistrust(error):
+            raise ConfigError(
+                f"buffer.url {self.url}: the server's certificate is not trusted: {reason}; name "
+                "the authority that signed it: rediss://host:port/0?ssl_ca_certs=FILE"
+            ) from error
         if not (isinstance(error, _AWAY) or any(word in told for word in _AWAY_FOR_NOW)):
             raise error
 
@@ -177,6 +183,15 @@ class RedisLink:
             f"the buffer at {self.url} has not answered {name} for {wait_s + self.deadline_s:g} s "
             f"({_in_short(error)}): is Redis running, and is buffer.url right?"
         )
+
+
+def _mistrust(error: BaseException | None) -> str:
+    """What TLS found wrong with a certificate, if that is behind the error."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error.verify_message
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _in_short(error: Exception) -> str:
