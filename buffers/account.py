@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from buffers.history import BY_BOOKS, Event
 from streamrl.types import Books, DropReason, GroupHeader, RefusalReason
+from streamrl.types.runs import RunSet
 
 # A lease asserted further ahead than this is nonsense, not a memory that the buffer lost.
 MAX_GAP = 100_000
@@ -75,6 +76,7 @@ class Account:
         self._granted = 0
         self._acknowledged = 0
         self._returned: list[int] = []
+        self._open = RunSet()
         self._next_sequence = 0
         self._revision = 0
         self._unseen = 0
@@ -116,6 +118,7 @@ class Account:
         elif self._next_sequence <= sequence < self._next_sequence + MAX_GAP:
             for skipped in range(self._next_sequence, sequence):
                 heapq.heappush(self._returned, skipped)
+                self._open.add(skipped)
                 self._tell(skipped, "dropped", reason=DropReason.ORPHANED)
             self._next_sequence = sequence + 1
         else:
@@ -126,6 +129,7 @@ class Account:
     def _enter(self, entry: Entry) -> Entry:
         self._entries[entry.sequence] = entry
         self._sequence_of[entry.lease_id] = entry.sequence
+        self._open.add(entry.sequence)
         self._counts[State.LEASED] += 1
         self._granted += 1
         self._revision += 1
@@ -137,12 +141,14 @@ class Account:
         self._counts[state] += 1
         entry.state = state
         entry.version = version
+        self._set_open(entry.sequence, state is not State.TRAINED)
         self._revision += 1
         self._tell(entry.sequence, state, entry.lease_id)
 
     def acknowledge(self, entry: Entry, *, by_books: bool = False) -> None:
         """The entry is contained in a durable checkpoint."""
         self._close(entry)
+        self._open.discard(entry.sequence)
         self._acknowledged += 1
         reason = BY_BOOKS if by_books else None
         self._tell(entry.sequence, "acknowledged", entry.lease_id, reason)
@@ -150,6 +156,7 @@ class Account:
     def drop(self, entry: Entry, reason: DropReason) -> None:
         self._close(entry)
         self._dropped[reason] += 1
+        self._set_open(entry.sequence, reason.returns_sequence)
         if reason.returns_sequence:
             heapq.heappush(self._returned, entry.sequence)
         self._tell(entry.sequence, "dropped", entry.lease_id, reason)
@@ -161,7 +168,6 @@ class Account:
         return freed
 
     def books(self, epoch: int) -> Books:
-        still_open = [e.sequence for e in self._entries.values() if e.state is not State.TRAINED]
         return Books(
             granted=self._granted,
             leased=self._counts[State.LEASED],
@@ -173,7 +179,7 @@ class Account:
             next_sequence=self._next_sequence,
             revision=self._revision,
             epoch=epoch,
-            open_sequences=tuple(sorted([*still_open, *self._returned])),
+            open_runs=self._open.frozen(),
         )
 
     def reconcile(self, books: Books) -> None:
@@ -194,7 +200,7 @@ class Account:
             self._tell(sequence, "dropped", reason=DropReason.ORPHANED)
         for sequence in sorted(was_free - unfinished):
             self._tell(sequence, "acknowledged", reason=BY_BOOKS)
-        self._returned = sorted(free)
+        self._give_back_all(free)
         self._next_sequence = max(self._next_sequence, books.next_sequence)
 
     def adopt(self, books: Books) -> None:
@@ -238,7 +244,7 @@ class Account:
         self._dropped = Counter(image.dropped)
         self._granted = image.granted
         self._acknowledged = image.acknowledged
-        self._returned = sorted(free)
+        self._give_back_all(free)
         self._next_sequence = image.next_sequence
         self._revision = image.revision
         self._unseen = image.unseen
@@ -246,6 +252,18 @@ class Account:
     @property
     def revision(self) -> int:
         return self._revision
+
+    def _give_back_all(self, free: Iterable[int]) -> None:
+        """These and no others are to be granted again."""
+        self._returned = sorted(free)
+        held = (e.sequence for e in self._entries.values() if e.state is not State.TRAINED)
+        self._open = RunSet([*held, *self._returned])
+
+    def _set_open(self, sequence: int, is_open: bool) -> None:
+        if is_open:
+            self._open.add(sequence)
+        else:
+            self._open.discard(sequence)
 
     def _close(self, entry: Entry) -> None:
         self._revision += 1

@@ -67,7 +67,7 @@ async def _read(config: RunConfig) -> BufferStats:
 def write_books(config: RunConfig, stats: BufferStats) -> None:
     """All but the list of open sequences, which is a learner's business."""
     books = msgspec.to_builtins(stats.books, str_keys=True)
-    kept = {key: value for key, value in books.items() if key != "open_sequences"}
+    kept = {key: value for key, value in books.items() if key != "open_runs"}
     path = config.run.path / "books.json"
     path.write_text(json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
     log.info("books: %s", kept)

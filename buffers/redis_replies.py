@@ -12,6 +12,7 @@ from streamrl.types import (
     GeneratorStatus,
     Lease,
     RefusalReason,
+    runs_of,
 )
 
 _COLUMNS = (
@@ -54,7 +55,7 @@ def books(reply: Sequence[Any]) -> Books:
     return Books(
         **{column: values[column] for column in _COLUMNS},
         dropped=counts,
-        open_sequences=tuple(sorted(int(sequence) for sequence in chain(line, returned))),
+        open_runs=runs_of(int(sequence) for sequence in chain(line, returned)),
     )
 
 

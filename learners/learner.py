@@ -26,7 +26,7 @@ from streamrl.errors import (
 )
 from streamrl.interfaces import Tracker, TrajectoryBuffer
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
-from streamrl.types import Books, BufferStats, GroupHeader, replace
+from streamrl.types import Books, BufferStats, GroupHeader, replace, runs_of
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def books_with(books: Books, sequences: Iterable[int]) -> Books:
         trained=books.trained + len(trained),
         next_sequence=following,
         revision=books.revision + 1,
-        open_sequences=tuple(sorted(still_open)),
+        open_runs=runs_of(still_open),
     )
 
 

@@ -214,7 +214,9 @@ end
 -- Come to the account of a learner's checkpoint from a later one; see `Account.reconcile`.
 local function reconcile(books)
   local unfinished, free = {}, {}
-  for _, sequence in ipairs(books.open_sequences) do unfinished[sequence] = true end
+  for _, run in ipairs(books.open_runs) do
+    for sequence = run[1], run[2] - 1 do unfinished[sequence] = true end
+  end
   for sequence = books.next_sequence, state.next_sequence - 1 do unfinished[sequence] = true end
   for sequence in pairs(unfinished) do free[sequence] = true end
   for _, entry in ipairs(entries_in_line()) do

@@ -28,6 +28,7 @@ from streamrl.types.rollouts import (
     TrajectoryGroup,
     Turn,
 )
+from streamrl.types.runs import Runs, runs_of
 from streamrl.types.weights import (
     BroadcastEndpoint,
     FilesEndpoint,
@@ -56,6 +57,7 @@ __all__ = [
     "LoadReport",
     "PackedGroup",
     "RefusalReason",
+    "Runs",
     "SamplingParams",
     "TensorSpec",
     "Trajectory",
@@ -64,4 +66,5 @@ __all__ = [
     "WeightUpdate",
     "pack",
     "replace",
+    "runs_of",
 ]

@@ -4,6 +4,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from streamrl.types.runs import Runs, members
+
 
 class DropReason(StrEnum):
     """Why a lease or its group left the books without being trained.
@@ -50,7 +52,7 @@ class Lease(Struct, frozen=True, kw_only=True):
 class Books(Struct, frozen=True, kw_only=True):
     """The ledger's account: every lease ever granted is in exactly one column.
 
-    `open_sequences` are those neither acknowledged nor dropped for good; with `next_sequence` they
+    `open_runs` are the sequences neither trained nor dropped for good; with `next_sequence` they
     are the position in the prompt stream, so a learner's checkpoint restores it from here.
     `revision` grows with every change: of two accounts of one run, the larger is the later.
     `epoch` counts the learners that attached.
@@ -66,7 +68,12 @@ class Books(Struct, frozen=True, kw_only=True):
     next_sequence: int = 0
     revision: int = 0
     epoch: int = 0
-    open_sequences: tuple[int, ...] = ()
+    open_runs: Runs = ()
+
+    @property
+    def open_sequences(self) -> tuple[int, ...]:
+        """All of `open_runs`, one by one, ascending."""
+        return tuple(members(self.open_runs))
 
     @property
     def balanced(self) -> bool:

@@ -1,9 +1,7 @@
 """What an operation costs while 100 to 100,000 groups wait: in the ledger, and in `memory://`.
 
 A cycle leases, puts and takes GROUPS_PER_STEP small groups and leaves the line as long as it was;
-the median of the cycles counts. A backend's `advance` answers with the books, which list the open
-sequences, so it has no limit here; what it reads also leaves the caches cold for the next cycle.
-Called by `bench_buffer`.
+the median of the cycles counts. Called by `bench_buffer`.
 """
 
 import asyncio
@@ -39,7 +37,7 @@ def measure() -> Iterator[dict[str, object]]:
                 "level": level,
                 "operation": operation,
                 "ratio": round(max(by_length.values()) / by_length[LENGTHS[0]], 3),
-                "limit": None if operation == "advance" else 1.5,
+                "limit": 1.5,
                 "us_by_waiting": by_length,
             }
 

@@ -33,7 +33,15 @@ from streamrl.errors import (
     UnknownLeaseError,
 )
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason, TrajectoryGroup, pack
+from streamrl.types import (
+    Books,
+    DropReason,
+    GeneratorStatus,
+    RefusalReason,
+    TrajectoryGroup,
+    pack,
+    runs_of,
+)
 from tests.records import damaged, make_group
 
 Connect = Callable[[], TrajectoryBuffer]
@@ -256,7 +264,7 @@ async def test_a_blank_buffer_continues_from_a_checkpoints_books(connect):
         buffered=3,
         next_sequence=9,
         revision=30,
-        open_sequences=(4, 5, 8),
+        open_runs=runs_of((4, 5, 8)),
     )
     stats = await learner.attach(3, books)
     assert stats.books.balanced

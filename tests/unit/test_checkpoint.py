@@ -13,7 +13,7 @@ from learners.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.types import Books, DropReason
+from streamrl.types import Books, DropReason, runs_of
 from tests.tiny_model import save_llama
 from tests.training import make_batch, make_config
 
@@ -24,7 +24,7 @@ BOOKS = Books(
     acknowledged=3,
     dropped={DropReason.STALE: 1},
     next_sequence=9,
-    open_sequences=(3, 8),
+    open_runs=runs_of((3, 8)),
 )
 
 

@@ -14,7 +14,7 @@ import pytest
 from streamrl.cli.chaos import plan
 from streamrl.cli.proof import prove
 from streamrl.config import RunConfig
-from streamrl.types import Books, DropReason
+from streamrl.types import Books, DropReason, runs_of
 
 BOOKS = Books(
     granted=8,
@@ -24,7 +24,7 @@ BOOKS = Books(
     buffered=1,
     next_sequence=6,
     epoch=1,
-    open_sequences=(5,),
+    open_runs=runs_of((5,)),
 )
 TRAINED = [[0, 2], [3, 4]]
 
@@ -63,14 +63,14 @@ def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
     [
         (
             [[0, 2], [2, 3]],
-            {"open_sequences": (4, 5)},
+            {"open_runs": runs_of((4, 5))},
             "sequence 2 was trained by the steps",
         ),
         ([[0, 2], [3]], {}, "step 2 trained 1 groups"),
         ([[0, 2]], {}, "trained.jsonl lacks the steps [2]"),
         (TRAINED, {"next_sequence": 7}, "neither trained nor open: [1, 6]; the books know of 1"),
-        (TRAINED, {"open_sequences": (4, 5)}, "yet still to be trained by"),
-        (TRAINED, {"next_sequence": 4, "open_sequences": ()}, "never granted by the last"),
+        (TRAINED, {"open_runs": runs_of((4, 5))}, "yet still to be trained by"),
+        (TRAINED, {"next_sequence": 4, "open_runs": runs_of(())}, "never granted by the last"),
         (TRAINED, {"granted": 9}, "the books of the last checkpoint do not close"),
         (TRAINED, {"granted": 9, "trained": 3}, "call 5 groups trained; trained.jsonl names 4"),
     ],

@@ -2,13 +2,13 @@
 
 from buffers.ledger import Ledger
 from learners.learner import books_with
-from streamrl.types import Books, Lease
+from streamrl.types import Books, Lease, runs_of
 
 
 def test_books_with_a_step_that_the_buffer_did_not_hear_of():
     books = Books(granted=6, leased=2, buffered=2, trained=2, next_sequence=6, revision=9)
     books = books_with(
-        Books(**{**_fields(books), "open_sequences": (1, 3, 4, 5)}), sequences=[3, 7]
+        Books(**{**_fields(books), "open_runs": runs_of((1, 3, 4, 5))}), sequences=[3, 7]
     )
     assert books.balanced
     assert books.open_sequences == (1, 4, 5, 6)
@@ -26,7 +26,7 @@ def test_a_blank_ledger_keeps_the_leases_asserted_and_grants_what_else_is_open()
         leased=4,
         next_sequence=9,
         revision=30,
-        open_sequences=(4, 5, 7, 8),
+        open_runs=runs_of((4, 5, 7, 8)),
     )
     ledger = Ledger(groups_per_step=2, max_staleness=3)
     for sequence in (5, 6, 10):
