@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 MAX_PUTS = 4
+READABLE = int(zmq.POLLIN)
 REFUSED_S = 0.5
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -223,11 +224,9 @@ class ZmqBuffer:
 
     def _receive(self) -> None:
         """Hands the replies that are there to their callers."""
-        while not self._socket.closed:
-            try:
-                message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        # Asked first, since the exception that there is nothing costs as much as a reply.
+        while not self._socket.closed and self._socket.get(zmq.EVENTS) & READABLE:
+            message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             # Payloads stay in the memory they arrived in; the arrays decoded are views of it.
             request_id, *frames = (frame.buffer for frame in message)
             answer = self._answers.get(bytes(request_id))

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Frame: TypeAlias = bytes | memoryview
 Frames: TypeAlias = Sequence[Frame]
 POLL_S = 0.2
+READABLE = int(zmq.POLLIN)
 FAREWELL_S = 0.5
 # One commit's worth: more would keep the first ones waiting.
 MAX_REQUESTS = 256
@@ -133,10 +134,9 @@ class ZmqBufferServer:
     def _receive_all(self) -> None:
         num_bytes = 0
         for _ in range(MAX_REQUESTS):
-            try:
-                sender, *message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not self._socket.get(zmq.EVENTS) & READABLE:
                 return
+            sender, *message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             if not message:
                 log.warning("a message without a request id was thrown away")
                 continue
