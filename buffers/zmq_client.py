@@ -225,7 +225,7 @@ class ZmqBuffer:
     def _receive(self) -> None:
         """Hands the replies that are there to their callers."""
         # Asked first, since the exception that there is nothing costs as much as a reply.
-        while not self._socket.closed and self._socket.get(zmq.EVENTS) & READABLE:
+        while not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & READABLE:
             message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             # Payloads stay in the memory they arrived in; the arrays decoded are views of it.
             request_id, *frames = (frame.buffer for frame in message)

@@ -134,7 +134,7 @@ class ZmqBufferServer:
     def _receive_all(self) -> None:
         num_bytes = 0
         for _ in range(MAX_REQUESTS):
-            if not self._socket.get(zmq.EVENTS) & READABLE:
+            if not int(self._socket.get(zmq.EVENTS)) & READABLE:
                 return
             sender, *message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             if not message:
