@@ -31,6 +31,9 @@ class RunSettings(Section):
     the checkpoint."""
     evaluate: bool = True
     """Whether `streamrl launch` scores the final checkpoint on held-out prompts."""
+    stall_s: Seconds = 300.0
+    """A step that waits or computes longer has its cause named: in the learner's log, again each
+    time the wait has doubled, and by `streamrl status`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What the daemons write to their logs."""
 

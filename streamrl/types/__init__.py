@@ -12,6 +12,8 @@ from streamrl.types.accounts import (
     DropReason,
     GeneratorStatus,
     HeartbeatReply,
+    LearnerActivity,
+    LearnerStatus,
     Lease,
     RefusalReason,
 )
@@ -53,6 +55,8 @@ __all__ = [
     "GroupHeader",
     "HeartbeatReply",
     "Int32Array",
+    "LearnerActivity",
+    "LearnerStatus",
     "Lease",
     "LoadReport",
     "PackedGroup",
