@@ -19,6 +19,9 @@ async def examine(buffer: TrajectoryBuffer) -> tuple[BufferStats | None, str]:
         async with asyncio.timeout(ANSWER_S):
             return await buffer.stats(), ""
     except TimeoutError:
-        return None, f"the buffer has not answered for {ANSWER_S:g} s: is it running?"
+        return None, (
+            f"the buffer has not answered for {ANSWER_S:g} s: is it running, and is buffer.url "
+            "right?"
+        )
     except StreamRLError as error:
         return None, str(error)

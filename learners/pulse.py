@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from buffers.examination import examine
+from streamrl.cli.run_folder import LEARNER_FILE
 from streamrl.config import RunConfig
 from streamrl.doctor import Reading, diagnose
 from streamrl.interfaces import TrajectoryBuffer
@@ -25,7 +26,6 @@ from streamrl.weights.sender import WeightSender
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-LEARNER_FILE = "learner.json"
 
 
 class Pulse:
@@ -82,7 +82,7 @@ class Pulse:
             return
         if self._tell_at_s == self._stall_s:
             self.learn(num_stalls=self._status.num_stalls + 1)
-        self._tell_at_s = 2 * max(self._tell_at_s, (time.monotonic() - began_s) / 2)
+        self._tell_at_s = 2 * (time.monotonic() - began_s)
         reading = Reading(
             stall_s=self._stall_s, stats=stats, unreachable=unreachable, learner=self._now()
         )

@@ -152,6 +152,13 @@ def _chaos(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="RUN", help="configuration, run folder, or zmq://host:port of its buffer"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
 COMMANDS = {
     "launch": Command(
         "streamrl.cli.launch:main", "run all that a configuration needs on this machine", _launch
@@ -188,6 +195,9 @@ COMMANDS = {
     "keys new": Command("buffers.curve:main", "make the keys of buffer.curve", _new_folder),
     "chaos": Command(
         "streamrl.cli.chaos:main", "kill daemons at random moments, then check the record", _chaos
+    ),
+    "status": Command(
+        "buffers.status:main", "what a run does, and what is wrong with it, on one screen", _status
     ),
     "watch": Command("streamrl.cli.watch:main", "follow the progress of a run folder", _run_folder),
     "report": Command(

@@ -33,7 +33,7 @@ def _learner_busy(reading: Reading) -> Iterator[str]:
         case LearnerActivity.COMPUTING:
             yield f"step {version + 1} has computed for {lasted}"
         case activity:
-            yield f"the learner, at version {version}, {activity} since {lasted}"
+            yield f"the learner, at version {version}, {activity}, for {lasted} so far"
 
 
 def _learner_silent(reading: Reading) -> Iterator[str]:
@@ -86,11 +86,9 @@ def _generator_silent(reading: Reading) -> Iterator[str]:
         return
     for status, age_s in reports(reading.stats):
         if age_s > SILENT_S:
-            held = len(status.lease_ids)
             yield (
-                f"{status.generator_id} has not reported for {_seconds(age_s)}"
-                + (f" and holds {held} leases" if held else "")
-                + "; what it holds goes to others after buffer.lease_ttl_s"
+                f"{status.generator_id} has not reported for {_seconds(age_s)}; its leases "
+                f"({len(status.lease_ids)} then) go to others after buffer.lease_ttl_s"
             )
 
 
@@ -102,7 +100,7 @@ def _old_weights(reading: Reading) -> Iterator[str]:
     for status in _idle_holders(stats):
         if status.policy_version < stats.policy_version:
             told = (
-                f"{status.generator_id} holds {len(status.lease_ids)} leases and samples nothing: "
+                f"{status.generator_id} holds {_leases(status)} and samples nothing: "
                 f"it has version {status.policy_version}, the learner {stats.policy_version}"
             )
             if learner is not None and not learner.num_receivers:
@@ -119,7 +117,7 @@ def _outside_the_engine(reading: Reading) -> Iterator[str]:
     for status in _idle_holders(stats):
         if status.policy_version >= stats.policy_version:
             yield (
-                f"{status.generator_id} holds {len(status.lease_ids)} leases and its engine is "
+                f"{status.generator_id} holds {_leases(status)} and its engine is "
                 "idle: they wait for its environment or its reward"
             )
 
@@ -186,6 +184,11 @@ def _idle_holders(stats: BufferStats) -> Iterator[GeneratorStatus]:
         is_idle = not (status.num_active or status.num_waiting)
         if status.lease_ids and is_idle and age_s <= SILENT_S:
             yield status
+
+
+def _leases(status: GeneratorStatus) -> str:
+    count = len(status.lease_ids)
+    return "1 lease" if count == 1 else f"{count} leases"
 
 
 def _seconds(value: float) -> str:
