@@ -1,13 +1,18 @@
 """`streamrl status` of a run that works, of one whose generator froze, and of one that is over."""
 
+import asyncio
 import json
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from tests.system.conftest import STREAMRL, Launched
+import pytest
+
+from buffers import examination
+from buffers.status import look
+from streamrl.cli.main import main
+from streamrl.doctor import diagnose
+from tests.system.conftest import Launched
 from tests.system.test_launch import _set
 
 REWARD = """
@@ -19,28 +24,18 @@ def score(episodes):
 """
 
 
-def status(target: Path | str, *options: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [STREAMRL, "status", str(target), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+def causes(folder: Path) -> dict[str, str]:
+    found = diagnose(asyncio.run(look(str(folder))).reading)
+    return {finding.cause: finding.sentence for finding in found}
 
 
-def causes(target: Path) -> dict[str, str]:
-    found = json.loads(status(target, "--json").stdout)["findings"]
-    return {finding["cause"]: finding["sentence"] for finding in found}
-
-
-def reports(run: Launched) -> list[dict[str, Any]]:
-    told = json.loads(status(run.folder, "--json").stdout)
-    return told["buffer"]["generators"] if told["buffer"] else []
+def leases(folder: Path) -> list[str]:
+    stats = asyncio.run(look(str(folder))).reading.stats
+    return [lease for report in stats.generators for lease in report.lease_ids] if stats else []
 
 
 def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
-    launch: Callable[..., Launched], tmp_path: Path
+    launch: Callable[..., Launched], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Its reward lasts longer than a heartbeat, so that it is frozen with leases it has told of."""
     (tmp_path / "slow.py").write_text(REWARD)
@@ -54,15 +49,15 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     )
     run = launch(*_set(*settings))
     run.until_step(1)
-    done = status(run.folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "healthy" in done.stdout
-    assert "step" in done.stdout
+    run.until(lambda: main(["status", str(run.folder)]) == 0)
+    told = capsys.readouterr().out
+    assert "run: step" in told
+    assert "healthy" in told
     generator = run.child("generator-0")
 
     def frozen_with_leases() -> bool:
         generator.send_signal(signal.SIGSTOP)
-        if any(report["lease_ids"] for report in reports(run)):
+        if leases(run.folder):
             return True
         generator.send_signal(signal.SIGCONT)
         return False
@@ -74,26 +69,26 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     assert "of 4 groups at version" in found["too_few_groups"]
     assert "held by generator-0 (version" in found["too_few_groups"]
     assert "generator-0 has not reported for" in found["generator_silent"]
-    done = status(run.folder)
-    assert done.returncode == 1
-    assert "! " in done.stdout.splitlines()[1]
+    assert main(["status", str(run.folder), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["healthy"] is False
+    assert told["learner"]["activity"] == "waits for groups"
     generator.send_signal(signal.SIGCONT)
-    step = len(run.lines)
-    run.until_step(step + 1)
+    run.until_step(len(run.lines) + 1)
     run.until(lambda: "goes on after" in run.log("learner"))
     assert run.lines[-1]["learner/stalls"] >= 1
-    run.until(lambda: status(run.folder).returncode == 0)
+    run.until(lambda: not causes(run.folder))
     run.process.send_signal(signal.SIGINT)
     run.end()
-    done = status(run.folder)
-    assert done.returncode == 0, done.stdout
-    assert "has ended" in done.stdout
+    assert main(["status", str(run.folder)]) == 0
+    assert "has ended" in capsys.readouterr().out
 
 
-def test_a_run_that_nobody_serves_is_told_within_seconds(tmp_path: Path):
-    done = status("zmq://127.0.0.1:9")
-    assert done.returncode == 1
-    assert "the buffer has not answered for 5 s" in done.stdout
-    done = status(tmp_path)
-    assert done.returncode == 2
-    assert "no run folder" in done.stderr
+def test_a_run_that_nobody_serves_is_told_within_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(examination, "ANSWER_S", 0.2)
+    assert main(["status", "zmq://127.0.0.1:9"]) == 1
+    assert "! the buffer has not answered for 0.2 s" in capsys.readouterr().out
+    assert main(["status", str(tmp_path)]) == 2
+    assert "no run folder" in capsys.readouterr().err
