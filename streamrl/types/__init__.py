@@ -19,6 +19,7 @@ from streamrl.types.accounts import (
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
 from streamrl.types.packed import PackedGroup, pack
+from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
 from streamrl.types.rollouts import (
     GREEDY_REWARD,
     INVALID_TURNS,
@@ -51,6 +52,7 @@ __all__ = [
     "FilesEndpoint",
     "FinishReason",
     "Float32Array",
+    "GapStatistics",
     "GeneratorStatus",
     "GroupHeader",
     "HeartbeatReply",
@@ -60,6 +62,8 @@ __all__ = [
     "Lease",
     "LoadReport",
     "PackedGroup",
+    "ParityReport",
+    "ParitySamples",
     "RefusalReason",
     "Runs",
     "SamplingParams",
