@@ -54,6 +54,7 @@ async def sample(config: RunConfig) -> ParitySamples:
         sampling=sampling_params(config),
         group_size=1,
         max_model_len=config.max_model_len,
+        deadline_s=config.generator.group_deadline_s,
     )
     try:
         numbers = range(config.parity.num_prompts)

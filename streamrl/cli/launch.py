@@ -167,7 +167,7 @@ def _raise_failure(watched: "Sequence[asyncio.Task[Any]]") -> None:
 async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.Task[int]]") -> None:
     """Learner and generators first, so that the buffer hears of every lease; it goes last.
 
-    Waits DRAIN_S for each wave; who is not gone by then is killed.
+    Waits DRAIN_S for each wave; who is not gone by then is killed, and waited for as long again.
     """
     learner_ended = supervised["learner"].done()
     waves = (
@@ -187,7 +187,7 @@ async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.T
         for child in wave:
             if late:
                 child.stop(signal.SIGKILL)
-        await asyncio.wait(tasks)
+        await asyncio.wait(tasks, timeout=DRAIN_S)
 
 
 def _call(command: str, config: RunConfig, *arguments: str) -> str:

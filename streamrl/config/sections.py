@@ -146,6 +146,8 @@ class GeneratorSettings(Section):
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
     num_threads: NotNegative = 0
     """CPU threads of one generator; 0 leaves torch's choice."""
+    group_deadline_s: Seconds = 3600.0
+    """A group that takes longer, in the engine, its environment or its reward, has failed."""
     drain_s: Seconds = 5.0
     """After SIGTERM, time given to unfinished groups before their leases are released."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
