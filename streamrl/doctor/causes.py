@@ -4,7 +4,7 @@ Invariant: a cause is told only if the reading shows it. Those that come first a
 person can do something about.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from streamrl.doctor.reading import SILENT_S, Reading, lease_ages_s, reports
 from streamrl.types import BufferStats, GeneratorStatus, LearnerActivity
@@ -67,8 +67,8 @@ def _learner_fenced(reading: Reading) -> Iterator[str]:
 
 
 def _too_few_groups(reading: Reading) -> Iterator[str]:
-    stats = reading.stats
-    if stats is None or not reading.waits_for_groups:
+    stats = reading.awaited
+    if stats is None:
         return
     enough, version = stats.groups_per_step, stats.policy_version
     told = f"{min(stats.books.buffered, enough)} of {enough} groups at version {version}"
@@ -76,8 +76,8 @@ def _too_few_groups(reading: Reading) -> Iterator[str]:
 
 
 def _no_generator(reading: Reading) -> Iterator[str]:
-    stats = reading.stats
-    if stats is not None and reading.waits_for_groups and not stats.generators:
+    stats = reading.awaited
+    if stats is not None and not stats.generators:
         yield "no generator reports to the buffer: start one, or see whether it reaches buffer.url"
 
 
@@ -94,10 +94,10 @@ def _generator_silent(reading: Reading) -> Iterator[str]:
 
 def _old_weights(reading: Reading) -> Iterator[str]:
     """A lease names the oldest version that may sample it; without that version nothing begins."""
-    stats, learner = reading.stats, reading.learner
-    if stats is None or not reading.waits_for_groups:
+    stats, learner = reading.awaited, reading.learner
+    if stats is None:
         return
-    for status in _idle_holders(stats):
+    for status in (*_idle_holders(stats), *_catching_up(stats)):
         if status.policy_version < stats.policy_version:
             told = (
                 f"{status.generator_id} holds {_leases(status)} and samples nothing: "
@@ -111,8 +111,8 @@ def _old_weights(reading: Reading) -> Iterator[str]:
 
 
 def _outside_the_engine(reading: Reading) -> Iterator[str]:
-    stats = reading.stats
-    if stats is None or not reading.waits_for_groups:
+    stats = reading.awaited
+    if stats is None:
         return
     for status in _idle_holders(stats):
         if status.policy_version >= stats.policy_version:
@@ -123,8 +123,8 @@ def _outside_the_engine(reading: Reading) -> Iterator[str]:
 
 
 def _nothing_leased(reading: Reading) -> Iterator[str]:
-    stats = reading.stats
-    if stats is None or not reading.waits_for_groups:
+    stats = reading.awaited
+    if stats is None:
         return
     in_line = stats.books.leased + stats.books.buffered
     if in_line >= stats.groups_per_step or not stats.generators:
@@ -132,12 +132,19 @@ def _nothing_leased(reading: Reading) -> Iterator[str]:
     if stats.draining:
         yield "the buffer drains (streamrl buffer drain), so it grants no lease"
     elif not stats.books.leased:
-        yield f"none of {len(stats.generators)} generators asks for a lease"
+        standings: Mapping[str, str] = getattr(stats, "standings", {})
+        told = f"none of {len(stats.generators)} generators asks for a lease"
+        ordered = [
+            f"{s.generator_id} is {standings[s.generator_id]}"
+            for s in stats.generators
+            if s.generator_id in standings
+        ]
+        yield "; ".join([told, *ordered[:_NAMED]])
 
 
 def _groups_dropped(reading: Reading) -> Iterator[str]:
-    stats, learner = reading.stats, reading.learner
-    if stats is None or learner is None or not reading.waits_for_groups:
+    stats, learner = reading.awaited, reading.learner
+    if stats is None or learner is None:
         return
     new = {r: count - learner.dropped.get(r, 0) for r, count in stats.books.dropped.items()}
     if told := ", ".join(f"{reason} {count}" for reason, count in new.items() if count > 0):
@@ -183,6 +190,13 @@ def _idle_holders(stats: BufferStats) -> Iterator[GeneratorStatus]:
     for status, age_s in reports(stats):
         is_idle = not (status.num_active or status.num_waiting)
         if status.lease_ids and is_idle and age_s <= SILENT_S:
+            yield status
+
+
+def _catching_up(stats: BufferStats) -> Iterator[GeneratorStatus]:
+    """Those who ask for no lease before they have newer weights."""
+    for status in stats.generators:
+        if getattr(status, "is_catching_up", False) and not status.lease_ids:
             yield status
 
 

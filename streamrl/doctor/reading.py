@@ -50,13 +50,15 @@ class Reading(Struct, frozen=True, kw_only=True):
         return not self.is_over and self.waited_s >= self.stall_s
 
     @property
-    def waits_for_groups(self) -> bool:
-        if not self.is_stalled or self.stats is None:
-            return False
-        if self.learner is not None and self.hears_learner:
-            return self.learner.activity is LearnerActivity.WAITING
-        books, enough = self.stats.books, self.stats.groups_per_step
-        return books.epoch > 0 and not books.taken and books.buffered < enough
+    def awaited(self) -> BufferStats | None:
+        """The buffer's account, if it is groups that a stalled run waits for."""
+        stats, learner = self.stats, self.learner
+        if not self.is_stalled or stats is None:
+            return None
+        if learner is not None and self.hears_learner:
+            return stats if learner.activity is LearnerActivity.WAITING else None
+        is_short = not stats.books.taken and stats.books.buffered < stats.groups_per_step
+        return stats if stats.books.epoch and is_short else None
 
 
 def reports(stats: BufferStats | None) -> list[tuple[GeneratorStatus, float]]:

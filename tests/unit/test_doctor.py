@@ -56,6 +56,11 @@ def told(stats: BufferStats | None, **fields: object) -> list[str]:
 
 WORKING = holding("gen-1", 3.0, 2.0)
 
+
+class Ordered(BufferStats, frozen=True, kw_only=True):
+    standings: dict[str, str]
+
+
 SITUATIONS = {
     "one generator holds what is missing": (
         told(buffer(holding("gen-3", 511.5, 80.0, version=41), WORKING, leased=4, buffered=14)),
@@ -102,6 +107,21 @@ SITUATIONS = {
             "too_few_groups: 9 of 16 groups at version 43",
             "nothing_leased: none of 2 generators asks for a lease",
         ],
+    ),
+    "nobody may ask": (
+        told(
+            Ordered(
+                incarnation="i",
+                policy_version=43,
+                groups_per_step=16,
+                max_staleness=2,
+                books=Books(epoch=1),
+                generators=(generator("gen-1"),),
+                heartbeat_ages_s=(0.1,),
+                standings={"gen-1": "cordoned", "gone": "cordoned"},
+            )
+        )[1:],
+        ["nothing_leased: none of 1 generators asks for a lease; gen-1 is cordoned"],
     ),
     "weights do not arrive": (
         told(
