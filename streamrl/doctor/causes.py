@@ -118,7 +118,7 @@ def _outside_the_engine(reading: Reading) -> Iterator[str]:
         if status.policy_version >= stats.policy_version:
             yield (
                 f"{status.generator_id} holds {_leases(status)} and its engine is "
-                "idle: they wait for its environment or its reward"
+                "idle: they wait for its environment, its reward, or to be put"
             )
 
 

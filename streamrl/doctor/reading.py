@@ -7,8 +7,9 @@ from msgspec import Struct
 
 from streamrl.types import BufferStats, GeneratorStatus, LearnerActivity, LearnerStatus
 
-SILENT_S = 5.0
-"""Heartbeats, and a learner's word of itself, come every second."""
+SILENT_S = 10.0
+"""Heartbeats, and a learner's word of itself, come every second; on a busy machine some are late.
+"""
 
 
 class Reading(Struct, frozen=True, kw_only=True):

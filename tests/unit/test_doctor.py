@@ -149,7 +149,7 @@ SITUATIONS = {
         told(buffer(holding("gen-1", 400.0, num_active=0), leased=1, buffered=15))[-1:],
         [
             "outside_the_engine: gen-1 holds 1 lease and its engine is idle: they wait for its "
-            "environment or its reward"
+            "environment, its reward, or to be put"
         ],
     ),
     "every group fails": (
