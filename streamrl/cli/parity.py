@@ -48,7 +48,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def gate(config: RunConfig, console: Console) -> None:
-    """Measure before a launch, which has made the run's folder.
+    """Measure before a launch, which has made the run's folder; with the weights of `model.path`,
+    also where a checkpoint is gone on from: what differs is the code that runs them.
 
     Raises:
         StreamRLError: a gap is above its threshold; the run must not start.

@@ -4,6 +4,7 @@ is another one, or a threshold that is too low, is refused with a sentence."""
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -125,8 +126,6 @@ async def no_daemons(*_: object, **__: object) -> bool:
 
 
 def as_report(found: dict) -> ParityReport:
-    import msgspec
-
     return msgspec.convert(found, ParityReport)
 
 
