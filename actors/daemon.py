@@ -59,6 +59,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
             group_size=config.generator.group_size,
             max_model_len=config.max_model_len,
             with_greedy_reward=config.algorithm.needs_greedy_rewards,
+            deadline_s=config.generator.group_deadline_s,
         )
         generator = Generator(config, generator_id, runner, buffer)
         log.info("%s serves %s with %s", generator_id, config.model.path, config.generator.engine)

@@ -61,6 +61,7 @@ async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
         sampling=structs.replace(sampling_params(config), temperature=0.0),
         group_size=1,
         max_model_len=config.max_model_len,
+        deadline_s=config.generator.group_deadline_s,
     )
     numbers = range(config.data.num_eval_prompts)
     groups = await asyncio.gather(*(runner.run(_lease(number)) for number in numbers))

@@ -95,16 +95,30 @@ class GroupRunner:
     max_model_len: int
     with_greedy_reward: bool = False
     """Also score a greedy completion and record its reward with every sibling."""
+    deadline_s: float | None = None
+    """`generator.group_deadline_s`."""
 
     async def run(self, lease: Lease) -> TrajectoryGroup:
         """The finished group of the lease's prompt.
 
-        Waits for the siblings' completions; the engine answers or fails each of them.
+        Waits for the siblings' completions, environments and the reward, each of which may be a
+        user's own; they or the deadline unblock.
 
         Raises:
-            RolloutError: a sibling or the reward failed.
+            RolloutError: a sibling or the reward failed, or the deadline is over.
             PromptTooLongError: the prompt is too long and `data.truncation` is `drop`.
         """
+        try:
+            async with asyncio.timeout(self.deadline_s) as deadline:
+                return await self._group(lease)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise RolloutError(
+                f"not finished within generator.group_deadline_s, which is {self.deadline_s:g} s"
+            ) from error
+
+    async def _group(self, lease: Lease) -> TrajectoryGroup:
         prompt = self.prompts[lease.sequence]
         token_ids = self.renderer.encode(prompt)
         siblings = [self._episode(token_ids, self.sampling) for _ in range(self.group_size)]

@@ -93,7 +93,7 @@ def waiting_for(stats: BufferStats) -> str:
 
 
 async def _read_twice(target: str, interval_s: float) -> tuple[BufferStats, BufferStats]:
-    buffer = _connected(target)
+    buffer = connected(target)
     try:
         before = await buffer.stats()
         await asyncio.sleep(interval_s)
@@ -107,7 +107,7 @@ async def _drain(target: str, deadline_s: float, console: Console) -> int:
 
     Waits for the line to be trained or dropped; unblocked by that, the run's end or the deadline.
     """
-    buffer = _connected(target)
+    buffer = connected(target)
     deadline, told = time.monotonic() + deadline_s, ""
     try:
         while True:
@@ -127,7 +127,7 @@ async def _drain(target: str, deadline_s: float, console: Console) -> int:
         await buffer.close()
 
 
-def _connected(target: str) -> TrajectoryBuffer:
+def connected(target: str) -> TrajectoryBuffer:
     """By the run's configuration, or by the address of a server of one run."""
     if "://" not in target:
         return connect(load_config(target).config)

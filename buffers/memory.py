@@ -63,7 +63,7 @@ class MemoryBuffer:
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
         self._epoch = self._state.attach(policy_version, books)
         await self._announce()
-        return self._state.stats()
+        return self._state.stats(self._clock())
 
     async def take(
         self, num_groups: int, policy_version: int, wait_s: float
@@ -92,7 +92,7 @@ class MemoryBuffer:
 
     async def stats(self) -> BufferStats:
         self._state.expire(self._clock())
-        return self._state.stats()
+        return self._state.stats(self._clock())
 
     async def close(self) -> None:
         """Nothing to let go of."""

@@ -159,7 +159,11 @@ class RedisBuffer:
         await self._call("drain")
 
     async def stats(self) -> BufferStats:
-        return redis_replies.stats(await self._call("stats"))
+        stats = redis_replies.stats(await self._call("stats"))
+        books = stats.books
+        num_groups = books.buffered + books.taken + books.trained
+        refusal = await self._room.refusal(stats.num_bytes // max(1, num_groups))
+        return structs.replace(stats, refusal=refusal)
 
     async def close(self) -> None:
         await self._changes.close()

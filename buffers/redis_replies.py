@@ -60,9 +60,12 @@ def books(reply: Sequence[Any]) -> Books:
 
 
 def stats(reply: Sequence[Any]) -> BufferStats:
-    numbers, _, _, _, refused, oldest, incarnation, roster = reply
+    numbers, _, _, _, refused, oldest, incarnation, roster, ages = reply
     values = _numbers(numbers)
     statuses = (wire.decode(status, GeneratorStatus) for status in roster)
+    reports = sorted(
+        zip(statuses, map(float, ages), strict=True), key=lambda report: report[0].generator_id
+    )
     return BufferStats(
         incarnation=incarnation.decode(),
         policy_version=values["version"],
@@ -72,7 +75,8 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         refused={RefusalReason(reason): count for reason, count in _pairs(refused)},
         oldest_version=oldest if isinstance(oldest, int) else None,
         num_bytes=values["num_bytes"],
-        generators=tuple(sorted(statuses, key=lambda status: status.generator_id)),
+        generators=tuple(status for status, _ in reports),
+        heartbeat_ages_s=tuple(age_s for _, age_s in reports),
         finished=bool(values["finished"]),
         draining=bool(values["draining"]),
     )

@@ -39,15 +39,22 @@ class RedisRoom:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._link.deadline_s
         while True:
-            if loop.time() - self._read_at_s > READING_S:
-                await self.read()
-            if not self._limit or self._used + num_bytes + RESERVE_BYTES <= self._limit:
+            if await self._fits(num_bytes):
                 self._used += num_bytes
                 return
             if loop.time() >= deadline:
                 raise self.full(num_bytes)
             log.warning("waiting: %s", self.full(num_bytes))
             await asyncio.sleep(POLL_S)
+
+    async def refusal(self, num_bytes: int) -> str:
+        """Why a payload of this size would have to wait; "" if it would not."""
+        return "" if await self._fits(num_bytes) else str(self.full(num_bytes))
+
+    async def _fits(self, num_bytes: int) -> bool:
+        if asyncio.get_running_loop().time() - self._read_at_s > READING_S:
+            await self.read()
+        return not self._limit or self._used + num_bytes + RESERVE_BYTES <= self._limit
 
     async def read(self) -> None:
         """Ask the server.

@@ -111,7 +111,8 @@ class BufferState(Generic[Payload]):
         for generator_id in silent:
             del self._roster[generator_id]
 
-    def stats(self) -> BufferStats:
+    def stats(self, now_s: float, refusal: str = "") -> BufferStats:
+        """`refusal` is why the backend takes nothing in at present."""
         return BufferStats(
             incarnation=self.incarnation,
             policy_version=self.ledger.version,
@@ -122,6 +123,8 @@ class BufferState(Generic[Payload]):
             oldest_version=self.ledger.oldest_version(),
             num_bytes=self._num_bytes,
             generators=tuple(status for status, _ in self._roster.values()),
+            heartbeat_ages_s=tuple(now_s - seen_s for _, seen_s in self._roster.values()),
+            refusal=refusal,
             finished=self.ledger.finished,
             draining=self.ledger.draining,
         )

@@ -111,7 +111,7 @@ class ZmqBufferServer:
                 self._retry_parked()
                 self._commit()
                 self._send_replies()
-            return self._state.stats()
+            return self._stats()
         finally:
             self._socket.close()
             self._keeper.close()
@@ -187,7 +187,7 @@ class ZmqBufferServer:
                 return (m.HeartbeatAnswer(state.heartbeat(status, self._clock())),)
             case m.AttachRequest(policy_version, books):
                 epoch = state.attach(policy_version, books)
-                return (m.AttachReply(epoch, state.stats()),)
+                return (m.AttachReply(epoch, self._stats()),)
             case m.FetchRequest(sequences):
                 return (m.Done(), *state.fetch(sequences))
             case m.AdvanceRequest(policy_version, epoch):
@@ -202,7 +202,7 @@ class ZmqBufferServer:
                 state.drain()
                 return (m.Done(),)
             case _:
-                return (m.StatsReply(state.stats()),)
+                return (m.StatsReply(self._stats()),)
 
     def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> tuple[Any, ...] | None:
         if isinstance(request, m.LeaseRequest):
@@ -222,6 +222,9 @@ class ZmqBufferServer:
             self._state.ledger.refuse_malformed(lease_id)
             raise
         self._state.put(lease_id, group.header(len(payload)), payload, self._clock())
+
+    def _stats(self) -> BufferStats:
+        return self._state.stats(self._clock(), str(self._refusal or ""))
 
     def _require_space(self) -> None:
         if self._refusal is not None:

@@ -16,6 +16,7 @@ from learners import checkpoint
 from learners.critic import Critic
 from learners.learner import Learner, nothing_restored
 from learners.policy import Policy
+from learners.pulse import Pulse
 from learners.trainer import Trainer
 from streamrl import service
 from streamrl.cli.arguments import configuration
@@ -56,14 +57,17 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     buffer = connect(config)
     tracker = open_trackers(config, first_step=start.policy_version + 1)
     record = JsonlTracker(config.run.path / TRAINED_FILE, first_step=start.policy_version + 1)
-    learner = Learner(config, trainer, buffer, sender, tracker, record, start)
+    pulse = Pulse(config, buffer, sender)
+    learner = Learner(config, trainer, buffer, sender, tracker, record, pulse, start)
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
     try:
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(sender.run())
+            beating = tasks.create_task(pulse.run())
             await learner.run()
             sending.cancel()
+            beating.cancel()
     finally:
         signaled.cancel()
         sender.close()

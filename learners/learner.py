@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from learners import checkpoint
 from learners.batch import TrainingBatch
+from learners.pulse import Pulse
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.errors import (
@@ -26,7 +27,14 @@ from streamrl.errors import (
 )
 from streamrl.interfaces import Tracker, TrajectoryBuffer
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
-from streamrl.types import Books, BufferStats, GroupHeader, replace, runs_of
+from streamrl.types import (
+    Books,
+    BufferStats,
+    GroupHeader,
+    LearnerActivity,
+    replace,
+    runs_of,
+)
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -48,6 +56,7 @@ class Learner:
         sender: WeightSender,
         tracker: Tracker,
         record: Tracker,
+        pulse: Pulse,
         start: checkpoint.Restored,
     ) -> None:
         self._config = config
@@ -56,6 +65,7 @@ class Learner:
         self._sender = sender
         self._tracker = tracker
         self._record = record
+        self._pulse = pulse
         self._logged_s = time.perf_counter()
         self._version = start.policy_version
         self._books = start.books
@@ -89,11 +99,14 @@ class Learner:
                 if self._version >= self._config.run.max_steps:
                     await self._buffer.finish()
         self._thread.shutdown()
+        self._pulse.begin(LearnerActivity.ENDED)
 
     async def _attach(self) -> None:
+        self._pulse.begin(LearnerActivity.ATTACHING, policy_version=self._version)
         stats = await self._buffer.attach(self._version, self._books)
         _require_same_settings(stats, self._config)
         self._incarnation = stats.incarnation
+        self._pulse.learn(epoch=stats.books.epoch, dropped=stats.books.dropped)
 
     async def _attached_again(self, error: LedgerError) -> bool:
         """Whether the refusal was that of a buffer that lost its memory; it has it from here now.
@@ -115,6 +128,7 @@ class Learner:
         stopped = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
+                self._pulse.begin(LearnerActivity.WAITING)
                 taking = asyncio.create_task(
                     self._buffer.take(num_groups, self._version, TAKE_WAIT_S)
                 )
@@ -136,6 +150,7 @@ class Learner:
             stopped.cancel()
 
     async def _step(self, headers: tuple[GroupHeader, ...], start: float) -> None:
+        self._pulse.begin(LearnerActivity.FETCHING)
         try:
             groups = await self._buffer.fetch([header.sequence for header in headers])
         except LedgerError as error:
@@ -144,12 +159,15 @@ class Learner:
             raise
         wait_s = time.perf_counter() - start
         batch = TrainingBatch.of(groups, self._version)
+        self._pulse.begin(LearnerActivity.COMPUTING)
         metrics = await self._compute(lambda: self._trainer.step(batch))
         self._version += 1
         # Announced before the buffer admits groups of the next version, which need these weights.
         if self._version % self._config.weights.publish_every == 0:
             await self._publish()
+        self._pulse.begin(LearnerActivity.REPORTING, policy_version=self._version)
         self._books = await self._advance(headers)
+        self._pulse.learn(dropped=self._books.dropped)
         await self._log(headers, metrics, wait_s)
         if self._version % self._config.learner.checkpoint.every == 0:
             await self._save()
@@ -174,6 +192,7 @@ class Learner:
                 "learner/policy_version": self._version,
                 "learner/wait_s": wait_s,
                 "learner/step_s": step_s,
+                "learner/stalls": self._pulse.num_stalls,
                 "time_s": time.time(),
             },
             step=self._version,
@@ -198,11 +217,13 @@ class Learner:
     async def _publish(self) -> None:
         parameters = dict(self._trainer.policy.parameters())
         version = self._version
+        self._pulse.begin(LearnerActivity.PUBLISHING, policy_version=version)
         await self._compute(lambda: self._sender.snapshot(parameters, version))
         self._sender.publish()
 
     async def _save(self) -> None:
         start = time.perf_counter()
+        self._pulse.begin(LearnerActivity.SAVING)
         version, books = self._version, self._books
         path = await self._compute(
             lambda: checkpoint.save(self._config, self._trainer, version, books)

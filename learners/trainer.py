@@ -90,6 +90,11 @@ class Trainer:
             "learner/num_micro_batches": len(parts),
         }
 
+    def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        """[R] under the policy, computed as a step computes them, in nats; on the CPU."""
+        everyone = self._pack(batch, range(len(batch.trajectories)))
+        return self._logprobs_of(self.policy, batch, everyone)
+
     def _prepare(self, batch: TrainingBatch) -> tuple[list[Part], dict[str, float]]:
         """Everything that must be known of the batch before its first backward pass."""
         algorithm = self._algorithm

@@ -5,8 +5,10 @@ Invariant: a reward that fails or answers nonsense costs its group (RolloutError
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +39,7 @@ class FunctionReward:
         try:
             if inspect.iscoroutinefunction(self._function):
                 return await self._function(argument, **self._kwargs)
-            return await asyncio.to_thread(self._function, argument, **self._kwargs)
+            return await _in_a_thread(lambda: self._function(argument, **self._kwargs))
         except Exception as error:
             raise RolloutError(f"reward {self._name}: {type(error).__name__}: {error}") from error
 
@@ -53,3 +55,31 @@ class FunctionReward:
         if not all(math.isfinite(reward) for reward in rewards):
             raise RolloutError(f"reward {self._name}: answered {rewards}: not finite")
         return rewards
+
+
+async def _in_a_thread(work: Callable[[], Any]) -> Any:
+    """In a thread of its own, and one that ends with the process: a call that never returns costs
+    its group and nothing else, whereas in the loop's own few threads it would first hold up weight
+    updates and in the end the exit. Waits for the call, or to be cancelled."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def conclude(result: Any, error: Exception | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(conclude, result, failure)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return await answer

@@ -49,12 +49,15 @@ local function incarnation()
 end
 
 local function read_stats()
-  local roster = call('HVALS', key('roster'))
-  for i, report in ipairs(roster) do roster[i] = cmsgpack.unpack(report).status end
+  local roster, ages = call('HVALS', key('roster')), {}
+  for i, packed in ipairs(roster) do
+    local report = cmsgpack.unpack(packed)
+    roster[i], ages[i] = report.status, string.format('%.17g', now_s - report.seen_s)
+  end
   local numbers, dropped, line, returned = read_books()
   return {
     'ok', numbers, dropped, line, returned, call('HGETALL', key('refused')), oldest() or '',
-    incarnation(), roster,
+    incarnation(), roster, ages,
   }
 end
 

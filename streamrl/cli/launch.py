@@ -1,6 +1,7 @@
 """`streamrl launch`: everything a run needs on this machine, as separate processes.
 
-    make the model if its recipe asks for it; start buffer, learner and generators; show their
+    make the model if its recipe asks for it; compare engine and learner if `parity` sets a
+    threshold; start buffer, learner and generators; show their
     progress; when the learner is done or Ctrl-C comes, let everybody go in order; evaluate; report
 
 Invariant: the daemons are those that `streamrl buffer | learner | generator` start, with the same
@@ -11,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,12 +21,13 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from streamrl.cli.arguments import configuration
-from streamrl.cli.processes import Child, executable
+from streamrl.cli.parity import gate
+from streamrl.cli.processes import Child, call
 from streamrl.cli.report import write_report
 from streamrl.cli.run_folder import prepare, read_json
 from streamrl.cli.view import ProgressView, summary
 from streamrl.config import RunConfig
-from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError
+from streamrl.errors import StreamRLError
 
 DRAIN_S = 15.0
 
@@ -69,6 +70,8 @@ def run_here(
     if not Path(config.model.path).exists() and config.model.recipe is not None:
         console.print(f"making {config.model.path} (streamrl make-model)")
         _call("make-model", config)
+    if config.parity.is_required:
+        gate(config, console)
     finished = asyncio.run(
         _run_daemons(config, console, resume=resume, live=live, companion=companion)
     )
@@ -164,7 +167,7 @@ def _raise_failure(watched: "Sequence[asyncio.Task[Any]]") -> None:
 async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.Task[int]]") -> None:
     """Learner and generators first, so that the buffer hears of every lease; it goes last.
 
-    Waits DRAIN_S for each wave; who is not gone by then is killed.
+    Waits DRAIN_S for each wave; who is not gone by then is killed, and waited for as long again.
     """
     learner_ended = supervised["learner"].done()
     waves = (
@@ -184,25 +187,12 @@ async def _stop_in_order(children: list[Child], supervised: "dict[str, asyncio.T
         for child in wave:
             if late:
                 child.stop(signal.SIGKILL)
-        await asyncio.wait(tasks)
+        await asyncio.wait(tasks, timeout=DRAIN_S)
 
 
 def _call(command: str, config: RunConfig, *arguments: str) -> str:
-    """Run a `streamrl` command with this configuration to its end; its output.
-
-    Raises:
-        ConfigError, StreamRLError: it failed; it has said why on standard error.
-    """
-    done = subprocess.run(
-        [executable(), command, *arguments, "--config", str(config.run.path / "config.yaml")],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        kind = ConfigError if done.returncode == EXIT_CONFIG else StreamRLError
-        raise kind(f"streamrl {command} ended with exit code {done.returncode}")
-    return done.stdout
+    """Run a `streamrl` command with this configuration to its end; its output."""
+    return call(command, *arguments, "--config", str(config.run.path / "config.yaml"))
 
 
 def _evaluate(config: RunConfig) -> None:

@@ -152,6 +152,35 @@ def _chaos(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _parity(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("--num-prompts", type=int, help="default: parity.num_prompts")
+    parser.add_argument("--max-mean-gap", type=float, help="nats; default: parity.max_mean_gap")
+    parser.add_argument("--max-gap", type=float, help="nats; default: parity.max_gap")
+    parser.add_argument(
+        "--dtypes", metavar="A,B,...", help="of the engine, one after the other; default: its own"
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="default: the run's folder")
+
+
+def _parity_sample(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("--samples", required=True, metavar="FILE", help="where they are written")
+
+
+def _parity_score(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("--samples", required=True, nargs="+", metavar="FILE", help="what to score")
+    parser.add_argument("--out", required=True, metavar="FILE", help="where the report is written")
+
+
+def _status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="RUN", help="configuration, run folder, or zmq://host:port of its buffer"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
 COMMANDS = {
     "launch": Command(
         "streamrl.cli.launch:main", "run all that a configuration needs on this machine", _launch
@@ -182,12 +211,24 @@ COMMANDS = {
     "books": Command(
         "buffers.books:main", "write books.json of a run whose buffer is redis://", _books
     ),
+    "parity": Command(
+        "streamrl.cli.parity:main", "compare the log-probabilities of engine and learner", _parity
+    ),
+    "parity sample": Command(
+        "actors.parity:main", "the engine's part of `parity` by itself", _parity_sample
+    ),
+    "parity score": Command(
+        "learners.parity:main", "the learner's part of `parity` by itself", _parity_score
+    ),
     "ablate": Command(
         "streamrl.cli.ablate:main", "one run per value of a setting and seed, compared", _ablate
     ),
     "keys new": Command("buffers.curve:main", "make the keys of buffer.curve", _new_folder),
     "chaos": Command(
         "streamrl.cli.chaos:main", "kill daemons at random moments, then check the record", _chaos
+    ),
+    "status": Command(
+        "buffers.status:main", "what a run does, and what is wrong with it, on one screen", _status
     ),
     "watch": Command("streamrl.cli.watch:main", "follow the progress of a run folder", _run_folder),
     "report": Command(

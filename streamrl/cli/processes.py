@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,23 @@ class Child:
         except OSError:
             return "it left no log"
         return next((line for line in reversed(lines) if line.strip()), "it left no log")
+
+
+def call(*arguments: str) -> str:
+    """Run `streamrl` with these arguments to its end; its output.
+
+    Waits for as long as the command computes: it says itself what it waits for.
+
+    Raises:
+        ConfigError, StreamRLError: it failed; it has said why on standard error.
+    """
+    done = subprocess.run(
+        [executable(), *arguments], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode != 0:
+        kind = ConfigError if done.returncode == EXIT_CONFIG else StreamRLError
+        raise kind(f"streamrl {arguments[0]} ended with exit code {done.returncode}")
+    return done.stdout
 
 
 def executable() -> str:

@@ -1,7 +1,8 @@
 """A run's folder, as a launch prepares it and everybody else reads it.
 
-runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  evaluation.json  report.png
-            checkpoints/  buffer/journal.sqlite  logs/ROLE.log  weights/  quarantine/
+runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  learner.json  parity.json
+            evaluation.json  report.png  checkpoints/  buffer/journal.sqlite  logs/ROLE.log
+            weights/  parity/  quarantine/
 """
 
 import json
@@ -13,6 +14,8 @@ from typing import Any
 
 from streamrl.config import RunConfig, to_yaml
 from streamrl.errors import ConfigError
+
+LEARNER_FILE = "learner.json"
 
 
 def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:

@@ -17,6 +17,7 @@ from streamrl.config.sections import (
     GeneratorSettings,
     LearnerSettings,
     ModelSettings,
+    ParitySettings,
     RunSettings,
     TrackingSettings,
     WeightSettings,
@@ -34,6 +35,7 @@ class RunConfig(Section):
     learner: LearnerSettings = LearnerSettings()
     algorithm: AlgorithmSection = AlgorithmSection()
     weights: WeightSettings = WeightSettings()
+    parity: ParitySettings = ParitySettings()
     tracking: TrackingSettings = TrackingSettings()
 
     @property

@@ -31,6 +31,9 @@ class RunSettings(Section):
     the checkpoint."""
     evaluate: bool = True
     """Whether `streamrl launch` scores the final checkpoint on held-out prompts."""
+    stall_s: Seconds = 300.0
+    """A step that waits or computes longer has its cause named: in the learner's log, again each
+    time the wait has doubled, and by `streamrl status`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What the daemons write to their logs."""
 
@@ -143,6 +146,8 @@ class GeneratorSettings(Section):
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
     num_threads: NotNegative = 0
     """CPU threads of one generator; 0 leaves torch's choice."""
+    group_deadline_s: Seconds = 3600.0
+    """A group that takes longer, in the engine, its environment or its reward, has failed."""
     drain_s: Seconds = 5.0
     """After SIGTERM, time given to unfinished groups before their leases are released."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -267,6 +272,22 @@ class WeightSettings(Section):
         if not self.address.startswith("tcp://"):
             raise ValueError(f"weights.address: was {self.address!r}; it must be tcp://host:port")
         return self
+
+
+class ParitySettings(Section):
+    """How far engine and learner may disagree on the same tokens, before anything is trained."""
+
+    max_mean_gap: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean |log-probability of the learner - of the engine|, in nats, with which `streamrl
+    launch` starts; null does not ask."""
+    max_gap: Annotated[float, Field(gt=0)] | None = None
+    """The same for the worst single token."""
+    num_prompts: Positive = 16
+    """Prompts sampled for the comparison, one response each."""
+
+    @property
+    def is_required(self) -> bool:
+        return self.max_mean_gap is not None or self.max_gap is not None
 
 
 class TrackingSettings(Section):

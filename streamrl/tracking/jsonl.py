@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_TAIL_BYTES = 2**18
 TRAINED_FILE = "trained.jsonl"
 
 
@@ -35,6 +36,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [line for text in path.read_text().splitlines() if (line := _parsed(text))]
+
+
+def read_last(path: Path) -> dict[str, Any]:
+    """The last whole line of a `metrics.jsonl`, {} without one; only the file's end is read."""
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line for text in reversed(lines) if (line := _parsed(text))), {})
 
 
 def _keep_before(path: Path, first_step: int) -> None:

@@ -12,11 +12,14 @@ from streamrl.types.accounts import (
     DropReason,
     GeneratorStatus,
     HeartbeatReply,
+    LearnerActivity,
+    LearnerStatus,
     Lease,
     RefusalReason,
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
 from streamrl.types.packed import PackedGroup, pack
+from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
 from streamrl.types.rollouts import (
     GREEDY_REWARD,
     INVALID_TURNS,
@@ -49,13 +52,18 @@ __all__ = [
     "FilesEndpoint",
     "FinishReason",
     "Float32Array",
+    "GapStatistics",
     "GeneratorStatus",
     "GroupHeader",
     "HeartbeatReply",
     "Int32Array",
+    "LearnerActivity",
+    "LearnerStatus",
     "Lease",
     "LoadReport",
     "PackedGroup",
+    "ParityReport",
+    "ParitySamples",
     "RefusalReason",
     "Runs",
     "SamplingParams",

@@ -116,7 +116,11 @@ class HeartbeatReply(Struct, frozen=True, kw_only=True):
 
 
 class BufferStats(Struct, frozen=True, kw_only=True):
-    """A reading of the buffer; `incarnation` is new for every start of its server."""
+    """A reading of the buffer; `incarnation` is new for every start of its server.
+
+    `heartbeat_ages_s` says of each of `generators` how long ago its status came, on the buffer's
+    clock. `refusal` is why nothing is taken in at present, such as a full disk; empty if all is.
+    """
 
     incarnation: str
     policy_version: int
@@ -127,5 +131,39 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     oldest_version: int | None = None
     num_bytes: int = 0
     generators: tuple[GeneratorStatus, ...] = ()
+    heartbeat_ages_s: tuple[float, ...] = ()
+    refusal: str = ""
     finished: bool = False
     draining: bool = False
+
+
+class LearnerActivity(StrEnum):
+    """What a learner is at; the value is how a sentence says it."""
+
+    ATTACHING = "attaches to the buffer"
+    WAITING = "waits for groups"
+    FETCHING = "fetches groups"
+    COMPUTING = "computes"
+    PUBLISHING = "copies its weights"
+    REPORTING = "reports to the buffer"
+    SAVING = "saves a checkpoint"
+    ENDED = "has ended"
+
+
+class LearnerStatus(Struct, frozen=True, kw_only=True):
+    """What a learner says of itself each second, in `learner.json` of the run's folder.
+
+    `time_s` is Unix time, `activity_s` how long it has been at it. `behind` are the generators that
+    did not answer the last weight update; `dropped` is the books' column at the end of the last
+    step.
+    """
+
+    policy_version: int
+    epoch: int
+    activity: LearnerActivity
+    activity_s: float
+    time_s: float
+    num_stalls: int = 0
+    num_receivers: int = 0
+    behind: tuple[str, ...] = ()
+    dropped: dict[DropReason, int] = {}

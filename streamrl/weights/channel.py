@@ -30,6 +30,7 @@ from streamrl.types import LoadReport, TensorSpec, WeightUpdate
 log = logging.getLogger(__name__)
 
 HELLO_S = 1.0
+LOAD_S = 600.0
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -129,7 +130,7 @@ class WeightReceiver:
                 await self._say(Ready(name, message.attempt))
                 continue
             try:
-                report = await self._load(message.update)
+                report = await self._in_time(message.update)
             except WeightTransferError as error:
                 log.warning("version %d not loaded: %s", message.update.policy_version, error)
                 await self._say(Failed(name, message.attempt, str(error)))
@@ -140,6 +141,19 @@ class WeightReceiver:
                     history=message.update.history,
                 )
                 await self._say(Loaded(name, message.attempt, report))
+
+    async def _in_time(self, update: WeightUpdate) -> LoadReport:
+        """Waits for the engine, LOAD_S at most. One that hangs would go on for good with the
+        weights it has; whoever runs this process starts a new one."""
+        try:
+            async with asyncio.timeout(LOAD_S) as deadline:
+                return await self._load(update)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise RuntimeError(
+                f"the engine has not loaded version {update.policy_version} for {LOAD_S:g} s"
+            ) from error
 
     async def _say(self, message: FromReceiver) -> None:
         """Without a learner there is nobody to tell; the next Hello makes up for it."""

@@ -105,6 +105,10 @@ class WeightSender:
         """Seconds of each hop of the last update, and how many receivers are alive."""
         return {**self._timings, "num_receivers": float(len(self._alive()))}
 
+    def behind(self) -> tuple[str, ...]:
+        """Receivers that have not answered the last word to them, be it too late already or not."""
+        return tuple(name for name, answer in self._answers.items() if not answer.done())
+
     async def run(self) -> None:
         """Until cancelled: hear the receivers, and bring them to the published version."""
         async with asyncio.TaskGroup() as tasks:

@@ -1,6 +1,7 @@
 """`streamrl buffer inspect` and `drain` against a buffer that other processes reach."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,22 @@ def test_an_empty_line_is_drained(backend: str, tmp_path: Path, capsys):
 def test_what_is_no_buffer_is_one_sentence_and_exit_code_2(capsys, arguments, sentence):
     assert main(arguments) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", SHARED)
+def test_status_of_a_buffer_alone_tells_what_it_knows(backend: str, tmp_path: Path, capsys):
+    with serving(backend, tmp_path, max_staleness=2) as url:
+        asyncio.run(hold_groups(url, train=False))
+        target = target_of(url, tmp_path)
+        assert main(["status", target]) == 0
+        told = capsys.readouterr().out
+        assert "version 0" in told.splitlines()[0]
+        assert told.splitlines()[1] == "healthy"
+        assert "1 leased, 9 buffered, 0 taken, at most 30; the books close" in told
+        assert "number 1 attached, at version 0" in told
+        assert "slow         version 0, leases 1, oldest 1" in told
+        assert main(["status", target, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["healthy"], found["findings"], found["learner"]) == (True, [], None)
+        assert found["buffer"]["generators"][0]["lease_ids"] == ["s/1"]
+        assert found["waited_s"] >= 12.5

@@ -193,9 +193,12 @@ async def test_on_a_full_disk_clients_wait_and_nothing_is_lost(daemon: Daemon):
     with pytest.raises(StorageError, match=r"journal .* cannot be written"):
         await other.lease("t/0", "g", 0.0)
     assert not any(task.done() for task in waiting)
-    assert (await learner.stats()).books.granted == 4
+    stats = await learner.stats()
+    assert stats.books.granted == 4
+    assert "cannot be written" in stats.refusal
     daemon.limit_files(-1)
     await asyncio.gather(*waiting)
+    assert (await learner.stats()).refusal == ""
     assert "the journal is written again" in daemon.log
     daemon.kill()
     daemon.start()

@@ -228,6 +228,23 @@ async def test_a_new_session_or_leaving_ends_a_generators_leases_at_once(connect
     assert stats.generators == ()
 
 
+async def test_a_reading_tells_how_long_ago_each_generator_reported(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    start = time.monotonic()
+    await generator.heartbeat(status("early"))
+    reported = time.monotonic()
+    while time.monotonic() < reported + 0.05:
+        await asyncio.sleep(0.01)
+    await generator.heartbeat(status("late"))
+    stats = await learner.stats()
+    names = [status.generator_id for status in stats.generators]
+    ages_s = dict(zip(names, stats.heartbeat_ages_s, strict=True))
+    assert 0 <= ages_s["late"] <= ages_s["early"] - 0.05
+    assert ages_s["early"] <= time.monotonic() - start + 0.01
+    assert stats.refusal == ""
+
+
 async def test_a_newer_learner_fences_the_older_one(connect):
     generator, old, new = connect(), connect(), connect()
     await old.attach(0, None)

@@ -228,7 +228,7 @@ class Twins(RuleBasedStateMachine):
 
         def expected() -> Any:
             self.epoch = self.model.attach(at, chosen)
-            return comparable(self.model.stats())
+            return comparable(self.model.stats(self.now_s))
 
         async def asked() -> Any:
             return comparable(await self.redis.attach(at, chosen))
@@ -268,7 +268,7 @@ class Twins(RuleBasedStateMachine):
     def read(self) -> None:
         def expected() -> Any:
             self.model.expire(self.now_s)
-            return comparable(self.model.stats())
+            return comparable(self.model.stats(self.now_s))
 
         async def asked() -> Any:
             return comparable(await self.redis.stats())
@@ -319,7 +319,8 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 def comparable(stats: Any) -> Any:
     """All but the server's name for itself; generators in one order."""
-    generators = sorted(stats.generators, key=lambda status: status.generator_id)
+    reports = zip(stats.generators, stats.heartbeat_ages_s, strict=True)
+    generators = sorted(reports, key=lambda report: report[0].generator_id)
     return (
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
         *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),

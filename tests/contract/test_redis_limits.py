@@ -60,6 +60,7 @@ async def test_the_ledger_works_on_a_server_that_refuses_every_payload(
     Redis.from_url(own_redis.url).config_set("maxmemory", "100kb")
     with pytest.raises(BufferFullError, match="a group of"):
         await buffer.put("c", make_group(2, lease_id="c"))
+    assert "does not fit into Redis" in (await buffer.stats()).refusal
     await buffer.heartbeat(status(lease_ids=("c",)))
     await buffer.take(2, 0, 0.0)
     await buffer.advance(1)

@@ -86,6 +86,7 @@ def test_a_launch_and_what_follows_it():
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         told += done.stdout
     assert "the books close" in told
+    assert "by position in the response" in told
     assert Path("runs/quickstart/report.png").exists()
     assert Path("runs/quickstart/evaluation.json").exists()
 
@@ -109,13 +110,14 @@ def test_the_ablation_ends_with_a_table_and_a_plot():
 def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    inspect, drain, chaos = OPERATE
+    status, inspect, drain, chaos = OPERATE
     monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "100000")
     launch = [STREAMRL, "launch", "configs/quickstart.yaml", "--new", "--no-view"]
     running = subprocess.Popen(launch, stdout=subprocess.DEVNULL)
     folder = Path("runs/quickstart")
     try:
         _until(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 3)
+        assert "\nhealthy\n" in _output(status)
         told = _output(inspect)
         assert "leased" in told
         assert "the books close" in told

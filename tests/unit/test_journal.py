@@ -75,7 +75,7 @@ def dump(state: BufferState[bytes], last_sequence: int = 200) -> dict[str, Any]:
         ],
         "payloads": state.fetch(held),
         "oldest": state.ledger.oldest_version(),
-        "bytes": state.stats().num_bytes,
+        "bytes": state.stats(0.0).num_bytes,
     }
 
 
@@ -260,7 +260,7 @@ def test_the_file_does_not_grow_with_the_run(tmp_path):
 
     early = steps(10)
     assert steps(200) < early + 200 * 2 * 100
-    assert state.stats().num_bytes == 0
+    assert state.stats(0.0).num_bytes == 0
     journal.close()
 
 

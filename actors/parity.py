@@ -1,0 +1,90 @@
+"""`streamrl parity sample`: prompts of the run, sampled by its engine, for the learner to score.
+
+Called by `streamrl parity`; by itself where engine and learner live in different environments.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from actors.chat import PromptTooLongError, Renderer
+from actors.daemon import require_model, sampling_params
+from actors.engines import make_engine
+from actors.environments import make_environment
+from actors.prompts import open_prompts
+from actors.rollout import GroupRunner
+from streamrl import wire
+from streamrl.cli.arguments import configuration
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.interfaces import Episode
+from streamrl.types import Lease, ParitySamples, TrajectoryGroup
+
+
+def main(arguments: argparse.Namespace) -> int:
+    config = configuration(arguments).config
+    samples = asyncio.run(sample(config))
+    file = Path(arguments.samples)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(wire.encode(samples))
+    return 0
+
+
+async def sample(config: RunConfig) -> ParitySamples:
+    """One response to each of the first `parity.num_prompts` prompts of the stream.
+
+    Raises:
+        ConfigError: none of the prompts can be sampled.
+    """
+    if config.generator.num_threads:
+        torch.set_num_threads(config.generator.num_threads)
+    require_model(config)
+    engine = make_engine(config, seed=config.run.seed)
+    runner = GroupRunner(
+        engine=engine,
+        prompts=open_prompts(config.data, config.run.seed),
+        renderer=Renderer.from_config(config),
+        make_environment=partial(make_environment, config.generator.environment),
+        environment=config.generator.environment,
+        reward=_Unscored(),
+        sampling=sampling_params(config),
+        group_size=1,
+        max_model_len=config.max_model_len,
+        deadline_s=config.generator.group_deadline_s,
+    )
+    try:
+        numbers = range(config.parity.num_prompts)
+        found = await asyncio.gather(*(_group(runner, number) for number in numbers))
+    finally:
+        await engine.close()
+    groups = tuple(group for group in found if group is not None)
+    if not groups:
+        raise ConfigError(
+            f"data.max_prompt_length: none of the first {len(found)} prompts fits, so there is "
+            "nothing to compare"
+        )
+    return ParitySamples(
+        engine=config.generator.engine, dtype=config.generator.dtype, groups=groups
+    )
+
+
+async def _group(runner: GroupRunner, sequence: int) -> TrajectoryGroup | None:
+    """None for a prompt that the run would drop, too. Waits for the engine."""
+    lease = Lease(
+        lease_id=f"parity/{sequence}", sequence=sequence, policy_version=0, expires_at_s=0.0
+    )
+    try:
+        return await runner.run(lease)
+    except PromptTooLongError:
+        return None
+
+
+class _Unscored:
+    """Parity is about tokens, and a reward may be expensive."""
+
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[float]:
+        return [0.0 for _ in episodes]

@@ -1,0 +1,151 @@
+"""`streamrl parity`: the same tokens through engine and learner, and how far they disagree.
+
+    the engine samples prompts of the run      actors.parity, once for each precision asked for
+    the learner scores those very tokens       learners.parity, as a training step does
+    the table, parity.json, the verdict        here
+
+Engine and learner run one after the other in processes of their own, so that one GPU suffices.
+
+    0  below the thresholds, or there are none      1  above one: the sentence says which and why
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.cli.arguments import configuration
+from streamrl.cli.processes import call
+from streamrl.config import RunConfig, to_yaml
+from streamrl.errors import StreamRLError
+from streamrl.types import GapStatistics, ParityReport
+
+REPORT_FILE = "parity.json"
+_OTHER_MODEL = 0.5
+_GROWS = 4.0
+
+
+def main(arguments: argparse.Namespace) -> int:
+    arguments.overrides += [
+        f"parity.{name}={value}"
+        for name in ("num_prompts", "max_mean_gap", "max_gap")
+        if (value := getattr(arguments, name)) is not None
+    ]
+    config = configuration(arguments).config
+    dtypes = (arguments.dtypes or config.generator.dtype).split(",")
+    folder = Path(arguments.out or config.run.path)
+    console = Console(soft_wrap=True)
+    reports = measure(config, dtypes, folder)
+    for table in tables(reports):
+        console.print(table)
+    console.print(f"{folder / REPORT_FILE}: all gaps in nats", highlight=False)
+    if found := list(complaints(config, reports)):
+        raise StreamRLError("; ".join(found))
+    return 0
+
+
+def gate(config: RunConfig, console: Console) -> None:
+    """Measure before a launch, which has made the run's folder; with the weights of `model.path`,
+    also where a checkpoint is gone on from: what differs is the code that runs them.
+
+    Raises:
+        StreamRLError: a gap is above its threshold; the run must not start.
+    """
+    console.print("comparing engine and learner (streamrl parity)")
+    reports = measure(config, [config.generator.dtype], config.run.path)
+    if found := list(complaints(config, reports)):
+        raise StreamRLError("; ".join(found))
+    overall = reports[0].overall
+    console.print(f"they agree: mean gap {overall.mean:.2g} nats, largest {overall.max:.2g}")
+
+
+def measure(config: RunConfig, dtypes: Sequence[str], folder: Path) -> tuple[ParityReport, ...]:
+    """One report for each precision of the engine; also written to parity.json in the folder."""
+    scratch = folder / "parity"
+    scratch.mkdir(parents=True, exist_ok=True)
+    file = scratch / "config.yaml"
+    file.write_text(to_yaml(config))
+    given = ("--config", str(file))
+    if config.model.recipe is not None and not Path(config.model.path).exists():
+        call("make-model", *given)
+    samples = [str(scratch / f"{config.generator.engine}-{dtype}.samples") for dtype in dtypes]
+    for dtype, path in zip(dtypes, samples, strict=True):
+        call("parity", "sample", *given, "--set", f"generator.dtype={dtype}", "--samples", path)
+    report = folder / REPORT_FILE
+    call("parity", "score", *given, "--samples", *samples, "--out", str(report))
+    return msgspec.json.decode(report.read_bytes(), type=_Reports).reports
+
+
+def complaints(config: RunConfig, reports: Sequence[ParityReport]) -> Iterator[str]:
+    """A sentence for each gap above its threshold."""
+    for report in reports:
+        for name, limit, measured in (
+            ("max_mean_gap", config.parity.max_mean_gap, report.overall.mean),
+            ("max_gap", config.parity.max_gap, report.overall.max),
+        ):
+            # Not `measured > limit`: NaN is above every threshold.
+            if limit is not None and not measured <= limit:
+                yield (
+                    f"parity.{name} is {limit:g} nats, and {measured:.3g} were measured over "
+                    f"{report.overall.num_tokens} tokens between engine {report.engine} in "
+                    f"{report.engine_dtype} and the learner in {report.learner_dtype}; likely: "
+                    + ", or ".join(likely_causes(config, report))
+                )
+
+
+def likely_causes(config: RunConfig, report: ParityReport) -> Iterator[str]:
+    """What the configuration and the shape of the gap suggest, in half sentences."""
+    generator, (first, *_, last) = config.generator, (*report.by_position, report.by_position[-1])
+    if not report.overall.mean <= _OTHER_MODEL:
+        yield "engine and learner do not have the same weights or the same tokens (model.path)"
+    if generator.top_p < 1 or generator.top_k > 0:
+        yield (
+            f"generator.top_p {generator.top_p:g} and generator.top_k {generator.top_k} cut off "
+            "the sampled distribution"
+        )
+    if report.engine_dtype != report.learner_dtype:
+        yield (f"generator.dtype {report.engine_dtype} is not learner.dtype {report.learner_dtype}")
+    if generator.engine_kwargs:
+        yield f"generator.engine_kwargs ({', '.join(generator.engine_kwargs)})"
+    if last.mean > _GROWS * first.mean:
+        yield "positions (the gap grows with them: rotary scaling, precision of the KV cache)"
+    yield "other kernels than the learner's (attention, LM head)"
+
+
+def tables(reports: Sequence[ParityReport]) -> Iterator[Table]:
+    """All of it, a row a precision; then by position, a table a precision."""
+    yield _table(
+        "engine and learner",
+        ("engine", "learner"),
+        [((f"{r.engine} {r.engine_dtype}", r.learner_dtype), r.overall) for r in reports],
+    )
+    for report in reports:
+        yield _table(
+            f"{report.engine} {report.engine_dtype}, by position in the response",
+            ("positions",),
+            [((f"{bin.first}-{bin.last}",), bin) for bin in report.by_position],
+        )
+
+
+def _table(
+    title: str,
+    names: Sequence[str],
+    rows: Sequence[tuple[Sequence[str], GapStatistics]],
+) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name)
+    for name in ("tokens", "mean gap", "p99", "max", "ratio error", "k3 KL"):
+        table.add_column(name, justify="right")
+    for labels, gaps in rows:
+        numbers = (gaps.mean, gaps.p99, gaps.max, gaps.ratio_error, gaps.k3_kl)
+        table.add_row(*labels, str(gaps.num_tokens), *(f"{number:.2e}" for number in numbers))
+    return table
+
+
+class _Reports(msgspec.Struct, frozen=True):
+    unit: str
+    reports: tuple[ParityReport, ...]

@@ -1,0 +1,94 @@
+"""`streamrl status` of a run that works, of one whose generator froze, and of one that is over."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from buffers import examination
+from buffers.status import look
+from streamrl.cli.main import main
+from streamrl.doctor import diagnose
+from tests.system.conftest import Launched
+from tests.system.test_launch import _set
+
+REWARD = """
+import time
+
+def score(episodes):
+    time.sleep(1.5)
+    return [1.0 for _ in episodes]
+"""
+
+
+def causes(folder: Path) -> dict[str, str]:
+    found = diagnose(asyncio.run(look(str(folder))).reading)
+    return {finding.cause: finding.sentence for finding in found}
+
+
+def leases(folder: Path) -> list[str]:
+    stats = asyncio.run(look(str(folder))).reading.stats
+    return [lease for report in stats.generators for lease in report.lease_ids] if stats else []
+
+
+def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
+    launch: Callable[..., Launched], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Its reward lasts longer than a heartbeat, so that it is frozen with leases it has told of."""
+    (tmp_path / "slow.py").write_text(REWARD)
+    settings = (
+        f"data.reward={tmp_path / 'slow.py'}:score",
+        "generator.count=1",
+        "buffer.max_staleness=0",
+        "buffer.lease_ttl_s=60",
+        "run.stall_s=3",
+        "run.max_steps=1000",
+    )
+    run = launch(*_set(*settings))
+    run.until_step(1)
+    run.until(lambda: main(["status", str(run.folder)]) == 0)
+    told = capsys.readouterr().out
+    assert "run: step" in told
+    assert "healthy" in told
+    generator = run.child("generator-0")
+
+    def frozen_with_leases() -> bool:
+        generator.send_signal(signal.SIGSTOP)
+        if leases(run.folder):
+            return True
+        generator.send_signal(signal.SIGCONT)
+        return False
+
+    run.until(frozen_with_leases)
+    run.until(lambda: "held by generator-0" in run.log("learner"))
+    run.until(lambda: "generator_silent" in causes(run.folder))
+    found = causes(run.folder)
+    assert "of 4 groups at version" in found["too_few_groups"]
+    assert "held by generator-0 (version" in found["too_few_groups"]
+    assert "generator-0 has not reported for" in found["generator_silent"]
+    assert main(["status", str(run.folder), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["healthy"] is False
+    assert told["learner"]["activity"] == "waits for groups"
+    generator.send_signal(signal.SIGCONT)
+    run.until_step(len(run.lines) + 1)
+    run.until(lambda: "goes on after" in run.log("learner"))
+    assert run.lines[-1]["learner/stalls"] >= 1
+    run.until(lambda: not causes(run.folder))
+    run.process.send_signal(signal.SIGINT)
+    run.end()
+    assert main(["status", str(run.folder)]) == 0
+    assert "has ended" in capsys.readouterr().out
+
+
+def test_a_run_that_nobody_serves_is_told_within_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(examination, "ANSWER_S", 0.2)
+    assert main(["status", "zmq://127.0.0.1:9"]) == 1
+    assert "! the buffer has not answered for 0.2 s" in capsys.readouterr().out
+    assert main(["status", str(tmp_path)]) == 2
+    assert "no run folder" in capsys.readouterr().err

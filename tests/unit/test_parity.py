@@ -1,0 +1,152 @@
+"""Engine and learner on the same tokens: they agree in float32, less in bfloat16, and a model that
+is another one, or a threshold that is too low, is refused with a sentence."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from learners.parity import statistics_of
+from streamrl.cli import launch, parity
+from streamrl.cli.main import main
+from streamrl.cli.parity import complaints, gate
+from streamrl.config import RunConfig, load_config
+from streamrl.errors import StreamRLError
+from streamrl.types import ParityReport
+
+CONFIG = """
+run: {{name: run, folder: {folder}}}
+model:
+  path: {folder}/model
+  recipe:
+    hidden_size: 32
+    intermediate_size: 64
+    num_layers: 2
+    num_heads: 2
+    alphabet: "0123456789c="
+    warm_start_steps: 0
+    initializer_range: 0.3
+data: {{source: copy, source_kwargs: {{min_length: 2, max_length: 5}}, max_prompt_length: 8}}
+generator: {{max_new_tokens: 40, ignore_eos: true, max_num_seqs: 8, temperature: 0.8, device: cpu}}
+learner: {{max_tokens_per_micro_batch: 100, device: cpu}}
+parity: {{num_prompts: 8}}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The commands that `parity` starts as processes run here; that costs no time to import."""
+
+    def call(*arguments: str) -> str:
+        assert main(arguments) == 0
+        return ""
+
+    monkeypatch.setattr(parity, "call", call)
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG.format(folder=tmp_path))
+    return str(file)
+
+
+def written(folder: Path) -> list[dict]:
+    return json.loads((folder / "parity.json").read_text())["reports"]
+
+
+def test_float32_agrees_bfloat16_less_and_a_threshold_between_them_refuses_one(
+    config_file: str, tmp_path: Path, capsys
+):
+    out = tmp_path / "out"
+    words = ["parity", config_file, "--dtypes", "float32,bfloat16", "--max-mean-gap", "1e-4"]
+    assert main([*words, "--out", str(out)]) == 1
+    told = capsys.readouterr()
+    assert "parity.max_mean_gap is 0.0001 nats, and" in told.err
+    assert "between engine hf in bfloat16 and the learner in float32" in told.err
+    assert "likely: generator.dtype bfloat16 is not learner.dtype float32" in told.err
+    assert "in float32 and the learner" not in told.err
+    assert "ratio error" in told.out
+    exact, rough = written(out)
+    assert exact["overall"]["max"] < 2e-5
+    assert rough["overall"]["mean"] > 100 * exact["overall"]["mean"]
+    for report in (exact, rough):
+        assert report["num_prompts"] == 8
+        assert report["overall"]["num_tokens"] == 8 * 40
+        bins = report["by_position"]
+        assert [(b["first"], b["last"]) for b in bins] == [
+            (0, 0), (1, 2), (3, 6), (7, 14), (15, 30), (31, 39),
+        ]  # fmt: skip
+        assert [b["num_tokens"] for b in bins] == [8, 16, 32, 64, 128, 72]
+        assert max(b["max"] for b in bins) == report["overall"]["max"]
+        assert 0 <= report["overall"]["k3_kl"] < report["overall"]["ratio_error"]
+    assert main([*words[:2], "--max-mean-gap", "1e-4", "--out", str(out)]) == 0
+
+
+def test_a_learner_with_other_weights_is_refused(config_file: str, tmp_path: Path, capsys):
+    assert main(["make-model", config_file]) == 0
+    other = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+    model.save_pretrained(other)
+    samples, report = str(tmp_path / "samples"), tmp_path / "parity.json"
+    assert main(["parity", "sample", config_file, "--samples", samples]) == 0
+    swapped = ["--set", f"model.path={other}"]
+    scoring = ["parity", "score", config_file, "--samples", samples, "--out", str(report)]
+    assert main([*scoring, *swapped]) == 0
+    (found,) = written(tmp_path)
+    config = load_config(config_file, ["parity.max_gap=0.5"]).config
+    (told,) = complaints(config, [as_report(found)])
+    assert "parity.max_gap is 0.5 nats" in told
+    assert "do not have the same weights" in told
+    assert main(["parity", "score", config_file, "--samples", "nowhere", "--out", "x"]) == 2
+    assert "cannot read nowhere" in capsys.readouterr().err
+
+
+def test_a_launch_asks_the_gate_before_it_starts_anybody(
+    config_file: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(launch, "call", parity.call)
+    config = load_config(config_file, ["parity.max_gap=1e-9", "buffer.url=zmq://127.0.0.1:1"])
+    monkeypatch.setattr(launch, "_run_daemons", no_daemons)
+    launch_config = config.config
+    launch_config.run.path.mkdir()
+    (launch_config.run.path / "config.yaml").write_text(Path(config_file).read_text())
+    with pytest.raises(StreamRLError, match=r"parity\.max_gap is 1e-09 nats, and"):
+        launch.run_here(launch_config, Console())
+    looser = load_config(config_file, ["parity.max_gap=1e-3"]).config
+    gate(looser, Console())
+
+
+async def no_daemons(*_: object, **__: object) -> bool:
+    raise AssertionError("the gate let it start")
+
+
+def as_report(found: dict) -> ParityReport:
+    return msgspec.convert(found, ParityReport)
+
+
+def test_statistics_of_known_gaps():
+    found = statistics_of(np.array([0.0, np.log(2.0), -np.log(2.0)]), 3, 5)
+    assert found.mean == pytest.approx(2 * np.log(2) / 3)
+    assert found.max == pytest.approx(np.log(2))
+    assert found.ratio_error == pytest.approx((1 + 0.5) / 3)
+    assert found.k3_kl == pytest.approx((1 + 0.5 - 1) / 3)
+    assert (found.first, found.last, found.num_tokens) == (3, 5, 3)
+
+
+def test_a_gap_that_is_no_number_is_above_every_threshold(config_file: str):
+    config: RunConfig = load_config(config_file, ["parity.max_mean_gap=1"]).config
+    gaps = statistics_of(np.array([np.nan]), 0, 0)
+    report = ParityReport(
+        engine="hf",
+        engine_dtype="float16",
+        learner_dtype="float32",
+        num_prompts=1,
+        overall=gaps,
+        by_position=(gaps,),
+    )
+    assert "nan were measured" in next(complaints(config, [report]))
