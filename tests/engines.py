@@ -1,16 +1,22 @@
 """Engines for the contract suite, each holding the tiny Llama of seed 0 at version 0.
 
 vLLM takes many seconds to start, so its engines are kept and given their first weights back before
-the next test; HF engines are made anew.
+the next test, and so are servers; HF engines are made anew.
 """
 
+import os
+import socket
+import sys
 from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from actors.engines import make_engine
+from actors.engines.remote.process import ServerProcess
+from actors.engines.vllm.remote import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
 from streamrl.types import FilesEndpoint, WeightUpdate
@@ -74,10 +80,13 @@ class VllmEngines:
         if shape not in self._kept:
             path = self._folder / dtype
             model.save_pretrained(path)
-            self._kept[shape] = open_vllm(
+            self._kept[shape] = self._open(
                 path, max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype
             )
         return self._kept[shape]
+
+    def _open(self, path: Path, **generator: object) -> Engine:
+        return open_engine(path, "vllm", **generator)
 
     async def renew(self) -> None:
         for shape, engine in list(self._kept.items()):
@@ -93,15 +102,88 @@ class VllmEngines:
         self._kept.clear()
 
 
-def open_vllm(path: Path, **generator: object) -> Engine:
-    """A vLLM engine of the model in the folder, as a run's configuration would make it."""
-    settings = {"engine": "vllm", "max_new_tokens": 1, **generator}
-    config = {
-        "model": {"path": str(path)},
-        "data": {"source": "copy", "max_prompt_length": 8},
-        "generator": settings,
-    }
-    return make_engine(RunConfig.model_validate(config), seed=0)
+class UrlEngines(VllmEngines):
+    """Engines on servers elsewhere: one server for each precision, one engine for each shape."""
+
+    engine: str
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._servers: dict[str, tuple[str, ServerProcess]] = {}
+
+    def command(self, path: Path, dtype: str, port: int) -> list[str]:
+        raise NotImplementedError
+
+    def _open(self, path: Path, **generator: object) -> Engine:
+        dtype = str(generator["dtype"])
+        if dtype not in self._servers:
+            port = free_port()
+            words = self.command(path, dtype, port)
+            process = ServerProcess(words, self._folder / f"{dtype}.log", ENVIRONMENT)
+            self._servers[dtype] = (f"http://127.0.0.1:{port}", process)
+        url, process = self._servers[dtype]
+        process.require_alive()
+        return open_engine(path, self.engine, url, **generator)
+
+    async def close(self) -> None:
+        await super().close()
+        for _, process in self._servers.values():
+            process.close()
+
+
+class SglangEngines(UrlEngines):
+    """On the server that stands in for SGLang."""
+
+    engine = "sglang"
+
+    def command(self, path: Path, dtype: str, port: int) -> list[str]:
+        words = [sys.executable, "-m", "tests.standins.sglang_server", "--model-path", str(path)]
+        words += ["--port", str(port), "--dtype", dtype, "--enable-metrics"]
+        return [*words, "--enable-deterministic-inference"]
+
+
+class VllmUrlEngines(UrlEngines):
+    """On a real vLLM that another process serves."""
+
+    engine = "vllm"
+
+    def command(self, path: Path, dtype: str, port: int) -> list[str]:
+        # `vllm serve` as the wheel for CPUs has it: its command line looks for another name.
+        program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
+        url = {"url": "http://127.0.0.1"}
+        config = run_config(path, dtype=dtype, max_model_len=4000, max_num_seqs=4, vllm=url)
+        words = serve_options(config)
+        on_cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(512 * 2**20)]
+        return [*program, "--port", str(port), "--host", "127.0.0.1", *words, *on_cpu]
+
+
+KINDS = [VllmEngines, VllmUrlEngines] if find_spec("vllm") else [HfEngines, SglangEngines]
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def open_engine(path: Path, engine: str, url: str | None = None, **generator: object) -> Engine:
+    """An engine of the model in the folder, as a run's configuration would make it."""
+    seeds = {"enable_deterministic_inference": True} if engine == "sglang" else {}
+    ours = {engine: {"url": url, **seeds}} if url else {}
+    config = run_config(path, engine=engine, **ours, **generator)
+    return make_engine(config, seed=0)
+
+
+def run_config(path: Path, **generator: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(path)},
+            "data": {"source": "copy", "max_prompt_length": 8},
+            "generator": {"max_new_tokens": 1, **generator},
+        }
+    )
 
 
 def update_to(model: LlamaForCausalLM, version: int, path: Path) -> WeightUpdate:
@@ -114,3 +196,9 @@ def update_to(model: LlamaForCausalLM, version: int, path: Path) -> WeightUpdate
         manifest=manifest_of(parameters),
         endpoint=FilesEndpoint(path=str(path)),
     )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

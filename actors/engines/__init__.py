@@ -21,13 +21,21 @@ def make_engine(config: RunConfig, *, seed: int) -> Engine:
             from actors.engines.hf.engine import HfEngine
 
             return HfEngine.from_config(config, seed=seed)
+        case "sglang":
+            from actors.engines.sglang.server import open_sglang
+
+            return open_sglang(config, seed=seed)
+        case "vllm" if config.generator.vllm.url:
+            from actors.engines.vllm.remote import open_remote
+
+            return open_remote(config)
         case "vllm":
             _require_vllm()
             from actors.engines.vllm.engine import VllmEngine
 
             return VllmEngine.from_config(config, seed=seed)
         case name:
-            allowed = ["hf", "vllm"]
+            allowed = ["hf", "sglang", "vllm"]
             raise ConfigError(f"generator.engine: was {name!r}; {did_you_mean(name, allowed)}")
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from streamrl.config.addresses import is_loopback
 from streamrl.config.numbers import NotNegative, Positive, Probability, Seconds
 from streamrl.config.section import Section
+from streamrl.config.sglang import SglangSettings
 from streamrl.config.vllm import VllmSettings
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -117,7 +118,7 @@ class GeneratorSettings(Section):
     count: Positive = 1
     """Generators that `streamrl launch` starts; more may join at any time."""
     engine: str = "hf"
-    """Inference library: hf or vllm."""
+    """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
     """What answers the policy: single_turn."""
     group_size: Positive = 8
@@ -153,6 +154,17 @@ class GeneratorSettings(Section):
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine, as its own documentation names them."""
     vllm: VllmSettings = VllmSettings()
+    sglang: SglangSettings = SglangSettings()
+
+    @model_validator(mode="after")
+    def _has_no_arguments_for_a_server_elsewhere(self) -> "GeneratorSettings":
+        urls = {"vllm": self.vllm.url, "sglang": self.sglang.url}
+        if self.engine_kwargs and urls.get(self.engine):
+            raise ValueError(
+                f"engine_kwargs: was {self.engine_kwargs!r}, which the server of {self.engine}.url "
+                "does not get to see; give it to that server's command line"
+            )
+        return self
 
     @property
     def num_ranks(self) -> int:

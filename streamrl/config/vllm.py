@@ -2,15 +2,15 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from streamrl.config.numbers import Positive
-from streamrl.config.section import Section
+from streamrl.config.server import ServerSettings
 
 
-class VllmSettings(Section):
-    """Engine arguments under vLLM's own names, where null leaves its default; the last two are
-    ours."""
+class VllmSettings(ServerSettings):
+    """Engine arguments under vLLM's own names, where null leaves its default; the last two and
+    those of the connection are ours. With `url`, vLLM runs elsewhere (`vllm serve`)."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Fraction of a GPU's memory for weights and KV cache."""
@@ -32,3 +32,16 @@ class VllmSettings(Section):
     """Requests in flight at an update: go on with the new weights, end first, or begin anew."""
     recompute_kv: bool = False
     """With keep: compute the KV cache of requests in flight again with the new weights."""
+
+    @model_validator(mode="after")
+    def _leaves_the_server_alone(self) -> "VllmSettings":
+        theirs = self.changed(*OURS, "tensor_parallel_size") if self.url else []
+        if theirs:
+            raise ValueError(
+                f"{theirs[0]} is chosen where the server of vllm.url is started; leave it out here"
+            )
+        return self
+
+
+OURS = frozenset({*ServerSettings.model_fields, "pause_mode", "recompute_kv"})
+"""Fields that are no arguments of vLLM's engine."""

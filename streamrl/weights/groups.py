@@ -105,7 +105,7 @@ def _form(
 def _gloo(store: TorchStore, host: str, rank: int, world_size: int, timeout_s: float) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(host))]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host))]
     return ProcessGroupGloo(store, rank, world_size, options)
 
 
@@ -115,8 +115,8 @@ def _nccl(store: TorchStore, rank: int, world_size: int, timeout_s: float) -> An
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
-def _address_towards(host: str) -> str:
-    """This machine's address on the route to `host`: where gloo listens, peers can reach it."""
+def address_towards(host: str) -> str:
+    """This machine's address on the route to `host`, where peers there can reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         address: str = probe.getsockname()[0]

@@ -1,11 +1,11 @@
 """What every engine promises, held against a plain forward pass of the same weights.
 
-Runs on the engines this environment has: vLLM where it is installed, else HF.
+Runs on the engines this environment has: a vLLM in this process and one by URL where vLLM is
+installed, else HF, and SGLang's client on a server that stands in for SGLang.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.types import Completion, FinishReason, SamplingParams
-from tests.engines import HfEngines, MakeEngine, VllmEngines, make_model, update_to
+from tests.engines import KINDS, HfEngines, MakeEngine, VllmEngines, make_model, update_to
 from tests.tiny_model import EOS, VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -23,12 +23,13 @@ PROMPTS = [[5, 6, 7], [9], [3, 3, 3, 3, 3, 3, 3], [20, 21], [5, 6, 7]]
 FREE = {"ignore_eos": True}
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
+@pytest_asyncio.fixture(
+    loop_scope="module", scope="module", params=KINDS, ids=lambda kind: kind.__name__
+)
 async def engines(
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[HfEngines | VllmEngines]:
-    kind = VllmEngines if find_spec("vllm") else HfEngines
-    opened = kind(tmp_path_factory.mktemp("engines"))
+    opened = request.param(tmp_path_factory.mktemp("engines"))
     yield opened
     await opened.close()
 

@@ -15,7 +15,7 @@ from streamrl.config.vllm import VllmSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, SamplingParams
-from tests.engines import make_model, open_vllm, update_to
+from tests.engines import make_model, open_engine, update_to
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG = SamplingParams(max_new_tokens=600, ignore_eos=True)
@@ -26,7 +26,7 @@ PROMPTS = [[5, 6, 7], [9], [20, 21]]
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
     folder = tmp_path_factory.mktemp("model")
     make_model().save_pretrained(folder)
-    opened = open_vllm(folder, max_num_seqs=4, max_model_len=1000)
+    opened = open_engine(folder, "vllm", max_num_seqs=4, max_model_len=1000)
     yield opened
     await opened.close()
 

@@ -7,17 +7,15 @@ ids in and out, log-probabilities of the distribution sampled from, our weight t
 import os
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from actors.engines.prompt import eos_set
 from actors.engines.vllm.plugin import BACKEND, OWNED_VARIABLE, register
 from streamrl.config import RunConfig
+from streamrl.config.vllm import OURS
 from streamrl.errors import ConfigError
 from streamrl.types import SamplingParams
 
@@ -77,33 +75,10 @@ def vllm_sampling(
     )
 
 
-def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """What a learner of this model sends, by name. Costs no memory: the model has no storage."""
-    model_config = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, trust_remote_code=config.model.trust_remote_code
-        )
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def eos_token_ids(config: RunConfig) -> frozenset[int]:
-    """The tokens that end a sequence, as the model's folder names them."""
-    try:
-        eos = GenerationConfig.from_pretrained(config.model.path).eos_token_id
-    except OSError:
-        eos = AutoConfig.from_pretrained(
-            config.model.path, trust_remote_code=config.model.trust_remote_code
-        ).eos_token_id
-    return eos_set(eos)
-
-
 def _typed(config: RunConfig) -> dict[str, Any]:
     """The typed settings; those left unset are vLLM's to choose."""
     generator = config.generator
-    settings = generator.vllm.model_dump(exclude={"pause_mode", "recompute_kv"})
+    settings = generator.vllm.model_dump(exclude=OURS)
     given = {name: value for name, value in settings.items() if value is not None}
     return {
         "model": config.model.path,

@@ -20,23 +20,21 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from actors.engines.manifest import Shapes, require_same_parameters
+from actors.engines.manifest import require_same_parameters
+from actors.engines.model import ModelFacts
 from actors.engines.prompt import require_known_tokens, room_for
-from actors.engines.vllm.arguments import (
-    engine_arguments,
-    eos_token_ids,
-    parameter_shapes,
-    vllm_sampling,
-)
+from actors.engines.vllm.arguments import engine_arguments, vllm_sampling
 from actors.engines.vllm.gauges import Gauges
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
@@ -58,15 +56,13 @@ class VllmEngine:
         self,
         arguments: AsyncEngineArgs,
         settings: VllmSettings,
-        *,
-        shapes: Shapes,
-        eos: frozenset[int],
+        facts: ModelFacts,
     ) -> None:
         self._gauges = Gauges()
         self._llm = _start(arguments, self._gauges)
-        self._loader = WeightLoader(self._llm, settings)
-        self._shapes = shapes
-        self._eos = eos
+        self._loader = WeightLoader(InProcessVerbs(self._llm), settings)
+        self._shapes = facts.shapes
+        self._eos = facts.eos
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._vocab_size: int = self._llm.model_config.get_vocab_size()
         self._policy_version = 0
@@ -83,8 +79,7 @@ class VllmEngine:
         return cls(
             engine_arguments(config, seed=seed),
             config.generator.vllm,
-            shapes=parameter_shapes(config),
-            eos=eos_token_ids(config),
+            ModelFacts.of(config.model),
         )
 
     @property
@@ -117,7 +112,7 @@ class VllmEngine:
             self._policy_version = update.policy_version
             self._cache_salt = f"{update.history}/{update.policy_version}"
 
-        pause_s = await self._loader.load(update.policy_version, switch)
+        pause_s = await self._loader.load(str(update.policy_version), switch)
         self._pause_s += pause_s
         return LoadReport(transfer_s=transfer_s, pause_s=pause_s)
 
@@ -174,6 +169,32 @@ class VllmEngine:
         except Exception as error:
             raise RolloutError(f"vLLM refused a request: {error.__cause__ or error}") from error
         return last.outputs[0]
+
+
+class InProcessVerbs:
+    """Implements `actors.engines.vllm.weights.WeightVerbs` by vLLM's own methods."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    async def start(self) -> None:
+        await self._llm.start_weight_update()
+
+    async def update(self, info: dict[str, Any]) -> None:
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    async def finish(self, label: str | None) -> None:
+        await self._llm.finish_weight_update(weight_version=label)
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def require_alive(self) -> None:
+        if self._llm.errored:
+            raise EngineDeadError
 
 
 def _start(arguments: AsyncEngineArgs, gauges: Gauges) -> AsyncLLM:

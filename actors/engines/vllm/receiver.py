@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
-import torch
 import zmq
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -28,6 +27,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from actors.engines.staging import StagedWeights
+from actors.engines.vllm.weights import Report
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, WeightUpdate, replace
 from streamrl.weights.transfer import TransferReceiver
@@ -36,13 +37,6 @@ log = logging.getLogger(__name__)
 # It warns at each update of modules that have buffers but nothing to load; that no parameter is
 # missing is checked against the manifest before anything is sent.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-
-class Report(msgspec.Struct, frozen=True):
-    """How one worker's reception of one attempt ended; `error` is empty if all is there."""
-
-    attempt: int
-    error: str = ""
 
 
 @dataclass
@@ -105,7 +99,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         self._is_complete = False
         initialize_layerwise_reload(self.model)
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in self._staged())
+        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in self._staged)
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -133,20 +127,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _stage(self, update: WeightUpdate) -> None:
         if self._transfer is None:
             self._transfer = TransferReceiver(self.device)
-            self._host: dict[str, torch.Tensor] = {}
-        names = set()
-        for name, tensor in self._transfer.tensors(self._as_this_worker(update)):
-            kept = self._host.get(name)
-            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = torch.empty_like(tensor, device="cpu", pin_memory=self.device.type == "cuda")
-                self._host[name] = kept
-            kept.copy_(tensor)
-            names.add(name)
-        for name in self._host.keys() - names:
-            del self._host[name]
-
-    def _staged(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self._host.items())
+            self._staged = StagedWeights(is_pinned=self.device.type == "cuda")
+        self._staged.fill(self._transfer.tensors(self._as_this_worker(update)))
 
     def _as_this_worker(self, update: WeightUpdate) -> WeightUpdate:
         """The endpoint names the engine's first rank; each of its workers is one rank further."""

@@ -1,21 +1,18 @@
 """An update's way through vLLM: received while sampling goes on, loaded in a short pause.
 
 Invariant: vLLM's label of the weights changes in the same pause as the weights, so the label vLLM
-gives each sampled token is the version whose forward pass produced it. Owned by
-`actors.engines.vllm.engine`; the workers' end is `actors.engines.vllm.receiver`.
+gives each sampled token is that of the version whose forward pass produced it. Owned by the engines
+beside this file; the workers' end is `actors.engines.vllm.receiver`. Knows vLLM by its verbs only.
 """
 
 import time
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from actors.engines.vllm.receiver import Report, UpdateInfo
 from streamrl.config.vllm import VllmSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
@@ -23,17 +20,53 @@ from streamrl.types import WeightUpdate
 _CHECK_S = 1.0
 
 
-class WeightLoader:
-    """One update at a time, from announcement to resumed sampling."""
+class Report(msgspec.Struct, frozen=True):
+    """How one worker's reception of one attempt ended; `error` is empty if all is there."""
 
-    def __init__(self, llm: AsyncLLM, settings: VllmSettings) -> None:
-        self._llm = llm
+    attempt: int
+    error: str = ""
+
+
+class WeightVerbs(Protocol):
+    """vLLM's own verbs of a weight update, in this process or over HTTP."""
+
+    async def start(self) -> None: ...
+
+    async def update(self, info: dict[str, Any]) -> None: ...
+
+    async def finish(self, label: str | None) -> None: ...
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def require_alive(self) -> None:
+        """Raises if vLLM is dead, so that nobody waits for it."""
+        ...
+
+
+class WeightLoader:
+    """One update at a time, from announcement to resumed sampling.
+
+    `address` is this machine's as vLLM's workers see it; they report there.
+    """
+
+    def __init__(
+        self,
+        vllm: WeightVerbs,
+        settings: VllmSettings,
+        *,
+        address: str = "127.0.0.1",
+        deadline_s: float | None = None,
+    ) -> None:
+        self._vllm = vllm
         self.configure(settings)
         self._num_workers = settings.tensor_parallel_size
+        self._deadline_s = deadline_s
         self._attempt = 0
         self._reports = zmq.asyncio.Context.instance().socket(zmq.PULL)
-        port = self._reports.bind_to_random_port("tcp://127.0.0.1")
-        self._report_to = f"tcp://127.0.0.1:{port}"
+        port = self._reports.bind_to_random_port(f"tcp://{address}")
+        self._report_to = f"tcp://{address}:{port}"
 
     def configure(self, settings: VllmSettings) -> None:
         """How to pause."""
@@ -43,49 +76,54 @@ class WeightLoader:
 
     async def receive(self, update: WeightUpdate) -> None:
         """Into the workers' host memory. Waits for each worker's report, which the transfer's
-        timeouts bring about.
+        timeouts bring about, or for the deadline.
 
         Raises:
             WeightTransferError: a worker did not get it all; the weights are as they were.
         """
         self._attempt += 1
-        await self._llm.start_weight_update()
+        await self._vllm.start()
         encoded = msgspec.json.encode(update).decode()
-        await self._tell(UpdateInfo(self._attempt, encoded, self._report_to))
-        errors = [error for _ in range(self._num_workers) if (error := await self._report())]
+        await self._tell(update=encoded, report_to=self._report_to)
+        until_s = time.monotonic() + self._deadline_s if self._deadline_s else None
+        errors = [error for _ in range(self._num_workers) if (error := await self._report(until_s))]
         if errors:
-            await self._tell(UpdateInfo(self._attempt))
-            await self._llm.finish_weight_update()
+            await self._tell()
+            await self._vllm.finish(None)
             raise WeightTransferError(errors[0])
 
-    async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
+    async def load(self, label: str, on_loaded: Callable[[], None]) -> float:
         """Load what was received; the seconds in which nothing was sampled.
 
         `on_loaded` is called while vLLM is still paused. An error in here leaves it paused: its
         weights may be half old, half new.
         """
         start = time.perf_counter()
-        await self._llm.pause_generation(mode=self._mode, clear_cache=self._clear_cache)
+        await self._vllm.pause(self._mode, clear_cache=self._clear_cache)
         if self._mode == "wait":
             start = time.perf_counter()
-        await self._llm.finish_weight_update(weight_version=str(policy_version))
+        await self._vllm.finish(label)
         on_loaded()
-        await self._llm.resume_generation()
+        await self._vllm.resume()
         return time.perf_counter() - start
 
     def close(self) -> None:
         self._reports.close(linger=0)
 
-    async def _tell(self, info: UpdateInfo) -> None:
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=vars(info)))
+    async def _tell(self, **update: str) -> None:
+        await self._vllm.update({"attempt": self._attempt, **update})
 
-    async def _report(self) -> str:
-        """The next worker's report on this attempt. Waits for it or for the engine's death."""
+    async def _report(self, until_s: float | None) -> str:
+        """The next worker's report on this attempt. Waits for it, for vLLM's death or the deadline."""
         while True:
-            if not await self._reports.poll(_CHECK_S * 1000):
-                if self._llm.errored:
-                    raise EngineDeadError
+            if await self._reports.poll(_CHECK_S * 1000):
+                report = msgspec.json.decode(await self._reports.recv(), type=Report)
+                if report.attempt == self._attempt:
+                    return report.error
                 continue
-            report = msgspec.json.decode(await self._reports.recv(), type=Report)
-            if report.attempt == self._attempt:
-                return report.error
+            await self._vllm.require_alive()
+            if until_s is not None and time.monotonic() > until_s:
+                return (
+                    f"no word from a vLLM worker in {self._deadline_s:g} s; it has to reach the "
+                    f"learner, and this generator at {self._report_to}"
+                )

@@ -1,0 +1,92 @@
+"""From a run's configuration to SGLang's command line, and from a request to its words.
+
+Invariant: whatever `generator.engine_kwargs` names is passed on, except what correctness rests on.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from actors.engines.remote.server import Request
+from actors.engines.sglang.messages import GenerateReqInput, SamplingParams
+from streamrl.config import RunConfig
+from streamrl.config.sglang import OURS
+from streamrl.errors import ConfigError
+
+_FIXED = ("model_path", "host", "port", "enable_metrics", "skip_tokenizer_init", "random_seed")
+
+
+def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> list[str]:
+    """What starts the server a run's configuration describes."""
+    generator = config.generator
+    settings = generator.sglang.model_dump(exclude=set(OURS))
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in generator.engine_kwargs:
+        if name in _FIXED:
+            raise ConfigError(f"generator.engine_kwargs.{name}: is set by StreamRL; leave it out")
+    arguments = {
+        "model_path": config.model.path,
+        "host": host,
+        "port": port,
+        "random_seed": seed,
+        "dtype": generator.dtype,
+        "max_running_requests": generator.max_num_seqs,
+        "context_length": config.max_model_len,
+        "trust_remote_code": config.model.trust_remote_code,
+        "enable_metrics": True,
+        # SGLang's minimum length looks into a tokenizer; nothing else here needs one.
+        "skip_tokenizer_init": generator.min_new_tokens == 0,
+        **given,
+        **generator.engine_kwargs,
+    }
+    if generator.sglang.api_key is not None:
+        arguments["api_key"] = generator.sglang.api_key
+    return [sys.executable, "-m", "sglang.launch_server", *flags(arguments)]
+
+
+def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Command-line words: true is a bare flag, false none, a list many words.
+
+    >>> list(flags({"tp_size": 2, "disable_cuda_graph": True, "enable_metrics": False}))
+    ['--tp-size', '2', '--disable-cuda-graph']
+    """
+    for name, value in arguments.items():
+        if value is False:
+            continue
+        yield "--" + name.replace("_", "-")
+        if isinstance(value, list | tuple):
+            yield from map(str, value)
+        elif value is not True:
+            yield str(value)
+
+
+def wire_request(request: Request, seed: int) -> GenerateReqInput:
+    """The request in SGLang's words. `seed` serves where the request names none.
+
+    SGLang knows "ignore stops altogether" but not "ignore end-of-sequence alone": in that case the
+    answer is cut by whoever reads it.
+    """
+    sampling = request.sampling
+    return GenerateReqInput(
+        rid=request.id,
+        input_ids=list(request.prompt_token_ids),
+        sampling_params=SamplingParams(
+            max_new_tokens=request.max_new_tokens,
+            min_new_tokens=request.min_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            stop_token_ids=sorted(request.stops),
+            ignore_eos=sampling.ignore_eos,
+            sampling_seed=seed if sampling.seed is None else sampling.seed,
+        ),
+        cache_salt=request.cache_salt,
+        return_logprob=True,
+        return_sampling_mask=is_truncated(request),
+    )
+
+
+def is_truncated(request: Request) -> bool:
+    """Whether candidates are cut off; greedy sampling reports itself as if none were."""
+    sampling = request.sampling
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)

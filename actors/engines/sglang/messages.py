@@ -1,0 +1,114 @@
+"""The bodies of SGLang's HTTP routes: of each of its classes the fields that we set or read.
+
+Invariant: every class and field here has SGLang's own name; `tests/unit/test_sglang_messages.py`
+holds them against the real package of the version named there.
+"""
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from actors.engines.remote.server import VersionSpan
+
+__all__ = ["VersionSpan"]
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """`sampling_seed` is heeded only under enable_deterministic_inference, and has to be given
+    there: siblings without one would all be the same."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    sampling_seed: int
+
+
+class GenerateReqInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`return_sampling_mask` asks for log-probabilities under the truncated distribution."""
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str
+    return_sampling_mask: bool = False
+    return_logprob: bool | None = None
+
+
+class FinishReason(Struct, frozen=True):
+    type: str
+    message: str | None = None
+
+
+class GenerateMetaInfo(Struct, frozen=True, kw_only=True):
+    """A logprob entry is [log-probability, token id, text]."""
+
+    finish_reason: FinishReason
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+    output_token_sampling_logprobs: list[float] | None = None
+    weight_versions: list[VersionSpan] = []
+
+
+class GenerateResponse(Struct, frozen=True, kw_only=True):
+    output_ids: list[int]
+    meta_info: GenerateMetaInfo
+
+
+class AbortReq(Struct, frozen=True, kw_only=True):
+    """Aborts every request whose id begins with this one."""
+
+    rid: str
+
+
+class PauseGenerationReqInput(Struct, frozen=True, kw_only=True):
+    mode: Literal["abort", "retract", "in_place"]
+
+
+class ContinueGenerationReqInput(Struct, frozen=True, kw_only=True):
+    torch_empty_cache: bool = True
+
+
+class InitWeightsUpdateGroupReqInput(Struct, frozen=True, kw_only=True):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class DestroyWeightsUpdateGroupReqInput(Struct, frozen=True, kw_only=True):
+    group_name: str
+
+
+class BeginWeightUpdateReqInput(Struct, frozen=True, kw_only=True):
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+class EndWeightUpdateReqInput(Struct, frozen=True, kw_only=True):
+    pass
+
+
+class UpdateWeightsFromDistributedReqInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One bucket: its tensors' bytes in this order, without gaps."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    group_name: str
+    load_format: Literal["flattened_bucket"] | None = None
+    flush_cache: bool = True
+    weight_version: str | None = None
+
+
+class UpdateWeightFromDiskReqInput(Struct, frozen=True, kw_only=True):
+    model_path: str
+    abort_all_requests: bool
+
+
+class UpdateWeightVersionReqInput(Struct, frozen=True, kw_only=True):
+    new_version: str
+    abort_all_requests: bool

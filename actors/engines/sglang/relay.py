@@ -1,0 +1,151 @@
+"""An update's way into SGLang: received here while it samples, handed on in its pause.
+
+SGLang receives inside its scheduler: it samples nothing meanwhile, loads bucket by bucket into the
+weights in use, and waits half an hour for a sender that has died. So it never joins the learner's
+group. This process receives as every engine does; what is complete is broadcast once more, over a
+group of this process (rank 0) and SGLang's ranks, formed anew for each update.
+
+    pause, form the group, begin | a broadcast a bucket | end, dissolve, continue
+
+Invariant: SGLang's weights change only if every tensor of the update is here. Its label changes with
+the last bucket, in the pause. With SGLang's overlap scheduler, the one token of a request that was
+under way when an in-place pause began is labeled one version too new; its log-probability is right.
+(`engine_kwargs: {disable_overlap_schedule: true}` makes the label exact too.)
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from actors.engines.remote.http import Http
+from actors.engines.sglang.messages import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightsFromDistributedReqInput,
+)
+from actors.engines.staging import StagedWeights
+from streamrl.config.sglang import SglangSettings
+from streamrl.types import WeightUpdate
+from streamrl.weights import groups
+from streamrl.weights.transfer import TransferReceiver
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class Relay:
+    """One update at a time. `host` is this machine's address as SGLang's ranks reach it."""
+
+    def __init__(
+        self,
+        http: Http,
+        settings: SglangSettings,
+        *,
+        host: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._http = http
+        self._settings = settings
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._transfer = TransferReceiver(device)
+        self._staged = StagedWeights()
+        self._store = groups.Store(host, timeout_s)
+
+    async def receive(self, update: WeightUpdate) -> None:
+        """Into this process's memory. Waits for the learner, whose transfer has its timeouts."""
+        await asyncio.to_thread(lambda: self._staged.fill(self._transfer.tensors(update)))
+
+    async def load(self, label: str, on_loaded: Callable[[], None]) -> float:
+        """Hand on what was received; the seconds in which nothing was sampled."""
+        start = time.perf_counter()
+        await self._http.post("/pause_generation", PauseGenerationReqInput(mode=self._mode()))
+        name = f"streamrl-{uuid.uuid4().hex[:12]}"
+        group = await self._form(name)
+        try:
+            await self._http.post("/begin_weight_update", BeginWeightUpdateReqInput())
+            await self._broadcast(group, name, label)
+            await self._http.post("/end_weight_update", EndWeightUpdateReqInput())
+        finally:
+            await asyncio.to_thread(group.close)
+        await self._http.post(
+            "/destroy_weights_update_group", DestroyWeightsUpdateGroupReqInput(group_name=name)
+        )
+        on_loaded()
+        await self._http.post("/continue_generation", ContinueGenerationReqInput())
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._transfer.close()
+
+    def _mode(self) -> str:
+        if self._settings.pause_mode == "abort":
+            return "abort"
+        return "retract" if self._settings.recompute_kv else "in_place"
+
+    async def _form(self, name: str) -> groups.Group:
+        """Both ends at once. Waits for all ranks; the timeout or a refusal unblocks."""
+        world_size = 1 + self._settings.tp_size
+        invitation = InitWeightsUpdateGroupReqInput(
+            master_address=self._store.host,
+            master_port=self._store.port,
+            rank_offset=1,
+            world_size=world_size,
+            group_name=name,
+            backend="gloo",
+        )
+        joining = asyncio.to_thread(
+            self._store.join, prefix_of(name), world_size, "gloo", self._timeout_s
+        )
+        path = "/init_weights_update_group"
+        group, _ = await asyncio.gather(joining, self._http.post(path, invitation))
+        return group
+
+    async def _broadcast(self, group: groups.Group, name: str, label: str) -> None:
+        buckets = list(buckets_of(self._staged, self._bucket_bytes))
+        for i, bucket in enumerate(buckets):
+            is_last = i == len(buckets) - 1
+            order = UpdateWeightsFromDistributedReqInput(
+                names=[tensor_name for tensor_name, _ in bucket],
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                shapes=[tuple(tensor.shape) for _, tensor in bucket],
+                group_name=name,
+                load_format="flattened_bucket",
+                # What requests that go on hold is theirs; what nobody holds is of no use.
+                flush_cache=is_last and self._mode() != "in_place",
+                weight_version=label if is_last else None,
+            )
+            flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
+            await asyncio.gather(
+                asyncio.to_thread(group.broadcast, flat),
+                self._http.post("/update_weights_from_distributed", order),
+            )
+
+
+def prefix_of(group_name: str) -> str:
+    """Where torch puts the keys of a gloo group that SGLang joins under this name in our store.
+
+    SGLang puts one prefix of its own before the two of torch.distributed's helper; a `PrefixStore`
+    joins prefix and key with a slash.
+    """
+    return f"{group_name}/{group_name}//cpu/"
+
+
+def buckets_of(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Tensors that travel together, wide element types first: SGLang's views need alignment."""
+    bucket: list[NamedTensor] = []
+    for name, tensor in sorted(tensors, key=lambda named: -named[1].element_size()):
+        if bucket and sum(t.nbytes for _, t in bucket) + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket = []
+        bucket.append((name, tensor))
+    if bucket:
+        yield bucket

@@ -1,0 +1,33 @@
+"""A complete update in host memory, where it waits for the engine's pause.
+
+Invariant: `fill` keeps every tensor of one update or raises; memory is reused from update to update.
+Used where weights are received in one process and loaded by a library's own calls.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+
+class StagedWeights:
+    """Host copies by name, in the order they came; pinned if a GPU is to read them."""
+
+    def __init__(self, *, is_pinned: bool = False) -> None:
+        self._is_pinned = is_pinned
+        self._host: dict[str, torch.Tensor] = {}
+
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the tensors, each of which need be valid only until the next is asked for."""
+        names = set()
+        for name, tensor in tensors:
+            kept = self._host.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty_like(tensor, device="cpu", pin_memory=self._is_pinned)
+                self._host[name] = kept
+            kept.copy_(tensor)
+            names.add(name)
+        for name in self._host.keys() - names:
+            del self._host[name]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._host.items())

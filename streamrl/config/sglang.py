@@ -1,0 +1,51 @@
+"""The settings of the SGLang engine, `generator.sglang`. Knows nothing of SGLang itself."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from streamrl.config.numbers import Positive
+from streamrl.config.server import ServerSettings
+
+
+class SglangSettings(ServerSettings):
+    """Server arguments under SGLang's own names, where null leaves its default; the last three and
+    those of the connection are ours. With `url`, the server runs elsewhere."""
+
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Fraction of a GPU's memory for weights and KV cache."""
+    tp_size: Positive = 1
+    """GPUs that share one server."""
+    attention_backend: str | None = None
+    """Attention kernels."""
+    chunked_prefill_size: int | None = None
+    """Tokens of one chunk of a long prompt; -1 never cuts prompts."""
+    load_format: str | None = None
+    """How the model folder is read; dummy starts from random weights."""
+    disable_cuda_graph: bool = False
+    """Decode without CUDA graphs: slower, less memory."""
+    disable_radix_cache: bool = False
+    """Compute prompts anew instead of sharing prefixes."""
+    enable_deterministic_inference: bool = False
+    """Batch-invariant kernels; only with them does SGLang heed a request's seed."""
+    pause_mode: Literal["keep", "abort"] = "keep"
+    """Requests in flight at an update: go on with the new weights, or begin anew."""
+    recompute_kv: bool = False
+    """With keep: compute the KV cache of requests in flight again with the new weights."""
+    reach_host: str | None = None
+    """This machine's address as SGLang's processes reach it for weights; null: the one on the route
+    to the server."""
+
+    @model_validator(mode="after")
+    def _leaves_the_server_alone(self) -> "SglangSettings":
+        theirs = self.changed(*OURS, "tp_size", "enable_deterministic_inference")
+        if self.url and theirs:
+            raise ValueError(
+                f"{theirs[0]} is chosen where the server of sglang.url is started; leave it out "
+                "here"
+            )
+        return self
+
+
+OURS = frozenset({*ServerSettings.model_fields, "pause_mode", "recompute_kv", "reach_host"})
+"""Fields that are no arguments of SGLang's server."""

@@ -1,0 +1,94 @@
+"""What stands in for SGLang's scheduler: the HF engine, which pauses, and knows labels.
+
+Like SGLang it loads bucket by bucket into the weights in use; like SGLang a retracted request is
+read anew, and one that stays keeps what it has read.
+"""
+
+import asyncio
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from actors.engines.hf.batch import Request
+from actors.engines.hf.engine import HfEngine
+from streamrl.types import Completion, FinishReason, SamplingParams
+
+
+class StandInEngine(HfEngine):
+    """`labels[i]` is what the weights were called at `policy_version` i."""
+
+    def __init__(self, *arguments: object, **settings: object) -> None:
+        super().__init__(*arguments, **settings)  # type: ignore[arg-type]
+        self.labels = ["default"]
+        self.is_paused = False
+        self._go = threading.Event()
+        self._retracts = False
+
+    @property
+    def has_running(self) -> bool:
+        return bool(self._running) and not self._retracts
+
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams
+    ) -> tuple[Request, asyncio.Future[Completion]]:
+        request = Request(tuple(prompt), sampling)
+        future: asyncio.Future[Completion] = self._loop.create_future()
+        with self._wake:
+            self._waiting.append((request, future))
+            self._wake.notify()
+        return request, future
+
+    async def pause(self, *, retract: bool) -> None:
+        """Waits until no token is being sampled."""
+        if self.is_paused:
+            return
+        stopped, self._go, self._retracts = threading.Event(), threading.Event(), retract
+        self.is_paused = True
+
+        def hold() -> None:
+            stopped.set()
+            self._go.wait()
+            if self._retracts:
+                for request in self._running:
+                    request.is_canceled = True
+                self._answer(self._batch.leave())
+                self._retracts = False
+
+        with self._wake:
+            self._commands.append(hold)
+            self._wake.notify()
+        await asyncio.to_thread(stopped.wait)
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self._go.set()
+
+    def put(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self._weights._active[name].data.copy_(tensor)
+
+    def label(self, label: str) -> None:
+        self.labels.append(label)
+        self._policy_version = len(self.labels) - 1
+
+    async def end(self) -> None:
+        self.resume()
+        await self.close()
+
+
+def joined(first: Completion | None, rest: Completion) -> Completion:
+    """One completion of two parts, the second one read after the first."""
+    if first is None:
+        return rest
+    return Completion(
+        token_ids=np.concatenate([first.token_ids, rest.token_ids]),
+        logprobs=np.concatenate([first.logprobs, rest.logprobs]),
+        policy_versions=np.concatenate([first.policy_versions, rest.policy_versions]),
+        finish_reason=rest.finish_reason,
+    )
+
+
+def is_retracted(completion: Completion) -> bool:
+    return completion.finish_reason == FinishReason.ABORT
