@@ -78,12 +78,16 @@ class VllmEngines:
         dtype = str(model.dtype).removeprefix("torch.")
         shape = (max_num_seqs, max_model_len, dtype)
         if shape not in self._kept:
+            await self._make_room(dtype)
             path = self._folder / dtype
             model.save_pretrained(path)
             self._kept[shape] = self._open(
                 path, max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype
             )
         return self._kept[shape]
+
+    async def _make_room(self, dtype: str) -> None:
+        """All of them fit beside each other."""
 
     def _open(self, path: Path, **generator: object) -> Engine:
         return open_engine(path, "vllm", **generator)
@@ -103,7 +107,7 @@ class VllmEngines:
 
 
 class UrlEngines(VllmEngines):
-    """Engines on servers elsewhere: one server for each precision, one engine for each shape."""
+    """Engines on servers elsewhere: one server for each precision, which serves one at a time."""
 
     engine: str
 
@@ -113,6 +117,10 @@ class UrlEngines(VllmEngines):
 
     def command(self, path: Path, dtype: str, port: int) -> list[str]:
         raise NotImplementedError
+
+    async def _make_room(self, dtype: str) -> None:
+        for shape in [shape for shape in self._kept if shape[-1] == dtype]:
+            await self._kept.pop(shape).close()
 
     def _open(self, path: Path, **generator: object) -> Engine:
         dtype = str(generator["dtype"])
