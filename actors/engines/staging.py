@@ -1,7 +1,7 @@
 """A complete update in host memory, where it waits for the engine's pause.
 
-Invariant: `fill` keeps every tensor of one update or raises; memory is reused from update to update.
-Used where weights are received in one process and loaded by a library's own calls.
+Invariant: `fill` keeps every tensor of one update or raises; memory is reused from one update to
+the next. Used where weights are received in one process and loaded by a library's own calls.
 """
 
 from collections.abc import Iterable, Iterator

@@ -10,7 +10,7 @@ Invariant: every call ends by its deadline. Calls that are safe to repeat go thr
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx2
 import msgspec
@@ -40,7 +40,7 @@ class SlowAnswerError(TransportError):
 
 
 class Http:
-    """One server's address. `post` and `get` are for the event loop, `now` for before it runs."""
+    """One server's address. `now` is for before the event loop has anything else to do."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
@@ -53,7 +53,7 @@ class Http:
         self._client = httpx2.AsyncClient(limits=limits, trust_env=False)
 
     async def post(
-        self, path: str, body: Any, answer: type[T] | Any = Any, *, timeout_s: float | None = None
+        self, path: str, body: Any, answer: type[T], *, timeout_s: float | None = None
     ) -> T:
         """The decoded answer. Waits for it, at most `timeout_s` (else the client's timeout).
 
@@ -63,11 +63,15 @@ class Http:
             SlowAnswerError: nor here.
         """
         content = msgspec.json.encode(body)
-        return await self._ask("POST", path, content, answer, timeout_s)
+        return cast(T, await self._ask("POST", path, content, answer, timeout_s))
 
-    async def get(self, path: str, answer: type[T] | Any = Any) -> T:
-        """As `post`; `answer` str gives the text as it is."""
-        return await self._ask("GET", path, b"", answer, None)
+    async def tell(self, path: str, body: Any) -> None:
+        """As `post`, where no answer is wanted but that it was done."""
+        await self._ask("POST", path, msgspec.json.encode(body), Any, None)
+
+    async def get(self, path: str) -> str:
+        """As `post`; the text as it is."""
+        return cast(str, await self._ask("GET", path, b"", str, None))
 
     async def _ask(
         self, method: str, path: str, content: bytes, answer: Any, timeout_s: float | None

@@ -38,7 +38,8 @@ class ServerProcess:
         code = self._process.poll()
         if code is not None:
             raise TransportError(
-                f"the inference server ended with {code}: {self.last_words()} (see {self._log_file})"
+                f"the inference server ended with {code}: {self.last_words()} "
+                f"(see {self._log_file})"
             )
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ def wait_until_up(
     settings: ServerSettings,
     require_alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits until the server answers `path`; unblocked by it, by `require_alive` raising because the
-    server's process has ended, or by `start_timeout_s`."""
+    """Waits until the server answers `path`; unblocked by it, by `require_alive`, which raises when
+    the server's process has ended, or by `start_timeout_s`."""
     until_s = time.monotonic() + settings.start_timeout_s
     while True:
         require_alive()
@@ -68,7 +68,8 @@ def probe(ask: Callable[[Request], Completion | None]) -> None:
     """
     request = Request(
         id="probe",
-        prompt_token_ids=[0],
+        # Not 0 alone: a padding token without an embedding makes all candidates alike.
+        prompt_token_ids=[1, 2, 3],
         sampling=SamplingParams(max_new_tokens=1, top_k=1),
         max_new_tokens=1,
         stops=frozenset(),

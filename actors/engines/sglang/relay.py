@@ -7,20 +7,21 @@ group of this process (rank 0) and SGLang's ranks, formed anew for each update.
 
     pause, form the group, begin | a broadcast a bucket | end, dissolve, continue
 
-Invariant: SGLang's weights change only if every tensor of the update is here. Its label changes with
-the last bucket, in the pause. With SGLang's overlap scheduler, the one token of a request that was
-under way when an in-place pause began is labeled one version too new; its log-probability is right.
-(`engine_kwargs: {disable_overlap_schedule: true}` makes the label exact too.)
+Invariant: SGLang's weights change only if every tensor of the update is here. Its label changes
+with the last bucket, in the pause. With SGLang's overlap scheduler, the one token of a request that
+was under way when an in-place pause began is labeled one version too new; its log-probability is
+right. (`engine_kwargs: {disable_overlap_schedule: true}` makes the label exact too.)
 """
 
 import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 import torch
 
-from actors.engines.remote.http import Http
+from actors.engines.remote.http import Http, RefusedError
 from actors.engines.sglang.messages import (
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
@@ -32,10 +33,12 @@ from actors.engines.sglang.messages import (
 )
 from actors.engines.staging import StagedWeights
 from streamrl.config.sglang import SglangSettings
+from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
 from streamrl.weights import groups
 from streamrl.weights.transfer import TransferReceiver
 
+PauseMode = Literal["abort", "retract", "in_place"]
 NamedTensor = tuple[str, torch.Tensor]
 
 
@@ -65,28 +68,40 @@ class Relay:
         await asyncio.to_thread(lambda: self._staged.fill(self._transfer.tensors(update)))
 
     async def load(self, label: str, on_loaded: Callable[[], None]) -> float:
-        """Hand on what was received; the seconds in which nothing was sampled."""
+        """Hand on what was received; the seconds in which nothing was sampled.
+
+        Raises:
+            WeightTransferError: no group came about; sampling goes on with the weights it had.
+            RefusedError, TransportError: SGLang's weights may be half old, half new.
+        """
         start = time.perf_counter()
-        await self._http.post("/pause_generation", PauseGenerationReqInput(mode=self._mode()))
+        await self._http.tell("/pause_generation", PauseGenerationReqInput(mode=self._mode()))
         name = f"streamrl-{uuid.uuid4().hex[:12]}"
-        group = await self._form(name)
         try:
-            await self._http.post("/begin_weight_update", BeginWeightUpdateReqInput())
+            group = await self._form(name)
+        except (RefusedError, WeightTransferError) as error:
+            await self._http.tell("/continue_generation", ContinueGenerationReqInput())
+            raise WeightTransferError(
+                f"SGLang did not join a group at {self._store.host}:{self._store.port} (see "
+                f"generator.sglang.reach_host): {error}"
+            ) from error
+        try:
+            await self._http.tell("/begin_weight_update", BeginWeightUpdateReqInput())
             await self._broadcast(group, name, label)
-            await self._http.post("/end_weight_update", EndWeightUpdateReqInput())
+            await self._http.tell("/end_weight_update", EndWeightUpdateReqInput())
         finally:
             await asyncio.to_thread(group.close)
-        await self._http.post(
+        await self._http.tell(
             "/destroy_weights_update_group", DestroyWeightsUpdateGroupReqInput(group_name=name)
         )
         on_loaded()
-        await self._http.post("/continue_generation", ContinueGenerationReqInput())
+        await self._http.tell("/continue_generation", ContinueGenerationReqInput())
         return time.perf_counter() - start
 
     def close(self) -> None:
         self._transfer.close()
 
-    def _mode(self) -> str:
+    def _mode(self) -> PauseMode:
         if self._settings.pause_mode == "abort":
             return "abort"
         return "retract" if self._settings.recompute_kv else "in_place"
@@ -106,7 +121,7 @@ class Relay:
             self._store.join, prefix_of(name), world_size, "gloo", self._timeout_s
         )
         path = "/init_weights_update_group"
-        group, _ = await asyncio.gather(joining, self._http.post(path, invitation))
+        group, _ = await asyncio.gather(joining, self._http.tell(path, invitation))
         return group
 
     async def _broadcast(self, group: groups.Group, name: str, label: str) -> None:
@@ -126,7 +141,7 @@ class Relay:
             flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
             await asyncio.gather(
                 asyncio.to_thread(group.broadcast, flat),
-                self._http.post("/update_weights_from_distributed", order),
+                self._http.tell("/update_weights_from_distributed", order),
             )
 
 

@@ -13,7 +13,9 @@ cut distribution come with its sampling mask, which holds at most sampling_mask_
 candidates: a request that keeps more fails alone.
 """
 
+import contextlib
 import itertools
+import math
 import socket
 from collections.abc import Callable, Mapping
 
@@ -87,7 +89,7 @@ class SglangServer:
         return _completion(answer, request, self._labels)
 
     async def abort(self, request_id: str) -> None:
-        await self._http.post("/abort_request", AbortReq(rid=request_id))
+        await self._http.tell("/abort_request", AbortReq(rid=request_id))
 
     async def receive(self, update: WeightUpdate) -> None:
         await self._relay.receive(update)
@@ -101,7 +103,7 @@ class SglangServer:
     async def readings(self) -> Mapping[str, float]:
         if self._process is not None:
             self._process.require_alive()
-        return readings(await self._http.get("/metrics", str), GAUGES)
+        return readings(await self._http.get("/metrics"), GAUGES)
 
     async def close(self) -> None:
         self._relay.close()
@@ -176,10 +178,10 @@ def _completion(answer: GenerateResponse, request: Request, labels: Labels) -> C
     if reason == "abort":
         return None
     token_ids = answer.output_ids
-    logprobs = [entry[0] for entry in meta.output_token_logprobs]
+    logprobs = [math.nan if entry[0] is None else entry[0] for entry in meta.output_token_logprobs]
     if is_truncated(request):
-        logprobs = list(meta.output_token_sampling_logprobs or [])
-    if None in logprobs:
+        logprobs = meta.output_token_sampling_logprobs or []
+    if not np.isfinite(logprobs).all():
         raise RolloutError("SGLang sampled a token whose log-probability is not finite")
     versions = versions_of(meta.weight_versions, len(token_ids), labels)
     first_stop = _first_stop(token_ids, request) if request.sampling.ignore_eos else None
@@ -223,10 +225,9 @@ def _restore(http: Http, labels: Labels) -> None:
     http.now("POST", "/pause_generation", PauseGenerationReqInput(mode="abort"))
     info = http.now("GET", "/model_info")
     if info["weight_version"] != "default":
-        try:
+        # It is refused where no update was left half done.
+        with contextlib.suppress(RefusedError):
             http.now("POST", "/end_weight_update", EndWeightUpdateReqInput())
-        except RefusedError:
-            pass  # No update was left half done.
         path = info["model_path"]
         body = UpdateWeightFromDiskReqInput(model_path=path, abort_all_requests=True)
         http.now("POST", "/update_weights_from_disk", body, timeout_s=600.0)

@@ -78,7 +78,7 @@ def vllm_sampling(
 def _typed(config: RunConfig) -> dict[str, Any]:
     """The typed settings; those left unset are vLLM's to choose."""
     generator = config.generator
-    settings = generator.vllm.model_dump(exclude=OURS)
+    settings = generator.vllm.model_dump(exclude=set(OURS))
     given = {name: value for name, value in settings.items() if value is not None}
     return {
         "model": config.model.path,

@@ -1,8 +1,8 @@
-"""A vLLM that runs elsewhere (`generator.vllm.url`): tokens in and out, weights by our plug-in there.
+"""A vLLM that runs elsewhere (`generator.vllm.url`): tokens in, tokens out, weights by our plug-in.
 
 Its workers receive from the learner themselves, so StreamRL has to be installed beside that vLLM:
-its entry point brings the weight-transfer backend `streamrl`. What a recorded version means and what
-becomes of requests in flight is as in `actors.engines.vllm.engine`: the same vLLM, by HTTP.
+its entry point brings the weight-transfer backend `streamrl`. What a recorded version means and
+what becomes of requests in flight is as in `actors.engines.vllm.engine`: the same vLLM, by HTTP.
 
 Invariant: a server that is not started as `serve_command` says is refused at the start.
 """
@@ -107,7 +107,7 @@ class VllmServer:
 
     async def abort(self, request_id: str) -> None:
         ids = {"request_ids": [f"generate-tokens-{request_id}"]}
-        await self._http.post("/inference/v1/abort_requests", ids)
+        await self._http.tell("/inference/v1/abort_requests", ids)
 
     async def receive(self, update: WeightUpdate) -> None:
         try:
@@ -122,7 +122,7 @@ class VllmServer:
             raise TransportError(f"vLLM did not load an update: {error}") from error
 
     async def readings(self) -> Mapping[str, float]:
-        return readings(await self._http.get("/metrics", str), GAUGES)
+        return readings(await self._http.get("/metrics"), GAUGES)
 
     async def close(self) -> None:
         self._loader.close()
@@ -136,19 +136,19 @@ class HttpVerbs:
         self._http = http
 
     async def start(self) -> None:
-        await self._http.post("/start_weight_update", {})
+        await self._http.tell("/start_weight_update", {})
 
     async def update(self, info: dict[str, Any]) -> None:
-        await self._http.post("/update_weights", {"update_info": info})
+        await self._http.tell("/update_weights", {"update_info": info})
 
     async def finish(self, label: str | None) -> None:
-        await self._http.post("/finish_weight_update", {"weight_version": label})
+        await self._http.tell("/finish_weight_update", {"weight_version": label})
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
-        await self._http.post(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", {})
+        await self._http.tell(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", {})
 
     async def resume(self) -> None:
-        await self._http.post("/resume", {})
+        await self._http.tell("/resume", {})
 
     async def require_alive(self) -> None:
         await self._http.get("/health")

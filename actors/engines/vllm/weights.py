@@ -114,7 +114,7 @@ class WeightLoader:
         await self._vllm.update({"attempt": self._attempt, **update})
 
     async def _report(self, until_s: float | None) -> str:
-        """The next worker's report on this attempt. Waits for it, for vLLM's death or the deadline."""
+        """The next worker's report. Waits for it, for vLLM's death or the deadline."""
         while True:
             if await self._reports.poll(_CHECK_S * 1000):
                 report = msgspec.json.decode(await self._reports.recv(), type=Report)
