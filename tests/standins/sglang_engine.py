@@ -28,7 +28,8 @@ class StandInEngine(HfEngine):
 
     @property
     def has_running(self) -> bool:
-        return bool(self._running) and not self._retracts
+        running = any(not request.is_canceled for request in self._running)
+        return running and not self._retracts
 
     def submit(
         self, prompt: list[int], sampling: SamplingParams
