@@ -22,6 +22,8 @@ def make_engine(config: RunConfig, *, seed: int) -> Engine:
 
             return HfEngine.from_config(config, seed=seed)
         case "sglang":
+            if config.generator.sglang.url is None:
+                _require_sglang()
             from actors.engines.sglang.server import open_sglang
 
             return open_sglang(config, seed=seed)
@@ -45,4 +47,12 @@ def _require_vllm() -> None:
             "generator.engine vllm: vLLM is not installed here; on a GPU machine "
             "`pip install streamrl[vllm]`, on a CPU `make .venv-vllm/vllm.stamp` and start the "
             "generator with .venv-vllm/bin/streamrl"
+        )
+
+
+def _require_sglang() -> None:
+    if find_spec("sglang") is None:
+        raise ConfigError(
+            "generator.engine sglang: SGLang is not installed here; on a GPU machine "
+            "`pip install streamrl[sglang]`, or name a server elsewhere in generator.sglang.url"
         )

@@ -23,9 +23,46 @@ def test_a_missing_vllm_says_how_to_install_it(monkeypatch):
         engines.make_engine(config("vllm"), seed=0)
 
 
-def test_an_unknown_engine_is_named():
-    with pytest.raises(ConfigError, match="was 'vlm'; did you mean 'vllm'"):
-        engines.make_engine(config("vlm"), seed=0)
+def test_a_missing_sglang_says_what_else_there_is(monkeypatch):
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"SGLang is not installed here; .*sglang\.url"):
+        engines.make_engine(config("sglang"), seed=0)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("vlm", "vllm"), ("sglan", "sglang"), ("hff", "hf")])
+def test_an_unknown_engine_is_named(name, meant):
+    with pytest.raises(ConfigError, match=f"was '{name}'; did you mean '{meant}'"):
+        engines.make_engine(config(name), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        ({"vllm": {"url": "node:8000"}}, "must be http://host:port"),
+        (
+            {"vllm": {"url": "http://node:8000", "enforce_eager": True}},
+            "enforce_eager is chosen where the server of vllm.url is started",
+        ),
+        (
+            {"sglang": {"url": "http://node:8000", "mem_fraction_static": 0.8}},
+            "mem_fraction_static is chosen where the server of sglang.url is started",
+        ),
+        (
+            {"vllm": {"url": "http://node:8000"}, "engine_kwargs": {"seed": 1}},
+            "does not get to see",
+        ),
+    ],
+)
+def test_settings_that_a_server_elsewhere_would_not_see_are_refused(generator, message):
+    with pytest.raises(ValueError, match=message):
+        config("vllm", **generator)
+
+
+def test_a_server_elsewhere_may_be_said_to_be_as_it_is():
+    server = {"url": "http://node:8000", "tensor_parallel_size": 2, "pause_mode": "abort"}
+    assert config("vllm", vllm=server).generator.num_ranks == 2
+    server = {"url": "http://node:8000", "tp_size": 2, "recompute_kv": True}
+    assert config("sglang", sglang=server).generator.num_ranks == 1
 
 
 def test_tensor_parallel_workers_receive_weights_each_for_itself():

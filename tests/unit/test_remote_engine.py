@@ -87,7 +87,7 @@ async def test_a_lost_connection_is_asked_again_under_another_id():
     assert server.aborted == ids[:2]
 
 
-async def test_a_request_given_up_by_the_server_begins_anew_with_the_new_salt():
+async def test_a_request_given_up_by_the_server_begins_anew():
     server = FakeServer(None, an_answer())
     engine = engine_on(server)
     assert (await engine.generate([5], ONE)).finish_reason == FinishReason.STOP
@@ -96,7 +96,8 @@ async def test_a_request_given_up_by_the_server_begins_anew_with_the_new_salt():
     assert (await engine.load_weights(update)).pause_s == 0.25
     server._answers.append(an_answer())
     await engine.generate([5], ONE)
-    assert [request.cache_salt for request in server.asked] == ["0", "0", "h/7"]
+    first, again, updated = [request.cache_salt for request in server.asked]
+    assert first == again != updated
     assert engine.policy_version == 7
     await engine.close()
 

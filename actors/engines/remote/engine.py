@@ -53,7 +53,7 @@ class RemoteEngine:
         self._room = asyncio.Semaphore(2 * max_num_seqs)
         self._num_asking = 0
         self._policy_version = 0
-        self._cache_salt = "0"
+        self._num_updates = 0
         self._pause_s = 0.0
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
@@ -96,7 +96,7 @@ class RemoteEngine:
 
         def switch() -> None:
             self._policy_version = update.policy_version
-            self._cache_salt = f"{update.history}/{update.policy_version}"
+            self._num_updates += 1
 
         pause_s = await self._server.load(update.policy_version, switch)
         self._pause_s += pause_s
@@ -145,7 +145,8 @@ class RemoteEngine:
 
     async def _ask(self, request: Request) -> Completion | None:
         request_id = f"{self._name}-{next(self._numbers):012d}"
-        known = structs.replace(request, id=request_id, cache_salt=self._cache_salt)
+        salt = f"{self._name}-{self._num_updates}"
+        known = structs.replace(request, id=request_id, cache_salt=salt)
         try:
             return await self._server.sample(known)
         except (asyncio.CancelledError, ConnectionLostError):
