@@ -1,9 +1,12 @@
 """Which engine a configuration gets, and what it is told if it cannot have it."""
 
+from pathlib import Path
+
 import pytest
 
 from actors import engines
-from streamrl.config import RunConfig
+from actors.engines.vllm.remote import serve_command
+from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 
 
@@ -69,3 +72,10 @@ def test_tensor_parallel_workers_receive_weights_each_for_itself():
     tensor_parallel = {"vllm": {"tensor_parallel_size": 4}}
     assert config("vllm", **tensor_parallel).generator.num_ranks == 4
     assert config("hf", **tensor_parallel).generator.num_ranks == 1
+
+
+def test_the_readme_shows_the_command_that_starts_a_vllm_elsewhere():
+    root = Path(__file__).parents[2]
+    shown = (root / "README.md").read_text().split("```text\n")[1].split("\n")[0]
+    shipped = load_config(root / "configs" / "engines" / "vllm_url.yaml", environment={}).config
+    assert serve_command(shipped).replace(shipped.model.path, "MODEL") == shown

@@ -65,9 +65,9 @@ class Http:
         content = msgspec.json.encode(body)
         return cast(T, await self._ask("POST", path, content, answer, timeout_s))
 
-    async def tell(self, path: str, body: Any) -> None:
+    async def tell(self, path: str, body: Any, *, timeout_s: float | None = None) -> None:
         """As `post`, where no answer is wanted but that it was done."""
-        await self._ask("POST", path, msgspec.json.encode(body), Any, None)
+        await self._ask("POST", path, msgspec.json.encode(body), Any, timeout_s)
 
     async def get(self, path: str) -> str:
         """As `post`; the text as it is."""

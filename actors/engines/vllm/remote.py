@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from actors.engines.model import ModelFacts
 from actors.engines.remote.engine import RemoteEngine
-from actors.engines.remote.http import Http, RefusedError, SlowAnswerError
+from actors.engines.remote.http import ConnectionLostError, Http, RefusedError, SlowAnswerError
 from actors.engines.remote.metrics import Names, readings
 from actors.engines.remote.server import (
     Labels,
@@ -112,8 +112,8 @@ class VllmServer:
     async def receive(self, update: WeightUpdate) -> None:
         try:
             await self._loader.receive(update)
-        except RefusedError as error:
-            raise WeightTransferError(f"vLLM refused an update: {error}") from error
+        except (RefusedError, ConnectionLostError) as error:
+            raise WeightTransferError(f"vLLM did not take an update: {error}") from error
 
     async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
         try:
@@ -132,8 +132,9 @@ class VllmServer:
 class HttpVerbs:
     """Implements `actors.engines.vllm.weights.WeightVerbs` by vLLM's routes for training."""
 
-    def __init__(self, http: Http) -> None:
+    def __init__(self, http: Http, longest_s: float) -> None:
         self._http = http
+        self._longest_s = longest_s
 
     async def start(self) -> None:
         await self._http.tell("/start_weight_update", {})
@@ -145,7 +146,9 @@ class HttpVerbs:
         await self._http.tell("/finish_weight_update", {"weight_version": label})
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
-        await self._http.tell(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", {})
+        path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
+        # With wait, every request in flight ends first.
+        await self._http.tell(path, {}, timeout_s=self._longest_s)
 
     async def resume(self) -> None:
         await self._http.tell("/resume", {})
@@ -179,7 +182,7 @@ def open_remote(config: RunConfig) -> RemoteEngine:
     except RefusedError as error:
         raise _not_as_needed(config, str(error)) from error
     loader = WeightLoader(
-        HttpVerbs(http),
+        HttpVerbs(http, settings.request_timeout_s),
         settings,
         address=address_towards(host_of(settings.url)),
         deadline_s=config.weights.deadline_s,
