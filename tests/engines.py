@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from actors.engines import make_engine
 from actors.engines.remote.process import ServerProcess
-from actors.engines.vllm.remote import serve_options
+from actors.engines.vllm.remote_start import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
 from streamrl.types import FilesEndpoint, WeightUpdate

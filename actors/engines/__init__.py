@@ -24,11 +24,11 @@ def make_engine(config: RunConfig, *, seed: int) -> Engine:
         case "sglang":
             if config.generator.sglang.url is None:
                 _require_sglang()
-            from actors.engines.sglang.server import open_sglang
+            from actors.engines.sglang.start import open_sglang
 
             return open_sglang(config, seed=seed)
         case "vllm" if config.generator.vllm.url:
-            from actors.engines.vllm.remote import open_remote
+            from actors.engines.vllm.remote_start import open_remote
 
             return open_remote(config)
         case "vllm":

@@ -9,7 +9,7 @@ from vllm.entrypoints.scale_out.token_in_token_out import protocol
 from vllm.outputs import WeightVersionSpan
 
 from actors.engines.remote.server import Request, VersionSpan
-from actors.engines.vllm import remote
+from actors.engines.vllm import messages
 from streamrl import types
 
 
@@ -22,7 +22,7 @@ def test_vllms_own_class_takes_our_request():
         stops=frozenset([1]),
         cache_salt="a-0",
     )
-    body = json.loads(msgspec.json.encode(remote.wire_request(request)))
+    body = json.loads(msgspec.json.encode(messages.wire_request(request)))
     taken = protocol.GenerateRequest.model_validate(body)
     assert set(body) <= set(protocol.GenerateRequest.model_fields)
     assert (taken.request_id, taken.token_ids, taken.cache_salt) == ("a-1", [5, 6], "a-0")
@@ -35,10 +35,10 @@ def test_vllms_own_class_takes_our_request():
 @pytest.mark.parametrize(
     "ours",
     [
-        remote.GenerateLogProb,
-        remote.GenerateLogProbs,
-        remote.GenerateTokensChoice,
-        remote.GenerateTokensResponse,
+        messages.GenerateLogProb,
+        messages.GenerateLogProbs,
+        messages.GenerateTokensChoice,
+        messages.GenerateTokensResponse,
     ],
 )
 def test_we_read_fields_that_vllm_writes(ours):

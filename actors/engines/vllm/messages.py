@@ -1,0 +1,89 @@
+"""The bodies of vLLM's route for tokens in, tokens out: of each of its classes the fields we use.
+
+Invariant: every class and field here has vLLM's own name; `tests/vllm/test_remote_messages.py`
+holds them against the real classes.
+"""
+
+from msgspec import Struct
+
+from actors.engines.remote.server import (
+    Labels,
+    Request,
+    VersionSpan,
+    completion,
+    versions_of,
+)
+from streamrl.types import Completion
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """The fields of vLLM's class of this name that we set."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: list[int]
+    seed: int | None
+    # End-of-sequence tokens are among the stops: without a tokenizer vLLM knows none.
+    ignore_eos: bool = True
+    logprobs: int = 0
+    detokenize: bool = False
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """The fields of vLLM's class of this name that we set."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str
+
+
+class GenerateLogProb(Struct, frozen=True):
+    logprob: float
+
+
+class GenerateLogProbs(Struct, frozen=True):
+    content: list[GenerateLogProb]
+
+
+class GenerateTokensChoice(Struct, frozen=True):
+    token_ids: list[int]
+    logprobs: GenerateLogProbs
+    finish_reason: str
+    weight_versions: list[VersionSpan]
+
+
+class GenerateTokensResponse(Struct, frozen=True):
+    choices: list[GenerateTokensChoice]
+
+
+def wire_request(request: Request) -> GenerateRequest:
+    sampling = request.sampling
+    return GenerateRequest(
+        request_id=request.id,
+        token_ids=list(request.prompt_token_ids),
+        sampling_params=SamplingParams(
+            max_tokens=request.max_new_tokens,
+            min_tokens=request.min_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=sorted(request.stops),
+            seed=sampling.seed,
+        ),
+        cache_salt=request.cache_salt,
+    )
+
+
+def completion_of(choice: GenerateTokensChoice, labels: Labels) -> Completion | None:
+    if choice.finish_reason == "abort":
+        return None
+    return completion(
+        choice.token_ids,
+        [token.logprob for token in choice.logprobs.content],
+        versions_of(choice.weight_versions, len(choice.token_ids), labels),
+        choice.finish_reason,
+    )
