@@ -4,8 +4,9 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from actors.engines.remote.metrics import readings
 from actors.engines.remote.process import ServerProcess
 from actors.engines.remote.server import Labels, Request, VersionSpan, completion, versions_of
 from actors.engines.remote.start import probe, wait_until_up
+from actors.engines.vllm.remote_start import open_remote
 from streamrl.config.vllm import VllmSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
-from tests.engines import free_port
+from tests.engines import free_port, run_config
 from tests.standins.http_server import serve
 
 ONE = SamplingParams(max_new_tokens=1)
@@ -239,3 +241,30 @@ def test_a_server_process_ends_with_its_owner_however_that_ended(tmp_path: Path)
     owner.wait()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
+
+
+@pytest.fixture
+def bare_server() -> Iterator[str]:
+    """The URL of a server that is healthy and knows nothing else, in a thread of its own."""
+    loop, port = asyncio.new_event_loop(), free_port()
+
+    async def healthy(_: object) -> tuple[int, object]:
+        return 200, {}
+
+    loop.run_until_complete(serve({"/health": healthy}, "127.0.0.1", port))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{port}"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_a_vllm_started_otherwise_is_refused_with_the_command_that_is_right(bare_server, tmp_path):
+    config = run_config(tmp_path, vllm={"url": bare_server, "start_timeout_s": 5.0})
+    with pytest.raises(ConfigError) as refused:
+        open_remote(config)
+    told = str(refused.value)
+    assert "/init_weight_transfer_engine was answered with 404" in told
+    assert f"VLLM_SERVER_DEV_MODE=1 vllm serve {tmp_path} --dtype float32" in told
+    assert """--weight-transfer-config '{"backend": "streamrl"}'""" in told

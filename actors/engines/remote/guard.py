@@ -1,4 +1,4 @@
-"""Runs a command that must not outlive whoever started it: `python -m actors.engines.remote.guard`.
+"""Runs a command that must not outlive whoever started it: `python guard.py COMMAND`.
 
 Standard input is a pipe from the owner; nobody writes to it. When it closes, however the owner
 ended, the command and all its children are told to end, and are killed if they don't.

@@ -10,6 +10,8 @@ from pathlib import Path
 from streamrl.errors import TransportError
 
 _GRACE_S = 15.0
+# As a file, so that it imports nothing and watches from the first moment on.
+_GUARD = Path(__file__).with_name("guard.py")
 
 
 class ServerProcess:
@@ -22,7 +24,7 @@ class ServerProcess:
         self._log_file = log_file
         with log_file.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "actors.engines.remote.guard", *command],
+                [sys.executable, "-I", str(_GUARD), *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
