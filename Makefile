@@ -33,7 +33,7 @@ bench: $(VENV)/dev.stamp
 	@for bench in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Debian ships Python without venv: say what to do, or do it where we may.
 $(BIN)/python:

@@ -3,20 +3,22 @@
 The base of `generator.vllm` and `generator.sglang`.
 """
 
-from typing import Any
+import os
+from typing import Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import field_validator, model_validator
 
 from streamrl.config.numbers import Seconds
 from streamrl.config.section import Section
+from streamrl.errors import ConfigError
 
 
 class ServerSettings(Section):
     url: str | None = None
     """http://host:port of a server that is up already; null: this generator starts its own."""
-    api_key: str | None = Field(default=None, repr=False)
-    """Sent with every request; better in STREAMRL__GENERATOR__VLLM__API_KEY (or SGLANG) than in a
-    file."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key which the server at `url` asks for; keys don't belong
+    into files."""
     start_timeout_s: Seconds = 600.0
     """How long a server may take to come up."""
     request_timeout_s: Seconds = 3600.0
@@ -30,6 +32,27 @@ class ServerSettings(Section):
         if url is not None and not url.startswith(("http://", "https://")):
             raise ValueError(f"was {url!r}; it must be http://host:port")
         return url
+
+    @model_validator(mode="after")
+    def _has_a_server_for_its_key(self) -> Self:
+        if self.api_key_variable is not None and self.url is None:
+            raise ValueError("api_key_variable is for a server elsewhere; set url, or leave it out")
+        return self
+
+    @property
+    def api_key(self) -> str | None:
+        """
+        Raises:
+            ConfigError: the variable is not set.
+        """
+        if self.api_key_variable is None:
+            return None
+        if self.api_key_variable not in os.environ:
+            raise ConfigError(
+                f"api_key_variable: there is no {self.api_key_variable} in the environment, and "
+                f"{self.url} asks for a key"
+            )
+        return os.environ[self.api_key_variable]
 
     def changed(self, *apart_from: str) -> list[str]:
         """Fields that are not as they are by default."""

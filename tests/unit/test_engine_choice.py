@@ -50,6 +50,7 @@ def test_an_unknown_engine_is_named(name, meant):
             {"sglang": {"url": "http://node:8000", "mem_fraction_static": 0.8}},
             "mem_fraction_static is chosen where the server of sglang.url is started",
         ),
+        ({"vllm": {"api_key_variable": "KEY"}}, "is for a server elsewhere; set url"),
         (
             {"vllm": {"url": "http://node:8000"}, "engine_kwargs": {"seed": 1}},
             "does not get to see",
@@ -79,3 +80,13 @@ def test_the_readme_shows_the_command_that_starts_a_vllm_elsewhere():
     shown = (root / "README.md").read_text().split("```text\n")[1].split("\n")[0]
     shipped = load_config(root / "configs" / "engines" / "vllm_url.yaml", environment={}).config
     assert serve_command(shipped).replace(shipped.model.path, "MODEL") == shown
+
+
+def test_a_key_comes_from_the_environment_alone(monkeypatch):
+    server = config("vllm", vllm={"url": "http://node:8000", "api_key_variable": "A_KEY"})
+    monkeypatch.delenv("A_KEY", raising=False)
+    with pytest.raises(ConfigError, match="there is no A_KEY in the environment"):
+        engines.make_engine(server, seed=0)
+    monkeypatch.setenv("A_KEY", "secret")
+    assert server.generator.vllm.api_key == "secret"
+    assert "secret" not in server.model_dump_json()

@@ -102,7 +102,7 @@ def test_the_routes_are_sglangs():
 def test_the_command_line_is_sglangs():
     config = run_config(
         Path("model"),
-        sglang={"attention_backend": "triton", "disable_cuda_graph": True, "api_key": "k"},
+        sglang={"attention_backend": "triton", "disable_cuda_graph": True},
         engine_kwargs={"mem_fraction_static": 0.7, "disable_overlap_schedule": True},
     )
     words = launch_command(config, host="127.0.0.1", port=1, seed=0)

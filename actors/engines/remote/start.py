@@ -36,7 +36,9 @@ def wait_until_up(
             http.now("GET", path)
         except RefusedError as error:
             if error.status in (401, 403):
-                raise ConfigError(f"generator: {http.url} refuses our api_key: {error}") from error
+                raise ConfigError(
+                    f"generator: {http.url} wants another key (api_key_variable): {error}"
+                ) from error
             words = str(error)
         except TransportError as error:
             words = str(error)

@@ -39,8 +39,6 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
         **given,
         **generator.engine_kwargs,
     }
-    if generator.sglang.api_key is not None:
-        arguments["api_key"] = generator.sglang.api_key
     return [sys.executable, "-m", "sglang.launch_server", *flags(arguments)]
 
 
