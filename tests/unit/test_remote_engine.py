@@ -35,19 +35,22 @@ def an_answer(logprob: float = -0.5) -> Completion:
 
 
 class FakeServer:
-    """Answers each request with what `answers` has next: a completion, None or an error."""
+    """Answers each request with what `answers` has next; a load resolves `at_load` to None."""
 
-    def __init__(self, *answers: Completion | Exception | None) -> None:
+    def __init__(self, *answers: Completion | Exception | asyncio.Future | None) -> None:
         self._answers = list(answers)
         self.asked: list[Request] = []
         self.aborted: list[str] = []
         self.is_gone = False
+        self.at_load: asyncio.Future[None] | None = None
 
     async def sample(self, request: Request) -> Completion | None:
         self.asked.append(request)
         if not self._answers:
             await asyncio.Event().wait()
         answer = self._answers.pop(0)
+        if isinstance(answer, asyncio.Future):
+            answer = await answer
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -58,6 +61,8 @@ class FakeServer:
     async def receive(self, update: WeightUpdate) -> None: ...
 
     async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
+        if self.at_load is not None:
+            self.at_load.set_result(None)
         on_loaded()
         return 0.25
 
@@ -89,18 +94,28 @@ async def test_a_lost_connection_is_asked_again_under_another_id():
     assert server.aborted == ids[:2]
 
 
-async def test_a_request_given_up_by_the_server_begins_anew():
-    server = FakeServer(None, an_answer())
+async def test_a_request_given_up_for_an_update_begins_anew():
+    given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    server = FakeServer(given_up, an_answer())
+    server.at_load = given_up
     engine = engine_on(server)
-    assert (await engine.generate([5], ONE)).finish_reason == FinishReason.STOP
-    assert len(server.asked) == 2
+    running = asyncio.create_task(engine.generate([5], ONE))
+    async with asyncio.timeout(10):
+        while not server.asked:
+            await asyncio.sleep(0)
     update = WeightUpdate(policy_version=7, history="h", manifest=(), endpoint=None)  # type: ignore[arg-type]
     assert (await engine.load_weights(update)).pause_s == 0.25
-    server._answers.append(an_answer())
-    await engine.generate([5], ONE)
-    first, again, updated = [request.cache_salt for request in server.asked]
-    assert first == again != updated
+    assert (await running).finish_reason == FinishReason.STOP
+    first, again = [request.cache_salt for request in server.asked]
+    assert first != again
     assert engine.policy_version == 7
+    await engine.close()
+
+
+async def test_a_request_given_up_without_an_update_fails():
+    engine = engine_on(FakeServer(None))
+    with pytest.raises(RolloutError, match="gave a request up without an update"):
+        await engine.generate([5], ONE)
     await engine.close()
 
 

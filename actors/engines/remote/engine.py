@@ -53,7 +53,7 @@ class RemoteEngine:
         self._room = asyncio.Semaphore(2 * max_num_seqs)
         self._num_asking = 0
         self._policy_version = 0
-        self._num_updates = 0
+        self._num_updates = self._num_loads_begun = self._num_loads_ended = 0
         self._pause_s = 0.0
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
@@ -98,7 +98,11 @@ class RemoteEngine:
             self._policy_version = update.policy_version
             self._num_updates += 1
 
-        pause_s = await self._server.load(update.policy_version, switch)
+        self._num_loads_begun += 1
+        try:
+            pause_s = await self._server.load(update.policy_version, switch)
+        finally:
+            self._num_loads_ended += 1
         self._pause_s += pause_s
         return LoadReport(transfer_s=transfer_s, pause_s=pause_s)
 
@@ -147,13 +151,17 @@ class RemoteEngine:
         request_id = f"{self._name}-{next(self._numbers):012d}"
         salt = f"{self._name}-{self._num_updates}"
         known = structs.replace(request, id=request_id, cache_salt=salt)
+        num_loads = self._num_loads_ended
         try:
-            return await self._server.sample(known)
+            answer = await self._server.sample(known)
         except (asyncio.CancelledError, ConnectionLostError):
             farewell = asyncio.create_task(self._abort(request_id))
             self._farewells.add(farewell)
             farewell.add_done_callback(self._farewells.discard)
             raise
+        if answer is None and self._num_loads_begun == num_loads:
+            raise RolloutError("the inference server gave a request up without an update")
+        return answer
 
     async def _abort(self, request_id: str) -> None:
         try:
