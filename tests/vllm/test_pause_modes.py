@@ -10,25 +10,34 @@ import pytest_asyncio
 import torch
 
 from actors.engines import make_engine
+from actors.engines.remote.engine import RemoteEngine
 from streamrl.config import RunConfig
 from streamrl.config.vllm import VllmSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, SamplingParams
-from tests.engines import make_model, open_engine, update_to
+from tests.engines import KINDS, make_model, update_to
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG = SamplingParams(max_new_tokens=600, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9], [20, 21]]
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
-    folder = tmp_path_factory.mktemp("model")
-    make_model().save_pretrained(folder)
-    opened = open_engine(folder, "vllm", max_num_seqs=4, max_model_len=1000)
-    yield opened
-    await opened.close()
+@pytest_asyncio.fixture(
+    loop_scope="module", scope="module", params=KINDS, ids=lambda kind: kind.__name__
+)
+async def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Engine]:
+    engines = request.param(tmp_path_factory.mktemp("engines"))
+    yield await engines.make(max_num_seqs=4, max_model_len=1000)
+    await engines.close()
+
+
+def configure(engine: Engine, settings: VllmSettings) -> None:
+    """From the next update on, pause as these settings say."""
+    owner = engine._server if isinstance(engine, RemoteEngine) else engine
+    owner._loader.configure(settings)
 
 
 async def update_in_mid_generation(
@@ -36,7 +45,7 @@ async def update_in_mid_generation(
 ) -> list[Completion]:
     """Completions of PROMPTS that were running when seed 1 replaced seed 0 as version 1."""
     await engine.load_weights(update_to(make_model(), 0, path / "zero.safetensors"))
-    engine.configure(settings)
+    configure(engine, settings)
     update = update_to(make_model(seed=1), 1, path / "one.safetensors")
     before = engine.gauges()["num_tokens"]
     running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]

@@ -116,10 +116,6 @@ class VllmEngine:
         self._pause_s += pause_s
         return LoadReport(transfer_s=transfer_s, pause_s=pause_s)
 
-    def configure(self, settings: VllmSettings) -> None:
-        """From the next update on, pause as these settings say."""
-        self._loader.configure(settings)
-
     def gauges(self) -> Mapping[str, float]:
         """Beside those of the seam: `kv_usage` (fraction) and the total `num_preemptions`."""
         return {
