@@ -42,6 +42,7 @@ class FakeServer:
         self.asked: list[Request] = []
         self.aborted: list[str] = []
         self.is_gone = False
+        self.num_refusals = 0
         self.at_load: asyncio.Future[None] | None = None
 
     async def sample(self, request: Request) -> Completion | None:
@@ -67,6 +68,9 @@ class FakeServer:
         return 0.25
 
     async def readings(self) -> Mapping[str, float]:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise RefusedError("/metrics", 503, "busy")
         if self.is_gone:
             raise ConnectionLostError("nobody there")
         return {"num_active": 1.0, "num_waiting": 2.0, "num_tokens": 30.0}
@@ -145,6 +149,7 @@ async def test_a_refused_request_is_the_only_one_to_fail():
 
 async def test_requests_beyond_twice_the_slots_wait_on_this_side():
     server = FakeServer()
+    server.num_refusals = 1
     engine = engine_on(server, max_num_seqs=2)
     waiting = [asyncio.create_task(engine.generate([5], ONE)) for _ in range(7)]
     async with asyncio.timeout(10):

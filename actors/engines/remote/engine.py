@@ -20,7 +20,7 @@ from msgspec import structs
 from actors.engines.manifest import require_same_parameters
 from actors.engines.model import ModelFacts
 from actors.engines.prompt import require_known_tokens, room_for
-from actors.engines.remote.http import ConnectionLostError, patiently
+from actors.engines.remote.http import ConnectionLostError, RefusedError, patiently
 from actors.engines.remote.server import Request, Server
 from streamrl.errors import RolloutError, TransportError
 from streamrl.types import Completion, LoadReport, SamplingParams, WeightUpdate
@@ -174,6 +174,8 @@ class RemoteEngine:
         while True:
             try:
                 self._readings = await patiently(self._server.readings, self._patience_s)
+            except RefusedError as error:
+                log.debug("no readings: %s", error)
             except TransportError as error:
                 self._fail(error)
                 await self._end_requests()
