@@ -5,7 +5,7 @@ written after `sglang/srt/entrypoints/http_server.py` and the scheduler of that 
 SGLang is peculiar so is this: stop tokens are nothing under ignore_eos, seeds nothing without
 deterministic inference, log-probabilities come without truncation unless a sampling mask is asked
 for, weights can only be updated between begin and end, a cache can't be flushed under running
-requests, and requests are aborted by the beginning of their id.
+requests, requests are aborted by the beginning of their id, and the end of the context is not used.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from streamrl.types import Completion, SamplingParams
@@ -75,8 +76,11 @@ class StandIn:
     async def generate(self, body: dict[str, Any]) -> Answer:
         rid, prompt = body["rid"], body["input_ids"]
         sampling = self._sampling(body["sampling_params"])
-        if len(prompt) + sampling.max_new_tokens > self.arguments.context_length:
+        length = self.arguments.context_length
+        if len(prompt) + sampling.max_new_tokens > length or len(prompt) >= length - 6:
             raise ValueError("Requested token count exceeds the model's maximum context length")
+        room = min(sampling.max_new_tokens, length - 2 - len(prompt))
+        sampling = structs.replace(sampling, max_new_tokens=room)
         aborted = self._asked[rid] = asyncio.Event()
         try:
             await self._unpaused.wait()
@@ -120,7 +124,7 @@ class StandIn:
             read = [*prompt, *(done.token_ids.tolist() if done else [])]
             left = sampling.max_new_tokens - (len(read) - len(prompt))
             fewest = max(0, sampling.min_new_tokens - (len(read) - len(prompt)))
-            rest = _with(sampling, max_new_tokens=left, min_new_tokens=fewest)
+            rest = structs.replace(sampling, max_new_tokens=left, min_new_tokens=fewest)
             request, future = self._engine.submit(read, rest)
             giving_up = asyncio.create_task(aborted.wait())
             await asyncio.wait([future, giving_up], return_when=asyncio.FIRST_COMPLETED)
@@ -254,12 +258,6 @@ def _join(address: str, name: str, rank: int, world_size: int, backend: str) -> 
     return group
 
 
-def _with(sampling: SamplingParams, **changes: int) -> SamplingParams:
-    from msgspec import structs
-
-    return structs.replace(sampling, **changes)
-
-
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model-path", required=True)
@@ -267,7 +265,7 @@ def _parsed() -> argparse.Namespace:
     for name, default in (("port", 30000), ("tp-size", 1), ("random-seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--max-running-requests", type=int, default=4)
-    parser.add_argument("--context-length", type=int, default=4000)
+    parser.add_argument("--context-length", type=int, default=4006)
     parser.add_argument("--dtype", default="float32")
     for name in ("enable-metrics", "skip-tokenizer-init", "enable-deterministic-inference"):
         parser.add_argument(f"--{name}", action="store_true")

@@ -51,9 +51,10 @@ def wait_until_up(
         time.sleep(_CHECK_S)
 
 
-def require_length(http: Http, config: RunConfig) -> None:
-    """Refuse a server that would cut what this configuration wants to sample."""
-    longest = http.now("GET", "/v1/models")["data"][0]["max_model_len"]
+def require_length(http: Http, config: RunConfig, num_reserved: int = 0) -> None:
+    """Refuse a server that would cut what this configuration wants to sample; of its length
+    `num_reserved` positions are for itself."""
+    longest = http.now("GET", "/v1/models")["data"][0]["max_model_len"] - num_reserved
     if longest < config.max_model_len:
         raise ConfigError(
             f"the server at {http.url} takes {longest} tokens of prompt and completion, and "

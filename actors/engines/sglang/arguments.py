@@ -13,6 +13,8 @@ from streamrl.config import RunConfig
 from streamrl.config.sglang import OURS
 from streamrl.errors import ConfigError
 
+# Of its context SGLang leaves two positions unused, and takes no prompt within six of its end.
+NUM_RESERVED = 6
 _FIXED = ("model_path", "host", "port", "enable_metrics", "skip_tokenizer_init", "random_seed")
 
 
@@ -31,7 +33,7 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
         "random_seed": seed,
         "dtype": generator.dtype,
         "max_running_requests": generator.max_num_seqs,
-        "context_length": config.max_model_len,
+        "context_length": config.max_model_len + NUM_RESERVED,
         "trust_remote_code": config.model.trust_remote_code,
         "enable_metrics": True,
         # SGLang's minimum length looks into a tokenizer; nothing else here needs one.

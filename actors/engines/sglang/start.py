@@ -9,7 +9,7 @@ from actors.engines.remote.http import Http, RefusedError
 from actors.engines.remote.process import ServerProcess
 from actors.engines.remote.server import UNLABELED, Labels, Request
 from actors.engines.remote.start import host_of, probe, require_length, wait_until_up
-from actors.engines.sglang.arguments import launch_command, wire_request
+from actors.engines.sglang.arguments import NUM_RESERVED, launch_command, wire_request
 from actors.engines.sglang.messages import (
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
@@ -94,7 +94,7 @@ def _ask_now(http: Http, request: Request, labels: Labels) -> Completion | None:
 
 def _require_settings(http: Http, config: RunConfig) -> None:
     """What the server was started with has to be what this configuration says of it."""
-    require_length(http, config)
+    require_length(http, config, NUM_RESERVED)
     settings, info = config.generator.sglang, http.now("GET", "/server_info")
     for name in ("tp_size", "enable_deterministic_inference"):
         if info.get(name) != getattr(settings, name):
