@@ -15,7 +15,8 @@ quickstart: $(VENV)/core.stamp
 test: check
 	$(BIN)/pytest
 
-# The engine contract and whole runs on a real vLLM: five minutes of installation, five of tests.
+# The engine contract and whole runs on a real vLLM, in the process and by URL: five minutes of
+# installation, ten of tests.
 test-vllm: $(VLLM)/vllm.stamp
 	$(VLLM)/bin/pytest tests/contract/test_engines.py tests/vllm
 
