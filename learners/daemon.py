@@ -79,6 +79,11 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
 def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
     weights = config.weights
     dtype = getattr(torch, weights.dtype) if weights.dtype else None
+    if weights.dtype == "float8_e4m3fn":
+        log.warning(
+            "weights.dtype float8_e4m3fn moves each weight of a matrix by up to 1/16: generators "
+            "sample from another policy than the learner's, see mismatch/*; rollout_is corrects it"
+        )
     layout = Layout(manifest_of(policy.parameters(), dtype), weights.bucket_bytes)
     sender = WeightSender(weights, layout, policy.device, config.run.path / "weights")
     log.info("announcing %.1f MB of weights at %s", layout.num_bytes / 1e6, sender.address)

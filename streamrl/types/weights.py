@@ -15,7 +15,8 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     """A torch.distributed group that the receiver joins at `rank`; rank 0 sends.
 
     `group` names the group in the store; buckets are slices of at most `bucket_bytes`, cut at
-    tensor boundaries (see `streamrl.weights.layout`).
+    tensor boundaries (see `streamrl.weights.layout`). With `verify` one checksum per tensor comes
+    after the last bucket.
     """
 
     host: str
@@ -26,19 +27,28 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     backend: str
     bucket_bytes: int
     timeout_s: float
+    verify: bool = False
 
 
 class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
-    """A safetensors file that sender and receiver both see."""
+    """A safetensors file that sender and receiver both see: a whole version, or the difference to
+    the one before, in buckets of at most `bucket_bytes`.
+
+    `is_base` announces that the next file may be a difference to this one.
+    """
 
     path: str
+    bucket_bytes: int = 64 * 2**20
+    is_base: bool = False
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
-    """What one load cost: receiving, and the pause in which no token was sampled."""
+    """What one load cost: receiving; from the last byte until the new weights sample; and, within
+    that, the pause in which no token was sampled."""
 
     transfer_s: float
     pause_s: float
+    load_s: float = 0.0
 
 
 class WeightUpdate(Struct, frozen=True, kw_only=True):

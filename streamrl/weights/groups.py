@@ -10,6 +10,9 @@ inside it only at the timeout.
 """
 
 import socket
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from torch._C._distributed_c10d import Store as TorchStore
 
 from streamrl.errors import WeightTransferError
+
+IN_FLIGHT = 2
 
 
 class Store:
@@ -57,6 +62,24 @@ def join(
     return _form(store, host, name, rank, world_size, backend, timeout_s)
 
 
+class Broadcast:
+    """One that is under way."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Until the tensor has been sent or filled. Waits for the peers or the timeout.
+
+        Raises:
+            WeightTransferError: a peer is gone or too slow; the group is unusable.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise WeightTransferError(f"broadcast failed: {error}") from error
+
+
 class Group:
     """Broadcasts from rank 0 to everyone."""
 
@@ -64,19 +87,44 @@ class Group:
         self._group = group
         self._timeout = timedelta(seconds=timeout_s)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send (rank 0) or fill (others) the tensor. Waits for the peers or the timeout.
+    def start(self, tensor: torch.Tensor) -> Broadcast:
+        """Begin to send (rank 0) or fill (others) the tensor; all ranks begin in the same order.
 
         Raises:
-            WeightTransferError: a peer is gone or too slow; the group is unusable.
+            WeightTransferError: a peer is gone; the group is unusable.
         """
         try:
-            self._group.broadcast(tensor, 0, timeout=self._timeout).wait()
+            return Broadcast(self._group.broadcast(tensor, 0, timeout=self._timeout))
         except RuntimeError as error:
             raise WeightTransferError(f"broadcast failed: {error}") from error
 
+    def pipelined(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Each tensor once it is sent or filled, while the next one is under way.
+
+        A tensor may be used until the next one is asked for, so that two take turns. Whoever stops
+        early or gets an error finds no broadcast under way: none writes into memory given up.
+        """
+        pending: deque[tuple[torch.Tensor, Broadcast]] = deque()
+        try:
+            for tensor in tensors:
+                pending.append((tensor, self.start(tensor)))
+                if len(pending) == IN_FLIGHT:
+                    yield _finished(pending)
+            while pending:
+                yield _finished(pending)
+        finally:
+            for _, broadcast in pending:
+                with suppress(WeightTransferError):
+                    broadcast.wait()
+
     def close(self) -> None:
         self._group.shutdown()
+
+
+def _finished(pending: deque[tuple[torch.Tensor, Broadcast]]) -> torch.Tensor:
+    tensor, broadcast = pending.popleft()
+    broadcast.wait()
+    return tensor
 
 
 def _form(

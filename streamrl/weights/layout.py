@@ -1,7 +1,8 @@
 """A model's parameters as one stretch of bytes, cut into buckets at tensor boundaries.
 
 Invariant: sender and receiver compute the same layout from the same manifest and `bucket_bytes`, so
-no offsets travel. A tensor larger than a bucket gets a bucket of its own.
+no offsets travel; where a tensor stands depends on the manifest alone. A tensor larger than a
+bucket gets a bucket of its own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from math import prod
 import torch
 
 from streamrl.types import TensorSpec
+from streamrl.weights import float8
 
 _ALIGNMENT = 64
 
@@ -24,6 +26,38 @@ class Slot:
     start: int
     num_bytes: int
 
+    @property
+    def is_float8(self) -> bool:
+        return dtype_of(self.spec) == float8.DTYPE
+
+    def of(self, data: torch.Tensor, origin: int = 0) -> torch.Tensor:
+        """The slot's bytes in `data`, whose first byte is byte `origin` of the whole."""
+        start = self.start - origin
+        return data[start : start + self.num_bytes]
+
+    def arrays(self, raw: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the slot's bytes `raw` hold, as views by name; the scales of a float8 matrix too."""
+        count = prod(self.spec.shape) * dtype_of(self.spec).itemsize
+        arrays = {self.spec.name: raw[:count].view(dtype_of(self.spec)).view(self.spec.shape)}
+        if not self.is_float8:
+            return arrays
+        scales = raw[_aligned(count) :].view(torch.float32)
+        shape = float8.scale_shape(self.spec.shape)
+        return {**arrays, self.spec.name + float8.SCALE_SUFFIX: scales.view(shape)}
+
+    def write(self, raw: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Cast the tensor into the slot's bytes."""
+        first, *scales = self.arrays(raw).values()
+        if scales:
+            float8.encode(tensor, first, *scales)
+        else:
+            first.copy_(tensor)
+
+    def read(self, raw: torch.Tensor) -> torch.Tensor:
+        """The tensor in the slot's bytes: a view, or a bfloat16 matrix decoded from float8."""
+        first, *scales = self.arrays(raw).values()
+        return float8.decode(first, *scales) if scales else first
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -33,13 +67,14 @@ class Bucket:
     start: int
     stop: int
 
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The bucket's bytes in `data`, the whole."""
+        return data[self.start : self.stop]
+
     def views(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Named tensors inside `data`, the bucket's bytes [stop - start] uint8."""
         for slot in self.slots:
-            start = slot.start - self.start
-            raw = data[start : start + slot.num_bytes]
-            dtype: torch.dtype = getattr(torch, slot.spec.dtype)
-            yield slot.spec.name, raw.view(dtype).view(slot.spec.shape)
+            yield slot.spec.name, slot.read(slot.of(data, self.start))
 
 
 @dataclass(frozen=True)
@@ -52,6 +87,10 @@ class Layout:
         return tuple(_cut(_slots(self.manifest), self.bucket_bytes))
 
     @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for bucket in self.buckets for slot in bucket.slots)
+
+    @cached_property
     def num_bytes(self) -> int:
         return self.buckets[-1].stop if self.buckets else 0
 
@@ -59,13 +98,32 @@ class Layout:
 def manifest_of(
     parameters: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> tuple[TensorSpec, ...]:
-    """The manifest of the parameters; `dtype` replaces that of the floating-point ones."""
+    """The manifest of the parameters; `dtype` replaces that of the floating-point ones.
+
+    float8_e4m3fn is for matrices (see `float8.is_sent_in_float8`); the rest becomes bfloat16.
+    """
     return tuple(
-        TensorSpec(
-            name, _name_of(dtype if dtype and t.is_floating_point() else t.dtype), (*t.shape,)
-        )
+        TensorSpec(name, _name_of(_sent_dtype(name, t, dtype)), (*t.shape,))
         for name, t in parameters.items()
     )
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _sent_dtype(name: str, parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not parameter.is_floating_point():
+        return parameter.dtype
+    if dtype == float8.DTYPE and not float8.is_sent_in_float8(name, parameter):
+        return torch.bfloat16
+    return dtype
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -75,24 +133,29 @@ def _name_of(dtype: torch.dtype) -> str:
 def _slots(manifest: Iterable[TensorSpec]) -> Iterator[Slot]:
     start = 0
     for spec in manifest:
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        num_bytes = prod(spec.shape) * dtype.itemsize
+        num_bytes = prod(spec.shape) * dtype_of(spec).itemsize
+        if dtype_of(spec) == float8.DTYPE:
+            num_bytes = _aligned(num_bytes) + 4 * prod(float8.scale_shape(spec.shape))
         yield Slot(spec, start, num_bytes)
-        start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        start += _aligned(num_bytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _cut(slots: Iterable[Slot], bucket_bytes: int) -> Iterator[Bucket]:
-    pending: tuple[Slot, ...] = ()
+    pending: list[Slot] = []
     for slot in slots:
         stop = slot.start + slot.num_bytes
         if pending and stop - pending[0].start > bucket_bytes:
             yield _bucket(pending)
-            pending = ()
-        pending = (*pending, slot)
+            pending = []
+        pending.append(slot)
     if pending:
         yield _bucket(pending)
 
 
-def _bucket(slots: tuple[Slot, ...]) -> Bucket:
+def _bucket(slots: list[Slot]) -> Bucket:
     last = slots[-1]
-    return Bucket(slots, slots[0].start, last.start + last.num_bytes)
+    return Bucket(tuple(slots), slots[0].start, last.start + last.num_bytes)

@@ -1,6 +1,6 @@
 """Where the learner leaves a version for the sender, so that neither waits for the other.
 
-Used by `streamrl.weights.channel.WeightSender` alone.
+Used by `streamrl.weights.sender` alone.
 """
 
 import threading
@@ -37,9 +37,8 @@ class SendBuffers:
             if self._newest == target:
                 self._newest = None
         data = self._data[target]
-        for bucket in self.layout.buckets:
-            for name, view in bucket.views(data[bucket.start : bucket.stop]):
-                view.copy_(parameters[name].detach())
+        for slot in self.layout.slots:
+            slot.write(slot.of(data), parameters[slot.spec.name].detach())
         with self._lock:
             self._newest, self._version = target, policy_version
 

@@ -42,9 +42,10 @@ from streamrl.weights.channel import (
     Ready,
     Transfer,
 )
+from streamrl.weights.files import FileSender
 from streamrl.weights.layout import Layout
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transfer import BroadcastSender, write_file
+from streamrl.weights.transfer import BroadcastSender
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +73,15 @@ class WeightSender:
         self._settings = settings
         self._layout = layout
         self._device = device
-        self._folder = folder
         self._history = uuid.uuid4().hex[:12]
+        self._files = FileSender(settings, layout, folder, self._history)
         self._buffers = SendBuffers(layout, device)
         self._peers: dict[str, _Peer] = {}
         self._cannot_read_files: set[str] = set()
         self._apart: dict[str, str] = {}
         self._has_delivered = False
         self._attempt = 0
+        self._num_failed = 0
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._changed = asyncio.Event()
         self._timings: dict[str, float] = {}
@@ -102,8 +104,18 @@ class WeightSender:
         self._changed.set()
 
     def gauges(self) -> dict[str, float]:
-        """Seconds of each hop of the last update, and how many receivers are alive."""
-        return {**self._timings, "num_receivers": float(len(self._alive()))}
+        """Seconds of each hop of the last update, those of the slowest receiver where each has its
+        own; how many receivers are alive, and how many loads have failed.
+
+            snapshot_s    the learner copies into a send buffer; all that it waits for
+            ready_wait_s  the receivers answer the announcement
+            transfer_s    the sender broadcasts, or writes the file
+            receive_s     a receiver gets it all, beside its sampling
+            load_s        from the last byte until the new weights sample
+            pause_s       the part of load_s in which nothing is sampled
+        """
+        counts = {"num_receivers": len(self._alive()), "num_failed_loads": self._num_failed}
+        return {**self._timings, **{name: float(count) for name, count in counts.items()}}
 
     def behind(self) -> tuple[str, ...]:
         """Receivers that have not answered the last word to them, be it too late already or not."""
@@ -189,15 +201,17 @@ class WeightSender:
 
     async def _send_file(self, peers: list[_Peer], version: int, data: torch.Tensor) -> None:
         start = time.perf_counter()
-        path = self._folder / f"{self._history}-{version:08d}.safetensors"
-        await asyncio.to_thread(write_file, path, self._layout, data)
-        for older in sorted(self._folder.glob(f"{self._history}-*.safetensors"))[:-2]:
-            older.unlink(missing_ok=True)
+        held = {peer.name: self._version_of(peer) for peer in peers}
+        endpoints = await asyncio.to_thread(self._files.write, version, data, held)
         self._timings["transfer_s"] = time.perf_counter() - start
-        endpoint = FilesEndpoint(path=str(path.resolve()))
-        await self._send(self._transfers({peer: endpoint for peer in peers}, version))
-        loaded = await self._conclude(peers, version, self._settings.deadline_s)
+        await self._send(self._transfers({p: endpoints[p.name] for p in peers}, version))
+        loaded, failed = await self._conclude(peers, version, self._settings.deadline_s)
+        await asyncio.to_thread(self._files.answered, loaded, failed)
         self._cannot_read_files |= {peer.name for peer in peers} - loaded
+
+    def _version_of(self, peer: _Peer) -> int:
+        """Of this history; -1 if the receiver has none of it."""
+        return peer.hello.policy_version if peer.hello.history == self._history else -1
 
     def _groups(self, peers: Iterable[_Peer]) -> list[list[_Peer]]:
         """The peers, each with those it is to share a broadcast with; the healthy ones first."""
@@ -231,7 +245,7 @@ class WeightSender:
         except WeightTransferError as error:
             log.warning("version %d did not reach every receiver: %s", version, error)
         self._timings["transfer_s"] = time.perf_counter() - start
-        loaded = await self._conclude(peers, version, self._settings.deadline_s / 2)
+        loaded, _ = await self._conclude(peers, version, self._settings.deadline_s / 2)
         self._regroup(peers, loaded)
 
     def _transfers(
@@ -251,22 +265,31 @@ class WeightSender:
             for peer, endpoint in endpoints.items()
         }
 
-    async def _conclude(self, peers: list[_Peer], version: int, wait_s: float) -> set[str]:
-        """Book who loaded the version, and leave out who did not answer; names of the former."""
+    async def _conclude(
+        self, peers: list[_Peer], version: int, wait_s: float
+    ) -> tuple[set[str], set[str]]:
+        """Book who loaded the version, and leave out who did not answer.
+
+        The names of those that loaded it and are still here, and of those that said they failed.
+        """
         answers = await self._collect(wait_s)
         self._fence(peer for peer in peers if peer.name not in answers)
         reports = {name: a.report for name, a in answers.items() if isinstance(a, Loaded)}
         for name, answer in answers.items():
             if isinstance(answer, Failed):
+                self._num_failed += 1
                 log.warning("%s did not load version %d: %s", name, version, answer.reason)
             elif peer := self._peers.get(name):
                 hello = structs.replace(peer.hello, policy_version=version, history=self._history)
                 self._peers[name] = structs.replace(peer, hello=hello)
         if reports:
             self._has_delivered = True
-            self._timings["load_s"] = max(report.transfer_s for report in reports.values())
-            self._timings["pause_s"] = max(report.pause_s for report in reports.values())
-        return reports.keys() & self._peers.keys()
+            self._timings |= {
+                "receive_s": max(report.transfer_s for report in reports.values()),
+                "load_s": max(report.load_s for report in reports.values()),
+                "pause_s": max(report.pause_s for report in reports.values()),
+            }
+        return reports.keys() & self._peers.keys(), answers.keys() - reports.keys()
 
     def _fence(self, silent: Iterable[_Peer]) -> None:
         for peer in silent:

@@ -1,4 +1,4 @@
-"""One update's bytes, both ends: a broadcast in buckets, or a safetensors file.
+"""One update's bytes, both ends: a broadcast in buckets, or files (`streamrl.weights.files`).
 
 Invariant: a receiver either has yielded every tensor of the manifest, or has raised; loading is up
 to the caller, who keeps the old weights until the last tensor is there.
@@ -6,17 +6,16 @@ to the caller, who keeps the old weights until the last tensor is there.
 
 import itertools
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from streamrl.config.sections import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import BroadcastEndpoint, FilesEndpoint, TensorSpec, WeightUpdate
+from streamrl.types import BroadcastEndpoint, FilesEndpoint, WeightUpdate
 from streamrl.weights import groups
+from streamrl.weights.checksums import SIZE, checksum, require_equal
+from streamrl.weights.files import FileReader, version_name
 from streamrl.weights.layout import Layout
 
 
@@ -52,6 +51,7 @@ class BroadcastSender:
                 backend=backend,
                 bucket_bytes=self._settings.bucket_bytes,
                 timeout_s=self._timeout_s,
+                verify=self._settings.verify,
             )
             for member, rank in zip(members, first_ranks, strict=False)
         }
@@ -69,8 +69,8 @@ class BroadcastSender:
                 self._group = self._store.join(
                     endpoint.group, endpoint.world_size, endpoint.backend, self._timeout_s
                 )
-            for bucket in layout.buckets:
-                self._group.broadcast(data[bucket.start : bucket.stop].to(device))
+            for _ in self._group.pipelined(_outgoing(endpoint, layout, data, device)):
+                pass
         except WeightTransferError:
             self.close()
             raise
@@ -81,17 +81,17 @@ class BroadcastSender:
             self._group = None
 
 
-def write_file(path: Path, layout: Layout, data: torch.Tensor) -> None:
-    """The same bytes as a safetensors file, complete or absent under its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    tensors = {
-        name: tensor
-        for bucket in layout.buckets
-        for name, tensor in bucket.views(data[bucket.start : bucket.stop])
-    }
-    save_file(tensors, unfinished)
-    unfinished.replace(path)
+def _outgoing(
+    endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """The buckets, and one checksum per tensor, computed while the buckets are on their way."""
+    checksums = bytearray()
+    for bucket in layout.buckets:
+        yield bucket.of(data).to(device)
+        if endpoint.verify:
+            checksums += b"".join(checksum(slot.of(data)) for slot in bucket.slots)
+    if checksums:
+        yield torch.frombuffer(checksums, dtype=torch.uint8).to(device)
 
 
 class TransferReceiver:
@@ -103,19 +103,29 @@ class TransferReceiver:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._group: tuple[str, groups.Group] | None = None
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = [torch.empty(0, dtype=torch.uint8)] * groups.IN_FLIGHT
+        self._files = FileReader()
 
-    def tensors(self, update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, update: WeightUpdate, landing: torch.Tensor | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the manifest by name; each is valid until the next one is asked for.
 
+        `landing` [num_bytes of the manifest's layout] uint8, zeros at first, lets them be received
+        in place: tensors inside it are valid until it is given again. What arrives on another
+        device or has to be decoded stands elsewhere all the same.
+
         Raises:
-            WeightTransferError: the sender or a peer is gone, or the file does not match.
+            WeightTransferError: the sender or a peer is gone, or something is not as it was sent,
+                which may be known after the last tensor only.
         """
         match update.endpoint:
             case BroadcastEndpoint() as endpoint:
-                yield from self._broadcast(endpoint, Layout(update.manifest, endpoint.bucket_bytes))
+                layout = Layout(update.manifest, endpoint.bucket_bytes)
+                yield from self._broadcast(endpoint, layout, landing)
             case FilesEndpoint() as endpoint:
-                yield from self._file(Path(endpoint.path), update.manifest)
+                name = version_name(update.history, update.policy_version)
+                yield from self._files.tensors(endpoint, update.manifest, name, landing)
 
     def close(self) -> None:
         if self._group is not None:
@@ -123,17 +133,41 @@ class TransferReceiver:
             self._group = None
 
     def _broadcast(
-        self, endpoint: BroadcastEndpoint, layout: Layout
+        self, endpoint: BroadcastEndpoint, layout: Layout, landing: torch.Tensor | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         group = self._join(endpoint)
+        checksums = bytearray()
         try:
-            for bucket in layout.buckets:
-                data = self._reserve(bucket.stop - bucket.start, endpoint.backend)
-                group.broadcast(data)
+            arriving = group.pipelined(self._incoming(endpoint, layout, landing))
+            for bucket, data in zip(layout.buckets, arriving, strict=False):
+                if endpoint.verify:
+                    slots = bucket.slots
+                    checksums += b"".join(checksum(slot.of(data, bucket.start)) for slot in slots)
                 yield from bucket.views(data)
-        except WeightTransferError:
+            sent = [data.cpu().numpy().tobytes() for data in arriving]
+        except BaseException:
+            # Also if the consumer gives up: this end would be out of step with the others.
             self.close()
             raise
+        if sent:
+            require_equal(layout.slots, sent[0], bytes(checksums), "the sender")
+
+    def _incoming(
+        self,
+        endpoint: BroadcastEndpoint,
+        layout: Layout,
+        landing: torch.Tensor | None,
+    ) -> Iterator[torch.Tensor]:
+        """Where the buckets, and the checksums, are to be received."""
+        device = torch.device("cpu") if endpoint.backend == "gloo" else self._device
+        in_place = landing is not None and landing.device.type == device.type
+        for number, bucket in enumerate(layout.buckets):
+            if landing is not None and in_place:
+                yield bucket.of(landing)
+            else:
+                yield self._reserve(number, bucket.stop - bucket.start, device)
+        if endpoint.verify and layout.slots:
+            yield torch.empty(SIZE * len(layout.slots), dtype=torch.uint8, device=device)
 
     def _join(self, endpoint: BroadcastEndpoint) -> groups.Group:
         if self._group is None or self._group[0] != endpoint.group:
@@ -150,21 +184,8 @@ class TransferReceiver:
             self._group = (endpoint.group, group)
         return self._group[1]
 
-    def _reserve(self, num_bytes: int, backend: str) -> torch.Tensor:
-        device = torch.device("cpu") if backend == "gloo" else self._device
-        if len(self._scratch) < num_bytes or self._scratch.device != device:
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return self._scratch[:num_bytes]
-
-    def _file(
-        self, path: Path, manifest: Iterable[TensorSpec]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        try:
-            with safe_open(path, framework="pt", device=str(self._device)) as file:
-                for spec in manifest:
-                    yield spec.name, file.get_tensor(spec.name)
-        except (OSError, ValueError, KeyError) as error:
-            raise WeightTransferError(
-                f"cannot read weights from {path}: {error}; transport `files` needs a file system "
-                "that learner and generators share"
-            ) from error
+    def _reserve(self, number: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+        turn = number % groups.IN_FLIGHT
+        if len(self._scratch[turn]) < num_bytes or self._scratch[turn].device != device:
+            self._scratch[turn] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._scratch[turn][:num_bytes]

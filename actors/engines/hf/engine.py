@@ -105,7 +105,7 @@ class HfEngine:
         start = time.perf_counter()
         self._weights.check(update.manifest)
         await asyncio.to_thread(self._receive, update)
-        transfer_s = time.perf_counter() - start
+        received = time.perf_counter()
         swapped: asyncio.Future[float] = self._loop.create_future()
 
         def swap() -> None:
@@ -120,7 +120,10 @@ class HfEngine:
             self._raise_if_dead()
             self._commands.append(swap)
             self._wake.notify()
-        return LoadReport(transfer_s=transfer_s, pause_s=await swapped)
+        pause_s = await swapped
+        return LoadReport(
+            transfer_s=received - start, load_s=time.perf_counter() - received, pause_s=pause_s
+        )
 
     def gauges(self) -> Mapping[str, float]:
         return {
@@ -138,7 +141,8 @@ class HfEngine:
         self._transfer.close()
 
     def _receive(self, update: WeightUpdate) -> None:
-        for name, tensor in self._transfer.tensors(update):
+        landing = self._weights.landing(update.manifest)
+        for name, tensor in self._transfer.tensors(update, landing):
             self._weights.stage(name, tensor)
 
     def _raise_if_dead(self) -> None:

@@ -1,13 +1,34 @@
 """A second set of parameters, filled while the first one samples, swapped in between two tokens.
 
-Invariant: `stage` never touches a parameter in use; `swap` exchanges storage pointers, so sampling
-pauses for microseconds however large the model is. The price is memory for one more copy.
+Invariant: an update never touches a parameter in use; `swap` exchanges storage pointers, so
+sampling pauses for microseconds however large the model is. The price is memory for one more copy.
+
+Both sets stand in memory of their own, laid out as the update's bytes are, so that an update in the
+engine's own precision is received straight into place.
 """
+
+from dataclasses import dataclass
 
 import torch
 
 from actors.engines.manifest import require_same_parameters
-from streamrl.types import TensorSpec
+from streamrl.types import TensorSpec, replace
+from streamrl.weights.layout import Layout
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A set of parameters: the bytes, and the views of them by name."""
+
+    manifest: tuple[TensorSpec, ...]
+    data: torch.Tensor
+    views: dict[str, torch.Tensor]
+
+    @classmethod
+    def make(cls, manifest: tuple[TensorSpec, ...], device: torch.device) -> "_Copy":
+        layout = Layout(manifest, 1)
+        data = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        return cls(manifest, data, {s.spec.name: s.read(s.of(data)) for s in layout.slots})
 
 
 class SpareWeights:
@@ -15,7 +36,8 @@ class SpareWeights:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._active = dict(model.named_parameters())
-        self._spare: dict[str, torch.Tensor] = {}
+        self._used: _Copy | None = None
+        self._spare: _Copy | None = None
 
     def check(self, manifest: tuple[TensorSpec, ...]) -> None:
         """Refuse a manifest that is not this model's."""
@@ -23,14 +45,29 @@ class SpareWeights:
             manifest, {name: tuple(parameter.shape) for name, parameter in self._active.items()}
         )
 
+    def landing(self, manifest: tuple[TensorSpec, ...]) -> torch.Tensor | None:
+        """Where the update's bytes can be received in place, if it is in the engine's precision.
+
+        Comes before `stage`, once for each update.
+        """
+        own = tuple(
+            replace(spec, dtype=str(self._active[spec.name].dtype).removeprefix("torch."))
+            for spec in manifest
+        )
+        if self._spare is None or self._spare.manifest != own:
+            self._spare = _Copy.make(own, next(iter(self._active.values())).device)
+        return self._spare.data if own == manifest else None
+
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Keep the tensor, cast to the engine's precision, for the next swap."""
-        if name not in self._spare:
-            self._spare[name] = torch.empty_like(self._active[name].data)
-        self._spare[name].copy_(tensor)
+        assert self._spare is not None, "landing() comes first"
+        view = self._spare.views[name]
+        if tensor.data_ptr() != view.data_ptr():
+            view.copy_(tensor)
 
     def swap(self) -> None:
         """What was staged becomes active; what was active becomes the next staging area."""
-        for name, staged in self._spare.items():
-            parameter = self._active[name]
-            parameter.data, self._spare[name] = staged, parameter.data
+        assert self._spare is not None, "nothing was staged"
+        for name, staged in self._spare.views.items():
+            self._active[name].data = staged
+        self._used, self._spare = self._spare, self._used
