@@ -106,7 +106,7 @@ class VllmEngine:
         start = perf_counter()
         require_same_parameters(update.manifest, self._shapes)
         await self._loader.receive(update)
-        transfer_s = perf_counter() - start
+        received = perf_counter()
 
         def switch() -> None:
             self._policy_version = update.policy_version
@@ -114,7 +114,9 @@ class VllmEngine:
 
         pause_s = await self._loader.load(str(update.policy_version), switch)
         self._pause_s += pause_s
-        return LoadReport(transfer_s=transfer_s, pause_s=pause_s)
+        return LoadReport(
+            transfer_s=received - start, load_s=perf_counter() - received, pause_s=pause_s
+        )
 
     def gauges(self) -> Mapping[str, float]:
         """Beside those of the seam: `kv_usage` (fraction) and the total `num_preemptions`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
 from streamrl.config.sections import WeightSettings
 from streamrl.errors import WeightTransferError
@@ -82,6 +83,15 @@ class Run:
     def publish(self, version: int, value: float) -> None:
         self.sender.snapshot(parameters(value), version)
         self.sender.publish()
+
+
+async def starting_again(tmp_path: Path, tasks: asyncio.TaskGroup, address: str) -> Run:
+    """At an address that a sender of this process had: ZeroMQ frees it from a thread of its own."""
+    async with asyncio.timeout(20.0):
+        while True:
+            with contextlib.suppress(zmq.ZMQError):
+                return Run(tmp_path, tasks, address=address)
+            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -187,7 +197,7 @@ async def test_generators_follow_a_learner_that_starts_again(tmp_path):
         await asyncio.wait([sender_task])
         started.sender.close()
         async with asyncio.TaskGroup() as tasks:
-            again = Run(tmp_path, tasks, address=started.sender.address)
+            again = await starting_again(tmp_path, tasks, started.sender.address)
             again.publish(1, 5.0)
             await until(lambda: generator.has(5.0))
             again.running[0].cancel()
