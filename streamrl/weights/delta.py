@@ -16,7 +16,7 @@ import zstandard
 
 from streamrl.weights import tensor_file
 from streamrl.weights.checksums import SIZE, checksum
-from streamrl.weights.layout import Bucket, Layout, bytes_of
+from streamrl.weights.layout import Layout, bytes_of
 from streamrl.weights.tensor_file import TensorFile
 
 FORMAT = "streamrl-delta-1"
@@ -25,9 +25,11 @@ FORMAT = "streamrl-delta-1"
 def write(path: Path, layout: Layout, base: torch.Tensor, data: torch.Tensor, name: str) -> None:
     """What turns `base` into `data`, both [layout.num_bytes] uint8; `name` is the base's."""
     compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
+    scratch = _scratch(layout)
     frames = {}
     for number, bucket in enumerate(layout.buckets):
-        difference = torch.bitwise_xor(bucket.of(base), bucket.of(data))
+        difference = scratch[: bucket.num_bytes]
+        torch.bitwise_xor(bucket.of(base), bucket.of(data), out=difference)
         if difference.any():
             frame = bytearray(compressor.compress(bytes_of(difference)))
             frames[str(number)] = torch.frombuffer(frame, dtype=torch.uint8)
@@ -46,35 +48,42 @@ def apply(file: TensorFile, layout: Layout, base: torch.Tensor, into: torch.Tens
     Raises:
         WeightTransferError: base, file or result is not what the sender had; `into` is undefined.
     """
-    decompressor = zstandard.ZstdDecompressor()
     before = file.bytes_about("base_checksums")
     after = file.bytes_about("checksums")
+    scratch = _scratch(layout)
     for number, bucket in enumerate(layout.buckets):
         where = f"bucket {number} (from {bucket.slots[0].spec.name})"
         mine, theirs = bucket.of(base), slice(number * SIZE, (number + 1) * SIZE)
         if checksum(mine) != before[theirs]:
             raise file.error(f"changes another base: {where} differs")
         target = bucket.of(into)
-        if str(number) not in file:
-            if target.data_ptr() != mine.data_ptr():
-                target.copy_(mine)
-            continue
-        torch.bitwise_xor(mine, _difference(file, decompressor, number, bucket), out=target)
-        if checksum(target) != after[theirs]:
-            raise file.error(f"does not give the sender's bytes: {where} differs")
+        if str(number) in file:
+            difference = scratch[: bucket.num_bytes]
+            _decompress(file, number, difference)
+            torch.bitwise_xor(mine, difference, out=target)
+            if checksum(target) != after[theirs]:
+                raise file.error(f"does not give the sender's bytes: {where} differs")
+        elif target.data_ptr() != mine.data_ptr():
+            target.copy_(mine)
 
 
-def _difference(
-    file: TensorFile, decompressor: zstandard.ZstdDecompressor, number: int, bucket: Bucket
-) -> torch.Tensor:
-    frame = file.read(str(number))
+def _decompress(file: TensorFile, number: int, difference: torch.Tensor) -> None:
+    """Fill `difference`, uint8, with the bucket's."""
+    rest = bytes_of(difference)
     try:
-        data = decompressor.decompress(bytes_of(frame), max_output_size=bucket.stop - bucket.start)
+        reader = zstandard.ZstdDecompressor().stream_reader(bytes_of(file.read(str(number))))
+        while rest and (count := reader.readinto(rest)):
+            rest = rest[count:]
+        is_whole = not rest and not reader.read(1)
     except zstandard.ZstdError as error:
         raise file.error(f"is corrupt in bucket {number} ({error})") from error
-    if len(data) != bucket.stop - bucket.start:
-        raise file.error(f"is corrupt in bucket {number} ({len(data)} bytes)")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if not is_whole:
+        raise file.error(f"is corrupt in bucket {number}: not {len(difference)} bytes")
+
+
+def _scratch(layout: Layout) -> torch.Tensor:
+    largest = max((bucket.num_bytes for bucket in layout.buckets), default=0)
+    return torch.empty(largest, dtype=torch.uint8)
 
 
 def _checksums(layout: Layout, data: torch.Tensor) -> bytes:

@@ -67,6 +67,10 @@ class Bucket:
     start: int
     stop: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
     def of(self, data: torch.Tensor) -> torch.Tensor:
         """The bucket's bytes in `data`, the whole."""
         return data[self.start : self.stop]

@@ -111,7 +111,7 @@ class TensorFile:
         self._file.close()
 
     def error(self, what: str) -> WeightTransferError:
-        return WeightTransferError(f"weights file {self.path} {what}")
+        return WeightTransferError(f"cannot read weights from {self.path}: it {what}")
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor in memory of its own; flat uint8, whatever it holds."""

@@ -165,7 +165,7 @@ class TransferReceiver:
             if landing is not None and in_place:
                 yield bucket.of(landing)
             else:
-                yield self._reserve(number, bucket.stop - bucket.start, device)
+                yield self._reserve(number, bucket.num_bytes, device)
         if endpoint.verify and layout.slots:
             yield torch.empty(SIZE * len(layout.slots), dtype=torch.uint8, device=device)
 

@@ -1,0 +1,319 @@
+"""Publishing weights to receivers in processes of their own: bytes/s, and the pause it costs.
+
+    python tests/benchmarks/bench_weights.py [--sizes 100 1000] [--receivers 1 2 4] [--rounds 3]
+
+Sizes are MB of bfloat16 parameters. Each receiver is a real `WeightReceiver` that stages and swaps
+as the HF engine does. Against a bare gloo broadcast of one flat tensor among the same processes,
+by turns in the same run, with and without checksums; then files, whole and as differences after
+CHANGED of the weights moved by one bit. `receive_s` is the slowest receiver's, from the word that
+an update comes until the last byte is staged; `total_s` from publishing until all have loaded it.
+Where there are GPUs enough, NCCL from one to the others. Best of the rounds; one JSON line per
+case; nobody imports this.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from actors.engines.hf.weights import SpareWeights
+from streamrl.config.sections import WeightSettings
+from streamrl.types import LoadReport, WeightUpdate
+from streamrl.weights.channel import WeightReceiver
+from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.sender import WeightSender
+from streamrl.weights.transfer import TransferReceiver
+
+ROWS, COLUMNS = 2048, 1024
+CHANGED = 0.03
+PATIENCE_S = 300.0
+WARM_UP = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--receiver", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.receiver:
+        asyncio.run(receive(*arguments.receiver))
+        return
+    for size in arguments.sizes:
+        for count in arguments.receivers:
+            asyncio.run(report(size, count, arguments.rounds))
+
+
+async def report(size: int, count: int, rounds: int) -> None:
+    about = {"benchmark": "weights", "mb": size, "receivers": count, "cores": os.cpu_count()}
+    async for line in measure(size * 10**6, count, rounds):
+        print(json.dumps({**about, **line}), flush=True)
+
+
+async def measure(size: int, count: int, rounds: int) -> AsyncIterator[dict[str, Any]]:
+    async with receiving(size, count, "cpu") as processes:
+        broadcast = await measure_broadcast(processes, rounds)
+        yield broadcast
+        for case in ("files", "delta"):
+            figures = await measure_files(processes, rounds, delta=case == "delta")
+            ratio = round(broadcast["total_s"] / figures["total_s"], 3)
+            yield {"case": case, **figures, "speed_to_broadcast": ratio}
+    if torch.cuda.device_count() > count:
+        async with (
+            receiving(size, count, "cuda") as processes,
+            publishing(processes, backend="nccl") as run,
+        ):
+            yield {"case": "nccl", **best([await run.publish() for _ in range(rounds)])}
+    else:
+        reason = f"{count + 1} GPUs are needed, {torch.cuda.device_count()} are here"
+        yield {"case": "nccl", "skipped": reason}
+
+
+async def measure_broadcast(processes: "Processes", rounds: int) -> dict[str, Any]:
+    async with publishing(processes) as plain:
+        seconds, updates = [], []
+        for _ in range(rounds):
+            seconds.append(await asyncio.to_thread(processes.broadcast_bare))
+            updates.append(await plain.publish())
+    async with publishing(processes, verify=True) as verified:
+        checked = best([await verified.publish() for _ in range(rounds)])
+    figures = best(updates)
+    return {
+        "case": "broadcast",
+        **figures,
+        "bare_s": round(min(seconds), 4),
+        "speed_to_bare": round(min(seconds) / figures["receive_s"], 3),
+        "verified_receive_s": checked["receive_s"],
+    }
+
+
+async def measure_files(processes: "Processes", rounds: int, *, delta: bool) -> dict[str, Any]:
+    async with publishing(processes, transport="files", delta=delta) as run:
+        figures = best([await run.publish() for _ in range(rounds)])
+        newest = max(run.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        return {**figures, "fraction_of_bytes": round(newest.stat().st_size / processes.size, 4)}
+
+
+def best(updates: list[dict[str, float]]) -> dict[str, Any]:
+    """Of the update that was received fastest; every pause counts."""
+    fastest = min(updates, key=lambda update: update["receive_s"])
+    pause_s = max(update["pause_s"] for update in updates)
+    return {
+        **{name: round(value, 4) for name, value in fastest.items()},
+        "pause_s": round(pause_s, 6),
+        "pause_to_receive": round(pause_s / fastest["receive_s"], 5),
+    }
+
+
+class Processes:
+    """The receivers, and the group of bare broadcasts that they share with this process."""
+
+    def __init__(self, size: int, count: int, device: str) -> None:
+        self.size, self.count, self.device = size, count, device
+        self.parameters = make_parameters(size, device)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._num_senders = 0
+        self._flat = torch.ones(size, dtype=torch.uint8)
+
+    async def start(self) -> None:
+        self._processes = [
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, __file__, "--receiver", str(self._store.port), str(number)),
+                *(str(self.count), str(self.size), self.device),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            for number in range(1, self.count + 1)
+        ]
+        self._bare = await asyncio.to_thread(join_bare, self._store, 0, self.count)
+
+    def introduce(self, address: str) -> None:
+        """A sender to follow from here on; "" for none any more."""
+        self._store.set(f"sender {self._num_senders}", address)
+        self._num_senders += 1
+
+    def broadcast_bare(self) -> float:
+        """Seconds until every process has the flat tensor."""
+        self._bare.broadcast(torch.ones(1), 0).wait()
+        self._bare.barrier().wait()
+        start = time.perf_counter()
+        self._bare.broadcast(self._flat, 0).wait()
+        self._bare.barrier().wait()
+        return time.perf_counter() - start
+
+    async def reports(self) -> list[dict[str, float]]:
+        """The next of each. Waits for all of them, for PATIENCE_S."""
+        async with asyncio.timeout(PATIENCE_S):
+            return [json.loads(await process.stdout.readline()) for process in self._processes]
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._bare.broadcast(torch.zeros(1), 0).wait)
+        self.introduce("")
+        for process in self._processes:
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def receiving(size: int, count: int, device: str) -> AsyncIterator[Processes]:
+    processes = Processes(size, count, device)
+    await processes.start()
+    yield processes
+    await processes.stop()
+
+
+class Publishing:
+    """A sender and those it sends to."""
+
+    def __init__(self, processes: Processes, folder: Path, settings: WeightSettings) -> None:
+        self.folder = folder
+        self._processes = processes
+        layout = Layout(manifest_of(processes.parameters), settings.bucket_bytes)
+        self.sender = WeightSender(settings, layout, torch.device(processes.device), folder)
+        self._version = 0
+
+    async def start(self) -> None:
+        self._processes.introduce(self.sender.address)
+        async with asyncio.timeout(PATIENCE_S):
+            while self.sender.gauges()["num_receivers"] < self._processes.count:
+                await asyncio.sleep(0.05)
+        for _ in range(WARM_UP):
+            await self.publish()
+
+    async def publish(self) -> dict[str, float]:
+        """One update; waits until every receiver has it."""
+        move_some(self._processes.parameters)
+        self._version += 1
+        self.sender.snapshot(self._processes.parameters, self._version)
+        start = time.perf_counter()
+        self.sender.publish()
+        reports = await self._processes.reports()
+        total_s = time.perf_counter() - start
+        assert {report["version"] for report in reports} == {self._version}
+        timings = self.sender.gauges()
+        slowest = {k: max(report[k] for report in reports) for k in ("receive_s", "pause_s")}
+        hops = ("snapshot_s", "ready_wait_s")
+        return {"total_s": total_s, **slowest, **{hop: timings[hop] for hop in hops}}
+
+
+@contextlib.asynccontextmanager
+async def publishing(processes: Processes, **settings: Any) -> AsyncIterator[Publishing]:
+    chosen = {"address": "tcp://127.0.0.1:*", "deadline_s": PATIENCE_S, **settings}
+    with tempfile.TemporaryDirectory() as folder:
+        run = Publishing(processes, Path(folder), WeightSettings.model_validate(chosen))
+        sending = asyncio.create_task(run.sender.run())
+        await run.start()
+        yield run
+        sending.cancel()
+        await asyncio.wait([sending])
+        run.sender.close()
+
+
+def make_parameters(size: int, device: str) -> dict[str, torch.Tensor]:
+    """Matrices and norms of bfloat16, `size` bytes in all."""
+    count = max(1, round(size / (2 * ROWS * COLUMNS)))
+    shapes = {f"layers.{i}.weight": (ROWS, COLUMNS) for i in range(count)}
+    shapes |= {f"layers.{i}.norm": (COLUMNS,) for i in range(count)}
+    return {
+        name: torch.rand(shape, dtype=torch.bfloat16, device=device)
+        for name, shape in shapes.items()
+    }
+
+
+def move_some(parameters: dict[str, torch.Tensor]) -> None:
+    """CHANGED of the weights, to the next representable value."""
+    for tensor in parameters.values():
+        bits = tensor.view(-1).view(torch.int16)
+        bits[torch.randint(len(bits), (int(CHANGED * len(bits)),), device=bits.device)] += 1
+
+
+def join_bare(store: TCPStore, rank: int, count: int) -> Any:
+    options = ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=PATIENCE_S)
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return ProcessGroupGloo(PrefixStore("bare", store), rank, count + 1, options)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._named = {n: torch.nn.Parameter(p, requires_grad=False) for n, p in parameters.items()}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter(self._named.items())
+
+
+async def receive(port: str, number: str, count: str, size: str, device: str) -> None:
+    """A receiver's process: follows one sender after the other, loads as the HF engine does, and
+    takes part in bare broadcasts."""
+    device = device if device == "cpu" else f"{device}:{number}"
+    weights = SpareWeights(Model(make_parameters(int(size), device)))
+    store = TCPStore("127.0.0.1", int(port), is_master=False)
+    bare = await asyncio.to_thread(join_bare, store, int(number), int(count))
+    spare = torch.zeros(int(size), dtype=torch.uint8)
+    taking_part = asyncio.create_task(asyncio.to_thread(take_part, bare, spare))
+    following: asyncio.Task[None] | None = None
+    for sender in itertools.count():
+        address = (await asyncio.to_thread(store.get, f"sender {sender}")).decode()
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following])
+        if not address:
+            break
+        following = asyncio.create_task(follow(address, number, device, weights))
+    await taking_part
+
+
+async def follow(address: str, name: str, device: str, weights: SpareWeights) -> None:
+    transfer = TransferReceiver(device)
+
+    async def load(update: WeightUpdate) -> LoadReport:
+        start = time.perf_counter()
+        await asyncio.to_thread(stage, weights, transfer, update)
+        received = time.perf_counter()
+        weights.swap()
+        pause_s = time.perf_counter() - received
+        times = {"receive_s": received - start, "pause_s": pause_s}
+        print(json.dumps({"version": update.policy_version, **times}), flush=True)
+        return LoadReport(transfer_s=received - start, load_s=pause_s, pause_s=pause_s)
+
+    session = uuid.uuid4().hex
+    receiver = WeightReceiver(address, name, session, load, device_type=device.split(":")[0])
+    try:
+        await receiver.run()
+    finally:
+        transfer.close()
+
+
+def stage(weights: SpareWeights, transfer: TransferReceiver, update: WeightUpdate) -> None:
+    for name, tensor in transfer.tensors(update, weights.landing(update.manifest)):
+        weights.stage(name, tensor)
+
+
+def take_part(bare: Any, flat: torch.Tensor) -> None:
+    """Bare broadcasts into `flat`. Waits for the sender's word each time; 0 is the last."""
+    while True:
+        word = torch.zeros(1)
+        bare.broadcast(word, 0).wait()
+        if not word.item():
+            return
+        bare.barrier().wait()
+        bare.broadcast(flat, 0).wait()
+        bare.barrier().wait()
+
+
+if __name__ == "__main__":
+    main()
