@@ -1,0 +1,278 @@
+"""Files carry exactly the sender's bits, or say what is wrong with them."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors.engines.hf.weights import SpareWeights
+from streamrl.config.sections import WeightSettings
+from streamrl.errors import WeightTransferError
+from streamrl.types import FilesEndpoint, WeightUpdate
+from streamrl.weights.files import FileSender
+from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.send_buffers import SendBuffers
+from streamrl.weights.transfer import TransferReceiver
+
+LIFE = "0123456789ab"
+
+
+def small_model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(300, 200), torch.nn.LayerNorm(200), torch.nn.Linear(200, 7)]
+    return torch.nn.Sequential(*layers)
+
+
+class Learner:
+    """Parameters that are stepped and sent through files."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None, **settings: object) -> None:
+        self.folder = folder
+        self.master = {n: p.detach().clone() for n, p in small_model().named_parameters()}
+        chosen = {"transport": "files", "bucket_bytes": 100_000, "deadline_s": 5, **settings}
+        config = WeightSettings.model_validate(chosen)
+        self.layout = Layout(manifest_of(self.master, dtype), config.bucket_bytes)
+        self.buffers = SendBuffers(self.layout, "cpu")
+        self.files = FileSender(config, self.layout, folder, LIFE)
+
+    def step(self, lr: float) -> None:
+        """As Adam's: about lr, whatever the gradient."""
+        for parameter in self.master.values():
+            parameter += lr * torch.randn_like(parameter)
+
+    def write(self, version: int, **held: int) -> dict[str, WeightUpdate]:
+        self.buffers.write(self.master, version)
+        with self.buffers.reading() as newest:
+            assert newest is not None
+            endpoints = self.files.write(version, newest[1], held)
+        return {name: self.update(version, endpoint) for name, endpoint in endpoints.items()}
+
+    def update(self, version: int, endpoint: FilesEndpoint) -> WeightUpdate:
+        return WeightUpdate(
+            policy_version=version,
+            history=LIFE,
+            manifest=self.layout.manifest,
+            endpoint=endpoint,
+        )
+
+    def bits(self) -> dict[str, torch.Tensor]:
+        """The newest version as receivers should have it."""
+        with self.buffers.reading() as newest:
+            assert newest is not None
+            return {s.spec.name: s.read(s.of(newest[1])).clone() for s in self.layout.slots}
+
+
+class Copying:
+    """A receiver without memory of its own for an update."""
+
+    def __init__(self) -> None:
+        self.transfer = TransferReceiver()
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def load(self, update: WeightUpdate) -> None:
+        self.weights = {name: t.clone() for name, t in self.transfer.tensors(update)}
+
+
+class InPlace:
+    """A receiver that stages and swaps as the HF engine does."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.transfer = TransferReceiver()
+        self.model = small_model(seed=1).to(dtype)
+        self.spare = SpareWeights(self.model)
+
+    def load(self, update: WeightUpdate) -> None:
+        landing = self.spare.landing(update.manifest)
+        for name, tensor in self.transfer.tensors(update, landing):
+            self.spare.stage(name, tensor)
+        self.spare.swap()
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+
+def is_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return weights.keys() == expected.keys() and all(
+        torch.equal(weights[name].float(), expected[name].float()) for name in expected
+    )
+
+
+def is_delta(update: WeightUpdate) -> bool:
+    return ".delta." in Path(update.endpoint.path).name
+
+
+@pytest.mark.parametrize("make", [Copying, InPlace])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, None])
+def test_differences_give_exactly_the_senders_bits(tmp_path, make, dtype):
+    learner, receiver = Learner(tmp_path, dtype, delta=True), make()
+    has, kinds = -1, []
+    for version in range(1, 6):
+        learner.step(1e-3)
+        update = learner.write(version, a=has)["a"]
+        receiver.load(update)
+        expected = learner.bits()
+        if make is InPlace:
+            expected = {name: tensor.bfloat16() for name, tensor in expected.items()}
+        assert is_equal(receiver.weights, expected)
+        learner.files.answered({"a"}, set())
+        kinds.append(is_delta(update))
+        has = version
+    assert kinds == [False, True, True, True, True]
+
+
+def test_a_small_step_in_bfloat16_costs_a_small_part_of_the_bytes(tmp_path):
+    """A learning rate of 1e-6 against weights of about 0.03: as reinforcement learning has it."""
+    learner, receiver = Learner(tmp_path, torch.bfloat16, delta=True), Copying()
+    whole = learner.write(1, a=-1)["a"]
+    receiver.load(whole)
+    before = learner.bits()
+    learner.step(1e-6)
+    update = learner.write(2, a=1)["a"]
+    receiver.load(update)
+    after = learner.bits()
+    changed = sum(int((after[name] != before[name]).sum()) for name in after)
+    sizes = [os.path.getsize(u.endpoint.path) for u in (whole, update)]
+    share = changed / sum(t.numel() for t in after.values())
+    print(f"{share:.2%} of the weights changed; {sizes[1] / sizes[0]:.2%} of the bytes sent")
+    assert 0 < share < 0.1
+    assert sizes[1] < sizes[0] / 10
+    assert is_equal(receiver.weights, after)
+
+
+def test_everyone_gets_a_whole_file_after_so_many_differences(tmp_path):
+    learner = Learner(tmp_path, delta=True, full_every=2)
+    kinds = [is_delta(learner.write(version, a=version - 1)["a"]) for version in range(1, 8)]
+    assert kinds == [False, True, True, False, True, True, False]
+
+
+def test_whoever_lacks_the_version_before_gets_a_whole_file_and_the_others_do_not(tmp_path):
+    learner = Learner(tmp_path, delta=True)
+    learner.write(1, a=-1, b=-1)
+    learner.write(2, a=1)
+    updates = learner.write(3, a=2, b=1, new=-1)
+    assert {name: is_delta(u) for name, u in updates.items()} == {"a": True, "b": 0, "new": 0}
+    again = learner.write(3, late=-1)["late"]
+    receiver = Copying()
+    receiver.load(again)
+    assert is_equal(receiver.weights, learner.bits())
+
+
+def test_a_receiver_with_another_base_says_so_keeps_its_weights_and_gets_a_whole_file(tmp_path):
+    learner, receiver = Learner(tmp_path, torch.bfloat16, delta=True), InPlace()
+    receiver.load(learner.write(1, a=-1)["a"])
+    learner.step(1e-3)
+    update = learner.write(2, a=1)["a"]
+    name, used = next(iter(receiver.weights.items()))
+    used.view(-1)[0] += 1.0
+    kept = {name: tensor.clone() for name, tensor in receiver.weights.items()}
+    with pytest.raises(WeightTransferError, match=rf"{update.endpoint.path}.*another base.*{name}"):
+        receiver.load(update)
+    assert is_equal(receiver.weights, kept)
+    learner.files.answered(set(), {"a"})
+    again = learner.write(2, a=1)["a"]
+    assert not is_delta(again)
+    receiver.load(again)
+    assert is_equal(receiver.weights, learner.bits())
+    learner.files.answered({"a"}, set())
+    assert is_delta(learner.write(3, a=2)["a"])
+
+
+def test_a_receiver_that_was_replaced_has_no_base(tmp_path):
+    learner = Learner(tmp_path, delta=True)
+    learner.write(1, a=-1)
+    update = learner.write(2, a=1)["a"]
+    with pytest.raises(WeightTransferError, match="here is nothing"):
+        Copying().load(update)
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+def cut(path: Path, position: int) -> None:
+    path.write_bytes(path.read_bytes()[:position])
+
+
+def error_of(receiver: InPlace, update: WeightUpdate) -> str:
+    try:
+        receiver.load(update)
+    except WeightTransferError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("damage", [flip, cut])
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "delta"])
+def test_a_damaged_file_gives_the_senders_bits_or_an_error_and_the_old_weights(
+    tmp_path, damage: Callable[[Path, int], None], delta: bool
+):
+    """A bit of the header may mean nothing, such as the name of the format; any other counts."""
+    learner = Learner(tmp_path, torch.bfloat16, delta=True)
+    first = learner.write(1, a=-1)["a"]
+    learner.step(1e-3)
+    update = learner.write(2, a=1 if delta else -1)["a"]
+    path = Path(update.endpoint.path)
+    intact = path.read_bytes()
+    places = [0, 3, 9, 40, len(intact) - 1, *random.Random(0).sample(range(len(intact)), 12)]
+    harmless = []
+    for place in places:
+        receiver = InPlace()
+        receiver.load(first)
+        kept = {name: tensor.clone() for name, tensor in receiver.weights.items()}
+        damage(path, place)
+        error = error_of(receiver, update)
+        if not error:
+            harmless.append(place)
+        assert not error or str(path) in error
+        assert is_equal(receiver.weights, kept if error else learner.bits()), place
+        path.write_bytes(intact)
+    assert not [place for place in harmless if damage is cut or place > 100]
+
+
+def test_a_whole_file_is_plain_safetensors(tmp_path):
+    learner = Learner(tmp_path, torch.float8_e4m3fn)
+    update = learner.write(1, a=-1)["a"]
+    held = load_file(update.endpoint.path)
+    matrix = (
+        held["0.weight"].float()
+        * held["0.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
+    )
+    assert torch.equal(matrix, learner.bits()["0.weight"].float())
+    assert torch.equal(held["0.bias"], learner.bits()["0.bias"])
+
+
+def test_files_go_when_nobody_needs_them_and_stay_while_one_reads(tmp_path):
+    (tmp_path / "of-an-earlier-life-00000007.safetensors").write_bytes(b"old")
+    (tmp_path / f"{LIFE}-00000009.safetensors.unfinished").write_bytes(b"half")
+    learner = Learner(tmp_path, delta=True)
+    slow = learner.write(1, slow=-1, a=-1)["slow"]
+    learner.files.answered({"a"}, set())
+    for version in range(2, 6):
+        learner.write(version, a=version - 1)
+        learner.files.answered({"a"}, set())
+    left = {path.name for path in tmp_path.iterdir()}
+    newest = {f"{LIFE}-0000000{v}.delta.safetensors" for v in (4, 5)}
+    assert left == {Path(slow.endpoint.path).name, *newest}
+    learner.files.answered({"slow"}, set())
+    assert {path.name for path in tmp_path.iterdir()} == newest
+
+
+def test_a_file_of_another_model_is_refused(tmp_path):
+    learner = Learner(tmp_path)
+    update = learner.write(1, a=-1)["a"]
+    other = manifest_of({**learner.master, "0.weight": torch.zeros(2, 3)})
+    wrong = WeightUpdate(policy_version=1, history=LIFE, manifest=other, endpoint=update.endpoint)
+    with pytest.raises(WeightTransferError, match=r"holds 0\.weight as F32 \(200, 300\)"):
+        Copying().load(wrong)
+
+
+def test_differences_need_the_transport_files():
+    with pytest.raises(ValueError, match=r"weights\.delta is for weights\.transport files"):
+        WeightSettings(delta=True)
