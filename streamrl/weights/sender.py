@@ -104,16 +104,8 @@ class WeightSender:
         self._changed.set()
 
     def gauges(self) -> dict[str, float]:
-        """Seconds of each hop of the last update, those of the slowest receiver where each has its
-        own; how many receivers are alive, and how many loads have failed.
-
-            snapshot_s    the learner copies into a send buffer; all that it waits for
-            ready_wait_s  the receivers answer the announcement
-            transfer_s    the sender broadcasts, or writes the file
-            receive_s     a receiver gets it all, beside its sampling
-            load_s        from the last byte until the new weights sample
-            pause_s       the part of load_s in which nothing is sampled
-        """
+        """Seconds of each hop of the last update, of the slowest receiver (README, Weights); how
+        many receivers are alive, and how many loads have failed."""
         counts = {"num_receivers": len(self._alive()), "num_failed_loads": self._num_failed}
         return {**self._timings, **{name: float(count) for name, count in counts.items()}}
 
