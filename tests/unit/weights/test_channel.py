@@ -105,9 +105,18 @@ async def run(tmp_path: Path, **settings: object) -> AsyncIterator[Run]:
         started.sender.close()
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "files"])
-async def test_every_receiver_gets_every_value_of_the_newest_version(tmp_path, transport):
-    async with run(tmp_path, transport=transport) as started:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transport": "broadcast"},
+        {"transport": "broadcast", "verify": True},
+        {"transport": "files"},
+        {"transport": "files", "delta": True},
+    ],
+    ids=["broadcast", "verify", "files", "delta"],
+)
+async def test_every_receiver_gets_every_value_of_the_newest_version(tmp_path, settings):
+    async with run(tmp_path, **settings) as started:
         generators = [started.join(name)[0] for name in "ab"]
         await until(lambda: started.sender.gauges()["num_receivers"] == 2)
         for version in (1, 2):
