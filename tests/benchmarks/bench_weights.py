@@ -39,7 +39,7 @@ from streamrl.weights.transfer import TransferReceiver
 
 ROWS, COLUMNS = 2048, 1024
 CHANGED = 0.03
-PATIENCE_S = 300.0
+PATIENCE_S = 3600.0
 WARM_UP = 2
 
 
@@ -171,8 +171,10 @@ class Processes:
 async def receiving(size: int, count: int, device: str) -> AsyncIterator[Processes]:
     processes = Processes(size, count, device)
     await processes.start()
-    yield processes
-    await processes.stop()
+    try:
+        yield processes
+    finally:
+        await processes.stop()
 
 
 class Publishing:
@@ -261,7 +263,8 @@ async def receive(port: str, number: str, count: str, size: str, device: str) ->
     takes part in bare broadcasts."""
     device = device if device == "cpu" else f"{device}:{number}"
     weights = SpareWeights(Model(make_parameters(int(size), device)))
-    store = TCPStore("127.0.0.1", int(port), is_master=False)
+    patience = timedelta(seconds=PATIENCE_S)
+    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=patience)
     bare = await asyncio.to_thread(join_bare, store, int(number), int(count))
     spare = torch.zeros(int(size), dtype=torch.uint8)
     taking_part = asyncio.create_task(asyncio.to_thread(take_part, bare, spare))
