@@ -26,12 +26,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from actors.engines.hf.weights import SpareWeights
 from streamrl.config.sections import WeightSettings
-from streamrl.types import LoadReport, WeightUpdate
+from streamrl.types import LoadReport, TensorSpec, WeightUpdate
 from streamrl.weights.channel import WeightReceiver
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
@@ -41,6 +42,10 @@ ROWS, COLUMNS = 2048, 1024
 CHANGED = 0.03
 PATIENCE_S = 3600.0
 WARM_UP = 2
+CASES = ["files", "delta", "nccl"]
+"""Besides the broadcast, which the others are compared with."""
+# Parameters, two send buffers, the base of differences; and three where the first update arrives.
+COPIES_SENDER, COPIES_RECEIVER = 4, 2
 
 
 def main() -> None:
@@ -48,6 +53,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
     parser.add_argument("--receiver", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -56,32 +62,43 @@ def main() -> None:
         return
     for size in arguments.sizes:
         for count in arguments.receivers:
-            asyncio.run(report(size, count, arguments.rounds))
+            asyncio.run(report(size, count, arguments.rounds, arguments.cases))
 
 
-async def report(size: int, count: int, rounds: int) -> None:
+async def report(size: int, count: int, rounds: int, cases: list[str]) -> None:
     about = {"benchmark": "weights", "mb": size, "receivers": count, "cores": os.cpu_count()}
-    async for line in measure(size * 10**6, count, rounds):
+    needed = (COPIES_SENDER + COPIES_RECEIVER * count) * size * 10**6
+    if needed > psutil.virtual_memory().available:
+        reason = f"{needed / 1e9:.1f} GB of free memory are needed"
+        print(json.dumps({**about, "skipped": reason}), flush=True)
+        return
+    async for line in measure(size * 10**6, count, rounds, cases):
         print(json.dumps({**about, **line}), flush=True)
 
 
-async def measure(size: int, count: int, rounds: int) -> AsyncIterator[dict[str, Any]]:
+async def measure(
+    size: int, count: int, rounds: int, cases: list[str]
+) -> AsyncIterator[dict[str, Any]]:
     async with receiving(size, count, "cpu") as processes:
         broadcast = await measure_broadcast(processes, rounds)
         yield broadcast
-        for case in ("files", "delta"):
+        for case in [case for case in cases if case != "nccl"]:
             figures = await measure_files(processes, rounds, delta=case == "delta")
             ratio = round(broadcast["total_s"] / figures["total_s"], 3)
             yield {"case": case, **figures, "speed_to_broadcast": ratio}
-    if torch.cuda.device_count() > count:
-        async with (
-            receiving(size, count, "cuda") as processes,
-            publishing(processes, backend="nccl") as run,
-        ):
-            yield {"case": "nccl", **best([await run.publish() for _ in range(rounds)])}
-    else:
+    if "nccl" in cases:
+        yield await measure_nccl(size, count, rounds)
+
+
+async def measure_nccl(size: int, count: int, rounds: int) -> dict[str, Any]:
+    if torch.cuda.device_count() <= count:
         reason = f"{count + 1} GPUs are needed, {torch.cuda.device_count()} are here"
-        yield {"case": "nccl", "skipped": reason}
+        return {"case": "nccl", "skipped": reason}
+    async with (
+        receiving(size, count, "cuda") as processes,
+        publishing(processes, backend="nccl") as run,
+    ):
+        return {"case": "nccl", **best([await run.publish() for _ in range(rounds)])}
 
 
 async def measure_broadcast(processes: "Processes", rounds: int) -> dict[str, Any]:
@@ -128,7 +145,7 @@ class Processes:
         self.parameters = make_parameters(size, device)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._num_senders = 0
-        self._flat = torch.ones(size, dtype=torch.uint8)
+        self._flat = flat_of(self.parameters)
 
     async def start(self) -> None:
         self._processes = [
@@ -225,14 +242,20 @@ async def publishing(processes: Processes, **settings: Any) -> AsyncIterator[Pub
 
 
 def make_parameters(size: int, device: str) -> dict[str, torch.Tensor]:
-    """Matrices and norms of bfloat16, `size` bytes in all."""
+    """Matrices and norms of bfloat16 in one flat tensor, `size` bytes in all."""
     count = max(1, round(size / (2 * ROWS * COLUMNS)))
     shapes = {f"layers.{i}.weight": (ROWS, COLUMNS) for i in range(count)}
     shapes |= {f"layers.{i}.norm": (COLUMNS,) for i in range(count)}
-    return {
-        name: torch.rand(shape, dtype=torch.bfloat16, device=device)
-        for name, shape in shapes.items()
-    }
+    manifest = tuple(TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items())
+    slots = Layout(manifest, 1).slots
+    data = torch.rand(slots[-1].start // 2 + COLUMNS, dtype=torch.bfloat16, device=device)
+    return {slot.spec.name: slot.read(slot.of(data.view(torch.uint8))) for slot in slots}
+
+
+def flat_of(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The one tensor that `make_parameters` cut up."""
+    first = next(iter(parameters.values()))
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
 
 
 def move_some(parameters: dict[str, torch.Tensor]) -> None:
@@ -258,16 +281,27 @@ class Model(torch.nn.Module):
         return iter(self._named.items())
 
 
+class Weights(SpareWeights):
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        super().__init__(Model(parameters))
+        self._manifest = manifest_of(parameters)
+
+    def flat(self) -> torch.Tensor:
+        """The spare ones, in one piece."""
+        landing = self.landing(self._manifest)
+        assert landing is not None, "an update is in the same precision"
+        return landing
+
+
 async def receive(port: str, number: str, count: str, size: str, device: str) -> None:
     """A receiver's process: follows one sender after the other, loads as the HF engine does, and
     takes part in bare broadcasts."""
     device = device if device == "cpu" else f"{device}:{number}"
-    weights = SpareWeights(Model(make_parameters(int(size), device)))
+    weights = Weights(make_parameters(int(size), device))
     patience = timedelta(seconds=PATIENCE_S)
     store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=patience)
     bare = await asyncio.to_thread(join_bare, store, int(number), int(count))
-    spare = torch.zeros(int(size), dtype=torch.uint8)
-    taking_part = asyncio.create_task(asyncio.to_thread(take_part, bare, spare))
+    taking_part = asyncio.create_task(asyncio.to_thread(take_part, bare, weights))
     following: asyncio.Task[None] | None = None
     for sender in itertools.count():
         address = (await asyncio.to_thread(store.get, f"sender {sender}")).decode()
@@ -280,7 +314,7 @@ async def receive(port: str, number: str, count: str, size: str, device: str) ->
     await taking_part
 
 
-async def follow(address: str, name: str, device: str, weights: SpareWeights) -> None:
+async def follow(address: str, name: str, device: str, weights: Weights) -> None:
     transfer = TransferReceiver(device)
 
     async def load(update: WeightUpdate) -> LoadReport:
@@ -301,20 +335,20 @@ async def follow(address: str, name: str, device: str, weights: SpareWeights) ->
         transfer.close()
 
 
-def stage(weights: SpareWeights, transfer: TransferReceiver, update: WeightUpdate) -> None:
+def stage(weights: Weights, transfer: TransferReceiver, update: WeightUpdate) -> None:
     for name, tensor in transfer.tensors(update, weights.landing(update.manifest)):
         weights.stage(name, tensor)
 
 
-def take_part(bare: Any, flat: torch.Tensor) -> None:
-    """Bare broadcasts into `flat`. Waits for the sender's word each time; 0 is the last."""
+def take_part(bare: Any, weights: Weights) -> None:
+    """Bare broadcasts into the spare weights. Waits for the sender's word; 0 is the last."""
     while True:
         word = torch.zeros(1)
         bare.broadcast(word, 0).wait()
         if not word.item():
             return
         bare.barrier().wait()
-        bare.broadcast(flat, 0).wait()
+        bare.broadcast(weights.flat(), 0).wait()
         bare.barrier().wait()
 
 
