@@ -275,7 +275,7 @@ class WeightSettings(Section):
     dtype: Dtype | Literal["float8_e4m3fn"] | None = None
     """Cast on send; null sends the learner's own precision. float8_e4m3fn is for matrices, with a
     scale for each 128 x 128 block: each weight moves by up to 1/16, and the mismatch shows it."""
-    bucket_bytes: Positive = 64 * 2**20
+    bucket_bytes: Positive = 256 * 2**20
     """Bytes of one broadcast; two are under way at a time."""
     delta: bool = False
     """Files hold only what changed since the version before; for transport files. Costs memory for

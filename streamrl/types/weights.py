@@ -38,7 +38,7 @@ class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
     """
 
     path: str
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: int = 256 * 2**20
     is_base: bool = False
 
 
