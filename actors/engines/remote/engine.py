@@ -92,7 +92,7 @@ class RemoteEngine:
         start = time.perf_counter()
         require_same_parameters(update.manifest, self._facts.shapes)
         await self._server.receive(update)
-        transfer_s = time.perf_counter() - start
+        received = time.perf_counter()
 
         def switch() -> None:
             self._policy_version = update.policy_version
@@ -104,7 +104,11 @@ class RemoteEngine:
         finally:
             self._num_loads_ended += 1
         self._pause_s += pause_s
-        return LoadReport(transfer_s=transfer_s, pause_s=pause_s)
+        return LoadReport(
+            transfer_s=received - start,
+            load_s=time.perf_counter() - received,
+            pause_s=pause_s,
+        )
 
     def gauges(self) -> Mapping[str, float]:
         """The server's readings, at most a moment old, and what waits on this side."""
