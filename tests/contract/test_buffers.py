@@ -306,7 +306,7 @@ async def test_an_order_to_nobody_is_refused_with_the_id_that_was_meant(connect)
         await buffer.set_standing("generator-1", Standing.CORDONED)
     for name in ("generator-0", "other"):
         await buffer.heartbeat(status(name))
-    with pytest.raises(UnknownGeneratorError, match="did you mean 'generator-0'?"):
+    with pytest.raises(UnknownGeneratorError, match=r"did you mean 'generator-0'\?"):
         await buffer.set_standing("generatr-0", Standing.DRAINING)
     assert (await buffer.stats()).standings == {}
 
