@@ -14,7 +14,7 @@ import torch
 from streamrl.config.sections import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, FilesEndpoint, LoadReport, WeightUpdate
-from streamrl.weights import sender as sender_module
+from streamrl.weights import membership
 from streamrl.weights.channel import WeightReceiver
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
@@ -164,7 +164,7 @@ async def test_a_receiver_that_fails_does_not_keep_the_others_and_gets_the_next_
 async def test_a_receiver_that_stopped_answering_is_left_out_within_the_deadline(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sender_module, "ALIVE_S", 1000.0)
+    monkeypatch.setattr(membership, "ALIVE_S", 1000.0)
     async with run(tmp_path, deadline_s=2) as started:
         good, _ = started.join("good")
         silent, task = started.join("silent")
