@@ -5,6 +5,7 @@ The receivers here live in the test's process; `tests/system` has them in proces
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -31,6 +32,16 @@ async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None
     async with asyncio.timeout(deadline_s):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def is_free(address: str) -> bool:
+    """Whether nobody listens there; zmq lets go of an address a moment after a socket's end."""
+    host, _, port = address.removeprefix("tcp://").partition(":")
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError:
+        return False
+    return True
 
 
 class Generator:
@@ -186,6 +197,7 @@ async def test_generators_follow_a_learner_that_starts_again(tmp_path):
         sender_task.cancel()
         await asyncio.wait([sender_task])
         started.sender.close()
+        await until(lambda: is_free(started.sender.address))
         async with asyncio.TaskGroup() as tasks:
             again = Run(tmp_path, tasks, address=started.sender.address)
             again.publish(1, 5.0)
