@@ -151,8 +151,10 @@ class WeightSender:
                 for group in self._membership.groups(together):
                     await self._send_broadcast(group, version, data)
                 if by_file:
-                    attempt = await self._send_file(by_file, version, data)
-                    tasks.create_task(self._conclude_file(by_file, attempt, version))
+                    endpoint = FilesEndpoint(path=str(await self._write_file(version, data)))
+                    for peer in by_file:
+                        attempt = await self._send_transfers({peer: endpoint}, version)
+                        tasks.create_task(self._conclude_file(peer, attempt, version))
 
     async def _announce(self, version: int) -> list[Peer]:
         """Those who lack the version and are ready for it within a hop's deadline."""
@@ -176,23 +178,22 @@ class WeightSender:
         readable = peer.name not in self._cannot_read_files
         return self._settings.catch_up == "files" and is_late and readable
 
-    async def _send_file(self, peers: Sequence[Peer], version: int, data: torch.Tensor) -> int:
-        """The attempt that these peers will answer to."""
+    async def _write_file(self, version: int, data: torch.Tensor) -> Path:
         start = time.perf_counter()
         path = self._folder / f"{self._history}-{version:08d}.safetensors"
         await asyncio.to_thread(write_file, path, self._layout, data)
         for older in sorted(self._folder.glob(f"{self._history}-*.safetensors"))[:-2]:
             older.unlink(missing_ok=True)
         self._timings["transfer_s"] = time.perf_counter() - start
-        endpoint = FilesEndpoint(path=str(path.resolve()))
-        return await self._send_transfers(dict.fromkeys(peers, endpoint), version)
+        return path.resolve()
 
-    async def _conclude_file(self, peers: Sequence[Peer], attempt: int, version: int) -> None:
-        loaded, *_ = await self._conclude(peers, attempt, version, self._settings.deadline_s)
-        self._cannot_read_files |= {peer.name for peer in peers} - loaded
+    async def _conclude_file(self, peer: Peer, attempt: int, version: int) -> None:
+        """Beside the rounds, which leave this receiver out until it has answered."""
+        loaded, *_ = await self._conclude([peer], attempt, version, self._settings.deadline_s)
         if loaded:
             # A version may have been published since.
             self._changed.set()
+        self._cannot_read_files = (self._cannot_read_files | {peer.name}) - loaded
 
     async def _send_broadcast(
         self, peers: Sequence[Peer], version: int, data: torch.Tensor

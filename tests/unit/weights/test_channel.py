@@ -52,10 +52,15 @@ class Generator:
         self.updates: list[WeightUpdate] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.fails = False
+        self.open = asyncio.Event()
+        self.open.set()
+        self.num_begun = 0
         self._transfer = TransferReceiver()
         self.receiver = WeightReceiver(address, name, f"session of {name}", self.load)
 
     async def load(self, update: WeightUpdate) -> LoadReport:
+        self.num_begun += 1
+        await self.open.wait()
         if self.fails:
             raise WeightTransferError("told to fail")
         received = await asyncio.to_thread(
@@ -185,6 +190,26 @@ async def test_a_receiver_that_stopped_answering_is_left_out_within_the_deadline
         await until(lambda: good.has(1.0), deadline_s=4.0)
         assert started.sender.gauges()["num_receivers"] == 1
         task.cancel()
+
+
+async def test_who_is_slow_to_read_a_file_holds_up_nobody_and_may_be_replaced(tmp_path):
+    async with run(tmp_path, transport="files", deadline_s=1000) as started:
+        good, _ = started.join("good")
+        slow, task = started.join("slow")
+        slow.open.clear()
+        await until(lambda: started.sender.gauges()["num_receivers"] == 2)
+        for version in (1, 2):
+            started.publish(version, float(version))
+            await until(lambda v=version: good.has(float(v)))
+        assert (slow.num_begun, slow.policy_version) == (1, 0), "it is asked one thing at a time"
+        slow.open.set()
+        await until(lambda: slow.has(2.0))
+        slow.open.clear()
+        started.publish(3, 3.0)
+        await until(lambda: slow.num_begun == 3)
+        task.cancel()
+        again, _ = started.join("slow")
+        await until(lambda: again.has(3.0))
 
 
 async def test_generators_follow_a_learner_that_starts_again(tmp_path):
