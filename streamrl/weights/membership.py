@@ -43,6 +43,7 @@ class Membership:
         self._clock = clock
         self._peers: dict[str, Peer] = {}
         self._apart: dict[str, str] = {}
+        self.fenced: frozenset[str] = frozenset()
         self.num_fenced = 0
 
     def hear(self, address: bytes, hello: Hello) -> bool:
@@ -51,10 +52,12 @@ class Membership:
         known = self._peers.get(hello.receiver_id)
         if known is not None or not hello.is_loading:
             self._peers[hello.receiver_id] = Peer(address, hello, self._clock())
+            self.fenced -= {hello.receiver_id}
         return known is None or known.hello.session == hello.session
 
     def leave(self, name: str) -> None:
         self._peers.pop(name, None)
+        self.fenced -= {name}
 
     def alive(self) -> list[Peer]:
         now_s = self._clock()
@@ -75,6 +78,7 @@ class Membership:
             if known is not None and known.hello.session == peer.hello.session:
                 log.warning("%s is left out until it reports again", peer.name)
                 del self._peers[peer.name]
+                self.fenced |= {peer.name}
                 self.num_fenced += 1
 
     def book(self, name: str, version: int) -> None:

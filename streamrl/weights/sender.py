@@ -96,7 +96,9 @@ class WeightSender:
 
     def behind(self) -> tuple[str, ...]:
         """Receivers that have not answered the last word to them, be it too late already or not."""
-        return tuple(name for name, answer in self._answers.items() if not answer.done())
+        asked = (pair for answers in self._asked.values() for pair in answers.items())
+        waited_for = {name for name, answer in asked if not answer.done()}
+        return tuple(sorted(waited_for | self._membership.fenced))
 
     async def run(self) -> None:
         """Until cancelled: hear the receivers, and bring them to the published version."""

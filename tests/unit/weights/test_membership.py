@@ -46,10 +46,11 @@ def test_who_is_fenced_comes_back_with_a_hello_that_finds_it_idle():
     made, peers, _ = membership("a", "b")
     made.fence([peers["a"]])
     made.hear(b"a", replace(hello("a"), is_loading=True))
-    assert ([peer.name for peer in made.alive()], made.num_fenced) == (["b"], 1)
+    assert ([peer.name for peer in made.alive()], made.fenced) == (["b"], {"a"})
     made.hear(b"b", replace(hello("b"), is_loading=True))
     made.hear(b"a", hello("a"))
     assert {peer.name for peer in made.alive()} == {"a", "b"}
+    assert (made.fenced, made.num_fenced) == (frozenset(), 1)
 
 
 def test_another_process_of_the_same_name_does_not_pay_for_the_first():
