@@ -28,7 +28,7 @@ class UnknownGeneratorError(ConfigError):
     @classmethod
     def among(cls, generator_id: str, known: Iterable[str]) -> "UnknownGeneratorError":
         """With what was probably meant among the `known` ids."""
-        names = tuple(known)
+        names = frozenset(known)
         hint = did_you_mean(generator_id, names) if names else "no generator has reported"
         return cls(f"no generator {generator_id!r} reports to this buffer: {hint}")
 

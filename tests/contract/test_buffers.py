@@ -309,6 +309,9 @@ async def test_an_order_to_nobody_is_refused_with_the_id_that_was_meant(connect)
     with pytest.raises(UnknownGeneratorError, match=r"did you mean 'generator-0'\?"):
         await buffer.set_standing("generatr-0", Standing.DRAINING)
     assert (await buffer.stats()).standings == {}
+    await buffer.set_standing("other", Standing.CORDONED)
+    with pytest.raises(UnknownGeneratorError, match="allowed: generator-0, other$"):
+        await buffer.set_standing("nobody", Standing.CORDONED)
 
 
 async def test_a_newer_learner_fences_the_older_one(connect):
