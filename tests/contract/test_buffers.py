@@ -310,7 +310,7 @@ async def test_an_order_to_nobody_is_refused_with_the_id_that_was_meant(connect)
         await buffer.set_standing("generatr-0", Standing.DRAINING)
     assert (await buffer.stats()).standings == {}
     await buffer.set_standing("other", Standing.CORDONED)
-    with pytest.raises(UnknownGeneratorError, match="allowed: generator-0, other$"):
+    with pytest.raises(UnknownGeneratorError, match=r"allowed: generator-0, other$"):
         await buffer.set_standing("nobody", Standing.CORDONED)
 
 
