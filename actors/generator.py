@@ -1,8 +1,8 @@
 """The generator: leases sequences, runs their groups, puts them, and follows the weights.
 
-    lease_groups      a lease whenever the engine has room
+    lease_groups      a lease whenever the engine has room and the weights are new enough
     one task a group  wait for the lease's version, generate, score, put
-    heartbeat         renew the leases held, report, hear of leases lost and of the end
+    heartbeat         renew the leases held, report, hear of leases lost, of orders, of the end
     receiver.run      load what the learner announces (`streamrl.weights.channel`)
 
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
@@ -17,6 +17,7 @@ import time
 import uuid
 from dataclasses import dataclass
 
+from actors.catch_up import CatchUp
 from actors.chat import PromptTooLongError
 from actors.rollout import GroupRunner
 from streamrl.config import RunConfig
@@ -26,6 +27,7 @@ from streamrl.errors import (
     StreamRLError,
     TransportError,
     UnknownLeaseError,
+    WeightTransferError,
     WireError,
 )
 from streamrl.interfaces import GeneratorBuffer
@@ -35,6 +37,7 @@ from streamrl.types import (
     HeartbeatReply,
     Lease,
     LoadReport,
+    Standing,
     TrajectoryGroup,
     WeightUpdate,
     replace,
@@ -72,6 +75,8 @@ class Generator:
         self._buffer = buffer
         self._numbers = itertools.count()
         self._incarnation = ""
+        self._standing = Standing.ACTIVE
+        self._catch_up = CatchUp(config.weights.publish_every, config.buffer.max_staleness)
         self._groups: dict[str, _Group] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
@@ -109,20 +114,26 @@ class Generator:
                 await self._buffer.heartbeat(self._status(is_leaving=True))
 
     async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
-        """Waits for room in the engine, then for admission; a finished group or the buffer
-        unblocks. Ends when cancelled."""
+        """Waits for room in the engine and new enough weights, then for admission; a finished
+        group, an update or the buffer unblocks. Ends when cancelled."""
         while True:
             async with self._changed:
-                await self._changed.wait_for(self._has_room)
+                await self._changed.wait_for(lambda: self._has_room() and self._is_current())
             lease_id = f"{self._session}/{next(self._numbers)}"
             lease = await self._buffer.lease(lease_id, self._id, LEASE_WAIT_S)
-            if lease is not None:
+            if lease is not None and self._catch_up.has_failed:
+                # An update failed meanwhile; others can begin this group at once.
+                await self._buffer.release(lease_id, DropReason.RELEASED)
+            elif lease is not None:
                 task = tasks.create_task(self._generate(lease))
                 self._groups[lease_id] = _Group(lease, task, time.monotonic(), lease.policy_version)
 
     def _has_room(self) -> bool:
         in_flight = len(self._groups) * self._config.generator.group_size
         return in_flight < self._config.generator.max_num_seqs
+
+    def _is_current(self) -> bool:
+        return self._catch_up.is_done(self._engine.policy_version)
 
     async def _generate(self, lease: Lease) -> None:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
@@ -170,7 +181,12 @@ class Generator:
             ) from error
 
     async def _load(self, update: WeightUpdate) -> LoadReport:
-        report = await self._engine.load_weights(update)
+        try:
+            report = await self._engine.load_weights(update)
+        except WeightTransferError:
+            self._catch_up.fail()
+            raise
+        self._catch_up.load()
         await self._announce()
         return report
 
@@ -179,20 +195,31 @@ class Generator:
         while True:
             held = tuple(self._groups)
             reply = await self._report()
-            for lease_id in reply.lost_lease_ids:
-                if group := self._groups.get(lease_id):
-                    log.warning("lease %s is lost; its group is given up", lease_id)
-                    group.task.cancel()
-            # A learner that came back at an earlier version will not publish a later floor soon.
-            for lease_id in self._groups.keys() & set(held):
-                group = self._groups[lease_id]
-                group.floor = min(group.floor, reply.policy_version)
+            self._heed(reply, held)
             await self._announce()
-            if reply.finished:
-                log.info("the run is over")
-                self._patience_s = 0.0
-                self.stop()
             await asyncio.sleep(min(1.0, self._config.buffer.lease_ttl_s / 4))
+
+    def _heed(self, reply: HeartbeatReply, held: tuple[str, ...]) -> None:
+        """What the buffer said to a report of these leases."""
+        for lease_id in reply.lost_lease_ids:
+            if group := self._groups.get(lease_id):
+                log.warning("lease %s is lost; its group is given up", lease_id)
+                group.task.cancel()
+        # A learner that came back at an earlier version will not publish a later floor soon.
+        for lease_id in self._groups.keys() & set(held):
+            group = self._groups[lease_id]
+            group.floor = min(group.floor, reply.policy_version)
+        self._catch_up.hear(reply.policy_version)
+        if reply.standing is not self._standing:
+            log.info("now %s by order", reply.standing)
+            self._standing = reply.standing
+        if reply.standing is Standing.DRAINING and not self._groups:
+            log.info("drained")
+            self.stop()
+        if reply.finished or reply.is_fenced:
+            log.info("the run is over" if reply.finished else "another process has taken this id")
+            self._patience_s = 0.0
+            self.stop()
 
     async def _report(self) -> HeartbeatReply:
         """A heartbeat; to a buffer that came back, with every lease held, before it is believed
@@ -235,6 +262,7 @@ class Generator:
             tokens_per_s=(num_tokens - before) / max(now_s - before_s, 1e-3),
             pause_s=gauges["pause_s"],
             is_leaving=is_leaving,
+            is_catching_up=not self._is_current(),
         )
 
 

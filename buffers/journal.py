@@ -20,7 +20,7 @@ from buffers.history import Event
 from buffers.journal_file import FREE, LETTERS, open_to_write, read_image, transaction
 from buffers.state import BufferState
 from streamrl.errors import ConfigError
-from streamrl.types import DropReason, GroupHeader
+from streamrl.types import DropReason, GroupHeader, Standing
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Journal:
         self._ledger = state.ledger
         self._pending: list[tuple[int, Event]] = []
         self._image = Image()
+        self._standings: dict[str, Standing] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._stored: dict[int, int] = {}
@@ -68,6 +69,8 @@ class Journal:
         self._image = read_image(self._db)
         if self._image != Image():
             self._restore(now_s)
+        self._standings = self._read_standings()
+        self._state.roster.standings = self._standings
         if has_new_bound and self._ledger.epoch:
             # Fences a learner that still counts with the old one.
             self._ledger.epoch += 1
@@ -82,13 +85,15 @@ class Journal:
         Raises:
             StorageError: nothing was written; the next call tries it again.
         """
-        image = self._ledger.image()
-        if not self._pending and image == self._image:
+        image, standings = self._ledger.image(), self._state.roster.standings
+        if not self._pending and image == self._image and standings == self._standings:
             return
         with transaction(self._db, self._path):
+            if standings != self._standings:
+                self._write_standings(standings)
             stored, deleted = self._write(image)
         self._pending.clear()
-        self._image = image
+        self._image, self._standings = image, standings
         self._stored.update(stored)
         for sequence in deleted:
             del self._stored[sequence]
@@ -124,6 +129,15 @@ class Journal:
         data = msgspec.msgpack.encode(image)
         self._db.execute("INSERT OR REPLACE INTO image VALUES (0, ?)", (data,))
         return self._write_payloads(last)
+
+    def _write_standings(self, standings: Mapping[str, Standing]) -> None:
+        self._db.execute("DELETE FROM standing")
+        rows = ((name, str(standing)) for name, standing in standings.items())
+        self._db.executemany("INSERT INTO standing VALUES (?, ?)", rows)
+
+    def _read_standings(self) -> dict[str, Standing]:
+        rows = self._db.execute("SELECT generator_id, standing FROM standing")
+        return {generator_id: Standing(standing) for generator_id, standing in rows}
 
     def _write_entry(self, event: Event) -> None:
         sequence = event.sequence

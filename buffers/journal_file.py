@@ -3,6 +3,7 @@
     image     the scalars of the ledger (one row)
     entry     every sequence that is open: its lease, its state, its header; or that it is free
     payload   the bytes of every group that is held
+    standing  what a person has ordered of a generator
     history   one short line a lease: the states it went through, one letter each; kept for good
 
 Invariant: every change is one transaction, and a failed one has changed nothing. `buffers.journal`
@@ -54,6 +55,7 @@ CREATE TABLE IF NOT EXISTS image (id INTEGER PRIMARY KEY CHECK (id = 0), data BL
 CREATE TABLE IF NOT EXISTS entry (sequence INTEGER PRIMARY KEY, number INTEGER, lease_id TEXT,
     floor INTEGER, state TEXT, version INTEGER, header BLOB);
 CREATE TABLE IF NOT EXISTS payload (sequence INTEGER PRIMARY KEY, data BLOB);
+CREATE TABLE IF NOT EXISTS standing (generator_id TEXT PRIMARY KEY, standing TEXT);
 CREATE TABLE IF NOT EXISTS history (number INTEGER PRIMARY KEY, sequence INTEGER, lease_id TEXT,
     path TEXT);
 """

@@ -20,6 +20,7 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
+    Standing,
     TrajectoryGroup,
 )
 
@@ -45,7 +46,10 @@ class MemoryBuffer:
         return MemoryBuffer(self._state, self._changed, self._clock)
 
     async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
-        return await self._when(lambda: self._state.lease(lease_id, self._clock()), wait_s)
+        def attempt() -> Lease | None:
+            return self._state.lease(lease_id, generator_id, self._clock())
+
+        return await self._when(attempt, wait_s)
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         self._state.put(lease_id, GroupHeader.of(group), group, self._clock())
@@ -89,6 +93,10 @@ class MemoryBuffer:
 
     async def drain(self) -> None:
         self._state.drain()
+
+    async def set_standing(self, generator_id: str, standing: Standing) -> None:
+        self._state.set_standing(generator_id, standing)
+        await self._announce()
 
     async def stats(self) -> BufferStats:
         self._state.expire(self._clock())

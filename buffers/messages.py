@@ -22,6 +22,7 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
+    Standing,
 )
 
 
@@ -78,6 +79,11 @@ class DrainRequest(Struct, frozen=True, tag="drain"):
     pass
 
 
+class StandingRequest(Struct, frozen=True, tag="standing"):
+    generator_id: str
+    standing: Standing
+
+
 class StatsRequest(Struct, frozen=True, tag="stats"):
     pass
 
@@ -94,12 +100,13 @@ Request: TypeAlias = (
     | AcknowledgeRequest
     | FinishRequest
     | DrainRequest
+    | StandingRequest
     | StatsRequest
 )
 
 
 class Done(Struct, frozen=True, tag="done"):
-    """The answer to put, release, acknowledge, finish, drain and (with payload frames) fetch."""
+    """The answer to what asks for nothing else, and with payload frames to fetch."""
 
 
 class LeaseReply(Struct, frozen=True, tag="lease"):

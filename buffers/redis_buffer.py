@@ -28,7 +28,7 @@ from buffers.redis_changes import POLL_S, Change, RedisChanges
 from buffers.redis_link import Command, RedisLink, namespace, script
 from buffers.redis_room import RedisRoom
 from streamrl import wire
-from streamrl.errors import LedgerError, WireError
+from streamrl.errors import LedgerError, UnknownGeneratorError, WireError
 from streamrl.types import (
     Books,
     BufferStats,
@@ -38,6 +38,7 @@ from streamrl.types import (
     HeartbeatReply,
     Lease,
     PackedGroup,
+    Standing,
     TrajectoryGroup,
     pack,
 )
@@ -81,7 +82,7 @@ class RedisBuffer:
 
     async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
         async def attempt() -> tuple[Lease | None, float]:
-            reply = await self._call("lease", lease_id)
+            reply = await self._call("lease", lease_id, generator_id)
             return redis_replies.lease(lease_id, reply), redis_replies.next_expiry_s(reply, POLL_S)
 
         return await self._when(attempt, wait_s, lambda change: change.room > 0)
@@ -101,7 +102,7 @@ class RedisBuffer:
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
         held = [(lease.lease_id, lease.sequence, lease.policy_version) for lease in status.held]
-        version, finished, lost, incarnation = await self._call(
+        version, finished, lost, incarnation, standing, is_fenced = await self._call(
             "heartbeat",
             status.generator_id,
             status.session,
@@ -115,6 +116,8 @@ class RedisBuffer:
             lost_lease_ids=tuple(lease_id.decode() for lease_id in lost),
             finished=bool(finished),
             incarnation=incarnation.decode(),
+            standing=Standing(standing.decode()),
+            is_fenced=bool(is_fenced),
         )
 
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
@@ -157,6 +160,11 @@ class RedisBuffer:
 
     async def drain(self) -> None:
         await self._call("drain")
+
+    async def set_standing(self, generator_id: str, standing: Standing) -> None:
+        is_known, known = await self._call("set_standing", generator_id, standing)
+        if not is_known:
+            raise UnknownGeneratorError.among(generator_id, (name.decode() for name in known))
 
     async def stats(self) -> BufferStats:
         stats = redis_replies.stats(await self._call("stats"))

@@ -12,6 +12,7 @@ from streamrl.types import (
     GeneratorStatus,
     Lease,
     RefusalReason,
+    Standing,
     runs_of,
 )
 
@@ -60,12 +61,13 @@ def books(reply: Sequence[Any]) -> Books:
 
 
 def stats(reply: Sequence[Any]) -> BufferStats:
-    numbers, _, _, _, refused, oldest, incarnation, roster, ages = reply
+    numbers, _, _, _, refused, oldest, incarnation, roster, ages, standings = reply
     values = _numbers(numbers)
     statuses = (wire.decode(status, GeneratorStatus) for status in roster)
     reports = sorted(
         zip(statuses, map(float, ages), strict=True), key=lambda report: report[0].generator_id
     )
+    names = (name.decode() for name in standings)
     return BufferStats(
         incarnation=incarnation.decode(),
         policy_version=values["version"],
@@ -77,6 +79,7 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         num_bytes=values["num_bytes"],
         generators=tuple(status for status, _ in reports),
         heartbeat_ages_s=tuple(age_s for _, age_s in reports),
+        standings={name: Standing(standing) for name, standing in zip(names, names, strict=True)},
         finished=bool(values["finished"]),
         draining=bool(values["draining"]),
     )

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from buffers.account import Entry, Image
 from buffers.ledger import Ledger
+from buffers.roster import Roster
 from streamrl.errors import LedgerError
 from streamrl.types import (
     Books,
@@ -19,7 +20,7 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
-    replace,
+    Standing,
 )
 
 Payload = TypeVar("Payload")
@@ -35,10 +36,15 @@ class BufferState(Generic[Payload]):
         self.incarnation = uuid.uuid4().hex
         self._payloads: dict[int, tuple[Payload, int]] = {}
         self._num_bytes = 0
-        self._roster: dict[str, tuple[GeneratorStatus, float]] = {}
+        self.roster = Roster()
         self._doubtful_until_s: float | None = None
 
-    def lease(self, lease_id: str, now_s: float) -> Lease | None:
+    def lease(self, lease_id: str, generator_id: str, now_s: float) -> Lease | None:
+        """A generator that is not active is granted nothing new."""
+        if self.roster.standing(generator_id) is not Standing.ACTIVE:
+            self.ledger.expire(now_s)
+            if lease_id not in self.ledger.live_leases():
+                return None
         return self.ledger.lease(lease_id, now_s, self.lease_ttl_s)
 
     def put(self, lease_id: str, header: GroupHeader, payload: Payload, now_s: float) -> None:
@@ -50,23 +56,24 @@ class BufferState(Generic[Payload]):
         self.ledger.release(lease_id, reason)
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
-        """Renew its leases (their ids start with its session); an earlier session's end here."""
-        for lease in status.held:
-            self.ledger.reassert(lease, now_s, self.lease_ttl_s)
-        known = self._roster.get(status.generator_id)
-        if known and known[0].session != status.session:
-            self._end_session(known[0].session, DropReason.EXPIRED)
-        if status.is_leaving:
-            self._end_session(status.session, DropReason.RELEASED)
-            self._roster.pop(status.generator_id, None)
+        """Renew its leases (their ids start with its session). An earlier session's end here, and
+        what that says from now on is refused."""
+        is_fenced = self.roster.fences(status)
+        if is_fenced:
+            self._end_session(status.session, DropReason.EXPIRED)
         else:
-            self._roster[status.generator_id] = (replace(status, held=()), now_s)
+            self._enter(status, now_s)
         return HeartbeatReply(
             policy_version=self.ledger.version,
             lost_lease_ids=self.ledger.renew(status.lease_ids, now_s, self.lease_ttl_s),
             finished=self._is_over,
             incarnation=self.incarnation,
+            standing=self.roster.standing(status.generator_id),
+            is_fenced=is_fenced,
         )
+
+    def set_standing(self, generator_id: str, standing: Standing) -> None:
+        self.roster.set_standing(generator_id, standing)
 
     def attach(self, policy_version: int, books: Books | None) -> int:
         self._doubtful_until_s = None
@@ -107,9 +114,7 @@ class BufferState(Generic[Payload]):
         self.ledger.expire(now_s)
         if self._doubtful_until_s is not None and now_s > self._doubtful_until_s:
             self._doubtful_until_s = None
-        silent = [g for g, (_, seen_s) in self._roster.items() if now_s - seen_s > self.lease_ttl_s]
-        for generator_id in silent:
-            del self._roster[generator_id]
+        self.roster.forget_silent(now_s, self.lease_ttl_s)
 
     def stats(self, now_s: float, refusal: str = "") -> BufferStats:
         """`refusal` is why the backend takes nothing in at present."""
@@ -122,8 +127,9 @@ class BufferState(Generic[Payload]):
             refused=self.ledger.refused(),
             oldest_version=self.ledger.oldest_version(),
             num_bytes=self._num_bytes,
-            generators=tuple(status for status, _ in self._roster.values()),
-            heartbeat_ages_s=tuple(now_s - seen_s for _, seen_s in self._roster.values()),
+            generators=self.roster.statuses,
+            heartbeat_ages_s=self.roster.ages_s(now_s),
+            standings=self.roster.standings,
             refusal=refusal,
             finished=self.ledger.finished,
             draining=self.ledger.draining,
@@ -132,7 +138,7 @@ class BufferState(Generic[Payload]):
     @property
     def is_deserted(self) -> bool:
         """The run has ended and every generator has left."""
-        return self._is_over and not self._roster and not self.ledger.live_leases()
+        return self._is_over and not self.roster and not self.ledger.live_leases()
 
     @property
     def _is_over(self) -> bool:
@@ -159,6 +165,15 @@ class BufferState(Generic[Payload]):
                 size = entry.header.num_bytes
                 self._payloads[entry.sequence] = (payloads[entry.sequence], size)
                 self._num_bytes += size
+
+    def _enter(self, status: GeneratorStatus, now_s: float) -> None:
+        for lease in status.held:
+            self.ledger.reassert(lease, now_s, self.lease_ttl_s)
+        if (older := self.roster.enter(status, now_s)) is not None:
+            self._end_session(older, DropReason.EXPIRED)
+        if status.is_leaving:
+            self._end_session(status.session, DropReason.RELEASED)
+            self.roster.leave(status.generator_id)
 
     def _end_session(self, session: str, reason: DropReason) -> None:
         for lease_id in self.ledger.live_leases():

@@ -31,6 +31,7 @@ from streamrl.types import (
     HeartbeatReply,
     Lease,
     PackedGroup,
+    Standing,
     TrajectoryGroup,
     pack,
 )
@@ -132,6 +133,9 @@ class ZmqBuffer:
 
     async def drain(self) -> None:
         await self._call(m.DrainRequest(), m.Done)
+
+    async def set_standing(self, generator_id: str, standing: Standing) -> None:
+        await self._call(m.StandingRequest(generator_id, standing), m.Done)
 
     async def stats(self) -> BufferStats:
         return (await self._call(m.StatsRequest(), m.StatsReply))[0].stats

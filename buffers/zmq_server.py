@@ -201,13 +201,16 @@ class ZmqBufferServer:
             case m.DrainRequest():
                 state.drain()
                 return (m.Done(),)
+            case m.StandingRequest(generator_id, standing):
+                state.set_standing(generator_id, standing)
+                return (m.Done(),)
             case _:
                 return (m.StatsReply(self._stats()),)
 
     def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> tuple[Any, ...] | None:
         if isinstance(request, m.LeaseRequest):
             self._require_space()
-            lease = self._state.lease(request.lease_id, self._clock())
+            lease = self._state.lease(request.lease_id, request.generator_id, self._clock())
             return None if lease is None else (m.LeaseReply(lease),)
         headers = self._state.take(request.num_groups, request.policy_version, request.epoch)
         return (m.TakeReply(headers),) if headers else None

@@ -22,6 +22,17 @@ class ConfigError(StreamRLError):
     """The configuration, or a file it names, cannot be used as it stands."""
 
 
+class UnknownGeneratorError(ConfigError):
+    """A person named a generator that the buffer has not heard of."""
+
+    @classmethod
+    def among(cls, generator_id: str, known: Iterable[str]) -> "UnknownGeneratorError":
+        """With what was probably meant among the `known` ids."""
+        names = frozenset(known)
+        hint = did_you_mean(generator_id, names) if names else "no generator has reported"
+        return cls(f"no generator {generator_id!r} reports to this buffer: {hint}")
+
+
 class RolloutError(StreamRLError):
     """One rollout failed: recorded as data, its group dropped with a reason; never fatal."""
 

@@ -24,6 +24,7 @@ from streamrl.types import (
     Lease,
     LoadReport,
     SamplingParams,
+    Standing,
     TrajectoryGroup,
     WeightUpdate,
 )
@@ -36,6 +37,7 @@ class GeneratorBuffer(Protocol):
         """The right to generate one group, or None if admission stayed closed for `wait_s`.
 
         `lease_id` is chosen by the caller; asking again with the same id returns the same lease.
+        For a generator that is not active admission is closed.
         """
         ...
 
@@ -54,7 +56,10 @@ class GeneratorBuffer(Protocol):
         ...
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        """Report, and renew the leases named; a new session ends those of the old one."""
+        """Report, and renew the leases named; a new session ends those of the old one, fenced then.
+
+        Leaving fulfils an order to drain: the id is active when it comes back.
+        """
         ...
 
 
@@ -106,6 +111,14 @@ class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
         """No lease is granted but those that complete the last batch, so that the line empties.
 
         Lasts until a learner attaches or the buffer loses its memory; may be repeated.
+        """
+        ...
+
+    async def set_standing(self, generator_id: str, standing: Standing) -> None:
+        """Cordon a generator, have it drain, or make it active; lasts beyond its process.
+
+        Raises:
+            UnknownGeneratorError: nobody of this id reports.
         """
         ...
 

@@ -11,6 +11,7 @@
 --   returned  zset    sequences to be granted again          dropped, refused  hash  reason -> count
 --   loans, trained    hash  version -> sequences             roster    hash  generator -> report
 --   headers   hash    sequence -> header of its group        payload:SEQUENCE, staged:TOKEN
+--   standings hash    generator -> standing, unless active
 --   history   stream  one event per change of an entry
 
 local call = redis.call

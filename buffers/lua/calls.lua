@@ -13,6 +13,9 @@ local function now()
   return tonumber(time[1]) + tonumber(time[2]) / 1e6
 end
 
+-- As in `buffers/roster.py`.
+local MAX_REPLACED = 8
+
 local now_s, ttl_s = now(), tonumber(ARGV[3])
 local settings = {
   groups_per_step = tonumber(ARGV[4]),
@@ -57,14 +60,22 @@ local function read_stats()
   local numbers, dropped, line, returned = read_books()
   return {
     'ok', numbers, dropped, line, returned, call('HGETALL', key('refused')), oldest() or '',
-    incarnation(), roster, ages,
+    incarnation(), roster, ages, call('HGETALL', key('standings')),
   }
 end
 
 local calls = {}
 
-function calls.lease(lease_id)
-  local entry = lease(lease_id, now_s, ttl_s)
+-- A generator that is not active is granted nothing new.
+local function may_lease(lease_id, generator_id)
+  if call('HEXISTS', key('standings'), generator_id) == 0 then return true end
+  expire(now_s)
+  local entry = find(lease_id)
+  return entry and entry.state == 'leased'
+end
+
+function calls.lease(lease_id, generator_id)
+  local entry = may_lease(lease_id, generator_id) and lease(lease_id, now_s, ttl_s)
   if entry then
     return { 'ok', entry.sequence, entry.floor, string.format('%.17g', entry.expires_at_s) }
   end
@@ -102,22 +113,64 @@ function calls.refuse_malformed(lease_id)
   return { 'ok' }
 end
 
-function calls.heartbeat(generator_id, session, is_leaving, status, held, ...)
-  for _, lease in ipairs(cmsgpack.unpack(held)) do
-    reassert(lease[1], lease[2], lease[3], now_s, ttl_s)
+-- Book the report; `known` is the one before it.
+local function book_report(known, generator_id, session, status)
+  local replaced = known and known.replaced or {}
+  if known and known.session ~= session then
+    replaced[#replaced + 1] = known.session
+    if #replaced > MAX_REPLACED then table.remove(replaced, 1) end
+    end_session(known.session, 'expired')
   end
+  local report = { session = session, seen_s = now_s, status = status, replaced = replaced }
+  call('HSET', key('roster'), generator_id, cmsgpack.pack(report))
+end
+
+local function strike_off(generator_id, session)
+  end_session(session, 'released')
+  call('HDEL', key('roster'), generator_id)
+  if call('HGET', key('standings'), generator_id) == 'draining' then
+    call('HDEL', key('standings'), generator_id)
+  end
+end
+
+local function fences(known, session)
+  for _, replaced in ipairs(known and known.replaced or {}) do
+    if replaced == session then return true end
+  end
+  return false
+end
+
+function calls.heartbeat(generator_id, session, is_leaving, status, held, ...)
   local packed = call('HGET', key('roster'), generator_id)
   local known = packed and cmsgpack.unpack(packed)
-  if known and known.session ~= session then end_session(known.session, 'expired') end
-  if is_leaving == '1' then
-    end_session(session, 'released')
-    call('HDEL', key('roster'), generator_id)
+  local is_fenced = fences(known, session)
+  if is_fenced then
+    end_session(session, 'expired')
   else
-    local report = { session = session, seen_s = now_s, status = status }
-    call('HSET', key('roster'), generator_id, cmsgpack.pack(report))
+    for _, lease in ipairs(cmsgpack.unpack(held)) do
+      reassert(lease[1], lease[2], lease[3], now_s, ttl_s)
+    end
+    book_report(known, generator_id, session, status)
+    if is_leaving == '1' then strike_off(generator_id, session) end
   end
   local lost = renew({ ... }, now_s, ttl_s)
-  return { 'ok', state.version, state.finished, lost, incarnation() }
+  local standing = call('HGET', key('standings'), generator_id) or 'active'
+  return { 'ok', state.version, state.finished, lost, incarnation(), standing, is_fenced and 1 or 0 }
+end
+
+-- The ids that are known, if this one is not.
+function calls.set_standing(generator_id, standing)
+  local known = {}
+  for _, name in ipairs({ 'roster', 'standings' }) do
+    if call('HEXISTS', key(name), generator_id) == 1 then
+      call('HDEL', key('standings'), generator_id)
+      if standing ~= 'active' then call('HSET', key('standings'), generator_id, standing) end
+      news.room = true
+      return { 'ok', 1, {} }
+    end
+    for _, other in ipairs(call('HKEYS', key(name))) do known[#known + 1] = other end
+  end
+  return { 'ok', 0, known }
 end
 
 function calls.attach(version, books)

@@ -132,6 +132,25 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _drain(parser: argparse.ArgumentParser) -> None:
     _buffer_target(parser)
+    _deadline(parser)
+
+
+def _generators(parser: argparse.ArgumentParser) -> None:
+    _buffer_target(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON array instead of a table")
+
+
+def _one_generator(parser: argparse.ArgumentParser) -> None:
+    _buffer_target(parser)
+    parser.add_argument("id", metavar="ID", help="name of the generator, as the list shows it")
+
+
+def _drain_generator(parser: argparse.ArgumentParser) -> None:
+    _one_generator(parser)
+    _deadline(parser)
+
+
+def _deadline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline", type=float, default=600.0, help="seconds to wait; default: 600"
     )
@@ -201,6 +220,20 @@ COMMANDS = {
         "buffers.console:drain", "let a running buffer empty: nothing new is leased", _drain
     ),
     "generator": Command("actors.daemon:main", "start one generator", _generator),
+    "generators": Command(
+        "buffers.members:show", "who generates for a running buffer, and how they do", _generators
+    ),
+    "generators cordon": Command(
+        "buffers.members:cordon", "grant a generator no further leases", _one_generator
+    ),
+    "generators drain": Command(
+        "buffers.members:drain",
+        "have a generator finish its groups and leave, and wait for it",
+        _drain_generator,
+    ),
+    "generators uncordon": Command(
+        "buffers.members:uncordon", "undo a cordon, or a drain under way", _one_generator
+    ),
     "learner": Command("learners.daemon:main", "start the learner", _learner),
     "make-model": Command(
         "actors.make_model:main", "make the small local model that model.recipe describes", _config

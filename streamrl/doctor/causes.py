@@ -4,7 +4,7 @@ Invariant: a cause is told only if the reading shows it. Those that come first a
 person can do something about.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from streamrl.doctor.reading import SILENT_S, Reading, lease_ages_s, reports
 from streamrl.types import BufferStats, GeneratorStatus, LearnerActivity
@@ -132,7 +132,7 @@ def _nothing_leased(reading: Reading) -> Iterator[str]:
     if stats.draining:
         yield "the buffer drains (streamrl buffer drain), so it grants no lease"
     elif not stats.books.leased:
-        standings: Mapping[str, str] = getattr(stats, "standings", {})
+        standings = stats.standings
         told = f"none of {len(stats.generators)} generators asks for a lease"
         ordered = [
             f"{s.generator_id} is {standings[s.generator_id]}"
@@ -196,7 +196,7 @@ def _idle_holders(stats: BufferStats) -> Iterator[GeneratorStatus]:
 def _catching_up(stats: BufferStats) -> Iterator[GeneratorStatus]:
     """Those who ask for no lease before they have newer weights."""
     for status in stats.generators:
-        if getattr(status, "is_catching_up", False) and not status.lease_ids:
+        if status.is_catching_up and not status.lease_ids:
             yield status
 
 

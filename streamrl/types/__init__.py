@@ -16,6 +16,7 @@ from streamrl.types.accounts import (
     LearnerStatus,
     Lease,
     RefusalReason,
+    Standing,
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
 from streamrl.types.packed import PackedGroup, pack
@@ -67,6 +68,7 @@ __all__ = [
     "RefusalReason",
     "Runs",
     "SamplingParams",
+    "Standing",
     "TensorSpec",
     "Trajectory",
     "TrajectoryGroup",

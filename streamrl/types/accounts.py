@@ -35,6 +35,18 @@ class RefusalReason(StrEnum):
     MALFORMED = "malformed"
 
 
+class Standing(StrEnum):
+    """What a person has ordered of a generator, by its id.
+
+    `CORDONED` is granted no lease, its groups under way finish; `DRAINING` is cordoned and leaves
+    once they have.
+    """
+
+    ACTIVE = "active"
+    CORDONED = "cordoned"
+    DRAINING = "draining"
+
+
 class Lease(Struct, frozen=True, kw_only=True):
     """The right to generate one group.
 
@@ -86,7 +98,8 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     """What a generator says of itself in each heartbeat. `session` is new for every process.
 
     `lease_ages_s` says of each of `lease_ids` how long it has been held; `held` is told to a buffer
-    whose incarnation changed: it may have forgotten these leases.
+    whose incarnation changed: it may have forgotten these leases. `is_catching_up`: it lacks the
+    version it needs, and asks for no lease until it has it.
     """
 
     generator_id: str
@@ -101,25 +114,30 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0
     pause_s: float = 0.0
     is_leaving: bool = False
+    is_catching_up: bool = False
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
     """The buffer's answer: where the learner is, and which held leases are no longer honoured.
 
     `incarnation` is new for every start of the buffer; empty from one that cannot forget.
+    `is_fenced`: a newer session of this generator's id has taken its place.
     """
 
     policy_version: int
     lost_lease_ids: tuple[str, ...] = ()
     finished: bool = False
     incarnation: str = ""
+    standing: Standing = Standing.ACTIVE
+    is_fenced: bool = False
 
 
 class BufferStats(Struct, frozen=True, kw_only=True):
     """A reading of the buffer; `incarnation` is new for every start of its server.
 
     `heartbeat_ages_s` says of each of `generators` how long ago its status came, on the buffer's
-    clock. `refusal` is why nothing is taken in at present, such as a full disk; empty if all is.
+    clock; `standings` has the ids of those that are not active, whether they report or not.
+    `refusal` is why nothing is taken in at present, such as a full disk; empty if all is.
     """
 
     incarnation: str
@@ -133,6 +151,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     generators: tuple[GeneratorStatus, ...] = ()
     heartbeat_ages_s: tuple[float, ...] = ()
     refusal: str = ""
+    standings: dict[str, Standing] = {}
     finished: bool = False
     draining: bool = False
 

@@ -7,7 +7,7 @@ One update: the sender announces to every live receiver that has another version
 those that answer Ready in time get the bytes; each reports Loaded or Failed. A joiner, a receiver
 that missed an update and one that outlived its learner are all the same case: they have another
 version, so the next round is for them. A receiver that exceeds a deadline is left out until its
-next Hello.
+next Hello that finds it idle.
 
 Invariant: every wait for a peer has a deadline. Each generator owns a `WeightReceiver`; the other
 end is `streamrl.weights.sender`, and the bytes move in `streamrl.weights.transfer`.
@@ -34,7 +34,10 @@ LOAD_S = 600.0
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """`history` is empty while the weights are still those the model folder held."""
+    """`history` is empty while the weights are still those the model folder held.
+
+    `is_loading`: it will not hear an announcement before it is done with the last one.
+    """
 
     receiver_id: str
     session: str
@@ -42,6 +45,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     history: str
     device_type: str
     num_ranks: int = 1
+    is_loading: bool = False
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -129,16 +133,19 @@ class WeightReceiver:
             if isinstance(message, Announce):
                 await self._say(Ready(name, message.attempt))
                 continue
+            self._hello = structs.replace(self._hello, is_loading=True)
             try:
                 report = await self._in_time(message.update)
             except WeightTransferError as error:
                 log.warning("version %d not loaded: %s", message.update.policy_version, error)
+                self._hello = structs.replace(self._hello, is_loading=False)
                 await self._say(Failed(name, message.attempt, str(error)))
             else:
                 self._hello = structs.replace(
                     self._hello,
                     policy_version=message.update.policy_version,
                     history=message.update.history,
+                    is_loading=False,
                 )
                 await self._say(Loaded(name, message.attempt, report))
 

@@ -8,6 +8,7 @@ Invariant: a reader meets complete files only, and its file stays until it has a
 deadlines have passed. A checksum covers every byte that is handed on.
 """
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ def version_name(history: str, version: int) -> str:
 
 
 class FileSender:
-    """The sender's files of one learner life; one call at a time."""
+    """The sender's files of one learner life; calls from several threads take turns."""
 
     def __init__(
         self, settings: WeightSettings, layout: Layout, folder: Path, history: str
@@ -41,6 +42,7 @@ class FileSender:
         self._folder = folder
         self._history = history
         self._base: tuple[int, torch.Tensor] | None = None
+        self._lock = threading.Lock()
         self._num_deltas = 0
         self._failed: frozenset[str] = frozenset()
         self._offered: dict[str, tuple[Path, float]] = {}
@@ -49,7 +51,17 @@ class FileSender:
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
     ) -> dict[str, FilesEndpoint]:
         """The file each receiver is to read; `held` says which version of this life it has."""
-        data = data.cpu()
+        with self._lock:
+            return self._write(version, data.cpu(), held)
+
+    def answered(self, loaded: set[str], failed: set[str]) -> None:
+        """Note who is done with its file, and remove the files that nobody needs."""
+        with self._lock:
+            self._answered(loaded, failed)
+
+    def _write(
+        self, version: int, data: torch.Tensor, held: Mapping[str, int]
+    ) -> dict[str, FilesEndpoint]:
         by_delta = {name for name, has in held.items() if self._takes_delta(name, has, version)}
         whole = self._path(version, "")
         paths = {name: whole for name in held}
@@ -70,8 +82,7 @@ class FileSender:
             for name, path in paths.items()
         }
 
-    def answered(self, loaded: set[str], failed: set[str]) -> None:
-        """Note who is done with its file, and remove the files that nobody needs."""
+    def _answered(self, loaded: set[str], failed: set[str]) -> None:
         self._failed = (self._failed | failed) - loaded
         now_s = time.monotonic()
         self._offered = {

@@ -30,6 +30,7 @@ from streamrl.errors import (
     LedgerError,
     MessageTooLargeError,
     TransportError,
+    UnknownGeneratorError,
     UnknownLeaseError,
 )
 from streamrl.interfaces import TrajectoryBuffer
@@ -38,6 +39,7 @@ from streamrl.types import (
     DropReason,
     GeneratorStatus,
     RefusalReason,
+    Standing,
     TrajectoryGroup,
     pack,
     runs_of,
@@ -243,6 +245,73 @@ async def test_a_reading_tells_how_long_ago_each_generator_reported(connect):
     assert 0 <= ages_s["late"] <= ages_s["early"] - 0.05
     assert ages_s["early"] <= time.monotonic() - start + 0.01
     assert stats.refusal == ""
+
+
+async def test_a_generator_whose_place_was_taken_is_fenced(connect):
+    """One that was frozen, and wakes up after another process was started under its id."""
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    await generator.heartbeat(status("g", "old"))
+    await generator.heartbeat(status("g", "new"))
+    await generator.lease("new/1", "g", 0.0)
+    await generator.lease("old/1", "g", 0.0)
+    reply = await generator.heartbeat(status("g", "old", lease_ids=("old/1",)))
+    assert (reply.is_fenced, reply.lost_lease_ids) == (True, ("old/1",))
+    reply = await generator.heartbeat(status("g", "old", is_leaving=True))
+    assert reply.is_fenced
+    reply = await generator.heartbeat(status("g", "new", lease_ids=("new/1",)))
+    assert (reply.is_fenced, reply.lost_lease_ids) == (False, ())
+    assert [g.session for g in (await learner.stats()).generators] == ["new"]
+
+
+async def test_a_cordoned_generator_is_granted_nothing_and_finishes_what_it_holds(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    for name in "gh":
+        await generator.heartbeat(status(name))
+    first = await generator.lease("g/1", "g", 0.0)
+    await learner.set_standing("g", Standing.CORDONED)
+    assert await generator.lease("g/1", "g", 0.0) == first
+    assert await generator.lease("g/2", "g", 0.05) is None
+    assert await generator.lease("h/1", "h", 0.0) is not None
+    reply = await generator.heartbeat(status("g", lease_ids=("g/1",)))
+    assert (reply.standing, reply.lost_lease_ids) == (Standing.CORDONED, ())
+    assert (await generator.heartbeat(status("h"))).standing is Standing.ACTIVE
+    await generator.put("g/1", make_group(0, lease_id="g/1"))
+    waiting = asyncio.create_task(generator.lease("g/2", "g", 5.0))
+    assert (await learner.stats()).standings == {"g": Standing.CORDONED}
+    await learner.set_standing("g", Standing.ACTIVE)
+    assert (await waiting) is not None
+    assert (await learner.stats()).standings == {}
+
+
+async def test_an_order_outlives_the_process_and_a_drain_ends_with_it(connect):
+    buffer = connect()
+    await buffer.attach(0, None)
+    for order, later in (
+        (Standing.CORDONED, Standing.CORDONED),
+        (Standing.DRAINING, Standing.ACTIVE),
+    ):
+        await buffer.heartbeat(status("g", f"first {order}"))
+        await buffer.set_standing("g", order)
+        reply = await buffer.heartbeat(status("g", f"second {order}"))
+        assert reply.standing is order, "the first one was killed"
+        await buffer.heartbeat(status("g", f"second {order}", is_leaving=True))
+        assert (await buffer.heartbeat(status("g", f"third {order}"))).standing is later
+
+
+async def test_an_order_to_nobody_is_refused_with_the_id_that_was_meant(connect):
+    buffer = connect()
+    with pytest.raises(UnknownGeneratorError, match="no generator has reported"):
+        await buffer.set_standing("generator-1", Standing.CORDONED)
+    for name in ("generator-0", "other"):
+        await buffer.heartbeat(status(name))
+    with pytest.raises(UnknownGeneratorError, match=r"did you mean 'generator-0'\?"):
+        await buffer.set_standing("generatr-0", Standing.DRAINING)
+    assert (await buffer.stats()).standings == {}
+    await buffer.set_standing("other", Standing.CORDONED)
+    with pytest.raises(UnknownGeneratorError, match=r"allowed: generator-0, other$"):
+        await buffer.set_standing("nobody", Standing.CORDONED)
 
 
 async def test_a_newer_learner_fences_the_older_one(connect):

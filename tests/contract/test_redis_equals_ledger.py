@@ -38,6 +38,7 @@ from streamrl.types import (
     GeneratorStatus,
     GroupHeader,
     Lease,
+    Standing,
     TrajectoryGroup,
     pack,
 )
@@ -84,10 +85,11 @@ class Twins(RuleBasedStateMachine):
         assert answers[0] == answers[1]
         return None if isinstance(answers[0], Refusal) else answers[0]
 
-    @rule(lease_id=st.sampled_from(LEASE_IDS))
-    def lease(self, lease_id: str) -> None:
+    @rule(lease_id=st.sampled_from(LEASE_IDS), generator_id=st.sampled_from(["g", "h", "steady"]))
+    def lease(self, lease_id: str, generator_id: str) -> None:
         lease = self.both(
-            self.redis.lease(lease_id, "g", 0.0), lambda: self.model.lease(lease_id, self.now_s)
+            self.redis.lease(lease_id, generator_id, 0.0),
+            lambda: self.model.lease(lease_id, generator_id, self.now_s),
         )
         if lease is not None:
             self.sequences[lease_id] = lease.sequence
@@ -163,6 +165,13 @@ class Twins(RuleBasedStateMachine):
 
         self.both(asked(), expected)
 
+    @rule(generator_id=st.sampled_from(["g", "h"]), standing=st.sampled_from(Standing))
+    def set_standing(self, generator_id: str, standing: Standing) -> None:
+        self.both(
+            self.redis.set_standing(generator_id, standing),
+            lambda: self.model.set_standing(generator_id, standing),
+        )
+
     @rule()
     def drain(self) -> None:
         self.both(self.redis.drain(), self.model.drain)
@@ -204,7 +213,7 @@ class Twins(RuleBasedStateMachine):
         """Steady work: without this rule, random calls rarely fill a batch."""
         for _ in range(num_steps):
             for lease_id in LEASE_IDS:
-                self.lease(lease_id)
+                self.lease(lease_id, "steady")
             for lease_id in LEASE_IDS:
                 self.put(lease_id, age=1, wrong=9, again=False)
             self.take(self.settings["groups_per_step"], 0)
@@ -320,11 +329,11 @@ def outcome(call: Callable[[], Any]) -> Any:
 def comparable(stats: Any) -> Any:
     """All but the server's name for itself; generators in one order."""
     reports = zip(stats.generators, stats.heartbeat_ages_s, strict=True)
-    generators = sorted(reports, key=lambda report: report[0].generator_id)
     return (
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
         *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),
-        generators,
+        stats.standings,
+        sorted(reports, key=lambda report: report[0].generator_id),
     )
 
 

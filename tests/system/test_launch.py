@@ -1,5 +1,6 @@
 """Whole runs as separate processes: they end, the books close, and nobody's death changes that."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -195,6 +196,45 @@ def test_sigterm_ends_a_daemon_within_ten_seconds_with_its_leases_released(
     run.until_step(step + 5)
     assert run.lines[-1]["generator/count"] == 1
     assert run.lines[-1]["buffer/dropped_expired"] == 0
+
+
+def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_on(
+    launch: Launch,
+):
+    run = launch(*_set("run.max_steps=100000", "buffer.lease_ttl_s=30"))
+    run.until_step(3)
+    config = str(run.folder / "config.yaml")
+    names, started = ("generator-0", "generator-1"), []
+    try:
+        for name in names:
+            drain = [STREAMRL, "generators", "drain", config, name]
+            assert subprocess.run(drain, check=False).returncode == 0
+            run.until(lambda name=name: f"{name}: done" in run.log(name))
+            run.until(lambda: run.lines[-1]["generator/count"] == 1)
+            start = [STREAMRL, "generator", "--config", config, "--id", name]
+            started.append(subprocess.Popen(start))
+            run.until(lambda: run.lines[-1]["generator/count"] == 2)
+            run.until_step(len(run.lines) + 3)
+        run.until(lambda: _states(config) == dict.fromkeys(names, "active"))
+        lines = run.lines
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+    assert all(line["buffer/staleness_max"] <= 2 for line in lines)
+    dropped = {name: lines[-1][f"buffer/dropped_{name}"] for name in ("expired", "released")}
+    assert dropped == {"expired": 0, "released": 0}
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 0, run.output
+    assert_every_step_once(run, len(run.lines))
+    assert_books_close(run)
+    assert_audit_passes(run)
+
+
+def _states(config: str) -> dict[str, str]:
+    command = [STREAMRL, "generators", config, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {member["id"]: member["state"] for member in json.loads(done.stdout)}
 
 
 def test_ctrl_c_stops_everybody_and_the_run_can_go_on(launch: Launch):

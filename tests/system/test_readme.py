@@ -17,7 +17,7 @@ from tests.system.conftest import STREAMRL
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-START, DAEMONS, LAUNCH, OPERATE, ABLATE = (block.strip().splitlines() for block in BLOCKS)
+START, DAEMONS, LAUNCH, OPERATE, MEMBERS, ABLATE = (block.strip().splitlines() for block in BLOCKS)
 DEADLINE_S = 120
 
 
@@ -123,6 +123,7 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
         assert "the books close" in told
         assert "generator-0" in told
         assert "trained/s" in told
+        _restart_a_generator()
         assert "drained at version" in _output(drain)
         assert "0 groups, at most 8; draining" in _output(inspect)
     finally:
@@ -130,6 +131,21 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
         running.wait(DEADLINE_S)
     monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "12")
     assert "12 steps trained 48 sequences" in _output(chaos.replace("--kills 5", "--kills 2"))
+
+
+def _restart_a_generator() -> None:
+    listing, cordon, uncordon, drain, start = MEMBERS
+    assert "generator-0" in _output(listing)
+    assert "granted no leases" in _output(cordon)
+    assert "cordoned" in _output(listing)
+    assert "is granted leases" in _output(uncordon)
+    assert "generator-0 has left" in _output(drain)
+    again = subprocess.Popen(_words(start))
+    try:
+        _until(lambda: _output(listing).count(" active ") == 2)
+    finally:
+        again.send_signal(signal.SIGTERM)
+        assert again.wait(DEADLINE_S) == 0
 
 
 def _output(command: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import pytest
 
+from actors.catch_up import CatchUp
 from actors.environments import make_environment
 from actors.generator import Generator
 from actors.rollout import GroupRunner
@@ -15,15 +16,17 @@ from buffers.ledger import Ledger
 from buffers.memory import MemoryBuffer
 from buffers.state import BufferState
 from streamrl.config import RunConfig
-from streamrl.errors import RolloutError
+from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.interfaces import Episode, Prompt, Transition
 from streamrl.types import (
     Books,
     Completion,
     DropReason,
+    FilesEndpoint,
     FinishReason,
     LoadReport,
     SamplingParams,
+    Standing,
     TrajectoryGroup,
     WeightUpdate,
 )
@@ -64,7 +67,10 @@ class FakeEngine:
             self.num_running -= 1
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
-        raise NotImplementedError
+        if update.endpoint.path == "unreadable":
+            raise WeightTransferError("told to fail")
+        self.policy_version = update.policy_version
+        return LoadReport(transfer_s=0.0, pause_s=0.0)
 
     def gauges(self) -> dict[str, float]:
         return {"num_active": self.num_running, "num_waiting": 0, "num_tokens": 0, "pause_s": 0}
@@ -130,6 +136,12 @@ class Run:
             generator.stop()
             async with asyncio.timeout(10):
                 await running
+
+    async def train(self, version: int) -> None:
+        """A step of the learner, at this version."""
+        await self.until(lambda: self.books.buffered >= 2)
+        await self.learner.take(2, version, 1.0)
+        await self.learner.advance(version + 1)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -277,13 +289,10 @@ async def test_a_group_waits_for_the_version_its_lease_asks_for():
     run = Run()
     await run.learner.attach(0, None)
     async with run.generating():
-        for version in range(2):
-            await run.until(lambda: run.books.buffered >= 2)
-            await run.learner.take(2, version, 1.0)
-            await run.learner.advance(version + 1)
-        await run.until(lambda: run.books.leased == 4)
+        await run.train(0)
+        await run.until(lambda: run.books.buffered == 2 and run.books.leased == 2)
         assert run.engine.num_running == 0, "version 0 would be too stale by then"
-        run.engine.policy_version = 2
+        run.engine.policy_version = 1
         await run.until(lambda: run.books.buffered == 4)
     assert run.books.dropped == {}
 
@@ -293,14 +302,108 @@ async def test_a_floor_falls_when_the_learner_came_back_at_an_earlier_version():
     run = Run()
     await run.learner.attach(0, None)
     async with run.generating():
-        for version in range(2):
-            await run.until(lambda: run.books.buffered >= 2)
-            await run.learner.take(2, version, 1.0)
-            await run.learner.advance(version + 1)
-        await run.until(lambda: run.books.leased == 4)
+        await run.train(0)
+        await run.until(lambda: run.books.buffered == 2 and run.books.leased == 2)
         await run.learner.attach(0, Books())
         await run.until(lambda: run.engine.num_running == 0 and run.books.leased == 0)
-    assert run.books.buffered == 8
+    assert run.books.buffered == 6
+
+
+def update(version: int, path: str = "readable") -> WeightUpdate:
+    endpoint = FilesEndpoint(path=path)
+    return WeightUpdate(policy_version=version, history="h", manifest=(), endpoint=endpoint)
+
+
+async def test_a_generator_that_joins_late_leases_nothing_before_it_has_caught_up():
+    run = Run()
+    await run.learner.attach(3, None)
+    async with run.generating() as generator:
+        await run.until(lambda: bool(run.state.roster))
+        assert (await run.learner.stats()).generators[0].is_catching_up
+        await generator._load(update(2))
+        await asyncio.sleep(0.2)
+        assert run.books.granted == 0
+        await generator._load(update(3))
+        await run.until(lambda: run.books.buffered == 4)
+        await run.until(lambda: not run.state.roster.statuses[0].is_catching_up)
+
+
+async def test_a_generator_whose_update_failed_leases_nothing_before_it_has_caught_up():
+    run = Run()
+    await run.learner.attach(0, None)
+    async with run.generating() as generator:
+        await run.until(lambda: run.books.buffered == 4)
+        with pytest.raises(WeightTransferError):
+            await generator._load(update(1, "unreadable"))
+        headers = await run.learner.take(2, 0, 1.0)
+        assert len(headers) == 2
+        await run.learner.advance(1)
+        # The lease it had asked for before is granted now, and given back.
+        await run.until(lambda: run.books.dropped == {DropReason.RELEASED: 1})
+        await run.until(lambda: run.state.roster.statuses[0].is_catching_up)
+        assert (run.books.leased, run.books.granted) == (0, 5)
+        await generator._load(update(1))
+        await run.until(lambda: run.books.buffered == 4)
+
+
+async def test_a_drained_generator_finishes_its_groups_and_leaves():
+    run = Run()
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    generator = Generator(run.config, "g", run.runner, run.learner.client())
+    running = asyncio.create_task(generator.run())
+    await run.until(lambda: run.books.leased == 4)
+    await run.learner.set_standing("g", Standing.DRAINING)
+    run.engine.open.set()
+    await asyncio.wait_for(running, 5)
+    assert (run.books.buffered, run.books.granted, run.books.dropped) == (4, 4, {})
+    stats = await run.learner.stats()
+    assert (stats.generators, stats.standings) == ((), {})
+
+
+async def test_a_drain_that_was_undone_in_time_is_forgotten():
+    run = Run()
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        await run.until(lambda: run.books.leased == 4)
+        await run.learner.set_standing("g", Standing.DRAINING)
+        await asyncio.sleep(0.2)
+        await run.learner.set_standing("g", Standing.ACTIVE)
+        run.engine.open.set()
+        await run.train(0)
+        run.engine.policy_version = 1
+        await run.until(lambda: run.books.granted == 6)
+
+
+async def test_a_generator_whose_id_another_process_took_leaves():
+    run = Run()
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    old = Generator(run.config, "g", run.runner, run.learner.client())
+    running = asyncio.create_task(old.run())
+    await run.until(lambda: run.books.leased == 4)
+    async with run.generating():
+        await asyncio.wait_for(running, 5)
+        run.engine.open.set()
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.books.dropped == {DropReason.EXPIRED: 4}
+
+
+def test_what_is_caught_up_to_is_what_a_learner_has_published():
+    catch_up = CatchUp(publish_every=2, max_staleness=1)
+    assert not catch_up.is_done(0), "no heartbeat was answered yet"
+    catch_up.hear(7)
+    assert [catch_up.is_done(version) for version in (5, 6)] == [False, True]
+    catch_up.hear(8)
+    assert [catch_up.is_done(version) for version in (6, 7)] == [False, True]
+    catch_up.hear(3)
+    assert catch_up.is_done(2), "the learner came back at version 3 and has published 2"
+    catch_up.fail()
+    catch_up.hear(3)
+    assert not catch_up.is_done(9)
+    catch_up.load()
+    assert catch_up.is_done(2)
 
 
 async def test_the_end_of_the_run_ends_the_generator():

@@ -18,7 +18,7 @@ from buffers.journal_file import journal_path
 from buffers.ledger import Ledger
 from buffers.state import BufferState
 from streamrl.errors import ConfigError, LedgerError, StorageError
-from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease
+from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease, Standing
 
 TTL_S = 10.0
 # The machine syncs a file with every call; what that survives is not what it tests.
@@ -58,7 +58,7 @@ def put(state: BufferState[bytes], lease: Lease, version: int, now_s: float = 0.
 
 def fill(state: BufferState[bytes], *lease_ids: str, version: int = 0) -> None:
     for lease_id in lease_ids:
-        lease = state.lease(lease_id, 0.0)
+        lease = state.lease(lease_id, "g", 0.0)
         assert lease is not None
         put(state, lease, version)
 
@@ -76,6 +76,7 @@ def dump(state: BufferState[bytes], last_sequence: int = 200) -> dict[str, Any]:
         "payloads": state.fetch(held),
         "oldest": state.ledger.oldest_version(),
         "bytes": state.stats(0.0).num_bytes,
+        "standings": state.roster.standings,
     }
 
 
@@ -107,7 +108,7 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def lease(self, count: int) -> None:
         for _ in range(count):
-            lease = self.state.lease(f"lease {self.num_leases}", self.now_s)
+            lease = self.state.lease(f"lease {self.num_leases}", "steady", self.now_s)
             self.num_leases += 1
             self.held += [lease] if lease else []
         self._die_and_come_back()
@@ -122,6 +123,13 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(reason=st.sampled_from(DropReason))
     def release(self, reason: DropReason) -> None:
         self.state.release(self.held[0].lease_id, reason)
+        self._die_and_come_back()
+
+    @rule(generator_id=st.sampled_from("gh"), standing=st.sampled_from(Standing))
+    def set_standing(self, generator_id: str, standing: Standing) -> None:
+        status = GeneratorStatus(generator_id=generator_id, session="s", policy_version=0)
+        self.state.heartbeat(status, self.now_s)
+        self.state.set_standing(generator_id, standing)
         self._die_and_come_back()
 
     @rule()
@@ -161,7 +169,7 @@ class JournalMachine(RuleBasedStateMachine):
             if step == saved_after:
                 self.checkpoint = (ledger.version, ledger.books())
             for _ in range(ledger.groups_per_step):
-                if lease := self.state.lease(f"lease {self.num_leases}", self.now_s):
+                if lease := self.state.lease(f"lease {self.num_leases}", "steady", self.now_s):
                     put(self.state, lease, ledger.version, self.now_s)
                 self.num_leases += 1
             if self.state.take(ledger.groups_per_step, ledger.version, ledger.epoch):
@@ -230,7 +238,7 @@ def test_what_was_not_committed_is_not_there_and_nothing_else_is_missing(tmp_pat
 def test_recovered_leases_get_a_whole_new_time_to_live(tmp_path):
     state, journal = open_journal(tmp_path)
     state.attach(0, None)
-    state.lease("a", 0.0)
+    state.lease("a", "g", 0.0)
     journal.commit()
     journal.close()
     recovered, journal = open_journal(tmp_path, now_s=1000.0)
@@ -247,7 +255,7 @@ def test_the_file_does_not_grow_with_the_run(tmp_path):
         for _ in range(count):
             version = state.ledger.version
             for number in range(2):
-                lease = state.lease(f"{version}/{number}", 0.0)
+                lease = state.lease(f"{version}/{number}", "g", 0.0)
                 assert lease is not None
                 state.put(lease.lease_id, header(lease, version), bytes(20_000), 0.0)
             journal.commit()
@@ -310,7 +318,7 @@ def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
     with closing(sqlite3.connect(journal_path(tmp_path))) as db:
         num_pages = db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {num_pages}")
-    lease = state.lease("b", 0.0)
+    lease = state.lease("b", "g", 0.0)
     assert lease is not None
     state.put("b", header(lease, 0), bytes(100_000), 0.0)
     for _ in range(2):

@@ -5,6 +5,7 @@ The receivers here live in the test's process; `tests/system` has them in proces
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import zmq
 from streamrl.config.sections import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, FilesEndpoint, LoadReport, WeightUpdate
-from streamrl.weights import sender as sender_module
+from streamrl.weights import membership
 from streamrl.weights.channel import WeightReceiver
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
@@ -34,6 +35,16 @@ async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None
             await asyncio.sleep(0.01)
 
 
+def is_free(address: str) -> bool:
+    """Whether nobody listens there; zmq lets go of an address a moment after a socket's end."""
+    host, _, port = address.removeprefix("tcp://").partition(":")
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError:
+        return False
+    return True
+
+
 class Generator:
     """A receiver that keeps what it loads."""
 
@@ -42,10 +53,15 @@ class Generator:
         self.updates: list[WeightUpdate] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.fails = False
+        self.open = asyncio.Event()
+        self.open.set()
+        self.num_begun = 0
         self._transfer = TransferReceiver()
         self.receiver = WeightReceiver(address, name, f"session of {name}", self.load)
 
     async def load(self, update: WeightUpdate) -> LoadReport:
+        self.num_begun += 1
+        await self.open.wait()
         if self.fails:
             raise WeightTransferError("told to fail")
         received = await asyncio.to_thread(
@@ -183,7 +199,7 @@ async def test_a_receiver_that_fails_does_not_keep_the_others_and_gets_the_next_
 async def test_a_receiver_that_stopped_answering_is_left_out_within_the_deadline(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sender_module, "ALIVE_S", 1000.0)
+    monkeypatch.setattr(membership, "ALIVE_S", 1000.0)
     async with run(tmp_path, deadline_s=2) as started:
         good, _ = started.join("good")
         silent, task = started.join("silent")
@@ -193,6 +209,26 @@ async def test_a_receiver_that_stopped_answering_is_left_out_within_the_deadline
         await until(lambda: good.has(1.0), deadline_s=4.0)
         assert started.sender.gauges()["num_receivers"] == 1
         task.cancel()
+
+
+async def test_who_is_slow_to_read_a_file_holds_up_nobody_and_may_be_replaced(tmp_path):
+    async with run(tmp_path, transport="files", deadline_s=1000) as started:
+        good, _ = started.join("good")
+        slow, task = started.join("slow")
+        slow.open.clear()
+        await until(lambda: started.sender.gauges()["num_receivers"] == 2)
+        for version in (1, 2):
+            started.publish(version, float(version))
+            await until(lambda v=version: good.has(float(v)))
+        assert (slow.num_begun, slow.policy_version) == (1, 0), "it is asked one thing at a time"
+        slow.open.set()
+        await until(lambda: slow.has(2.0))
+        slow.open.clear()
+        started.publish(3, 3.0)
+        await until(lambda: slow.num_begun == 3)
+        task.cancel()
+        again, _ = started.join("slow")
+        await until(lambda: again.has(3.0))
 
 
 async def test_generators_follow_a_learner_that_starts_again(tmp_path):
@@ -205,6 +241,7 @@ async def test_generators_follow_a_learner_that_starts_again(tmp_path):
         sender_task.cancel()
         await asyncio.wait([sender_task])
         started.sender.close()
+        await until(lambda: is_free(started.sender.address))
         async with asyncio.TaskGroup() as tasks:
             again = await starting_again(tmp_path, tasks, started.sender.address)
             again.publish(1, 5.0)

@@ -1,0 +1,84 @@
+"""Who reports to a buffer, and what a person has ordered of them.
+
+Invariant: an id has one session, the newest; an older one that still reports is fenced. An order
+(`Standing`) belongs to the id, so it outlives a generator's process; only an order to drain is
+fulfilled, and gone, once its generator has left. `buffers.state` calls it and owns the clock;
+`buffers/lua/calls.lua` does the same in Redis.
+"""
+
+from msgspec import Struct
+
+from streamrl.errors import UnknownGeneratorError
+from streamrl.types import GeneratorStatus, Standing, replace
+
+# A process that was frozen may wake after others of its id have come and gone.
+MAX_REPLACED = 8
+
+
+class _Report(Struct, frozen=True):
+    """The last heartbeat, and the sessions that this one's has taken the place of."""
+
+    status: GeneratorStatus
+    seen_s: float
+    replaced: tuple[str, ...]
+
+
+class Roster:
+    def __init__(self) -> None:
+        self._reports: dict[str, _Report] = {}
+        self.standings: dict[str, Standing] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._reports)
+
+    @property
+    def statuses(self) -> tuple[GeneratorStatus, ...]:
+        return tuple(report.status for report in self._reports.values())
+
+    def ages_s(self, now_s: float) -> tuple[float, ...]:
+        """How long ago each of `statuses` was reported."""
+        return tuple(now_s - report.seen_s for report in self._reports.values())
+
+    def fences(self, status: GeneratorStatus) -> bool:
+        """Whether a newer session has taken this one's place."""
+        known = self._reports.get(status.generator_id)
+        return known is not None and status.session in known.replaced
+
+    def enter(self, status: GeneratorStatus, now_s: float) -> str | None:
+        """Book the report; the session whose place it takes, if there is one."""
+        known = self._reports.get(status.generator_id)
+        replaced = known.replaced if known else ()
+        older = known.status.session if known and known.status.session != status.session else None
+        if older is not None:
+            replaced = (*replaced, older)[-MAX_REPLACED:]
+        report = _Report(replace(status, held=()), now_s, replaced)
+        self._reports[status.generator_id] = report
+        return older
+
+    def leave(self, generator_id: str) -> None:
+        self._reports.pop(generator_id, None)
+        if self.standing(generator_id) is Standing.DRAINING:
+            self.standings = _without(self.standings, generator_id)
+
+    def forget_silent(self, now_s: float, patience_s: float) -> None:
+        self._reports = {
+            generator_id: report
+            for generator_id, report in self._reports.items()
+            if now_s - report.seen_s <= patience_s
+        }
+
+    def standing(self, generator_id: str) -> Standing:
+        return self.standings.get(generator_id, Standing.ACTIVE)
+
+    def set_standing(self, generator_id: str, standing: Standing) -> None:
+        """Raises: UnknownGeneratorError: nobody of this id reports, or did when it was ordered."""
+        known = self._reports.keys() | self.standings.keys()
+        if generator_id not in known:
+            raise UnknownGeneratorError.among(generator_id, known)
+        others = _without(self.standings, generator_id)
+        is_active = standing is Standing.ACTIVE
+        self.standings = others if is_active else {**others, generator_id: standing}
+
+
+def _without(standings: dict[str, Standing], generator_id: str) -> dict[str, Standing]:
+    return {name: standing for name, standing in standings.items() if name != generator_id}

@@ -1,0 +1,154 @@
+"""A receiver dies or freezes at every hop of an update: the others have it within the deadline.
+
+Receivers are real processes with real gloo groups; the sender is the test's own.
+"""
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from streamrl.config.sections import WeightSettings
+from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.sender import WeightSender
+from tests.system.weight_receiver import BUCKET_BYTES, HOPS, SHAPES, Fate, receive
+
+DEADLINE_S = 3.0
+# What a busy machine adds to it.
+SLACK_S = 3.0
+PATIENCE_S = 30.0
+NAMES = ("a", "victim", "z")
+
+FATES = [
+    *((hop, 1) for hop in HOPS),
+    # The group stands already, and is kept.
+    *(("ready", 2), ("broadcast", 2)),
+]
+
+
+def parameters(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+
+
+class Fleet:
+    """Receivers in processes of their own, and their sender."""
+
+    def __init__(self, folder: Path, fate: Fate) -> None:
+        settings = {
+            "address": "tcp://127.0.0.1:*",
+            "bucket_bytes": BUCKET_BYTES,
+            "deadline_s": DEADLINE_S,
+        }
+        layout = Layout(manifest_of(parameters(0.0)), BUCKET_BYTES)
+        self.folder = folder
+        folder.mkdir()
+        self.sender = WeightSender(
+            WeightSettings.model_validate(settings), layout, torch.device("cpu"), folder
+        )
+        never = Fate("never", 0, signal.SIGKILL)
+        fates = {name: fate if name == "victim" else never for name in NAMES}
+        self.processes = {name: self._start(name, fate) for name, fate in fates.items()}
+
+    def _start(self, name: str, fate: Fate) -> BaseProcess:
+        # Forked from a process that has imported torch once for all.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.system.weight_receiver"])
+        arguments = (self.sender.address, name, self.folder / name, fate)
+        process = context.Process(target=receive, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    def publish(self, version: int) -> float:
+        """When it was."""
+        self.sender.snapshot(parameters(float(version)), version)
+        self.sender.publish()
+        return time.monotonic()
+
+    def loads(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def has(self, version: int, *names: str) -> bool:
+        newest = [self.loads(name)[-1:] for name in names]
+        return all(lines and lines[0]["version"] == version for lines in newest)
+
+    def is_down(self, name: str) -> bool:
+        """Dead, or frozen."""
+        process = self.processes[name]
+        if not process.is_alive():
+            return True
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+        return True
+
+    async def until(self, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+        async with asyncio.timeout(patience_s):
+            while not condition():
+                await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def fleet(folder: Path, fate: Fate) -> AsyncIterator[Fleet]:
+    """With every receiver known to the sender."""
+    started = Fleet(folder, fate)
+    running = asyncio.create_task(started.sender.run())
+    try:
+        await started.until(lambda: started.sender.gauges()["num_receivers"] == len(NAMES))
+        yield started
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        for process in started.processes.values():
+            process.kill()
+            process.join()
+        started.sender.close()
+
+
+async def meet(folder: Path, hop: str, version: int, number: signal.Signals) -> None:
+    """The victim's end or sleep, and what the others get meanwhile and afterwards."""
+    async with fleet(folder, Fate(hop, version, number)) as run:
+        for earlier in range(1, version):
+            run.publish(earlier)
+            await run.until(lambda v=earlier: run.has(v, *NAMES))
+        start_s = run.publish(version)
+        await run.until(lambda: run.is_down("victim"))
+        await run.until(lambda: run.has(version, "a", "z"))
+        for name in ("a", "z"):
+            assert run.loads(name)[-1]["at_s"] - start_s < DEADLINE_S + SLACK_S
+        await run.until(lambda: run.sender.gauges()["num_receivers"] == 2)
+        assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+        assert run.sender.gauges()["num_fenced"] >= 1
+        start_s = run.publish(version + 1)
+        await run.until(lambda: run.has(version + 1, "a", "z"))
+        assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+        survivors = [*NAMES] if number is signal.SIGSTOP else ["a", "z"]
+        if number is signal.SIGSTOP:
+            psutil.Process(run.processes["victim"].pid).resume()
+            await run.until(lambda: run.has(version + 1, "victim"))
+        run.publish(version + 2)
+        await run.until(lambda: run.has(version + 2, *survivors))
+        for name in survivors:
+            lines = run.loads(name)
+            assert all(line["is_right"] for line in lines)
+            versions = [line["version"] for line in lines]
+            assert versions == sorted(set(versions)), name
+
+
+@pytest.mark.parametrize(("hop", "version"), FATES)
+async def test_whoever_dies_or_freezes_is_fenced_and_the_others_have_the_update(
+    tmp_path: Path, hop: str, version: int
+):
+    await asyncio.gather(
+        meet(tmp_path / "killed", hop, version, signal.SIGKILL),
+        meet(tmp_path / "frozen", hop, version, signal.SIGSTOP),
+    )

@@ -1,0 +1,81 @@
+"""Who is asked, who is left out, and who shares a broadcast with whom after one that failed."""
+
+from msgspec.structs import replace
+
+from streamrl.weights.channel import Hello
+from streamrl.weights.membership import ALIVE_S, Membership, Peer
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def hello(name: str, session: str = "first") -> Hello:
+    return Hello(name, session, 0, "", "cpu")
+
+
+def membership(*names: str) -> tuple[Membership, dict[str, Peer], Clock]:
+    clock = Clock()
+    made = Membership("h", clock)
+    for name in names:
+        made.hear(name.encode(), hello(name))
+    return made, {peer.name: peer for peer in made.alive()}, clock
+
+
+def grouped(made: Membership) -> list[list[str]]:
+    return [[peer.name for peer in group] for group in made.groups(made.alive())]
+
+
+def test_who_lacks_the_version_is_outdated_and_who_is_silent_is_not_asked():
+    made, _, clock = membership("a", "b")
+    assert made.outdated(0) == [], "version 0 is in every model folder"
+    assert [peer.name for peer in made.outdated(1)] == ["a", "b"]
+    made.book("a", 1)
+    assert [peer.name for peer in made.outdated(1)] == ["b"]
+    made.hear(b"a", replace(hello("a"), policy_version=1, history="of another learner"))
+    assert [peer.name for peer in made.outdated(1)] == ["a", "b"]
+    clock.now_s += ALIVE_S + 0.1
+    made.hear(b"b", hello("b"))
+    assert [peer.name for peer in made.outdated(1)] == ["b"]
+
+
+def test_who_is_fenced_comes_back_with_a_hello_that_finds_it_idle():
+    made, peers, _ = membership("a", "b")
+    made.fence([peers["a"]])
+    made.hear(b"a", replace(hello("a"), is_loading=True))
+    assert ([peer.name for peer in made.alive()], made.fenced) == (["b"], {"a"})
+    made.hear(b"b", replace(hello("b"), is_loading=True))
+    made.hear(b"a", hello("a"))
+    assert {peer.name for peer in made.alive()} == {"a", "b"}
+    assert (made.fenced, made.num_fenced) == (frozenset(), 1)
+
+
+def test_another_process_of_the_same_name_does_not_pay_for_the_first():
+    made, peers, _ = membership("a")
+    assert made.hear(b"a", hello("a"))
+    assert not made.hear(b"again", hello("a", "second"))
+    made.fence([peers["a"]])
+    assert [peer.address for peer in made.alive()] == [b"again"]
+    assert made.num_fenced == 0
+
+
+def test_those_that_answered_try_again_together_without_the_silent_one():
+    made, peers, _ = membership("a", "b", "c", "d")
+    made.fence([peers["b"]])
+    assert made.regroup({"a"}, {"c", "d"}, {"b"}), "at once"
+    assert grouped(made) == [["a", "c", "d"]]
+
+
+def test_where_everybody_answered_those_that_failed_are_halved_until_one_stands_alone():
+    made, _, _ = membership("a", "b", "c", "d")
+    assert made.regroup(set(), {"a", "b", "c", "d"}, set())
+    assert grouped(made) == [["a", "c"], ["b", "d"]]
+    assert not made.regroup({"a", "c"}, set(), set())
+    assert made.regroup(set(), {"b", "d"}, set())
+    assert grouped(made) == [["a", "c"], ["b"], ["d"]]
+    assert not made.regroup(set(), {"d"}, set()), "it waits for its next Hello"
+    assert not made.regroup({"b"}, set(), set())
+    assert grouped(made) == [["a", "b", "c"], ["d"]]
