@@ -1,6 +1,6 @@
-"""Ranges that many settings share."""
+"""Ranges and choices that many settings share."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -8,3 +8,4 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from pydantic import model_validator
 
 from streamrl.config.algorithm import AlgorithmSection
+from streamrl.config.generator import GeneratorSettings
 from streamrl.config.section import Section
 from streamrl.config.sections import (
     BufferSettings,
     DataSettings,
-    GeneratorSettings,
     LearnerSettings,
     ModelSettings,
     ParitySettings,
     RunSettings,
     TrackingSettings,
-    WeightSettings,
 )
+from streamrl.config.weights import WeightSettings
 
 
 class RunConfig(Section):

@@ -12,10 +12,6 @@ from pydantic import Field, field_validator, model_validator
 from streamrl.config.addresses import is_loopback
 from streamrl.config.numbers import NotNegative, Positive, Probability, Seconds
 from streamrl.config.section import Section
-from streamrl.config.sglang import SglangSettings
-from streamrl.config.vllm import VllmSettings
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class RunSettings(Section):
@@ -114,64 +110,6 @@ class DataSettings(Section):
     """Arguments of the reward."""
 
 
-class GeneratorSettings(Section):
-    count: Positive = 1
-    """Generators that `streamrl launch` starts; more may join at any time."""
-    engine: str = "hf"
-    """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
-    environment: str = "single_turn"
-    """What answers the policy: single_turn."""
-    group_size: Positive = 8
-    """Trajectories per prompt."""
-    max_new_tokens: Positive = 256
-    """Longest completion, in tokens."""
-    min_new_tokens: NotNegative = 0
-    """Tokens before an end-of-sequence token may be sampled."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus mass; 1 is unrestricted."""
-    top_k: NotNegative = 0
-    """Sample among the k likeliest tokens; 0 is unrestricted."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, beside the model's own."""
-    ignore_eos: bool = False
-    """Go on past the end-of-sequence token."""
-    max_num_seqs: Positive = 64
-    """Sequences one engine decodes at a time."""
-    max_model_len: Positive | None = None
-    """Longest prompt plus completion, in tokens; unset: max_prompt_length + max_new_tokens."""
-    dtype: Dtype = "float32"
-    """Precision of the engine's weights."""
-    device: str = "auto"
-    """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
-    num_threads: NotNegative = 0
-    """CPU threads of one generator; 0 leaves torch's choice."""
-    group_deadline_s: Seconds = 3600.0
-    """A group that takes longer, in the engine, its environment or its reward, has failed."""
-    drain_s: Seconds = 5.0
-    """After SIGTERM, time given to unfinished groups before their leases are released."""
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine, as its own documentation names them."""
-    vllm: VllmSettings = VllmSettings()
-    sglang: SglangSettings = SglangSettings()
-
-    @model_validator(mode="after")
-    def _has_no_arguments_for_a_server_elsewhere(self) -> "GeneratorSettings":
-        urls = {"vllm": self.vllm.url, "sglang": self.sglang.url}
-        if self.engine_kwargs and urls.get(self.engine):
-            raise ValueError(
-                f"engine_kwargs: was {self.engine_kwargs!r}, which the server of {self.engine}.url "
-                "does not get to see; give it to that server's command line"
-            )
-        return self
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes of one generator that receive weights."""
-        return self.vllm.tensor_parallel_size if self.engine == "vllm" else 1
-
-
 class BufferSettings(Section):
     url: str = "zmq://127.0.0.1:0"
     """zmq://host:port, where port 0 lets `streamrl launch` pick a free one; redis://, rediss:// or
@@ -259,49 +197,6 @@ class LearnerSettings(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     report_entropy: bool = True
     """Measure the policy's entropy each step, also where the loss does not need it."""
-
-
-class WeightSettings(Section):
-    address: str = "tcp://127.0.0.1:0"
-    """Where the learner announces weights; generators connect to it."""
-    transport: Literal["broadcast", "files"] = "broadcast"
-    """torch.distributed broadcast, or safetensors in the run folder (a shared file system)."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Of the broadcast; auto takes nccl if learner and generators are on GPUs."""
-    catch_up: Literal["broadcast", "files"] = "files"
-    """How a generator that joins late gets the last published version."""
-    publish_every: Positive = 1
-    """Optimizer steps between published versions."""
-    dtype: Dtype | Literal["float8_e4m3fn"] | None = None
-    """Cast on send; null sends the learner's own precision. float8_e4m3fn is for matrices, with a
-    scale for each 128 x 128 block: each weight moves by up to 1/16, and the mismatch shows it."""
-    bucket_bytes: Positive = 256 * 2**20
-    """Bytes of one broadcast; two are under way at a time."""
-    delta: bool = False
-    """Files hold only what changed since the version before; for transport files. Costs memory for
-    one more copy at the learner."""
-    full_every: Positive = 50
-    """With delta: differences until everyone gets a whole file again; who lacks the version before
-    gets one at once."""
-    verify: bool = False
-    """Compare a checksum of every tensor before a broadcast version is loaded (files always carry
-    them); a difference fails the load, and the old weights stay."""
-    deadline_s: Seconds = 30.0
-    """Longest wait for one hop of an update; who exceeds it is left out until it catches up."""
-
-    @model_validator(mode="after")
-    def _is_tcp(self) -> "WeightSettings":
-        if not self.address.startswith("tcp://"):
-            raise ValueError(f"weights.address: was {self.address!r}; it must be tcp://host:port")
-        return self
-
-    @model_validator(mode="after")
-    def _has_files_for_delta(self) -> "WeightSettings":
-        if self.delta and self.transport != "files":
-            raise ValueError(
-                f"weights.delta is for weights.transport files, which was {self.transport}"
-            )
-        return self
 
 
 class ParitySettings(Section):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from streamrl.config.sections import WeightSettings
+from streamrl.config.weights import WeightSettings
 from streamrl.types import FilesEndpoint, TensorSpec
 from streamrl.weights import delta, tensor_file
 from streamrl.weights.checksums import checksum, require_equal

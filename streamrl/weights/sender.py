@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from streamrl import wire
-from streamrl.config.sections import WeightSettings
+from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import BroadcastEndpoint, FilesEndpoint, WeightUpdate
 from streamrl.weights.channel import (

@@ -31,7 +31,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from actors.engines.hf.weights import SpareWeights
-from streamrl.config.sections import WeightSettings
+from streamrl.config.weights import WeightSettings
 from streamrl.types import LoadReport, TensorSpec, WeightUpdate
 from streamrl.weights.channel import WeightReceiver
 from streamrl.weights.layout import Layout, manifest_of

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from streamrl.config.sections import WeightSettings
+from streamrl.config.weights import WeightSettings
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
 from tests.system.weight_receiver import BUCKET_BYTES, HOPS, SHAPES, Fate, receive

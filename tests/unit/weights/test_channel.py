@@ -13,7 +13,7 @@ import pytest
 import torch
 import zmq
 
-from streamrl.config.sections import WeightSettings
+from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, FilesEndpoint, LoadReport, WeightUpdate
 from streamrl.weights import membership

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.engines.hf.weights import SpareWeights
-from streamrl.config.sections import WeightSettings
+from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import FilesEndpoint, WeightUpdate
 from streamrl.weights.files import FileSender

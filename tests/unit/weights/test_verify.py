@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actors.engines.hf.weights import SpareWeights
-from streamrl.config.sections import WeightSettings
+from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import LoadReport, WeightUpdate
 from streamrl.weights import groups

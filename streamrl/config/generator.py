@@ -1,0 +1,68 @@
+"""`generator`: what one generator samples, with which engine, and how much of it at a time."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from streamrl.config.numbers import Dtype, NotNegative, Positive, Seconds
+from streamrl.config.section import Section
+from streamrl.config.sglang import SglangSettings
+from streamrl.config.vllm import VllmSettings
+
+
+class GeneratorSettings(Section):
+    count: Positive = 1
+    """Generators that `streamrl launch` starts; more may join at any time."""
+    engine: str = "hf"
+    """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
+    environment: str = "single_turn"
+    """What answers the policy: single_turn."""
+    group_size: Positive = 8
+    """Trajectories per prompt."""
+    max_new_tokens: Positive = 256
+    """Longest completion, in tokens."""
+    min_new_tokens: NotNegative = 0
+    """Tokens before an end-of-sequence token may be sampled."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass; 1 is unrestricted."""
+    top_k: NotNegative = 0
+    """Sample among the k likeliest tokens; 0 is unrestricted."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, beside the model's own."""
+    ignore_eos: bool = False
+    """Go on past the end-of-sequence token."""
+    max_num_seqs: Positive = 64
+    """Sequences one engine decodes at a time."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus completion, in tokens; unset: max_prompt_length + max_new_tokens."""
+    dtype: Dtype = "float32"
+    """Precision of the engine's weights."""
+    device: str = "auto"
+    """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
+    num_threads: NotNegative = 0
+    """CPU threads of one generator; 0 leaves torch's choice."""
+    group_deadline_s: Seconds = 3600.0
+    """A group that takes longer, in the engine, its environment or its reward, has failed."""
+    drain_s: Seconds = 5.0
+    """After SIGTERM, time given to unfinished groups before their leases are released."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the engine, as its own documentation names them."""
+    vllm: VllmSettings = VllmSettings()
+    sglang: SglangSettings = SglangSettings()
+
+    @model_validator(mode="after")
+    def _has_no_arguments_for_a_server_elsewhere(self) -> "GeneratorSettings":
+        urls = {"vllm": self.vllm.url, "sglang": self.sglang.url}
+        if self.engine_kwargs and urls.get(self.engine):
+            raise ValueError(
+                f"engine_kwargs: was {self.engine_kwargs!r}, which the server of {self.engine}.url "
+                "does not get to see; give it to that server's command line"
+            )
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one generator that receive weights."""
+        return self.vllm.tensor_parallel_size if self.engine == "vllm" else 1

@@ -1,0 +1,51 @@
+"""`weights`: how a version gets from the learner to the generators."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from streamrl.config.numbers import Dtype, Positive, Seconds
+from streamrl.config.section import Section
+
+
+class WeightSettings(Section):
+    address: str = "tcp://127.0.0.1:0"
+    """Where the learner announces weights; generators connect to it."""
+    transport: Literal["broadcast", "files"] = "broadcast"
+    """torch.distributed broadcast, or safetensors in the run folder (a shared file system)."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Of the broadcast; auto takes nccl if learner and generators are on GPUs."""
+    catch_up: Literal["broadcast", "files"] = "files"
+    """How a generator that joins late gets the last published version."""
+    publish_every: Positive = 1
+    """Optimizer steps between published versions."""
+    dtype: Dtype | Literal["float8_e4m3fn"] | None = None
+    """Cast on send; null sends the learner's own precision. float8_e4m3fn is for matrices, with a
+    scale for each 128 x 128 block: each weight moves by up to 1/16, and the mismatch shows it."""
+    bucket_bytes: Positive = 256 * 2**20
+    """Bytes of one broadcast; two are under way at a time."""
+    delta: bool = False
+    """Files hold only what changed since the version before; for transport files. Costs memory for
+    one more copy at the learner."""
+    full_every: Positive = 50
+    """With delta: differences until everyone gets a whole file again; who lacks the version before
+    gets one at once."""
+    verify: bool = False
+    """Compare a checksum of every tensor before a broadcast version is loaded (files always carry
+    them); a difference fails the load, and the old weights stay."""
+    deadline_s: Seconds = 30.0
+    """Longest wait for one hop of an update; who exceeds it is left out until it catches up."""
+
+    @model_validator(mode="after")
+    def _is_tcp(self) -> "WeightSettings":
+        if not self.address.startswith("tcp://"):
+            raise ValueError(f"weights.address: was {self.address!r}; it must be tcp://host:port")
+        return self
+
+    @model_validator(mode="after")
+    def _has_files_for_delta(self) -> "WeightSettings":
+        if self.delta and self.transport != "files":
+            raise ValueError(
+                f"weights.delta is for weights.transport files, which was {self.transport}"
+            )
+        return self
