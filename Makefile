@@ -13,9 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: $(VENV)/core.stamp
 	$(BIN)/streamrl launch configs/quickstart.yaml --new
 
-# A machine that vLLM has no build for is told so, and passes; CI doesn't.
+# Most of a run of daemons is one core's work or waiting, so tests go beside each other; plain
+# `pytest` keeps to one process. A machine that vLLM has no build for is told so and passes; CI fails.
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 	@$(MAKE) --no-print-directory $(VLLM)/vllm.stamp || { [ -z "$(CI)" ] \
 	  && echo "SKIPPED: all tests of vLLM, which could not be installed here (reason above)"; }
 	@! [ -e $(VLLM)/vllm.stamp ] || $(MAKE) --no-print-directory test-vllm

@@ -36,6 +36,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "RUN__MAX_STEPS": 3,
         "MODEL__RECIPE__WARM_START_STEPS": 5,
         "DATA__NUM_EVAL_PROMPTS": 8,
+        "GENERATOR__COUNT": 1,
         "LEARNER__GROUPS_PER_STEP": 4,
         "LEARNER__OPTIMIZER__WARMUP_STEPS": 0,
         "BUFFER__URL": f"zmq://127.0.0.1:{_free_port()}",
