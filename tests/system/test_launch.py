@@ -216,6 +216,6 @@ def test_ctrl_c_stops_everybody_and_the_run_can_go_on(launch: Launch):
 
 
 def test_a_configuration_that_cannot_work_ends_the_launch_with_the_reason(launch: Launch):
-    run = launch(*_set("data.reward=exact_macth"))
+    run = launch(*_set("data.reward=exact_macth", ONE))
     assert run.end() == 2
     assert "did you mean 'exact_match'?" in run.output
