@@ -47,7 +47,8 @@ from streamrl.types import (
 from tests.records import damaged, make_group
 
 Connect = Callable[[], TrajectoryBuffer]
-LEASE_TTL_S = 0.6
+# One test waits for it; in all others nobody may lose a lease to a machine that is busy elsewhere.
+LEASE_TTL_S = 2.0
 
 
 def make_ledger() -> Ledger:
@@ -191,7 +192,7 @@ async def test_a_dead_generators_lease_comes_back(connect):
     assert lost is not None
     kept = await alive.lease("alive/1", "alive", 0.0)
     assert kept is not None
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (books := (await learner.stats()).books).dropped.get(DropReason.EXPIRED, 0) < 1:
         assert time.monotonic() < deadline
         reply = await alive.heartbeat(status("alive", lease_ids=("alive/1",)))

@@ -165,16 +165,16 @@ async def test_no_stop_token_before_the_minimum(make_engine):
 
 
 async def test_the_longest_length_cuts_a_completion(make_engine):
-    engine = await make_engine(max_model_len=16)
-    completion = await engine.generate([5] * 10, SamplingParams(max_new_tokens=50, **FREE))
+    engine = await make_engine(max_model_len=4000)
+    completion = await engine.generate([5] * 3994, SamplingParams(max_new_tokens=50, **FREE))
     assert (len(completion.token_ids), completion.finish_reason) == (6, FinishReason.LENGTH)
 
 
 async def test_a_prompt_without_room_fails_alone(make_engine):
-    engine = await make_engine(max_model_len=16)
+    engine = await make_engine(max_model_len=4000)
     good = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=8, **FREE)))
-    for prompt in ([5] * 16, []):
-        with pytest.raises(RolloutError, match=r"generator\.max_model_len is 16"):
+    for prompt in ([5] * 4000, []):
+        with pytest.raises(RolloutError, match=r"generator\.max_model_len is 4000"):
             await engine.generate(prompt, SamplingParams(max_new_tokens=1))
     assert len((await good).token_ids) == 8
 

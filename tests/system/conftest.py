@@ -18,7 +18,8 @@ from streamrl.cli.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
-DEADLINE_S = 120.0
+# Far beyond what anything takes: a machine of many tenants is slow, and a hang is a hang.
+DEADLINE_S = 240.0
 
 CONFIG = """
 run: {{name: run, folder: {folder}, max_steps: 12, evaluate: false}}

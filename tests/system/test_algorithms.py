@@ -9,6 +9,7 @@ Launch = Callable[..., Launched]
 
 def test_gae_trains_a_critic_beside_the_policy_and_resumes_it(launch: Launch):
     settings = (
+        "--set=generator.count=1",
         "--set=algorithm.advantage=gae",
         "--set=algorithm.kl_loss.coef=0.01",
         "--set=algorithm.kl_loss.kind=full",
@@ -28,7 +29,8 @@ def test_gae_trains_a_critic_beside_the_policy_and_resumes_it(launch: Launch):
 
 
 def test_remax_samples_a_greedy_completion_per_prompt(launch: Launch):
-    run = launch("--set=algorithm.advantage=remax", "--set=run.max_steps=4")
+    settings = ("--set=generator.count=1", "--set=algorithm.advantage=remax")
+    run = launch(*settings, "--set=run.max_steps=4")
     assert run.end() == 0, run.output
     assert max(line["advantage/abs_mean"] for line in run.lines) > 0
     assert run.books["balanced"]

@@ -20,7 +20,7 @@ from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from tests.redis_server import RedisServer, redis_server
 from tests.system.conftest import CONFIG, STREAMRL, Launched
 
-DEADLINE_S = 200
+DEADLINE_S = 400
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from learners.checkpoint import list_checkpoints
 from tests.system.conftest import STREAMRL, Launched
 
 Launch = Callable[..., Launched]
+# Where a second generator would be one more to start, and nothing is said of it.
+ONE = "generator.count=1"
 COLUMNS = ("leased", "buffered", "taken", "trained", "acknowledged")
 
 
@@ -67,7 +69,7 @@ def test_a_run_learns_asynchronously_within_its_staleness_bound(launch: Launch):
 
 
 def test_without_staleness_the_algorithm_is_synchronous(launch: Launch):
-    run = launch(*_set("buffer.max_staleness=0", "generator.count=1", "run.max_steps=6"))
+    run = launch(*_set("buffer.max_staleness=0", "run.max_steps=6", ONE))
     assert run.end() == 0, run.output
     lines = assert_every_step_once(run, 6)
     assert {line["buffer/staleness_max"] for line in lines} == {0}
@@ -94,7 +96,7 @@ def test_a_killed_generator_costs_its_leases_only(launch: Launch):
 
 
 def test_a_killed_learner_goes_on_from_its_checkpoint_and_the_books_are_the_same(launch: Launch):
-    run = launch(*_set("run.max_steps=14"))
+    run = launch(*_set("run.max_steps=14", ONE))
     run.until_step(5)
     run.child("learner").kill()
     assert run.end() == 0, run.output
@@ -108,13 +110,13 @@ def test_a_killed_learner_goes_on_from_its_checkpoint_and_the_books_are_the_same
 
 
 def test_a_run_whose_every_process_died_is_resumed(launch: Launch):
-    first = launch(*_set("run.max_steps=14"))
+    first = launch(*_set("run.max_steps=14", ONE))
     first.until_step(5)
     processes = psutil.Process(first.process.pid).children(recursive=True)
     for process in [*processes, psutil.Process(first.process.pid)]:
         process.kill()
     first.process.communicate()
-    second = launch("--resume", *_set("run.max_steps=14"))
+    second = launch("--resume", *_set("run.max_steps=14", ONE))
     assert second.end() == 0, second.output
     lines = assert_every_step_once(second, 14)
     assert_books_close(second)
@@ -142,7 +144,7 @@ def test_a_killed_buffer_goes_on_as_if_nothing_had_happened(launch: Launch):
 
 
 def test_a_killed_buffer_without_a_journal_is_told_what_it_was(launch: Launch):
-    run = launch(*_set("run.max_steps=40", "buffer.journal=false"))
+    run = launch(*_set("run.max_steps=40", "buffer.journal=false", ONE))
     run.until_step(5)
     run.child("buffer").kill()
     assert run.end() == 0, run.output
@@ -176,26 +178,25 @@ def test_a_buffer_restored_from_an_older_copy_is_told_what_came_after(launch: La
     assert run.log("learner").count("starting from") == 1
 
 
-@pytest.mark.parametrize("role", ["generator-0", "learner"])
-def test_sigterm_ends_a_daemon_within_ten_seconds_with_its_leases_released(
-    launch: Launch, role: str
-):
+def test_sigterm_ends_a_daemon_within_ten_seconds_with_its_leases_released(launch: Launch):
     run = launch(*_set("run.max_steps=100000"))
     run.until_step(3)
-    child = run.child(role)
-    start = time.monotonic()
-    child.send_signal(signal.SIGTERM)
-    run.until(lambda: f"{role}: done" in run.log(role))
-    assert time.monotonic() - start < 10
-    if role == "learner":
-        assert list_checkpoints(run.folder / "checkpoints")[-1].name == (
-            f"step-{run.lines[-1]['step']:08d}"
-        )
-        return
+    terminate(run, "generator-0")
     step = len(run.lines)
     run.until_step(step + 5)
     assert run.lines[-1]["generator/count"] == 1
     assert run.lines[-1]["buffer/dropped_expired"] == 0
+    terminate(run, "learner")
+    newest = list_checkpoints(run.folder / "checkpoints")[-1].name
+    assert newest == f"step-{run.lines[-1]['step']:08d}"
+
+
+def terminate(run: Launched, role: str) -> None:
+    start = time.monotonic()
+    run.child(role).send_signal(signal.SIGTERM)
+    done = f"{role}: done"
+    run.until(lambda: done in run.log(role))
+    assert time.monotonic() - start < 10
 
 
 def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_on(
@@ -238,7 +239,7 @@ def _states(config: str) -> dict[str, str]:
 
 
 def test_ctrl_c_stops_everybody_and_the_run_can_go_on(launch: Launch):
-    run = launch(*_set("run.max_steps=100000"))
+    run = launch(*_set("run.max_steps=100000", ONE))
     run.until_step(4)
     processes = psutil.Process(run.process.pid).children()
     run.process.send_signal(signal.SIGINT)
@@ -248,13 +249,13 @@ def test_ctrl_c_stops_everybody_and_the_run_can_go_on(launch: Launch):
     steps = len(run.lines)
     assert run.books["leased"] == 0
     assert_books_close(run)
-    again = launch("--resume", *_set(f"run.max_steps={steps + 3}"))
+    again = launch("--resume", *_set(f"run.max_steps={steps + 3}", ONE))
     assert again.end() == 0, again.output
     assert_every_step_once(again, steps + 3)
     assert_books_close(again)
 
 
 def test_a_configuration_that_cannot_work_ends_the_launch_with_the_reason(launch: Launch):
-    run = launch(*_set("data.reward=exact_macth"))
+    run = launch(*_set("data.reward=exact_macth", ONE))
     assert run.end() == 2
     assert "did you mean 'exact_match'?" in run.output

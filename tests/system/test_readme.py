@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from streamrl.tracking.jsonl import read_metrics
-from tests.system.conftest import STREAMRL
+from tests.system.conftest import DEADLINE_S, STREAMRL
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 START, DAEMONS, LAUNCH, OPERATE, MEMBERS, ABLATE = (block.strip().splitlines() for block in BLOCKS)
-DEADLINE_S = 120
 
 
 def _free_port() -> int:
@@ -36,6 +35,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "RUN__MAX_STEPS": 3,
         "MODEL__RECIPE__WARM_START_STEPS": 5,
         "DATA__NUM_EVAL_PROMPTS": 8,
+        "GENERATOR__COUNT": 1,
         "LEARNER__GROUPS_PER_STEP": 4,
         "LEARNER__OPTIMIZER__WARMUP_STEPS": 0,
         "BUFFER__URL": f"zmq://127.0.0.1:{_free_port()}",
@@ -97,7 +97,7 @@ def test_the_ablation_ends_with_a_table_and_a_plot():
     given = "token_is,sequence_clip,token_is_veto --seeds 0,1,2"
     words = _words(command.replace(f"metrics_only,{given}", "token_is --seeds 1"))
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=4 * DEADLINE_S, check=False
+        words, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     folder = Path("runs/ablation/stale_bf16")

@@ -8,7 +8,7 @@ import pytest
 
 from buffers.redis_buffer import RedisBuffer, RedisSettings
 from tests.redis_server import RedisServer, redis_server
-from tests.system.test_launch import Launch, _set, assert_books_close, assert_every_step_once
+from tests.system.test_launch import ONE, Launch, _set, assert_books_close, assert_every_step_once
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_run_that_the_server_knows_is_not_continued_by_another(
     launch: Launch, redis: RedisServer
 ):
     asyncio.run(leave_a_run_behind(redis.url))
-    settings = _set(f"buffer.url={redis.url}", "run.max_steps=1")
+    settings = _set(f"buffer.url={redis.url}", "run.max_steps=1", ONE)
     refused = launch(*settings)
     assert refused.end() == 2
     assert "the buffer holds a run run at version 5 already" in refused.output

@@ -12,7 +12,7 @@ import pytest
 
 from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, Launched
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 NUM_STEPS = 60
 # vLLM imports itself three times over before it serves.
 START_DEADLINE_S = 240.0
