@@ -142,7 +142,7 @@ def _restart_a_generator() -> None:
     assert "generator-0 has left" in _output(drain)
     again = subprocess.Popen(_words(start))
     try:
-        _until(lambda: _output(listing).count(" active ") == 2)
+        _until(lambda: _output(listing).count(" active ") == 1)
     finally:
         again.send_signal(signal.SIGTERM)
         assert again.wait(DEADLINE_S) == 0

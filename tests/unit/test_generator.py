@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
@@ -45,6 +46,7 @@ class FakeEngine:
         self.open = asyncio.Event()
         self.open.set()
         self.failure: Exception | None = None
+        self.num_failures = sys.maxsize
         self.num_running = 0
         self.most_running = 0
 
@@ -54,7 +56,8 @@ class FakeEngine:
         try:
             await asyncio.sleep(0)
             await self.open.wait()
-            if self.failure:
+            if self.failure and self.num_failures:
+                self.num_failures -= 1
                 raise self.failure
             count = 2 if sampling.temperature else 3
             return Completion(
@@ -245,10 +248,10 @@ async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on():
     run = Run()
     await run.learner.attach(0, None)
     run.engine.failure = RolloutError("no luck")
+    run.engine.num_failures = 3 * 2
     async with run.generating():
-        await run.until(lambda: run.books.dropped.get(DropReason.FAILED, 0) >= 3)
-        run.engine.failure = None
         await run.until(lambda: run.books.buffered == 4)
+    assert run.books.dropped[DropReason.FAILED] >= 3
     assert run.books.balanced
 
 
