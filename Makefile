@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+ON_VLLM := tests/contract/test_engines.py tests/vllm
 INSTALL := $(BIN)/python deploy/install.py
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
@@ -19,11 +20,11 @@ test: check
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 	@$(MAKE) --no-print-directory $(VLLM)/vllm.stamp || { \
 	  echo "NOT RUN: the tests of vLLM, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
-	@! [ -e $(VLLM)/vllm.stamp ] || $(MAKE) --no-print-directory test-vllm
+	@! [ -e $(VLLM)/vllm.stamp ] || $(VLLM)/bin/pytest $(ON_VLLM) -k "not VllmUrlEngines"
 
 # The engine contract and whole runs on a real vLLM, in the process and by URL.
 test-vllm: $(VLLM)/vllm.stamp
-	$(VLLM)/bin/pytest tests/contract/test_engines.py tests/vllm
+	$(VLLM)/bin/pytest $(ON_VLLM)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

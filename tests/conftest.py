@@ -1,7 +1,12 @@
 """What every test shares: one thread per process, so that tests beside each other don't spin."""
 
 import os
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from typing import Any
 
+import pytest
+import pytest_asyncio
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,3 +14,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long a machine takes to draw inputs says nothing about the code under test.
 settings.register_profile("streamrl", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("streamrl")
+
+ON_VLLM = ("VllmEngines", "VllmUrlEngines")
+ENGINES = ON_VLLM if find_spec("vllm") else ("HfEngines", "SglangEngines")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=ENGINES)
+async def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Any]:
+    """A class of `tests.engines`; what takes long to start is started once for all who ask."""
+    from tests import engines
+
+    opened = getattr(engines, request.param)(tmp_path_factory.mktemp("engines"))
+    yield opened
+    await opened.close()

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -165,7 +164,6 @@ class VllmUrlEngines(UrlEngines):
         return [*program, "--port", str(port), "--host", "127.0.0.1", *words, *on_cpu]
 
 
-KINDS = [VllmEngines, VllmUrlEngines] if find_spec("vllm") else [HfEngines, SglangEngines]
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),

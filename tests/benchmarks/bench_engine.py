@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actors.engines.hf.engine import HfEngine
 from streamrl.interfaces import Engine
 from streamrl.types import SamplingParams
-from tests.engines import open_vllm, update_to
+from tests.engines import open_engine, update_to
 
 HAS_VLLM = find_spec("vllm") is not None
 
@@ -142,8 +142,9 @@ async def measure_vllm(
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         start = time.perf_counter()
-        engine = open_vllm(
+        engine = open_engine(
             Path(folder),
+            "vllm",
             max_num_seqs=max(BATCH_SIZES),
             max_model_len=512,
             num_threads=arguments.threads,

@@ -119,7 +119,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             log.exception("weights not received")
             error = f"{type(reason).__name__}: {reason}"
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.LINGER, 10_000)
         socket.connect(info.report_to)
         socket.send(msgspec.json.encode(Report(info.attempt, error)))
         socket.close()
