@@ -1,6 +1,7 @@
 """Publishing weights to receivers in processes of their own: bytes/s, and the pause it costs.
 
-    PYTHONPATH=. python tests/benchmarks/bench_weights.py [--sizes 100 1000] [--receivers 1 2 4] [--rounds 3]
+    PYTHONPATH=. python tests/benchmarks/bench_weights.py [--sizes 100 1000] [--receivers 1 2 4]
+        [--rounds 3] [--cases files delta nccl]
 
 Sizes are MB of bfloat16 parameters. Each receiver is a real `WeightReceiver` that stages and swaps
 as the HF engine does. Against a bare gloo broadcast of one flat tensor among the same processes,
