@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
-ON_VLLM := tests/contract/test_engines.py tests/vllm
+ON_VLLM := tests/vllm tests/contract/test_engines.py
 INSTALL := $(BIN)/python deploy/install.py
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from streamrl import wire
+from streamrl.types import pack
 from tests.benchmarks import buffer_growth, buffer_load
 from tests.benchmarks.buffer_load import IN_FLIGHT, SIZES, template
 
@@ -56,7 +57,7 @@ def contest(size: str, producers: int, rounds: int) -> dict[str, float]:
 def lines(
     seconds: dict[str, float], size: str, producers: int, peer: dict[str, object]
 ) -> Iterator[dict[str, object]]:
-    num_bytes = len(wire.encode(template(size)))
+    num_bytes = len(wire.encode(pack(template(size))))
     for name, each in seconds.items():
         raw = seconds["raw redis" if "redis" in name else "raw zmq"]
         line: dict[str, object] = {
@@ -82,7 +83,7 @@ def transfer_queue(python: str | None, size: str) -> dict[str, object]:
     """Seconds a group through TransferQueue with one producer, or why there are none."""
     if python is None:
         return {"reason": "not measured: --peer-python names no Python that has TransferQueue"}
-    num_bytes = len(wire.encode(template(size)))
+    num_bytes = len(wire.encode(pack(template(size))))
     command = [python, str(PEER), str(num_bytes), str(COUNTS[size] // 4)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)

@@ -26,7 +26,7 @@ from buffers.state import BufferState
 from streamrl import service, wire
 from streamrl.config import RunConfig
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
+from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, pack
 from tests.redis_server import redis_server
 
 IN_FLIGHT = 4
@@ -152,7 +152,7 @@ async def _learn(url: str, count: int, barrier: Barrier) -> float:
 def _echo(url: str, name: str, size: str, count: int, barrier: Barrier) -> None:
     """The bare limit: the payload to a ROUTER and back, IN_FLIGHT of them under way."""
     service.keep_freed_memory()
-    payload = wire.encode(template(size))
+    payload = wire.encode(pack(template(size)))
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.connect(url)
@@ -173,7 +173,7 @@ def _set_and_get(url: str, name: str, size: str, count: int, barrier: Barrier) -
     """The bare limit of redis: SET and GET, IN_FLIGHT of each in a pipeline."""
     import redis
 
-    payload = wire.encode(template(size))
+    payload = wire.encode(pack(template(size)))
     client = redis.Redis.from_url(url)
     barrier.wait(DEADLINE_S)
     for _ in range(count // IN_FLIGHT):

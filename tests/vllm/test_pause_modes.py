@@ -1,6 +1,7 @@
 """What becomes of requests in flight at an update, by `generator.vllm.pause_mode`."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,11 @@ PROMPTS = [[5, 6, 7], [9], [20, 21]]
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def engine(engines: VllmEngines) -> Engine:
+async def engine(engines: VllmEngines) -> AsyncIterator[Engine]:
     await engines.renew()
-    return await engines.make()
+    engine = await engines.make()
+    yield engine
+    configure(engine, VllmSettings())
 
 
 def configure(engine: Engine, settings: VllmSettings) -> None:
