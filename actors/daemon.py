@@ -8,6 +8,7 @@ import asyncio
 import logging
 import uuid
 import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from streamrl import service
 from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.interfaces import Engine, PromptSource, Reward
 from streamrl.service import Shutdown
 from streamrl.types import SamplingParams
 
@@ -48,18 +50,10 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:
-        runner = GroupRunner(
-            engine=engine,
-            prompts=prompts,
-            renderer=renderer,
-            make_environment=partial(make_environment, config.generator.environment),
-            environment=config.generator.environment,
-            reward=reward,
-            sampling=sampling_params(config),
+        runner = replace(
+            make_runner(config, engine, renderer, prompts, reward),
             group_size=config.generator.group_size,
-            max_model_len=config.max_model_len,
             with_greedy_reward=config.algorithm.needs_greedy_rewards,
-            deadline_s=config.generator.group_deadline_s,
         )
         generator = Generator(config, generator_id, runner, buffer)
         log.info("%s serves %s with %s", generator_id, config.model.path, config.generator.engine)
@@ -70,6 +64,24 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     finally:
         await engine.close()
         await buffer.close()
+
+
+def make_runner(
+    config: RunConfig, engine: Engine, renderer: Renderer, prompts: PromptSource, reward: Reward
+) -> GroupRunner:
+    """Samples as the configuration says, one response to a prompt."""
+    return GroupRunner(
+        engine=engine,
+        prompts=prompts,
+        renderer=renderer,
+        make_environment=partial(make_environment, config.generator.environment),
+        environment=config.generator.environment,
+        reward=reward,
+        sampling=sampling_params(config),
+        group_size=1,
+        max_model_len=config.max_model_len,
+        deadline_s=config.generator.group_deadline_s,
+    )
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:

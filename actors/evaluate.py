@@ -8,6 +8,7 @@ import asyncio
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,10 @@ import torch
 from msgspec import structs
 
 from actors.chat import Renderer
-from actors.daemon import require_model, sampling_params
+from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
-from actors.environments import make_environment
 from actors.prompts import open_held_out
 from actors.rewards import make_reward
-from actors.rollout import GroupRunner
 from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
 from streamrl.types import Lease, TrajectoryGroup
@@ -51,20 +50,11 @@ async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
     config = config.model_copy(update={"model": section})
     require_model(config)
     engine = make_engine(config, seed=config.run.seed)
-    runner = GroupRunner(
-        engine=engine,
-        prompts=open_held_out(config.data, config.run.seed),
-        renderer=Renderer.from_config(config),
-        make_environment=lambda ids: make_environment(config.generator.environment, ids),
-        environment=config.generator.environment,
-        reward=make_reward(config.data),
-        sampling=structs.replace(sampling_params(config), temperature=0.0),
-        group_size=1,
-        max_model_len=config.max_model_len,
-        deadline_s=config.generator.group_deadline_s,
-    )
+    renderer, prompts = Renderer.from_config(config), open_held_out(config.data, config.run.seed)
+    runner = make_runner(config, engine, renderer, prompts, make_reward(config.data))
+    greedy = replace(runner, sampling=structs.replace(runner.sampling, temperature=0.0))
     numbers = range(config.data.num_eval_prompts)
-    groups = await asyncio.gather(*(runner.run(_lease(number)) for number in numbers))
+    groups = await asyncio.gather(*(greedy.run(_lease(number)) for number in numbers))
     await engine.close()
     return {"model": str(model), "num_prompts": len(groups), **_summary(groups)}
 

@@ -6,15 +6,13 @@ Called by `streamrl parity`; by itself where engine and learner live in differen
 import argparse
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from actors.chat import PromptTooLongError, Renderer
-from actors.daemon import require_model, sampling_params
+from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
-from actors.environments import make_environment
 from actors.prompts import open_prompts
 from actors.rollout import GroupRunner
 from streamrl import wire
@@ -44,18 +42,8 @@ async def sample(config: RunConfig) -> ParitySamples:
         torch.set_num_threads(config.generator.num_threads)
     require_model(config)
     engine = make_engine(config, seed=config.run.seed)
-    runner = GroupRunner(
-        engine=engine,
-        prompts=open_prompts(config.data, config.run.seed),
-        renderer=Renderer.from_config(config),
-        make_environment=partial(make_environment, config.generator.environment),
-        environment=config.generator.environment,
-        reward=_Unscored(),
-        sampling=sampling_params(config),
-        group_size=1,
-        max_model_len=config.max_model_len,
-        deadline_s=config.generator.group_deadline_s,
-    )
+    renderer, prompts = Renderer.from_config(config), open_prompts(config.data, config.run.seed)
+    runner = make_runner(config, engine, renderer, prompts, _Unscored())
     try:
         numbers = range(config.parity.num_prompts)
         found = await asyncio.gather(*(_group(runner, number) for number in numbers))

@@ -1,8 +1,8 @@
 """`streamrl launch`: everything a run needs on this machine, as separate processes.
 
     make the model if its recipe asks for it; compare engine and learner if `parity` sets a
-    threshold; start buffer, learner and generators; show their
-    progress; when the learner is done or Ctrl-C comes, let everybody go in order; evaluate; report
+    threshold; start buffer, learner and generators; show their progress; when the learner is done
+    or Ctrl-C comes, let everybody go in order; evaluate; report
 
 Invariant: the daemons are those that `streamrl buffer | learner | generator` start, with the same
 configuration; the launcher only starts them, again after a crash, and reads the run folder.

@@ -93,12 +93,16 @@ class Child:
                 self.process.send_signal(number)
 
     def last_words(self) -> str:
-        """The last line of its log that is no progress line."""
-        try:
-            lines = self.log_file.read_text(errors="replace").splitlines()
-        except OSError:
-            return "it left no log"
-        return next((line for line in reversed(lines) if line.strip()), "it left no log")
+        return last_words(self.log_file)
+
+
+def last_words(log_file: Path) -> str:
+    """The last line of a log that says anything."""
+    try:
+        lines = log_file.read_text(errors="replace").splitlines()
+    except OSError:
+        return "it left no log"
+    return next((line for line in reversed(lines) if line.strip()), "it left no log")
 
 
 def call(*arguments: str) -> str:

@@ -54,8 +54,18 @@ class ServerSettings(Section):
             )
         return os.environ[self.api_key_variable]
 
-    def changed(self, *apart_from: str) -> list[str]:
-        """Fields that are not as they are by default."""
-        defaults: dict[str, Any] = {n: f.default for n, f in type(self).model_fields.items()}
-        names = defaults.keys() - set(apart_from)
-        return sorted(name for name in names if getattr(self, name) != defaults[name])
+    def leaving_server_alone(self, engine: str, *apart_from: str) -> Self:
+        """These settings; with `url`, all but the fields named must be as they are by default.
+
+        Raises:
+            ValueError: one of the others is set here, where the server does not get to see it.
+        """
+        fields = type(self).model_fields
+        defaults: dict[str, Any] = {n: f.default for n, f in fields.items() if n not in apart_from}
+        changed = sorted(name for name in defaults if getattr(self, name) != defaults[name])
+        if self.url and changed:
+            raise ValueError(
+                f"{changed[0]} is chosen where the server of {engine}.url is started; leave it out "
+                "here"
+            )
+        return self

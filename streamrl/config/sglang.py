@@ -38,13 +38,8 @@ class SglangSettings(ServerSettings):
 
     @model_validator(mode="after")
     def _leaves_the_server_alone(self) -> "SglangSettings":
-        theirs = self.changed(*OURS, "tp_size", "enable_deterministic_inference")
-        if self.url and theirs:
-            raise ValueError(
-                f"{theirs[0]} is chosen where the server of sglang.url is started; leave it out "
-                "here"
-            )
-        return self
+        ours = (*OURS, "tp_size", "enable_deterministic_inference")
+        return self.leaving_server_alone("sglang", *ours)
 
 
 OURS = frozenset({*ServerSettings.model_fields, "pause_mode", "recompute_kv", "reach_host"})

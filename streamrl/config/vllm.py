@@ -35,12 +35,7 @@ class VllmSettings(ServerSettings):
 
     @model_validator(mode="after")
     def _leaves_the_server_alone(self) -> "VllmSettings":
-        theirs = self.changed(*OURS, "tensor_parallel_size") if self.url else []
-        if theirs:
-            raise ValueError(
-                f"{theirs[0]} is chosen where the server of vllm.url is started; leave it out here"
-            )
-        return self
+        return self.leaving_server_alone("vllm", *OURS, "tensor_parallel_size")
 
 
 OURS = frozenset({*ServerSettings.model_fields, "pause_mode", "recompute_kv"})

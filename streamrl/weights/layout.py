@@ -107,7 +107,7 @@ def manifest_of(
     float8_e4m3fn is for matrices (see `float8.is_sent_in_float8`); the rest becomes bfloat16.
     """
     return tuple(
-        TensorSpec(name, _name_of(_sent_dtype(name, t, dtype)), (*t.shape,))
+        TensorSpec(name, dtype_name(_sent_dtype(name, t, dtype)), (*t.shape,))
         for name, t in parameters.items()
     )
 
@@ -115,6 +115,11 @@ def manifest_of(
 def dtype_of(spec: TensorSpec) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a manifest has it: torch's name without the prefix."""
+    return str(dtype).removeprefix("torch.")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -128,10 +133,6 @@ def _sent_dtype(name: str, parameter: torch.Tensor, dtype: torch.dtype | None) -
     if dtype == float8.DTYPE and not float8.is_sent_in_float8(name, parameter):
         return torch.bfloat16
     return dtype
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _slots(manifest: Iterable[TensorSpec]) -> Iterator[Slot]:

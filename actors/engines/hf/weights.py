@@ -13,7 +13,7 @@ import torch
 
 from actors.engines.manifest import require_same_parameters
 from streamrl.types import TensorSpec, replace
-from streamrl.weights.layout import Layout
+from streamrl.weights.layout import Layout, dtype_name
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class SpareWeights:
         Comes before `stage`, once for each update.
         """
         own = tuple(
-            replace(spec, dtype=str(self._active[spec.name].dtype).removeprefix("torch."))
-            for spec in manifest
+            replace(spec, dtype=dtype_name(self._active[spec.name].dtype)) for spec in manifest
         )
         if self._spare is None or self._spare.manifest != own:
             self._spare = _Copy.make(own, next(iter(self._active.values())).device)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from streamrl.cli.processes import last_words
 from streamrl.errors import TransportError
 
 _GRACE_S = 15.0
@@ -40,7 +41,7 @@ class ServerProcess:
         code = self._process.poll()
         if code is not None:
             raise TransportError(
-                f"the inference server ended with {code}: {self.last_words()} "
+                f"the inference server ended with {code}: {last_words(self._log_file).strip()} "
                 f"(see {self._log_file})"
             )
 
@@ -50,7 +51,3 @@ class ServerProcess:
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_S)
-
-    def last_words(self) -> str:
-        lines = self._log_file.read_text(errors="replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it left no log")

@@ -36,6 +36,7 @@ from streamrl.config.sglang import SglangSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
 from streamrl.weights import groups
+from streamrl.weights.layout import dtype_name
 from streamrl.weights.transfer import TransferReceiver
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -130,7 +131,7 @@ class Relay:
             is_last = i == len(buckets) - 1
             order = UpdateWeightsFromDistributedReqInput(
                 names=[tensor_name for tensor_name, _ in bucket],
-                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                dtypes=[dtype_name(tensor.dtype) for _, tensor in bucket],
                 shapes=[tuple(tensor.shape) for _, tensor in bucket],
                 group_name=name,
                 load_format="flattened_bucket",
