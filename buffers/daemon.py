@@ -15,8 +15,9 @@ from buffers.books import write_books
 from buffers.journal import Journal
 from buffers.journal_file import journal_path
 from buffers.ledger import Ledger
+from buffers.multipart import Frame
 from buffers.state import BufferState
-from buffers.zmq_server import Frame, ZmqBufferServer
+from buffers.zmq_server import ZmqBufferServer
 from streamrl import service
 from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig

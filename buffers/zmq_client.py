@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from buffers import messages as m
+from buffers import multipart
 from buffers.curve import show_keys
 from streamrl import wire
 from streamrl.errors import StorageError, TransportError
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 MAX_PUTS = 4
-READABLE = int(zmq.POLLIN)
 REFUSED_S = 0.5
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -89,7 +89,7 @@ class ZmqBuffer:
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         # A descriptor tells of nothing new before what is there has been asked for.
-        self._receive()
+        self._read()
         self._watch()
 
     async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
@@ -214,25 +214,26 @@ class ZmqBuffer:
     def _sent(self, frames: list[bytes]) -> bool:
         """Whether there was a connection to hand the message to; never waits."""
         # The socket's descriptor tells of a change only once, and sending may have eaten it.
-        self._loop.call_soon(self._receive)
+        self._loop.call_soon(self._read)
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            multipart.send(self._socket, frames, copy=False)
         except zmq.Again:
             return False
         return True
 
     def _read(self) -> None:
-        """Something changed: there are replies, or a connection to send by."""
-        self._receive()
-        self._changed.set()
+        """Hands the replies that are there to their callers, and wakes who waits for a connection.
 
-    def _receive(self) -> None:
-        """Hands the replies that are there to their callers."""
-        # Asked first, since the exception that there is nothing costs as much as a reply.
-        while not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & READABLE:
-            message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        Looks for both whatever the reason to look was: the next look would see neither again.
+        """
+        while not self._socket.closed:
+            events = multipart.events(self._socket)
+            if events & multipart.WRITABLE:
+                self._changed.set()
+            if not events & multipart.READABLE:
+                return
             # Payloads stay in the memory they arrived in; the arrays decoded are views of it.
-            request_id, *frames = (frame.buffer for frame in message)
+            request_id, *frames = (frame.buffer for frame in multipart.receive(self._socket))
             answer = self._answers.get(bytes(request_id))
             if answer is not None and not answer.done():
                 answer.set_result(frames)

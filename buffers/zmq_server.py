@@ -13,7 +13,6 @@ A lease or take that cannot be granted yet is parked and answered when the state
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,8 +21,11 @@ import zmq
 from msgspec import Struct
 
 from buffers import messages as m
+from buffers import multipart
 from buffers.curve import Keeper
 from buffers.journal import Journal
+from buffers.multipart import Frame
+from buffers.parking import Parked, Parking
 from buffers.quarantine import Quarantine
 from buffers.state import BufferState
 from streamrl import wire
@@ -32,23 +34,12 @@ from streamrl.types import BufferStats, PackedGroup, RefusalReason
 
 log = logging.getLogger(__name__)
 
-Frame: TypeAlias = bytes | memoryview
 Frames: TypeAlias = Sequence[Frame]
 POLL_S = 0.2
-READABLE = int(zmq.POLLIN)
 FAREWELL_S = 0.5
 # One commit's worth: more would keep the first ones waiting.
 MAX_REQUESTS = 256
 MAX_BYTES = 64 * 2**20
-
-
-class _Parked(Struct):
-    """A request that waits for the state to change."""
-
-    sender: bytes
-    request_id: bytes
-    request: m.LeaseRequest | m.TakeRequest
-    deadline_s: float
 
 
 class _Reply(Struct):
@@ -84,7 +75,7 @@ class ZmqBufferServer:
         self._max_group_bytes = max_group_bytes
         self._clock = clock
         self._inhabited_s = clock()
-        self._parked: deque[_Parked] = deque()
+        self._parking = Parking()
         self._context = zmq.Context()
         self._keeper = Keeper(self._context, url, curve)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -126,17 +117,16 @@ class ZmqBufferServer:
 
     def _patience_s(self) -> float:
         now_s = self._clock()
-        times = [now_s + POLL_S, *(parked.deadline_s for parked in self._parked)]
-        if (expiry_s := self._state.ledger.next_expiry_s()) is not None:
-            times.append(expiry_s)
-        return max(0.0, min(times) - now_s)
+        times = (self._parking.next_deadline_s(), self._state.ledger.next_expiry_s())
+        next_s = min((time_s for time_s in times if time_s is not None), default=now_s + POLL_S)
+        return max(0.0, min(POLL_S, next_s - now_s))
 
     def _receive_all(self) -> None:
         num_bytes = 0
         for _ in range(MAX_REQUESTS):
-            if not int(self._socket.get(zmq.EVENTS)) & READABLE:
+            if not multipart.events(self._socket) & multipart.READABLE:
                 return
-            sender, *message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            sender, *message = multipart.receive(self._socket)
             if not message:
                 log.warning("a message without a request id was thrown away")
                 continue
@@ -156,7 +146,7 @@ class ZmqBufferServer:
             answer = (m.ErrorReply.of(error),)
         if answer is None:
             deadline_s = self._clock() + request.wait_s
-            self._parked.append(_Parked(sender, request_id, request, deadline_s))
+            self._parking.add(Parked(sender, request_id, request, deadline_s))
         else:
             is_reading = isinstance(request, m.StatsRequest | m.FetchRequest)
             self._reply(sender, request_id, *answer, is_reading=is_reading)
@@ -183,7 +173,7 @@ class ZmqBufferServer:
                 return (m.Done(),)
             case m.HeartbeatRequest(status):
                 if status.is_leaving:
-                    self._forget_parked(status.session)
+                    self._parking.forget_leases(status.session)
                 return (m.HeartbeatAnswer(state.heartbeat(status, self._clock())),)
             case m.AttachRequest(policy_version, books):
                 epoch = state.attach(policy_version, books)
@@ -253,35 +243,27 @@ class ZmqBufferServer:
             frames = reply.frames
             if self._refusal is not None and not reply.is_reading:
                 frames = [*frames[:2], wire.encode(m.ErrorReply.of(self._refusal))]
-            self._socket.send_multipart(frames, copy=len(frames) == 3)
+            multipart.send(self._socket, frames, copy=len(frames) == 3)
         self._replies.clear()
 
-    def _forget_parked(self, session: str) -> None:
-        """Nobody will hear the answer, and a lease granted to nobody would have to expire."""
-        self._parked = deque(
-            parked
-            for parked in self._parked
-            if not (
-                isinstance(parked.request, m.LeaseRequest)
-                and parked.request.lease_id.startswith(session)
-            )
-        )
-
     def _retry_parked(self) -> None:
-        """Answer what can be answered or has waited long enough; the others keep their order."""
+        """Answer what can be answered, and what has waited long enough."""
         now_s = self._clock()
-        for _ in range(len(self._parked)):
-            parked = self._parked.popleft()
-            try:
-                answer = self._attempt(parked.request)
-            except StreamRLError as error:
-                answer = (m.ErrorReply.of(error),)
-            if answer is None and now_s >= parked.deadline_s:
-                answer = (_EMPTY[type(parked.request)],)
-            if answer is None:
-                self._parked.append(parked)
-            else:
-                self._reply(parked.sender, parked.request_id, *answer)
+        self._parking.retry(self._answer_parked, self._may_grant)
+        for parked in self._parking.overdue(now_s):
+            self._reply(parked.sender, parked.request_id, _EMPTY[type(parked.request)])
+
+    def _may_grant(self) -> bool:
+        return self._refusal is not None or self._state.ledger.admits()
+
+    def _answer_parked(self, parked: Parked) -> bool:
+        try:
+            answer = self._attempt(parked.request)
+        except StreamRLError as error:
+            answer = (m.ErrorReply.of(error),)
+        if answer is not None:
+            self._reply(parked.sender, parked.request_id, *answer)
+        return answer is not None
 
     def _reply(
         self,

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from buffers import messages as m
+from buffers import multipart
 from buffers.curve import make_keys
 from buffers.journal_file import journal_path
 from buffers.zmq_client import ZmqBuffer
@@ -378,6 +380,26 @@ async def test_a_malformed_group_ends_its_lease_once_and_is_kept(tmp_path, paylo
         kept = sorted((tmp_path / "quarantine").iterdir())
         assert [path.read_bytes() for path in kept] == [payload, payload]
         await fill(buffer, "s/b")
+        await buffer.close()
+
+
+async def test_a_connection_made_while_a_request_could_not_be_sent_is_noticed(
+    tmp_path, monkeypatch
+):
+    with zmq_server(tmp_path) as server:
+        buffer = ZmqBuffer(server.url, retry_s=60.0)
+        await buffer.stats()
+        send_now, refusals = multipart.send, iter([zmq.Again()])
+
+        def send_later(*args: Any, **kwargs: Any) -> None:
+            for refusal in refusals:
+                raise refusal
+            send_now(*args, **kwargs)
+
+        # The descriptor told of the connection long ago, and does not tell again.
+        monkeypatch.setattr(multipart, "send", send_later)
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await buffer.stats()).books.balanced
         await buffer.close()
 
 
