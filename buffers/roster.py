@@ -27,6 +27,7 @@ class Roster:
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
         self.standings: dict[str, Standing] = {}
+        self._all_heard_until_s = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._reports)
@@ -61,11 +62,16 @@ class Roster:
             self.standings = _without(self.standings, generator_id)
 
     def forget_silent(self, now_s: float, patience_s: float) -> None:
+        """Called after every request, so it looks at a thousand reports only if one may be old."""
+        if now_s <= self._all_heard_until_s:
+            return
         self._reports = {
             generator_id: report
             for generator_id, report in self._reports.items()
             if now_s - report.seen_s <= patience_s
         }
+        oldest_s = min((report.seen_s for report in self._reports.values()), default=now_s)
+        self._all_heard_until_s = oldest_s + patience_s
 
     def standing(self, generator_id: str) -> Standing:
         return self.standings.get(generator_id, Standing.ACTIVE)
