@@ -5,9 +5,10 @@
 Each group is leased, put, taken, fetched, trained and acknowledged; 1 or 4 producer processes keep
 IN_FLIGHT groups under way each, and this process is the learner. `raw` is the same bytes through a
 ROUTER/DEALER echo (for redis: SET and GET) with as many clients and as much in flight; `ratio` is
-groups/s over that. Contenders take turns and the best round of each counts; servers are of our own,
-Redis with an append-only file that is synced every second. One JSON line a case; nobody imports
-this.
+groups/s over that. `codec` is the same groups encoded, checked once and decoded over bare sockets,
+the most that a buffer of these records could do in this language; `of_codec` is groups/s over it.
+Contenders take turns and the best round of each counts; servers are of our own, Redis with an
+append-only file that is synced every second. One JSON line a case; nobody imports this.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from tests.benchmarks import buffer_growth, buffer_load
 from tests.benchmarks.buffer_load import IN_FLIGHT, SIZES, template
 
 PEER = Path(__file__).with_name("peer_transfer_queue.py")
-CONTENDERS = ("raw zmq", "raw redis", "memory", "zmq", "zmq+journal", "redis")
+CONTENDERS = ("raw zmq", "codec", "raw redis", "memory", "zmq", "zmq+journal", "redis")
 COUNTS = {"20 KB": 1024, "1 MB": 128}
 
 
@@ -72,6 +73,8 @@ def lines(
             "cores": os.cpu_count(),
             "load": round(os.getloadavg()[0], 1),
         }
+        if "zmq" in name:
+            line["of_codec"] = round(seconds["codec"] / each, 3)
         if "seconds" in peer and producers == 1:
             line["times_transfer_queue"] = round(float(str(peer["seconds"])) / each, 2)
         elif "reason" in peer and not name.startswith("raw"):

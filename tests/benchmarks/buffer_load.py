@@ -27,6 +27,7 @@ from streamrl import service, wire
 from streamrl.config import RunConfig
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, pack
+from tests.benchmarks import buffer_codec
 from tests.redis_server import redis_server
 
 IN_FLIGHT = 4
@@ -51,6 +52,8 @@ def run(name: str, size: str, producers: int, count: int) -> float:
         work = _echo
     elif name == "raw redis":
         work = _set_and_get
+    elif name == "codec":
+        work = _encode
     with tempfile.TemporaryDirectory() as folder, _server(name, Path(folder)) as place:
         barrier = CONTEXT.Barrier(producers + 1)
         processes = [
@@ -62,6 +65,8 @@ def run(name: str, size: str, producers: int, count: int) -> float:
         try:
             if work is _produce:
                 return asyncio.run(_learn(place, count, barrier))
+            if work is _encode:
+                return buffer_codec.learn(place, count, DEADLINE_S, barrier)
             barrier.wait(DEADLINE_S)
             start = time.perf_counter()
             barrier.wait(DEADLINE_S)
@@ -169,6 +174,12 @@ def _echo(url: str, name: str, size: str, count: int, barrier: Barrier) -> None:
     dealer.close()
 
 
+def _encode(url: str, name: str, size: str, count: int, barrier: Barrier) -> None:
+    """What no buffer of ours can do without."""
+    service.keep_freed_memory()
+    buffer_codec.produce(url, template(size), count, IN_FLIGHT, DEADLINE_S, barrier)
+
+
 def _set_and_get(url: str, name: str, size: str, count: int, barrier: Barrier) -> None:
     """The bare limit of redis: SET and GET, IN_FLIGHT of each in a pipeline."""
     import redis
@@ -197,8 +208,9 @@ def _server(name: str, folder: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    if name == "raw zmq":
-        place, target = f"tcp://127.0.0.1:{port}", partial(_serve_echo, port)
+    if name in ("raw zmq", "codec"):
+        serve = _serve_echo if name == "raw zmq" else buffer_codec.serve
+        place, target = f"tcp://127.0.0.1:{port}", partial(serve, port)
     else:
         place, target = f"zmq://127.0.0.1:{port}", partial(_serve_buffer, name, port, folder)
     process = CONTEXT.Process(target=target)
