@@ -5,7 +5,7 @@ one place each, and there its `listener` (a journal) hears of it. `buffers.ledge
 module only books.
 """
 
-import heapq
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
@@ -103,7 +103,7 @@ class Account:
     def grant(self, lease_id: str, floor: int, expires_at_s: float) -> Entry:
         """A new lease on the first sequence that is free: one given back, else the next."""
         if self._returned:
-            sequence = heapq.heappop(self._returned)
+            sequence = self._returned.pop(0)
         else:
             sequence = self._next_sequence
             self._next_sequence += 1
@@ -112,12 +112,12 @@ class Account:
     def grant_again(self, entry: Entry) -> bool:
         """A lease that its holder asserts and this account forgot, if its sequence is free."""
         sequence = entry.sequence
-        if sequence in self._returned:
-            self._returned.remove(sequence)
-            heapq.heapify(self._returned)
+        place = bisect_left(self._returned, sequence)
+        if place < len(self._returned) and self._returned[place] == sequence:
+            del self._returned[place]
         elif self._next_sequence <= sequence < self._next_sequence + MAX_GAP:
             for skipped in range(self._next_sequence, sequence):
-                heapq.heappush(self._returned, skipped)
+                self._returned.append(skipped)
                 self._open.add(skipped)
                 self._tell(skipped, "dropped", reason=DropReason.ORPHANED)
             self._next_sequence = sequence + 1
@@ -158,7 +158,7 @@ class Account:
         self._dropped[reason] += 1
         self._set_open(entry.sequence, reason.returns_sequence)
         if reason.returns_sequence:
-            heapq.heappush(self._returned, entry.sequence)
+            insort(self._returned, entry.sequence)
         self._tell(entry.sequence, "dropped", entry.lease_id, reason)
 
     def drain_freed(self) -> tuple[int, ...]:
@@ -181,6 +181,15 @@ class Account:
             epoch=epoch,
             open_runs=self._open.frozen(),
         )
+
+    def follows(self, books: Books, epoch: int) -> bool:
+        """Whether this may be the account of `books` at a later time; `epoch` is the ledger's own.
+
+        A restored copy may have made as many changes as they, and not the same ones: it has not
+        seen the learner attach whose books they are, or lacks something that they have dropped.
+        """
+        is_later = (epoch, self._revision) >= (books.epoch, books.revision)
+        return is_later and all(self._dropped[why] >= n for why, n in books.dropped.items())
 
     def reconcile(self, books: Books) -> None:
         """Come to the account that a learner's checkpoint carries, from a later one.
@@ -248,10 +257,6 @@ class Account:
         self._next_sequence = image.next_sequence
         self._revision = image.revision
         self._unseen = image.unseen
-
-    @property
-    def revision(self) -> int:
-        return self._revision
 
     def _give_back_all(self, free: Iterable[int]) -> None:
         """These and no others are to be granted again."""

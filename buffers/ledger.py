@@ -173,7 +173,7 @@ class Ledger:
         taken, or trained later, waits again. With the `books` of its checkpoint, what that calls
         finished is finished here, and what it does not is here or will be granted again.
         """
-        is_older = books is not None and self._account.revision < books.revision
+        is_older = books is not None and not self._account.follows(books, self.epoch)
         self._batches.settle(version)
         for entry in self._batches.give_back():
             self._wait(entry)

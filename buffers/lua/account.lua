@@ -212,6 +212,16 @@ local function record_by_books(mine, others, name, reason)
   for _, sequence in ipairs(ended) do record({ sequence = sequence, lease_id = '' }, name, reason) end
 end
 
+-- Whether this may be the account of these books at a later time; see `Account.follows`.
+local function follows(books)
+  if state.epoch < books.epoch then return false end
+  if state.epoch == books.epoch and state.revision < books.revision then return false end
+  for reason, count in pairs(books.dropped) do
+    if tonumber(call('HGET', key('dropped'), reason) or 0) < count then return false end
+  end
+  return true
+end
+
 -- Come to the account of a learner's checkpoint from a later one; see `Account.reconcile`.
 local function reconcile(books)
   local unfinished, free = {}, {}

@@ -153,7 +153,7 @@ local function settle(version)
 end
 
 local function attach(version, books)
-  local is_older = books and state.revision < books.revision
+  local is_older = books and not follows(books)
   settle(version)
   for _, name in ipairs({ 'loans', 'trained' }) do
     for _, batch in ipairs(call('HVALS', key(name))) do

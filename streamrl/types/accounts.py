@@ -66,8 +66,8 @@ class Books(Struct, frozen=True, kw_only=True):
 
     `open_runs` are the sequences neither trained nor dropped for good; with `next_sequence` they
     are the position in the prompt stream, so a learner's checkpoint restores it from here.
-    `revision` grows with every change: of two accounts of one run, the larger is the later.
-    `epoch` counts the learners that attached.
+    `epoch` counts the learners that attached, and `revision` grows with every change: of two
+    accounts of one run, the one with the larger epoch, then revision, is the later.
     """
 
     granted: int = 0

@@ -1,8 +1,12 @@
 """What a learner tells a buffer that lost its memory: books in which its last step is trained."""
 
+from copy import deepcopy
+
+import pytest
+
 from buffers.ledger import Ledger
 from learners.learner import books_with
-from streamrl.types import Books, Lease, runs_of
+from streamrl.types import Books, DropReason, GroupHeader, Lease, runs_of
 
 
 def test_books_with_a_step_that_the_buffer_did_not_hear_of():
@@ -51,3 +55,46 @@ def test_a_lease_asserted_on_a_sequence_that_another_one_holds_is_lost():
         ledger.reassert(asserted, 0.0, 10.0)
     assert ledger.renew(["s/1", "s/2"], 0.0, 10.0) == ("s/2",)
     assert ledger.books().next_sequence == 1
+
+
+def _put(ledger: Ledger, name: str, oldest_version: int) -> None:
+    lease = ledger.lease(name, 0.0, 10.0)
+    assert lease is not None
+    header = GroupHeader(
+        group_id=name,
+        sequence=lease.sequence,
+        environment="test",
+        oldest_version=oldest_version,
+        lengths=(1,),
+        rewards=(0.0,),
+    )
+    ledger.put(name, header, 0.0)
+
+
+@pytest.mark.parametrize("has_attached", [False, True])
+def test_a_copy_that_went_other_ways_as_far_takes_the_learners_account(has_attached: bool):
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    ledger.attach(0)
+    for version in (0, 1):
+        _put(ledger, f"s/{version}", version)
+        ledger.take(1, version, 1)
+        ledger.advance(version + 1, 1)
+    checkpoint = ledger.books()
+    ledger.acknowledge(2, 1)
+    copy = deepcopy(ledger)
+    if has_attached:
+        copy.attach(2, checkpoint)
+        copy.lease("lost", 0.0, 10.0)
+        copy.release("lost", DropReason.FAILED)
+
+    blank = Ledger(groups_per_step=1, max_staleness=0)
+    blank.attach(2, checkpoint)
+    _put(blank, "t/0", oldest_version=1)
+    learners = blank.books()
+    assert learners.dropped == {DropReason.STALE: 1}
+
+    copy.attach(2, learners)
+    books = copy.books()
+    assert books.balanced
+    assert books.dropped == {DropReason.STALE: 1}
+    assert (books.next_sequence, books.open_sequences) == (3, ())
