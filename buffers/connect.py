@@ -25,7 +25,7 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
                     "daemons started on their own need a port they agree on"
                 )
             return ZmqBuffer(settings.url, deadline_s=settings.deadline_s, curve=settings.curve)
-        case "redis" | "rediss" | "redis+sentinel":
+        case "redis" | "rediss" | "redis+sentinel" | "redis+cluster" | "rediss+cluster":
             return _redis(config)
         case _:
             raise ConfigError(

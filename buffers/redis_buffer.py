@@ -74,8 +74,8 @@ class RedisBuffer:
     def __init__(self, url: str, run: str, settings: RedisSettings) -> None:
         self._namespace = namespace(run)
         self._settings = settings
-        self._link = RedisLink(url, deadline_s=settings.deadline_s, retry_s=settings.retry_s)
-        self._changes = RedisChanges(self._link.client, self._namespace + "changed")
+        self._link = RedisLink(url, run, deadline_s=settings.deadline_s, retry_s=settings.retry_s)
+        self._changes = RedisChanges(self._link, self._namespace + "changed")
         self._room = RedisRoom(self._link)
         self._puts = asyncio.Semaphore(MAX_PUTS)
         self._epoch = 0
@@ -175,7 +175,7 @@ class RedisBuffer:
 
     async def close(self) -> None:
         await self._changes.close()
-        await self._link.client.aclose()
+        await self._link.close()
 
     async def _put_payload(self, lease_id: str, header: GroupHeader, payload: bytes) -> None:
         """Waits for room in Redis; unblocked by it or by the deadline. Sends again what expired."""

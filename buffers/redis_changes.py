@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from redis import exceptions
-from redis.asyncio import Redis
+
+from buffers.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ class Change(NamedTuple):
 class RedisChanges:
     """Hands what the channel says to those who watch."""
 
-    def __init__(self, client: "Redis", channel: str) -> None:
-        self._client = client
+    def __init__(self, link: RedisLink, channel: str) -> None:
+        self._link = link
         self._channel = channel
         self._watchers: dict[asyncio.Event, Callable[[Change], bool]] = {}
         self._listening: asyncio.Task[None] | None = None
@@ -60,7 +61,7 @@ class RedisChanges:
         """Until cancelled. Waits for messages; after a lost connection, POLL_S."""
         while True:
             with contextlib.suppress(exceptions.RedisError, OSError):
-                async with self._client.pubsub() as subscription:
+                async with self._link.client.pubsub() as subscription:
                     await subscription.subscribe(self._channel)
                     async for message in subscription.listen():
                         self._hand_out(message["type"], message["data"])

@@ -18,7 +18,7 @@ PAGE = 1000
 async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncIterator[Event]:
     """Every event of the run so far, oldest first."""
     after = "-"
-    async with _linked(url, deadline_s) as link:
+    async with _linked(url, run, deadline_s) as link:
         while True:
             command = ("XRANGE", f"{namespace(run)}history", after, "+", "COUNT", PAGE)
             page = (await link.call("history", command))[0]
@@ -32,7 +32,7 @@ async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncItera
 async def account(url: str, run: str, *, deadline_s: float = 60.0) -> Image:
     """The totals of the run's account, to be held against its history."""
     names = ("granted", "unseen", "acknowledged")
-    async with _linked(url, deadline_s) as link:
+    async with _linked(url, run, deadline_s) as link:
         numbers, dropped = await link.call(
             "account",
             ("HMGET", f"{namespace(run)}state", *names),
@@ -50,7 +50,7 @@ async def account(url: str, run: str, *, deadline_s: float = 60.0) -> Image:
 async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
     """Delete every key of the run; how many there were."""
     cursor, num_keys = 0, 0
-    async with _linked(url, deadline_s) as link:
+    async with _linked(url, run, deadline_s) as link:
         while True:
             command = ("SCAN", cursor, "MATCH", f"{namespace(run)}*", "COUNT", PAGE)
             cursor, keys = (await link.call("forget", command))[0]
@@ -61,12 +61,12 @@ async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
 
 
 @asynccontextmanager
-async def _linked(url: str, deadline_s: float) -> AsyncIterator[RedisLink]:
-    link = RedisLink(url, deadline_s=deadline_s, retry_s=deadline_s)
+async def _linked(url: str, run: str, deadline_s: float) -> AsyncIterator[RedisLink]:
+    link = RedisLink(url, run, deadline_s=deadline_s, retry_s=deadline_s)
     try:
         yield link
     finally:
-        await link.client.aclose()
+        await link.close()
 
 
 def _event(fields: dict[bytes, bytes]) -> Event:

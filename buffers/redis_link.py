@@ -1,4 +1,4 @@
-"""The way to one Redis server: commands that are repeated until they are answered.
+"""The way to a run's Redis server: commands that are repeated until they are answered.
 
 Invariant: a call either returns the server's answer or raises within its deadline; one that was
 sent twice is harmless, because every script of `buffers/lua` is. While Redis is away (restarting,
@@ -14,14 +14,11 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, TypeAlias
-from urllib.parse import unquote, urlsplit
 
 from redis import exceptions
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
-from redis.backoff import NoBackoff
 
+from buffers.redis_place import RedisPlace, redacted
 from streamrl.errors import ConfigError, TransportError
 
 log = logging.getLogger(__name__)
@@ -29,7 +26,6 @@ log = logging.getLogger(__name__)
 Command: TypeAlias = tuple[bytes | str | int | float, ...]
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 SLOWEST_BYTES_PER_S = 10e6
-SENTINEL_PORT, SENTINEL_S = 26379, 1.0
 
 _AWAY = (
     exceptions.ConnectionError,
@@ -37,6 +33,7 @@ _AWAY = (
     exceptions.ReadOnlyError,
     exceptions.ClusterDownError,
     exceptions.TryAgainError,
+    exceptions.AskError,
     OSError,
     TimeoutError,
 )
@@ -58,45 +55,6 @@ def namespace(run: str) -> str:
     return f"streamrl:{{{run}}}:"
 
 
-def redacted(url: str) -> str:
-    """The URL without its password and its options, for people to read."""
-    shown, password = url.partition("?")[0], urlsplit(url).password
-    return shown if password is None else shown.replace(f":{password}@", ":***@", 1)
-
-
-def open_client(url: str) -> "Redis":
-    """A client that neither waits nor retries by itself; call it in the loop that will use it."""
-    plain: dict[str, Any] = {
-        "protocol": 2,
-        "socket_timeout": None,
-        "retry": Retry(NoBackoff(), 0),
-        "retry_on_error": [],
-    }
-    try:
-        if url.startswith("redis+sentinel://"):
-            return _found_by_sentinels(url, plain)
-        return Redis.from_url(url, **plain)
-    except ValueError as error:
-        raise ConfigError(f"buffer.url {redacted(url)}: {error}") from error
-
-
-def _found_by_sentinels(url: str, plain: dict[str, Any]) -> "Redis":
-    """redis+sentinel://user:password@host:port,host/service/db; whoever is the master then."""
-    parts = urlsplit(url)
-    places = [place.partition(":") for place in parts.netloc.rpartition("@")[2].split(",")]
-    service, _, db = parts.path.strip("/").partition("/")
-    if not service:
-        raise ValueError("it must end with the name of the service: /SERVICE")
-    sentinels = [(host, int(port or SENTINEL_PORT)) for host, _, port in places]
-    sentinel = Sentinel(sentinels, sentinel_kwargs={**plain, "socket_timeout": SENTINEL_S})
-    user: dict[str, Any] = {
-        "username": parts.username and unquote(parts.username),
-        "password": parts.password and unquote(parts.password),
-    }
-    found: Redis = sentinel.master_for(service, db=int(db or 0), **user, **plain)
-    return found
-
-
 @cache
 def script() -> tuple[str, str]:
     """The ledger's source and its SHA-1, by which the server knows it."""
@@ -108,11 +66,20 @@ def script() -> tuple[str, str]:
 class RedisLink:
     """One client's connections. `retry_s` is how long a first attempt may go unanswered."""
 
-    def __init__(self, url: str, *, deadline_s: float, retry_s: float) -> None:
+    def __init__(self, url: str, run: str, *, deadline_s: float, retry_s: float) -> None:
         self.url = redacted(url)
         self.deadline_s = deadline_s
-        self.client = open_client(url)
+        self._place = RedisPlace(url)
+        self._look: Command = ("EXISTS", namespace(run) + "state")
         self._retry_s = retry_s
+
+    @property
+    def client(self) -> "Redis":
+        """Of the node that holds the run, as far as is known."""
+        return self._place.client
+
+    async def close(self) -> None:
+        await self._place.close()
 
     async def call(self, name: str, *commands: Command, wait_s: float = 0.0) -> list[Any]:
         """The answers to the commands, sent in one go.
@@ -134,7 +101,11 @@ class RedisLink:
                 async with asyncio.timeout(min(deadline - loop.time(), patience_s)):
                     return await self._attempt(commands)
             except (*_REFUSED, *_AWAY, exceptions.ResponseError) as error:
-                self._raise_if_final(error)
+                if isinstance(error, exceptions.MovedError):
+                    self._place.follow(error)
+                else:
+                    self._raise_if_final(error)
+                    self._place.look_again()
                 if loop.time() + delay_s >= deadline:
                     raise self._gave_up(name, wait_s, error) from error
                 told = _in_short(error)
@@ -145,6 +116,9 @@ class RedisLink:
 
     async def _attempt(self, commands: Sequence[Command]) -> list[Any]:
         try:
+            if not self._place.is_found:
+                await self._send([self._look])
+                self._place.is_found = True
             return await self._send(commands)
         except exceptions.NoScriptError:
             await self.client.execute_command("SCRIPT LOAD", script()[0])
@@ -165,10 +139,6 @@ class RedisLink:
             raise ConfigError(
                 f"buffer.url {self.url}: Redis refuses this user: {told}; it needs the right "
                 "password, and an ACL such as ~streamrl:* resetchannels &streamrl:* +@all -@admin"
-            ) from error
-        if isinstance(error, exceptions.MovedError):
-            raise ConfigError(
-                f"buffer.url {self.url}: this node of a cluster does not hold the run ({told})"
             ) from error
         if reason := _mistrust(error):
             raise ConfigError(

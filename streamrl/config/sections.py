@@ -112,8 +112,9 @@ class DataSettings(Section):
 
 class BufferSettings(Section):
     url: str = "zmq://127.0.0.1:0"
-    """zmq://host:port, where port 0 lets `streamrl launch` pick a free one; redis://, rediss:// or
-    redis+sentinel://host,host/service, with user:password@ before the host; or memory://."""
+    """zmq://host:port, where port 0 lets `streamrl launch` pick a free one; redis://, rediss://,
+    redis+sentinel://host,host/service, redis+cluster://host,host or rediss+cluster://, with
+    user:password@ before the host; or memory://."""
     max_staleness: NotNegative = 2
     """Versions a group may be behind when it is trained; 0 is the synchronous algorithm."""
     lease_ttl_s: Seconds = 30.0
@@ -151,7 +152,10 @@ class BufferSettings(Section):
         return self.url.startswith("zmq://")
 
 
-_BUFFER_SCHEMES = ("memory://", "zmq://", "redis://", "rediss://", "redis+sentinel://")
+_BUFFER_SCHEMES = (
+    *("memory://", "zmq://", "redis://", "rediss://"),
+    *("redis+sentinel://", "redis+cluster://", "rediss+cluster://"),
+)
 
 
 class OptimizerSettings(Section):

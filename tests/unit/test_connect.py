@@ -11,7 +11,8 @@ from buffers import books
 from buffers.connect import connect
 from buffers.daemon import serve
 from buffers.redis_buffer import RedisBuffer
-from buffers.redis_link import namespace, open_client, redacted
+from buffers.redis_link import namespace
+from buffers.redis_place import open_client, redacted
 from buffers.zmq_client import ZmqBuffer
 from streamrl.cli.launch import _children
 from streamrl.cli.run_folder import prepare
@@ -33,6 +34,7 @@ def configured(tmp_path, url: str) -> RunConfig:
         ("redis://127.0.0.1:1/3", RedisBuffer),
         ("rediss://user:pw@127.0.0.1:1", RedisBuffer),
         ("redis+sentinel://a,b:1/service", RedisBuffer),
+        ("redis+cluster://a:1,b:1", RedisBuffer),
     ],
 )
 async def test_the_url_chooses_the_backend(tmp_path, url, kind):

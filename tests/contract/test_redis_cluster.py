@@ -1,0 +1,103 @@
+"""A run in a real cluster: three masters and a replica, of our own, one of which is killed."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.crc import key_slot
+
+from buffers.redis_history import forget, history
+from buffers.redis_link import namespace
+from streamrl.errors import ConfigError
+from tests.contract.conftest import Connect
+from tests.contract.test_buffers import fill
+from tests.redis_server import RedisServer
+
+DEADLINE_S = 30.0
+RUN = "clustered"
+NUM_SLOTS = 16384
+THIRD = NUM_SLOTS // 3 + 1
+
+
+class Cluster:
+    """Three masters, and a replica of the one that holds the run."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.nodes = [RedisServer(folder / str(number)) for number in range(4)]
+        for node in self.nodes:
+            stack.callback(node.kill)
+            node.start_node()
+        self.admins = [Redis.from_url(node.url, decode_responses=True) for node in self.nodes]
+        for number, admin in enumerate(self.admins[:3]):
+            slots = range(number * THIRD, min((number + 1) * THIRD, NUM_SLOTS))
+            admin.execute_command("CLUSTER", "ADDSLOTS", *slots)
+        for node in self.nodes[1:]:
+            self.admins[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
+        self.holder = key_slot(f"{namespace(RUN)}state".encode()) // THIRD
+        master = self.admins[self.holder].execute_command("CLUSTER", "MYID")
+        until(lambda: self._knows(3, master) and all(map(_is_ok, self.admins[:3])))
+        self.admins[3].execute_command("CLUSTER", "REPLICATE", master)
+        until(lambda: self.admins[3].info("replication").get("master_link_status") == "up")
+
+    def _knows(self, number: int, node_id: str) -> bool:
+        return node_id in self.admins[number].execute_command("CLUSTER", "NODES")
+
+    def url(self, *numbers: int) -> str:
+        hosts = (f"127.0.0.1:{self.nodes[number].port}" for number in numbers)
+        return f"redis+cluster://{','.join(hosts)}"
+
+
+def _is_ok(admin: "Redis") -> bool:
+    return "cluster_state:ok" in str(admin.execute_command("CLUSTER", "INFO"))
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(tmp_path, stack)
+
+
+async def test_a_run_lives_on_one_node_and_outlives_it(cluster: Cluster, redis_client: Connect):
+    others = [number for number in range(3) if number != cluster.holder]
+    learner = redis_client(cluster.url(*others), RUN)
+    await learner.attach(0, None)
+    generator = redis_client(cluster.url(others[1]), RUN)
+    await fill(generator, "a", "b")
+    keys = [set(admin.keys()) for admin in cluster.admins[:3]]
+    assert keys[cluster.holder]
+    assert not any(keys[number] for number in others)
+    assert len(await learner.take(2, 0, 5.0)) == 2
+    assert cluster.admins[cluster.holder].wait(1, int(1000 * DEADLINE_S)) == 1
+
+    cluster.nodes[cluster.holder].kill()
+    await learner.advance(1)
+    await fill(generator, "c", "d")
+    assert len(await learner.fetch([h.sequence for h in await learner.take(2, 1, 5.0)])) == 2
+    await learner.advance(2)
+    await learner.acknowledge(2)
+    books = (await learner.stats()).books
+    assert books.balanced
+    assert books.acknowledged == 4
+    assert cluster.admins[3].info("replication")["role"] == "master"
+    events = [event.state async for event in history(cluster.url(*others), RUN)]
+    assert events.count("acknowledged") == 4
+    assert await forget(cluster.url(*others), RUN) > 0
+    assert not cluster.admins[3].keys()
+
+
+async def test_a_node_that_does_not_hold_the_run_is_refused_by_a_url_of_one_server(
+    cluster: Cluster, redis_client: Connect
+):
+    other = next(number for number in range(3) if number != cluster.holder)
+    with pytest.raises(ConfigError, match=r"does not hold the run .* redis\+cluster://host:port"):
+        await redis_client(cluster.nodes[other].url, RUN).stats()
