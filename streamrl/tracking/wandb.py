@@ -1,5 +1,6 @@
 """Weights & Biases, online or offline (extra: wandb)."""
 
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,9 +9,15 @@ from typing import Any
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
+FINISH_S = 120
+
 
 class WandbTracker:
-    """One W&B run per run folder, so a resumed run goes on in the same charts."""
+    """One W&B run per run folder, so a resumed run goes on in the same charts.
+
+    At its end uploads have WANDB_FINISH_TIMEOUT seconds, FINISH_S unless the environment says
+    otherwise; what is left then stays in the run folder, for `wandb sync`.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         try:
@@ -21,6 +28,7 @@ class WandbTracker:
             ) from error
         if config.tracking.wandb == "off":
             raise ConfigError("tracking.wandb: is off")
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))
         self._run = wandb.init(
             project=config.tracking.project,
             name=config.run.name,

@@ -4,10 +4,13 @@ import json
 import logging
 from pathlib import Path
 
+import wandb
+
 from streamrl.config import RunConfig
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.jsonl import JsonlTracker, read_metrics
+from streamrl.tracking.wandb import FINISH_S
 from streamrl.types import Books, BufferStats, DropReason, GeneratorStatus, GroupHeader
 
 
@@ -70,9 +73,11 @@ def test_tensorboard_gets_every_scalar(tmp_path):
 
 def test_wandb_offline_writes_a_run_that_a_resume_goes_on_with(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_FINISH_TIMEOUT", raising=False)
     config = make_config(tmp_path, wandb="offline", console=False)
     for step in (1, 2):
         trackers = open_trackers(config, first_step=step)
+        assert wandb.run.settings.finish_timeout == FINISH_S
         trackers.log({"reward/mean": 0.25}, step)
         trackers.close()
     files = list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))

@@ -9,6 +9,7 @@ thread died, the error that killed it.
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -25,7 +26,10 @@ from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, LoadReport, SamplingParams, WeightUpdate
 from streamrl.weights.transfer import TransferReceiver
 
+log = logging.getLogger(__name__)
+
 Future = asyncio.Future[Completion]
+CLOSE_S = 30.0
 
 
 class HfEngine:
@@ -134,10 +138,14 @@ class HfEngine:
         }
 
     async def close(self) -> None:
+        """Waits for the step under way, CLOSE_S at most; a thread that hangs in it ends with the
+        process, and says so no more."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("the decoding thread is still in one step after %g s: left alone", CLOSE_S)
         self._transfer.close()
 
     def _receive(self, update: WeightUpdate) -> None:
