@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from actors.catch_up import CatchUp
 from actors.chat import PromptTooLongError
+from actors.placement import place_of_weights
 from actors.rollout import GroupRunner
 from streamrl.config import RunConfig
 from streamrl.errors import (
@@ -90,13 +91,12 @@ class Generator:
 
     async def run(self) -> None:
         """Until stopped. Any loop that dies takes the generator with it."""
-        device = self._config.generator.device
         receiver = WeightReceiver(
             self._config.weights.address,
             self._id,
             self._session,
             self._load,
-            device_type="cpu" if device == "cpu" else _device_type(),
+            place=place_of_weights(self._config.generator),
             num_ranks=self._config.generator.num_ranks,
         )
         async with asyncio.TaskGroup() as tasks:
@@ -264,9 +264,3 @@ class Generator:
             is_leaving=is_leaving,
             is_catching_up=not self._is_current(),
         )
-
-
-def _device_type() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

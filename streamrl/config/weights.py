@@ -13,8 +13,10 @@ class WeightSettings(Section):
     """Where the learner announces weights; generators connect to it."""
     transport: Literal["broadcast", "files"] = "broadcast"
     """torch.distributed broadcast, or safetensors in the run folder (a shared file system)."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Of the broadcast; auto takes nccl if learner and generators are on GPUs."""
+    backend: Literal["auto", "shared", "gloo", "nccl"] = "auto"
+    """What a broadcast goes by. auto: memory that generators on the learner's machine (with a
+    learner on a GPU: on that GPU) share with it, without a socket; for the others nccl if all are
+    on different GPUs, else gloo. shared: by such memory alone; who cannot open it is refused."""
     catch_up: Literal["broadcast", "files"] = "files"
     """How a generator that joins late gets the last published version."""
     publish_every: Positive = 1

@@ -1,5 +1,7 @@
 """What a learner announces of a new version, and what a generator says it did with it."""
 
+from typing import TypeAlias
+
 from msgspec import Struct
 
 
@@ -42,6 +44,59 @@ class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
     is_base: bool = False
 
 
+class HostMemory(Struct, frozen=True, kw_only=True, tag="host"):
+    """Memory of process `pid`, which holds it open as file descriptor `fd`; `inode` tells it from
+    another one that came to the same numbers."""
+
+    pid: int
+    fd: int
+    inode: int
+    num_bytes: int
+
+
+class CudaMemory(Struct, frozen=True, kw_only=True, tag="cuda"):
+    """Memory of another process on the GPU with the UUID `gpu`, in the words of torch's own IPC."""
+
+    gpu: str
+    handle: bytes
+    num_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    waits_for_event: bool
+
+
+class SharedEndpoint(Struct, frozen=True, kw_only=True, tag="shared"):
+    """A stretch of the sender's memory that the receiver maps: the bytes from `start` of `memory`.
+
+    They are this version's as long as `stamp` stands in `stamps`, at byte `stamp_at`. `checksums`
+    has one per tensor, or nothing.
+    """
+
+    memory: HostMemory | CudaMemory
+    start: int
+    stamps: HostMemory
+    stamp_at: int
+    stamp: int
+    bucket_bytes: int
+    checksums: bytes = b""
+
+
+Endpoint: TypeAlias = BroadcastEndpoint | FilesEndpoint | SharedEndpoint
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where weights are sent from or received: a machine, and its GPUs by UUID, one per rank.
+
+    `host` is "" and `gpus` is () where that is not known; on a CPU there are no `gpus`.
+    """
+
+    host: str = ""
+    device_type: str = "cpu"
+    gpus: tuple[str, ...] = ()
+
+
 class LoadReport(Struct, frozen=True, kw_only=True):
     """What one load cost: receiving; from the last byte until the new weights sample; and, within
     that, the pause in which no token was sampled."""
@@ -61,4 +116,4 @@ class WeightUpdate(Struct, frozen=True, kw_only=True):
     policy_version: int
     history: str
     manifest: tuple[TensorSpec, ...]
-    endpoint: BroadcastEndpoint | FilesEndpoint
+    endpoint: Endpoint

@@ -25,25 +25,27 @@ from msgspec import Struct, structs
 
 from streamrl import wire
 from streamrl.errors import WeightTransferError, WireError
-from streamrl.types import LoadReport, TensorSpec, WeightUpdate
+from streamrl.types import LoadReport, Place, TensorSpec, WeightUpdate
 
 log = logging.getLogger(__name__)
 
 HELLO_S = 1.0
 LOAD_S = 600.0
+NOWHERE_KNOWN = Place()
 
 
 class Hello(Struct, frozen=True, tag="hello"):
     """`history` is empty while the weights are still those the model folder held.
 
-    `is_loading`: it will not hear an announcement before it is done with the last one.
+    `place` is where it receives. `is_loading`: it will not hear an announcement before it is done
+    with the last one.
     """
 
     receiver_id: str
     session: str
     policy_version: int
     history: str
-    device_type: str
+    place: Place = NOWHERE_KNOWN
     num_ranks: int = 1
     is_loading: bool = False
 
@@ -86,7 +88,8 @@ FromSender: TypeAlias = Announce | Transfer
 
 
 class WeightReceiver:
-    """A generator's end, in its event loop. `load` receives and loads, off the loop's thread."""
+    """A generator's end, in its event loop. `load` receives and loads, off the loop's thread, at
+    the `place`; a sender shares memory only with receivers whose place it knows to be its own."""
 
     def __init__(
         self,
@@ -95,11 +98,11 @@ class WeightReceiver:
         session: str,
         load: Callable[[WeightUpdate], Awaitable[LoadReport]],
         *,
-        device_type: str = "cpu",
+        place: Place = NOWHERE_KNOWN,
         num_ranks: int = 1,
     ) -> None:
         self._load = load
-        self._hello = Hello(receiver_id, session, 0, "", device_type, num_ranks)
+        self._hello = Hello(receiver_id, session, 0, "", place, num_ranks)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)

@@ -3,13 +3,14 @@
 Nobody waits for the slow: the learner copies its parameters into a send buffer and goes on, a round
 goes to those who are ready in time, and whoever misses it is in the next one.
 
-A receiver that dies or freezes is fenced (`streamrl.weights.membership`), and a broadcast that it
-spoiled is tried once more without it. Who catches up from a file holds up nobody else's round.
+Which way a version takes to whom is for `streamrl.weights.routes` to say. A receiver that dies or
+freezes is fenced (`streamrl.weights.membership`), and a broadcast that it spoiled is tried once
+more without it. Who catches up from a file holds up nobody else's round.
 
 Invariant: one round at a time, of one question at a time to each receiver; every wait for one has
 a deadline, a part of `weights.deadline_s`: 1/4 to get ready, 1/4 for a broadcast that hangs, 3/8 to
-hear who is alive after it; a second try follows at once. The words spoken here are those of
-`streamrl.weights.channel`.
+hear who is alive after it (3/4 where memory is shared); a second try follows at once. The words
+spoken here are those of `streamrl.weights.channel`.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ import zmq.asyncio
 from streamrl import wire
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError, WireError
-from streamrl.types import BroadcastEndpoint, FilesEndpoint, WeightUpdate
+from streamrl.types import Endpoint, FilesEndpoint, WeightUpdate
 from streamrl.weights.channel import (
     Announce,
     Answer,
@@ -43,7 +44,10 @@ from streamrl.weights.channel import (
 from streamrl.weights.files import FileSender
 from streamrl.weights.layout import Layout
 from streamrl.weights.membership import Membership, Peer
-from streamrl.weights.send_buffers import SendBuffers
+from streamrl.weights.places import here
+from streamrl.weights.routes import Routes
+from streamrl.weights.send_buffers import SendBuffers, Written
+from streamrl.weights.shared import endpoint_of
 from streamrl.weights.transfer import BroadcastSender
 
 log = logging.getLogger(__name__)
@@ -57,14 +61,13 @@ class WeightSender:
     ) -> None:
         self._settings = settings
         self._layout = layout
-        self._device = device
         self._num_failed = 0
         self._history = uuid.uuid4().hex[:12]
         self._buffers = SendBuffers(layout, device)
         self._membership = Membership(self._history)
         self._files = FileSender(settings, layout, folder, self._history)
-        self._cannot_read_files: set[str] = set()
-        self._has_delivered = False
+        shares = self._buffers.exported is not None
+        self._routes = Routes(settings, self._history, here(device), shares=shares)
         self._attempt = 0
         self._asked: dict[int, dict[str, asyncio.Future[Answer]]] = {}
         self._changed = asyncio.Event()
@@ -149,14 +152,15 @@ class WeightSender:
             with self._buffers.reading() as held:
                 if held is None:
                     continue
-                version, data = held
-                ready = await self._announce(version)
-                by_file = [peer for peer in ready if self._prefers_file(peer)]
-                together = [peer for peer in ready if peer not in by_file]
-                for group in self._membership.groups(together):
-                    await self._send_broadcast(group, version, data)
-                if by_file:
-                    endpoints = await self._write_files(by_file, version, data)
+                version = held.policy_version
+                to = self._routes.split(await self._announce(version))
+                async with asyncio.TaskGroup() as sending:
+                    if to["shared memory"]:
+                        sending.create_task(self._share(to["shared memory"], held))
+                    for group in self._membership.groups(to["broadcast"]):
+                        await self._send_broadcast(group, held)
+                if by_file := to["file"]:
+                    endpoints = await self._write_files(by_file, version, held.data)
                     for peer in by_file:
                         to_one = {peer: endpoints[peer.name]}
                         attempt = await self._send_transfers(to_one, version)
@@ -176,13 +180,6 @@ class WeightSender:
         self._timings["ready_wait_s"] = time.perf_counter() - start
         self._membership.fence(peer for peer in targets if peer.name not in answers)
         return [peer for peer in targets if peer.name in answers]
-
-    def _prefers_file(self, peer: Peer) -> bool:
-        if self._settings.transport == "files":
-            return True
-        is_late = peer.hello.history != self._history and self._has_delivered
-        readable = peer.name not in self._cannot_read_files
-        return self._settings.catch_up == "files" and is_late and readable
 
     async def _write_files(
         self, peers: Sequence[Peer], version: int, data: torch.Tensor
@@ -205,23 +202,30 @@ class WeightSender:
         if loaded:
             # A version may have been published since.
             self._changed.set()
-        self._cannot_read_files = (self._cannot_read_files | {peer.name}) - loaded
+        self._routes.have_read_file([peer], loaded)
 
-    async def _send_broadcast(
-        self, peers: Sequence[Peer], version: int, data: torch.Tensor
-    ) -> None:
-        on_gpu = all(peer.hello.device_type == "cuda" for peer in peers)
-        automatic = "nccl" if on_gpu and self._device.type == "cuda" else "gloo"
-        backend = automatic if self._settings.backend == "auto" else self._settings.backend
+    async def _share(self, peers: Sequence[Peer], held: Written) -> None:
+        """All read at once, each at its own pace; waits for the slowest, or for the deadline."""
+        start, version = time.perf_counter(), held.policy_version
+        verify = self._settings.verify
+        endpoint = await asyncio.to_thread(endpoint_of, self._buffers, held, verify=verify)
+        attempt = await self._send_transfers(dict.fromkeys(peers, endpoint), version)
+        self._timings["transfer_s"] = time.perf_counter() - start
+        patience_s = self._settings.deadline_s * 3 / 4
+        _, failed, _ = await self._conclude(peers, attempt, version, patience_s)
+        if self._routes.have_shared(peers, failed):
+            self._changed.set()
+
+    async def _send_broadcast(self, peers: Sequence[Peer], held: Written) -> None:
         by_session = {peer.hello.session: peer.hello.num_ranks for peer in peers}
-        endpoints = self._broadcast.endpoints(by_session, backend)
-        start = time.perf_counter()
+        endpoints = self._broadcast.endpoints(by_session, self._routes.backend(peers))
+        start, version = time.perf_counter(), held.policy_version
         by_peer = {peer: endpoints[peer.hello.session] for peer in peers}
         attempt = await self._send_transfers(by_peer, version)
         patience_s = self._settings.deadline_s / 2
         try:
             first = by_peer[peers[0]]
-            await asyncio.to_thread(self._broadcast.send, first, self._layout, data)
+            await asyncio.to_thread(self._broadcast.send, first, self._layout, held.data)
         except WeightTransferError as error:
             log.warning("version %d did not reach every receiver: %s", version, error)
             # Who is not to blame may notice only at the deadline of its own call.
@@ -231,9 +235,7 @@ class WeightSender:
         if self._membership.regroup(loaded, failed, silent):
             self._changed.set()
 
-    async def _send_transfers(
-        self, endpoints: Mapping[Peer, BroadcastEndpoint | FilesEndpoint], version: int
-    ) -> int:
+    async def _send_transfers(self, endpoints: Mapping[Peer, Endpoint], version: int) -> int:
         attempt = self._next_attempt()
         updates = {
             peer: WeightUpdate(
@@ -264,7 +266,7 @@ class WeightSender:
         for name in reports:
             self._membership.book(name, version)
         if reports:
-            self._has_delivered = True
+            self._routes.delivered()
             self._timings |= {
                 "receive_s": max(report.transfer_s for report in reports.values()),
                 "load_s": max(report.load_s for report in reports.values()),

@@ -1,4 +1,5 @@
-"""One update's bytes, both ends: a broadcast in buckets, or files (`streamrl.weights.files`).
+"""One update's bytes, both ends: a broadcast in buckets; and the receiving end of every other way
+(`streamrl.weights.files`, `streamrl.weights.shared`).
 
 Invariant: a receiver either has yielded every tensor of the manifest, or has raised; loading is up
 to the caller, who keeps the old weights until the last tensor is there.
@@ -12,11 +13,12 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import BroadcastEndpoint, FilesEndpoint, WeightUpdate
+from streamrl.types import BroadcastEndpoint, FilesEndpoint, SharedEndpoint, WeightUpdate
 from streamrl.weights import groups
 from streamrl.weights.checksums import SIZE, checksum, require_equal
 from streamrl.weights.files import FileReader, version_name
 from streamrl.weights.layout import Layout
+from streamrl.weights.shared import SharedReader
 
 
 class BroadcastSender:
@@ -105,11 +107,13 @@ class TransferReceiver:
         self._group: tuple[str, groups.Group] | None = None
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * groups.IN_FLIGHT
         self._files = FileReader()
+        self._shared = SharedReader()
 
     def tensors(
         self, update: WeightUpdate, landing: torch.Tensor | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the manifest by name; each is valid until the next one is asked for.
+        """Every tensor of the manifest by name; each is valid until the next one is asked for, and
+        is only to be read.
 
         `landing` [num_bytes of the manifest's layout] uint8, zeros at first, lets them be received
         in place: tensors inside it are valid until it is given again. What arrives on another
@@ -126,8 +130,15 @@ class TransferReceiver:
             case FilesEndpoint() as endpoint:
                 name = version_name(update.history, update.policy_version)
                 yield from self._files.tensors(endpoint, update.manifest, name, landing)
+            case SharedEndpoint() as endpoint:
+                layout = Layout(update.manifest, endpoint.bucket_bytes)
+                yield from self._shared.tensors(endpoint, layout, landing)
 
     def close(self) -> None:
+        self._leave()
+        self._shared.close()
+
+    def _leave(self) -> None:
         if self._group is not None:
             self._group[1].close()
             self._group = None
@@ -147,7 +158,7 @@ class TransferReceiver:
             sent = [data.cpu().numpy().tobytes() for data in arriving]
         except BaseException:
             # Also if the consumer gives up: this end would be out of step with the others.
-            self.close()
+            self._leave()
             raise
         if sent:
             require_equal(layout.slots, sent[0], bytes(checksums), "the sender")
@@ -171,7 +182,7 @@ class TransferReceiver:
 
     def _join(self, endpoint: BroadcastEndpoint) -> groups.Group:
         if self._group is None or self._group[0] != endpoint.group:
-            self.close()
+            self._leave()
             group = groups.join(
                 endpoint.host,
                 endpoint.port,

@@ -48,7 +48,7 @@ class Learner:
         self.buffers.write(self.master, version)
         with self.buffers.reading() as newest:
             assert newest is not None
-            endpoints = self.files.write(version, newest[1], held)
+            endpoints = self.files.write(version, newest.data, held)
         return {name: self.update(version, endpoint) for name, endpoint in endpoints.items()}
 
     def update(self, version: int, endpoint: FilesEndpoint) -> WeightUpdate:
@@ -63,7 +63,7 @@ class Learner:
         """The newest version as receivers should have it."""
         with self.buffers.reading() as newest:
             assert newest is not None
-            return {s.spec.name: s.read(s.of(newest[1])).clone() for s in self.layout.slots}
+            return {s.spec.name: s.read(s.of(newest.data)).clone() for s in self.layout.slots}
 
 
 class Copying:

@@ -22,7 +22,7 @@ def test_what_is_written_into_the_bytes_is_read_from_the_buckets(shapes, dtypes,
     buffers.write(parameters, 3)
     with buffers.reading() as held:
         assert held is not None
-        version, data = held
+        version, data = held.policy_version, held.data
         read = {
             name: tensor.clone()
             for bucket in layout.buckets
@@ -51,7 +51,7 @@ def test_a_cast_on_send_changes_floating_point_tensors_only():
     buffers.write(parameters, 0)
     with buffers.reading() as held:
         assert held is not None
-        views = dict(buffers.layout.buckets[0].views(held[1]))
+        views = dict(buffers.layout.buckets[0].views(held.data))
     assert torch.equal(views["weight"], parameters["weight"].bfloat16())
 
 
@@ -65,9 +65,9 @@ def test_a_reader_keeps_its_version_while_newer_ones_are_written():
         assert held is not None
         for version in (2, 3):
             buffers.write({"weight": torch.full((4,), float(version))}, version)
-        assert held[0] == 1
-        assert held[1][:16].view(torch.float32).tolist() == [1.0] * 4
+        assert held.policy_version == 1
+        assert held.data[:16].view(torch.float32).tolist() == [1.0] * 4
     with buffers.reading() as held:
         assert held is not None
-        assert held[0] == 3
-        assert held[1][:16].view(torch.float32).tolist() == [3.0] * 4
+        assert held.policy_version == 3
+        assert held.data[:16].view(torch.float32).tolist() == [3.0] * 4
