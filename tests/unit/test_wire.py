@@ -19,15 +19,20 @@ from streamrl.errors import (
 from streamrl.types import (
     BroadcastEndpoint,
     BufferStats,
+    CudaMemory,
     FilesEndpoint,
     GroupHeader,
+    HostMemory,
     PackedGroup,
+    SharedEndpoint,
     TensorSpec,
     TrajectoryGroup,
     WeightUpdate,
     pack,
 )
 from tests.records import damaged, groups, make_group
+
+HOST = HostMemory(pid=1, fd=2, inode=2**40, num_bytes=3)
 
 
 def assert_same(a: object, b: object) -> None:
@@ -97,6 +102,19 @@ def test_siblings_that_do_not_share_out_the_tokens_are_refused(lengths):
         BroadcastEndpoint(
             host="h", port=1, group="g", rank=1, world_size=2, backend="gloo", bucket_bytes=1,
             timeout_s=1.0,
+        ),
+        *(
+            SharedEndpoint(
+                memory=memory, start=4096, stamps=HOST, stamp_at=8, stamp=2**63 - 1, bucket_bytes=1,
+                checksums=b"12345678",
+            )
+            for memory in (
+                HOST,
+                CudaMemory(
+                    gpu="A", handle=b"\0\xff", num_bytes=2**40, offset=512, counter=b"/torch",
+                    counter_offset=2**63, event=b"", waits_for_event=True,
+                ),
+            )
         ),
     ],
 )  # fmt: skip

@@ -15,10 +15,18 @@ import zmq
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import BroadcastEndpoint, FilesEndpoint, LoadReport, WeightUpdate
+from streamrl.types import (
+    BroadcastEndpoint,
+    FilesEndpoint,
+    LoadReport,
+    Place,
+    SharedEndpoint,
+    WeightUpdate,
+)
 from streamrl.weights import membership
-from streamrl.weights.channel import WeightReceiver
+from streamrl.weights.channel import NOWHERE_KNOWN, WeightReceiver
 from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.places import here
 from streamrl.weights.sender import WeightSender
 from streamrl.weights.transfer import TransferReceiver
 
@@ -48,22 +56,24 @@ def is_free(address: str) -> bool:
 class Generator:
     """A receiver that keeps what it loads."""
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, place: Place = NOWHERE_KNOWN) -> None:
         self.policy_version = 0
         self.updates: list[WeightUpdate] = []
         self.weights: dict[str, torch.Tensor] = {}
-        self.fails = False
+        self.fails = self.fails_to_share = False
         self.open = asyncio.Event()
         self.open.set()
         self.num_begun = 0
         self._transfer = TransferReceiver()
-        self.receiver = WeightReceiver(address, name, f"session of {name}", self.load)
+        self.receiver = WeightReceiver(address, name, f"session of {name}", self.load, place=place)
 
     async def load(self, update: WeightUpdate) -> LoadReport:
         self.num_begun += 1
         await self.open.wait()
         if self.fails:
             raise WeightTransferError("told to fail")
+        if self.fails_to_share and isinstance(update.endpoint, SharedEndpoint):
+            raise WeightTransferError("told not to share")
         received = await asyncio.to_thread(
             lambda: {name: tensor.clone() for name, tensor in self._transfer.tensors(update)}
         )
@@ -90,8 +100,10 @@ class Run:
         )
         self.running = [tasks.create_task(self.sender.run())]
 
-    def join(self, name: str) -> tuple[Generator, "asyncio.Task[None]"]:
-        generator = Generator(self.sender.address, name)
+    def join(
+        self, name: str, place: Place = NOWHERE_KNOWN
+    ) -> tuple[Generator, "asyncio.Task[None]"]:
+        generator = Generator(self.sender.address, name, place)
         task = self._tasks.create_task(generator.receiver.run())
         self.running.append(task)
         return generator, task
@@ -122,23 +134,26 @@ async def run(tmp_path: Path, **settings: object) -> AsyncIterator[Run]:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "kind"),
     [
-        {"transport": "broadcast"},
-        {"transport": "broadcast", "verify": True},
-        {"transport": "files"},
-        {"transport": "files", "delta": True},
+        ({"backend": "gloo"}, BroadcastEndpoint),
+        ({"backend": "gloo", "verify": True}, BroadcastEndpoint),
+        ({}, SharedEndpoint),
+        ({"backend": "shared", "verify": True}, SharedEndpoint),
+        ({"transport": "files"}, FilesEndpoint),
+        ({"transport": "files", "delta": True}, FilesEndpoint),
     ],
-    ids=["broadcast", "verify", "files", "delta"],
+    ids=["broadcast", "broadcast verify", "shared", "shared verify", "files", "delta"],
 )
-async def test_every_receiver_gets_every_value_of_the_newest_version(tmp_path, settings):
+async def test_every_receiver_gets_every_value_of_the_newest_version(tmp_path, settings, kind):
     async with run(tmp_path, **settings) as started:
-        generators = [started.join(name)[0] for name in "ab"]
+        generators = [started.join(name, here("cpu"))[0] for name in "ab"]
         await until(lambda: started.sender.gauges()["num_receivers"] == 2)
         for version in (1, 2):
             started.publish(version, version / 2)
             await until(lambda v=version: all(g.policy_version == v for g in generators))
             assert all(g.has(version / 2) for g in generators)
+        assert {type(update.endpoint) for g in generators for update in g.updates} == {kind}
 
 
 async def test_version_0_is_the_model_folders_and_is_not_sent(tmp_path):
@@ -196,6 +211,47 @@ async def test_a_receiver_that_fails_does_not_keep_the_others_and_gets_the_next_
         await until(lambda: bad.has(1.0))
 
 
+async def test_who_can_share_memory_does_and_the_others_share_a_broadcast(tmp_path):
+    async with run(tmp_path) as started:
+        near, _ = started.join("near", here("cpu"))
+        far = [started.join(name)[0] for name in ("far", "farther")]
+        everybody = [near, *far]
+        await until(lambda: started.sender.gauges()["num_receivers"] == 3)
+        for version in (1, 2):
+            started.publish(version, float(version))
+            await until(lambda v=version: all(g.has(float(v)) for g in everybody))
+        assert {type(update.endpoint) for update in near.updates} == {SharedEndpoint}
+        assert [update.endpoint.world_size for update in far[0].updates] == [3, 3]
+
+
+async def test_who_cannot_share_after_all_gets_a_broadcast_at_once(tmp_path):
+    async with run(tmp_path) as started:
+        good, _ = started.join("good", here("cpu"))
+        bad, _ = started.join("bad", here("cpu"))
+        bad.fails_to_share = True
+        await until(lambda: started.sender.gauges()["num_receivers"] == 2)
+        for version in (1, 2):
+            started.publish(version, float(version))
+            await until(lambda v=version: good.has(float(v)) and bad.has(float(v)))
+        assert bad.num_begun == 3, "it is not tried again"
+        assert {type(update.endpoint) for update in bad.updates} == {BroadcastEndpoint}
+        assert {type(update.endpoint) for update in good.updates} == {SharedEndpoint}
+
+
+async def test_shared_by_name_refuses_who_cannot_and_serves_the_others(tmp_path, caplog):
+    async with run(tmp_path, backend="shared") as started:
+        good, _ = started.join("good", here("cpu"))
+        bad, _ = started.join("bad")
+        bad.fails_to_share = True
+        await until(lambda: started.sender.gauges()["num_receivers"] == 2)
+        for version in (1, 2):
+            started.publish(version, float(version))
+            await until(lambda v=version: good.has(float(v)))
+        await until(lambda: started.sender.gauges()["num_failed_loads"] >= 2)
+        assert (bad.policy_version, bad.updates) == (0, [])
+        assert "bad did not load version 2: told not to share" in caplog.text
+
+
 async def test_a_receiver_that_stopped_answering_is_left_out_within_the_deadline(
     tmp_path, monkeypatch
 ):
@@ -231,10 +287,11 @@ async def test_who_is_slow_to_read_a_file_holds_up_nobody_and_may_be_replaced(tm
         await until(lambda: again.has(3.0))
 
 
-async def test_generators_follow_a_learner_that_starts_again(tmp_path):
+@pytest.mark.parametrize("place", [NOWHERE_KNOWN, here("cpu")], ids=["broadcast", "shared"])
+async def test_generators_follow_a_learner_that_starts_again(tmp_path, place):
     """The same version number of another history stands for other weights."""
     async with run(tmp_path) as started:
-        generator, _ = started.join("a")
+        generator, _ = started.join("a", place)
         started.publish(1, 1.0)
         await until(lambda: generator.has(1.0))
         sender_task = started.running[0]

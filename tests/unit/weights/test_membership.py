@@ -14,7 +14,7 @@ class Clock:
 
 
 def hello(name: str, session: str = "first") -> Hello:
-    return Hello(name, session, 0, "", "cpu")
+    return Hello(name, session, 0, "")
 
 
 def membership(*names: str) -> tuple[Membership, dict[str, Peer], Clock]:

@@ -1,0 +1,135 @@
+"""Which way a version takes to whom."""
+
+import os
+
+import pytest
+
+from actors.placement import place_of_weights
+from streamrl.config.generator import GeneratorSettings
+from streamrl.config.weights import WeightSettings
+from streamrl.errors import ConfigError
+from streamrl.types import Place
+from streamrl.weights.channel import Hello
+from streamrl.weights.membership import Peer
+from streamrl.weights.places import here, this_host
+from streamrl.weights.routes import Routes
+
+
+def cpu(host: str = "here") -> Place:
+    return Place(host=host)
+
+
+def gpu(*uuids: str, host: str = "here") -> Place:
+    return Place(host=host, device_type="cuda", gpus=uuids)
+
+
+def peer(name: str, place: Place, history: str = "ours") -> Peer:
+    return Peer(name.encode(), Hello(name, f"session of {name}", 1, history, place), 0.0)
+
+
+def routes(sender: Place, *, shares: bool = True, **settings: object) -> Routes:
+    return Routes(WeightSettings.model_validate(settings), "ours", sender, shares=shares)
+
+
+def ways(made: Routes, *peers: Peer) -> dict[str, str]:
+    """By name; broadcasts say what they go by."""
+    split = made.split(peers)
+    by = {p.name: made.backend(split["broadcast"]) for p in split["broadcast"]}
+    return {p.name: by.get(p.name, way) for way, to in split.items() for p in to}
+
+
+@pytest.mark.parametrize(
+    ("sender", "receivers", "expected"),
+    [
+        (cpu(), [cpu(), cpu()], ["shared memory", "shared memory"]),
+        (cpu(), [cpu("there"), cpu("")], ["gloo", "gloo"]),
+        (cpu(""), [cpu("")], ["gloo"]),
+        (cpu(), [cpu(), cpu("there")], ["shared memory", "gloo"]),
+        (cpu(), [gpu("A")], ["shared memory"]),
+        (gpu("A"), [gpu("A"), gpu("A")], ["shared memory", "shared memory"]),
+        (gpu("A"), [gpu("B"), gpu("C", "D", host="there")], ["nccl", "nccl"]),
+        (gpu("A"), [gpu("A"), gpu("B")], ["shared memory", "nccl"]),
+        (gpu("A"), [gpu("A", "B")], ["gloo"]),
+        (gpu("A"), [gpu("B"), gpu("B")], ["gloo", "gloo"]),
+        (gpu("A"), [gpu("A", host="there")], ["gloo"]),
+        (gpu("A"), [Place(device_type="cuda")], ["nccl"]),
+        (gpu("A"), [cpu()], ["gloo"]),
+        (gpu("A"), [gpu("A"), cpu(), gpu("B")], ["shared memory", "gloo", "gloo"]),
+        (gpu(), [gpu()], ["nccl"]),
+        (gpu(), [cpu()], ["gloo"]),
+    ],
+)
+def test_auto_shares_what_can_be_shared_and_broadcasts_the_rest(sender, receivers, expected):
+    peers = [peer(str(number), place) for number, place in enumerate(receivers)]
+    found = ways(routes(sender), *peers)
+    assert [found[p.name] for p in peers] == expected
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_backend_that_is_named_is_taken(backend):
+    peers = [peer("a", gpu("A")), peer("b", cpu())]
+    assert ways(routes(gpu("A"), backend=backend), *peers) == {"a": backend, "b": backend}
+
+
+def test_files_come_first_where_they_are_asked_for():
+    late, known = peer("late", cpu(), history=""), peer("known", cpu())
+    made = routes(cpu())
+    assert ways(made, late, known) == {"late": "shared memory", "known": "shared memory"}
+    made.delivered()
+    assert ways(made, late, known) == {"late": "file", "known": "shared memory"}
+    made.have_read_file([late], loaded=set())
+    assert ways(made, late)["late"] == "shared memory"
+    assert ways(routes(cpu(), transport="files"), known) == {"known": "file"}
+
+
+def test_who_failed_to_share_gets_broadcasts_until_it_is_another_process(caplog):
+    caplog.set_level("INFO")
+    good, bad = peer("good", cpu()), peer("bad", cpu())
+    made = routes(cpu())
+    ways(made, good, bad)
+    assert not made.have_shared([good, bad], failed=set())
+    assert made.have_shared([good, bad], failed={"bad"})
+    for _ in range(2):
+        assert ways(made, good, bad) == {"good": "shared memory", "bad": "gloo"}
+    assert [record.message for record in caplog.records] == [
+        "good gets its weights by shared memory",
+        "bad gets its weights by shared memory",
+        "bad gets its weights by broadcast",
+    ]
+    again = Peer(b"bad", Hello("bad", "another", 0, "", cpu()), 0.0)
+    assert ways(made, again) == {"bad": "shared memory"}
+
+
+def test_shared_by_name_is_for_everybody_and_has_no_second_choice():
+    far = peer("far", cpu("there"))
+    made = routes(cpu(), backend="shared")
+    assert ways(made, far) == {"far": "shared memory"}
+    assert not made.have_shared([far], failed={"far"})
+    assert ways(made, far) == {"far": "shared memory"}
+
+
+def test_where_memory_cannot_be_shared_auto_does_without_and_shared_is_refused():
+    assert ways(routes(cpu(), shares=False), peer("a", cpu())) == {"a": "gloo"}
+    with pytest.raises(ConfigError, match=r"weights\.backend shared: this system has no memory"):
+        routes(cpu(), shares=False, backend="shared")
+
+
+def test_a_host_is_a_machine_and_its_numbering_of_processes():
+    assert os.readlink("/proc/self/ns/pid") in this_host()
+    assert here("cpu") == Place(host=this_host())
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_here"),
+    [
+        ({"engine": "hf"}, True),
+        ({"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}, True),
+        ({"engine": "vllm", "vllm": {"url": "http://node:8000"}}, False),
+        ({"engine": "sglang"}, True),
+        ({"engine": "sglang", "sglang": {"url": "http://node:30000"}}, True),
+    ],
+)
+def test_an_engine_is_where_it_receives(settings, is_here):
+    """SGLang's weights are received here in any case, and handed on."""
+    generator = GeneratorSettings.model_validate({"device": "cpu", **settings})
+    assert place_of_weights(generator) == Place(host=this_host() if is_here else "")

@@ -1,0 +1,234 @@
+"""Weights in memory that both ends map: what is read is what was written, or it is refused."""
+
+import gc
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+
+import msgspec
+import pytest
+import torch
+
+from streamrl.errors import WeightTransferError
+from streamrl.types import HostMemory, SharedEndpoint, replace
+from streamrl.weights import memory
+from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.places import this_host
+from streamrl.weights.send_buffers import SendBuffers
+from streamrl.weights.shared import SharedReader, endpoint_of
+
+SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,), "wide": (3000,)}
+TOO_LATE = "overwritten the version before it was read"
+
+
+def parameters(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+
+
+LAYOUT = Layout(manifest_of(parameters(0.0)), 600)
+
+
+class Learner:
+    """Send buffers, and an endpoint for what they hold."""
+
+    def __init__(self, layout: Layout = LAYOUT) -> None:
+        self.buffers = SendBuffers(layout, "cpu")
+
+    def write(self, version: int) -> None:
+        self.buffers.write(parameters(float(version)), version)
+
+    def endpoint(self, *, verify: bool = False) -> SharedEndpoint:
+        with self.buffers.reading() as held:
+            assert held is not None
+            return endpoint_of(self.buffers, held, verify=verify)
+
+    def publish(self, version: int, *, verify: bool = False) -> SharedEndpoint:
+        self.write(version)
+        return self.endpoint(verify=verify)
+
+
+def read(
+    reader: SharedReader, endpoint: SharedEndpoint, landing: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """As vLLM's workers do: what was announced has been JSON in between."""
+    known = msgspec.json.decode(msgspec.json.encode(endpoint), type=SharedEndpoint)
+    return {name: tensor.clone() for name, tensor in reader.tensors(known, LAYOUT, landing)}
+
+
+def is_version(weights: Mapping[str, torch.Tensor], version: int) -> bool:
+    return weights.keys() == SHAPES.keys() and all(
+        bool((t == version).all()) for t in weights.values()
+    )
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verify"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["views", "in place"])
+def test_every_version_is_read_from_memory_that_is_mapped_once(in_place, verify, monkeypatch):
+    opened: list[HostMemory] = []
+    monkeypatch.setattr(
+        "streamrl.weights.shared.open_memory",
+        lambda one: opened.append(one) or memory.open_memory(one),
+    )
+    learner, reader = Learner(), SharedReader()
+    landing = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) if in_place else None
+    for version in range(1, 6):
+        weights = read(reader, learner.publish(version, verify=verify), landing)
+        assert is_version(weights, version)
+        if landing is not None:
+            landed = {slot.spec.name: slot.read(slot.of(landing)) for slot in LAYOUT.slots}
+            assert is_version(landed, version)
+    assert len(opened) == 1
+    again = Learner()
+    assert is_version(read(reader, again.publish(7), landing), 7)
+    assert opened[1:] == [again.buffers.exported[0]]
+    assert list(reader._mapped) == opened[1:], "what is not used any more is given back"
+
+
+@pytest.mark.parametrize("num_writes", range(4))
+@pytest.mark.parametrize("num_read", range(len(SHAPES) + 1))
+def test_what_was_overwritten_while_it_was_read_is_refused_and_nothing_else(num_read, num_writes):
+    learner, reader = Learner(), SharedReader()
+    arriving = reader.tensors(learner.publish(1), LAYOUT, None)
+    weights = {}
+    for _ in range(num_read):
+        name, tensor = next(arriving)
+        weights[name] = tensor.clone()
+    for version in range(2, 2 + num_writes):
+        learner.write(version)
+    if num_writes < 2:
+        assert is_version({**weights, **{n: t.clone() for n, t in arriving}}, 1)
+    else:
+        with pytest.raises(WeightTransferError, match=TOO_LATE):
+            list(arriving)
+    newest = 1 + num_writes
+    assert is_version(read(reader, learner.endpoint()), newest)
+
+
+def test_a_version_that_is_being_read_is_not_overwritten():
+    learner, reader = Learner(), SharedReader()
+    learner.write(1)
+    with learner.buffers.reading() as held:
+        endpoint = endpoint_of(learner.buffers, held, verify=False)
+        arriving = reader.tensors(endpoint, LAYOUT, None)
+        first, tensor = next(arriving)
+        weights = {first: tensor.clone()}
+        for version in (2, 3, 4):
+            learner.write(version)
+        assert is_version({**weights, **{n: t.clone() for n, t in arriving}}, 1)
+    assert is_version(read(reader, learner.endpoint()), 4)
+
+
+class Interrupting(Mapping[str, torch.Tensor]):
+    """Parameters whose third one is asked for when a reader has its turn."""
+
+    def __init__(self, value: float, turn) -> None:
+        self._parameters, self._turn = parameters(value), turn
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name == [*SHAPES][2]:
+            self._turn()
+        return self._parameters[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def test_a_write_that_is_under_way_is_seen_from_its_first_byte():
+    learner, reader = Learner(), SharedReader()
+    endpoint = learner.publish(1)
+    learner.write(2)
+    refused = []
+
+    def late() -> None:
+        with pytest.raises(WeightTransferError, match=TOO_LATE):
+            read(reader, endpoint)
+        assert is_version(read(reader, learner.endpoint()), 2)
+        refused.append(True)
+
+    learner.buffers.write(Interrupting(3.0, late), 3)
+    assert refused
+    assert is_version(read(reader, learner.endpoint()), 3)
+
+
+def test_a_wrong_bit_is_named():
+    learner, reader = Learner(), SharedReader()
+    endpoint = learner.publish(1, verify=True)
+    with learner.buffers.reading() as held:
+        LAYOUT.slots[1].of(held.data)[5] ^= 1
+    with pytest.raises(WeightTransferError, match="checksum of head from the sender is not"):
+        read(reader, endpoint)
+
+
+def test_a_reader_that_writes_changes_nobody_elses_weights():
+    learner = Learner()
+    endpoint = learner.publish(1)
+    for _, tensor in SharedReader().tensors(endpoint, LAYOUT, None):
+        tensor.fill_(9.0)
+    assert is_version(read(SharedReader(), endpoint), 1)
+
+
+def test_memory_that_is_another_one_by_now_is_refused(tmp_path):
+    endpoint = Learner().publish(1)
+    with (tmp_path / "other").open("wb") as other:
+        theirs = replace(endpoint.stamps, fd=other.fileno())
+        wrong = replace(endpoint, memory=theirs, stamps=theirs)
+        with pytest.raises(WeightTransferError, match="another file stands there"):
+            read(SharedReader(), wrong)
+    gone = replace(endpoint.stamps, fd=10**6)
+    with pytest.raises(WeightTransferError, match="needs learner and generators on one machine"):
+        read(SharedReader(), replace(endpoint, memory=gone, stamps=gone))
+
+
+def test_the_descriptor_is_closed_with_the_buffers_and_the_bytes_stay_for_who_reads_them():
+    learner, reader = Learner(), SharedReader()
+    endpoint = learner.publish(1)
+    path = f"/proc/self/fd/{endpoint.stamps.fd}"
+    assert "streamrl-weights" in os.readlink(path)
+    arriving = reader.tensors(endpoint, LAYOUT, None)
+    _, first = next(arriving)
+    del learner
+    gc.collect()
+    assert not os.path.exists(path) or "streamrl-weights" not in os.readlink(path)
+    assert (first == 1.0).all()
+    with pytest.raises(WeightTransferError, match="cannot be opened here"):
+        list(arriving)
+
+
+def test_a_system_without_such_memory_has_ordinary_send_buffers(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    buffers = SendBuffers(LAYOUT, "cpu")
+    assert buffers.exported is None
+    buffers.write(parameters(2.0), 2)
+    with buffers.reading() as held:
+        assert is_version({s.spec.name: s.read(s.of(held.data)) for s in LAYOUT.slots}, 2)
+
+
+def learn(pipe: Connection) -> None:
+    """A learner's process: publishes one version, and lives until it is killed."""
+    learner = Learner()
+    pipe.send_bytes(msgspec.json.encode((this_host(), learner.publish(1))))
+    pipe.recv_bytes()
+
+
+def test_a_learner_that_is_killed_while_it_is_read_is_noticed_at_the_last_byte():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=learn, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    host, endpoint = msgspec.json.decode(ours.recv_bytes(), type=tuple[str, SharedEndpoint])
+    assert host == this_host() != ""
+    reader = SharedReader()
+    assert is_version(read(reader, endpoint), 1)
+    arriving = reader.tensors(endpoint, LAYOUT, None)
+    name, tensor = next(arriving)
+    process.kill()
+    process.join()
+    assert (tensor == 1.0).all(), f"{name} can still be read"
+    with pytest.raises(WeightTransferError, match=r"memory /proc/\d+/fd/\d+ cannot be opened"):
+        list(arriving)
