@@ -3,11 +3,12 @@
     announced   it was announced an update and has not said Ready
     ready       it was told where the bytes are to be had and has not joined the group
     joined      it has joined and has received nothing
-    broadcast   it has received the first bucket
+    begun       it has received the first tensor
     received    it has received everything and has not loaded it
     loaded      it has loaded it and has not said so
 
-Whatever it loads is a line of its record: the version, and whether every value was right.
+Whatever it loads is a line of its record: the version, and whether every value was right. What it
+failed to load is a line of the record's neighbor.
 """
 
 import asyncio
@@ -21,12 +22,14 @@ from typing import Any
 
 import torch
 
+from streamrl.errors import WeightTransferError
 from streamrl.types import LoadReport, WeightUpdate
 from streamrl.weights import groups
 from streamrl.weights.channel import FromReceiver, Loaded, Ready, WeightReceiver
+from streamrl.weights.places import here
 from streamrl.weights.transfer import TransferReceiver
 
-HOPS = ("announced", "ready", "joined", "broadcast", "received", "loaded")
+HOPS = ("announced", "ready", "joined", "begun", "received", "loaded")
 # More than sockets hold, so that a sender notices who does not read; in several buckets.
 SHAPES = {f"layer {i}": (1024, 256) for i in range(6)}
 BUCKET_BYTES = 2**20
@@ -51,7 +54,8 @@ class Receiver(WeightReceiver):
     """Loads into a dictionary."""
 
     def __init__(self, address: str, name: str, record: Path, fate: Fate) -> None:
-        super().__init__(address, name, f"session of {name}", self._load_update)
+        session = f"session of {name}"
+        super().__init__(address, name, session, self._load_update, place=here("cpu"))
         self._record = record
         self._fate = fate
         self._transfer = TransferReceiver()
@@ -66,21 +70,27 @@ class Receiver(WeightReceiver):
     async def _load_update(self, update: WeightUpdate) -> LoadReport:
         version = update.policy_version
         self._fate.meet("ready", version)
-        weights = await asyncio.to_thread(self._receive, update)
+        try:
+            weights = await asyncio.to_thread(self._receive, update)
+        except WeightTransferError as error:
+            self._note(".failed", version=version, reason=str(error))
+            raise
         self._fate.meet("received", version)
         is_right = weights.keys() == SHAPES.keys() and all(
             bool((tensor == float(version)).all()) for tensor in weights.values()
         )
-        line = {"version": version, "is_right": is_right, "at_s": time.monotonic()}
-        with self._record.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._note("", version=version, is_right=is_right, at_s=time.monotonic())
         return LoadReport(transfer_s=0.0, pause_s=0.0)
+
+    def _note(self, suffix: str, **line: object) -> None:
+        with self._record.with_suffix(suffix).open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _receive(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         weights = {}
         for name, tensor in self._transfer.tensors(update):
             weights[name] = tensor.clone()
-            self._fate.meet("broadcast", update.policy_version)
+            self._fate.meet("begun", update.policy_version)
         return weights
 
 

@@ -225,7 +225,7 @@ async def test_who_can_share_memory_does_and_the_others_share_a_broadcast(tmp_pa
 
 
 async def test_who_cannot_share_after_all_gets_a_broadcast_at_once(tmp_path):
-    async with run(tmp_path) as started:
+    async with run(tmp_path, catch_up="broadcast") as started:
         good, _ = started.join("good", here("cpu"))
         bad, _ = started.join("bad", here("cpu"))
         bad.fails_to_share = True
@@ -239,7 +239,7 @@ async def test_who_cannot_share_after_all_gets_a_broadcast_at_once(tmp_path):
 
 
 async def test_shared_by_name_refuses_who_cannot_and_serves_the_others(tmp_path, caplog):
-    async with run(tmp_path, backend="shared") as started:
+    async with run(tmp_path, backend="shared", catch_up="broadcast") as started:
         good, _ = started.join("good", here("cpu"))
         bad, _ = started.join("bad")
         bad.fails_to_share = True
