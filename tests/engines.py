@@ -19,7 +19,9 @@ from actors.engines.vllm.remote_start import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
 from streamrl.types import FilesEndpoint, WeightUpdate
-from streamrl.weights.layout import manifest_of
+from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.send_buffers import SendBuffers
+from streamrl.weights.shared import endpoint_of
 from tests.tiny_model import make_llama
 
 MakeEngine = Callable[..., Awaitable[Engine]]
@@ -202,6 +204,27 @@ def update_to(model: LlamaForCausalLM, version: int, path: Path) -> WeightUpdate
         manifest=manifest_of(parameters),
         endpoint=FilesEndpoint(path=str(path)),
     )
+
+
+class SharingLearner:
+    """Send buffers of this process, for models with the parameters of the first one."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        manifest = manifest_of(dict(model.named_parameters()))
+        self._buffers = SendBuffers(Layout(manifest, 2**16), "cpu")
+
+    def update_to(self, model: LlamaForCausalLM, version: int) -> WeightUpdate:
+        """An announcement of the model's weights, valid until the second one after it."""
+        self._buffers.write(dict(model.named_parameters()), version)
+        with self._buffers.reading() as held:
+            assert held is not None
+            endpoint = endpoint_of(self._buffers, held, verify=True)
+        return WeightUpdate(
+            policy_version=version,
+            history="test",
+            manifest=self._buffers.layout.manifest,
+            endpoint=endpoint,
+        )
 
 
 def free_port() -> int:

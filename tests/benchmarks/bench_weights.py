@@ -1,15 +1,16 @@
 """Publishing weights to receivers in processes of their own: bytes/s, and the pause it costs.
 
     PYTHONPATH=. python tests/benchmarks/bench_weights.py [--sizes 100 1000] [--receivers 1 2 4]
-        [--rounds 3] [--cases files delta nccl]
+        [--rounds 3] [--cases shared files delta gpu]
 
 Sizes are MB of bfloat16 parameters. Each receiver is a real `WeightReceiver` that stages and swaps
-as the HF engine does. Against a bare gloo broadcast of one flat tensor among the same processes,
-by turns in the same run, with and without checksums; then files, whole and as differences after
-3 % of the weights moved by one bit. `receive_s` is the slowest receiver's, from the word that
-an update comes until the last byte is staged; `total_s` from publishing until all have loaded it.
-Where there are GPUs enough, NCCL from one to the others. Best of the rounds; one JSON line per
-case; nobody imports this.
+as the HF engine does. A broadcast over gloo, and memory that is shared, each against a bare gloo
+broadcast of one flat tensor among the same processes, by turns in the same run, with and without
+checksums; then files, whole and as differences after 3 % of the weights moved by one bit.
+`receive_s` is the slowest receiver's, from the word that an update comes until the last byte is
+staged; `total_s` from publishing until all have loaded it. On a GPU, the memory of one that all
+share; and where there are enough, NCCL from one to the others. Best of the rounds; one JSON line
+per case; nobody imports this.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from tests.benchmarks.weight_load import (
 )
 
 WARM_UP = 2
-CASES = ["files", "delta", "nccl"]
+CASES = ["shared", "files", "delta", "gpu"]
 """Besides the broadcast, which the others are compared with."""
 # Parameters, two send buffers, the base of differences; and three where the first update arrives.
 COPIES_SENDER, COPIES_RECEIVER = 4, 2
@@ -79,38 +80,43 @@ async def measure(
     size: int, count: int, rounds: int, cases: list[str]
 ) -> AsyncIterator[dict[str, Any]]:
     async with receiving(size, count, "cpu") as processes:
-        broadcast = await measure_broadcast(processes, rounds)
-        yield broadcast
-        for case in [case for case in cases if case != "nccl"]:
+        broadcast = await measure_backend(processes, rounds, "gloo")
+        yield {"case": "broadcast", **broadcast}
+        if "shared" in cases:
+            yield {"case": "shared", **await measure_backend(processes, rounds, "shared")}
+        for case in [case for case in cases if case in ("files", "delta")]:
             figures = await measure_files(processes, rounds, delta=case == "delta")
             ratio = round(broadcast["total_s"] / figures["total_s"], 3)
             yield {"case": case, **figures, "speed_to_broadcast": ratio}
-    if "nccl" in cases:
-        yield await measure_nccl(size, count, rounds)
+    if "gpu" in cases:
+        yield await measure_on_gpus(size, count, rounds, "shared", num_gpus=1)
+        yield await measure_on_gpus(size, count, rounds, "nccl", num_gpus=count + 1)
 
 
-async def measure_nccl(size: int, count: int, rounds: int) -> dict[str, Any]:
-    if torch.cuda.device_count() <= count:
-        reason = f"{count + 1} GPUs are needed, {torch.cuda.device_count()} are here"
-        return {"case": "nccl", "skipped": reason}
+async def measure_on_gpus(
+    size: int, count: int, rounds: int, backend: str, *, num_gpus: int
+) -> dict[str, Any]:
+    about = {"case": f"{backend} on GPU"}
+    if torch.cuda.device_count() < num_gpus:
+        reason = f"GPUs needed: {num_gpus}, here: {torch.cuda.device_count()}"
+        return {**about, "skipped": reason}
     async with (
-        receiving(size, count, "cuda") as processes,
-        publishing(processes, backend="nccl") as run,
+        receiving(size, count, "cuda:0" if num_gpus == 1 else "cuda") as processes,
+        publishing(processes, backend=backend) as run,
     ):
-        return {"case": "nccl", **best([await run.publish() for _ in range(rounds)])}
+        return {**about, **best([await run.publish() for _ in range(rounds)])}
 
 
-async def measure_broadcast(processes: "Processes", rounds: int) -> dict[str, Any]:
-    async with publishing(processes) as plain:
+async def measure_backend(processes: "Processes", rounds: int, backend: str) -> dict[str, Any]:
+    async with publishing(processes, backend=backend) as plain:
         seconds, updates = [], []
         for _ in range(rounds):
             seconds.append(await asyncio.to_thread(processes.broadcast_bare))
             updates.append(await plain.publish())
-    async with publishing(processes, verify=True) as verified:
+    async with publishing(processes, backend=backend, verify=True) as verified:
         checked = best([await verified.publish() for _ in range(rounds)])
     figures = best(updates)
     return {
-        "case": "broadcast",
         **figures,
         "bare_s": round(min(seconds), 4),
         "speed_to_bare": round(min(seconds) / figures["receive_s"], 3),

@@ -19,6 +19,7 @@ from actors.engines.hf.weights import SpareWeights
 from streamrl.types import LoadReport, TensorSpec, WeightUpdate
 from streamrl.weights.channel import WeightReceiver
 from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.places import here
 from streamrl.weights.transfer import TransferReceiver
 
 ROWS, COLUMNS = 2048, 1024
@@ -81,7 +82,7 @@ class Weights(SpareWeights):
 async def receive(port: str, number: str, count: str, size: str, device: str) -> None:
     """A receiver's process: follows one sender after the other, loads as the HF engine does, and
     takes part in bare broadcasts."""
-    device = device if device == "cpu" else f"{device}:{number}"
+    device = f"cuda:{number}" if device == "cuda" else device
     weights = Weights(make_parameters(int(size), device))
     patience = timedelta(seconds=PATIENCE_S)
     store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=patience)
@@ -113,7 +114,7 @@ async def follow(address: str, name: str, device: str, weights: Weights) -> None
         return LoadReport(transfer_s=received - start, load_s=pause_s, pause_s=pause_s)
 
     session = uuid.uuid4().hex
-    receiver = WeightReceiver(address, name, session, load, device_type=device.split(":")[0])
+    receiver = WeightReceiver(address, name, session, load, place=here(device))
     try:
         await receiver.run()
     finally:

@@ -15,7 +15,14 @@ from transformers import LlamaForCausalLM
 
 from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.types import Completion, FinishReason, SamplingParams
-from tests.engines import HfEngines, MakeEngine, VllmEngines, make_model, update_to
+from tests.engines import (
+    HfEngines,
+    MakeEngine,
+    SharingLearner,
+    VllmEngines,
+    make_model,
+    update_to,
+)
 from tests.tiny_model import EOS, VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -261,6 +268,23 @@ async def test_an_update_that_does_not_arrive_changes_nothing(make_engine, tmp_p
     again = update_to(make_model(seed=1), 2, tmp_path / "weights.safetensors")
     await engine.load_weights(again)
     assert engine.policy_version == 2
+
+
+async def test_an_update_in_shared_memory_is_loaded_if_it_is_still_there(make_engine):
+    engine = await make_engine()
+    learner = SharingLearner(make_model())
+    await engine.load_weights(learner.update_to(make_model(seed=1), 1))
+    fresh = await engine.generate([9], SamplingParams(max_new_tokens=20, **FREE))
+    expected = chosen(logprobs_of(make_model(seed=1), [9], fresh), fresh)
+    assert np.abs(expected - fresh.logprobs).max() < 1e-4
+    late, _, newest = (learner.update_to(make_model(seed=n), n) for n in (2, 3, 4))
+    with pytest.raises(WeightTransferError, match="overwritten the version before it was read"):
+        await engine.load_weights(late)
+    assert engine.policy_version == 1
+    await engine.load_weights(newest)
+    fresh = await engine.generate([9], SamplingParams(max_new_tokens=20, **FREE))
+    expected = chosen(logprobs_of(make_model(seed=4), [9], fresh), fresh)
+    assert np.abs(expected - fresh.logprobs).max() < 1e-4
 
 
 async def test_a_closed_engine_answers_everybody(make_engine):

@@ -137,7 +137,7 @@ async def meet(folder: Path, backend: str, hop: str, version: int, number: signa
         for name in ("a", "z"):
             assert run.loads(name)[-1]["at_s"] - start_s < DEADLINE_S + SLACK_S
         await run.until(lambda: run.sender.gauges()["num_fenced"] >= 1)
-        assert run.sender.gauges()["num_receivers"] == 2
+        await run.until(lambda: run.sender.gauges()["num_receivers"] == 2)
         assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
         for newer in (version + 1, version + 2):
             start_s = run.publish(newer)

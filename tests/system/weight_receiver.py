@@ -13,8 +13,8 @@ failed to load is a line of the record's neighbor.
 
 import asyncio
 import json
-import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,8 @@ class Fate:
     def meet(self, hop: str, version: int) -> None:
         if not self.is_over and (hop, version) == (self.hop, self.version):
             self.is_over = True
-            os.kill(os.getpid(), self.signal)
+            # To this thread, so that it is not a moment further when the process stops.
+            signal.pthread_kill(threading.get_ident(), self.signal)
 
 
 class Receiver(WeightReceiver):

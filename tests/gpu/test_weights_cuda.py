@@ -1,0 +1,103 @@
+"""Weights between processes of one GPU, through the endpoints a learner announces; and NCCL."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from streamrl.config.weights import WeightSettings  # noqa: E402
+from streamrl.types import LoadReport, WeightUpdate  # noqa: E402
+from streamrl.weights.channel import WeightReceiver  # noqa: E402
+from streamrl.weights.layout import Layout, manifest_of  # noqa: E402
+from streamrl.weights.places import here  # noqa: E402
+from streamrl.weights.sender import WeightSender  # noqa: E402
+from streamrl.weights.transfer import TransferReceiver  # noqa: E402
+
+SHAPES = {"embed": (500, 64), "head": (64, 500), "norm": (64,)}
+BUCKET_BYTES = 70_000
+PATIENCE_S = 120.0
+
+
+def parameters(value: float, device: str) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, value, device=device) for name, shape in SHAPES.items()}
+
+
+def receive(address: str, name: str, device: str, pipe: Connection) -> None:
+    """A generator's process, until it is killed: says version, way and whether all was right."""
+    transfer = TransferReceiver(device)
+    layout = Layout(manifest_of(parameters(0.0, "cpu")), BUCKET_BYTES)
+    landing = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+
+    async def load(update: WeightUpdate) -> LoadReport:
+        # By turns in place and, as vLLM's workers do, into host memory.
+        is_odd = update.policy_version % 2
+        tensors = transfer.tensors(update, landing if is_odd else None)
+        own = {n: tensor if is_odd else tensor.to("cpu", copy=True) for n, tensor in tensors}
+        value = float(update.policy_version)
+        is_right = own.keys() == SHAPES.keys() and all((t == value).all() for t in own.values())
+        way = getattr(update.endpoint, "backend", "shared")
+        pipe.send((update.policy_version, way, bool(is_right)))
+        return LoadReport(transfer_s=0.0, pause_s=0.0)
+
+    receiver = WeightReceiver(address, name, f"session of {name}", load, place=here(device))
+    asyncio.run(receiver.run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def loads_of(folder: Path, devices: list[str], **settings: object) -> list[list[object]]:
+    """What each receiver says of versions 1 to 4, which the learner sends from the first GPU."""
+    chosen = {"address": "tcp://127.0.0.1:*", "bucket_bytes": BUCKET_BYTES, **settings}
+    layout = Layout(manifest_of(parameters(0.0, "cpu")), BUCKET_BYTES)
+    learner = torch.device("cuda:0")
+    sender = WeightSender(WeightSettings.model_validate(chosen), layout, learner, folder)
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for number, device in enumerate(devices):
+        ours, theirs = context.Pipe()
+        arguments = (sender.address, str(number), device, theirs)
+        processes.append(context.Process(target=receive, args=arguments, daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    running = asyncio.create_task(sender.run())
+    try:
+        await until(lambda: sender.gauges()["num_receivers"] == len(devices))
+        said: list[list[object]] = [[] for _ in devices]
+        for version in range(1, 5):
+            sender.snapshot(parameters(float(version), "cuda:0"), version)
+            sender.publish()
+            for lines, pipe in zip(said, pipes, strict=True):
+                await until(pipe.poll)
+                lines.append(pipe.recv())
+        return said
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        for process in processes:
+            process.kill()
+            process.join()
+        sender.close()
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verify"])
+async def test_two_processes_read_a_learners_buffers_on_the_same_gpu(tmp_path, verify):
+    said = await loads_of(tmp_path, ["cuda:0", "cuda:0"], verify=verify)
+    assert said == [[(version, "shared", True) for version in range(1, 5)]] * 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+async def test_a_process_on_another_gpu_gets_nccl_beside_one_that_shares(tmp_path):
+    said = await loads_of(tmp_path, ["cuda:0", "cuda:1"])
+    assert said[0] == [(version, "shared", True) for version in range(1, 5)]
+    assert said[1] == [(version, "nccl", True) for version in range(1, 5)]
