@@ -112,6 +112,16 @@ def _nccl_without_gpu(c: RunConfig) -> str | None:
     return f"weights.backend nccl needs GPUs at both ends, but {on_cpu[0]} is cpu"
 
 
+def _shared_between_gpu_and_cpu(c: RunConfig) -> str | None:
+    crosses = c.learner.device.startswith("cuda") and c.generator.device == "cpu"
+    if c.weights.backend != "shared" or not crosses:
+        return None
+    return (
+        "weights.backend shared needs generators on the learner's GPU, but learner.device is "
+        f"{c.learner.device} and generator.device is cpu; auto, or gloo, crosses"
+    )
+
+
 def _warmup_longer_than_run(c: RunConfig) -> str | None:
     if c.learner.optimizer.warmup_steps <= c.run.max_steps:
         return None
@@ -154,6 +164,7 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _greedy_siblings,
     _weights_too_rare,
     _nccl_without_gpu,
+    _shared_between_gpu_and_cpu,
     _warmup_longer_than_run,
     _warmup_without_a_critic,
     _alone_in_its_group,

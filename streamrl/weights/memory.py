@@ -97,7 +97,7 @@ def _open_on_gpu(memory: CudaMemory) -> torch.Tensor:
     seen = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
     if memory.gpu not in seen:
         raise WeightTransferError(
-            f"the learner's GPU {memory.gpu} is not one of this process's ({', '.join(seen)}); "
+            f"the learner's GPU {memory.gpu} is not one of this process's ({seen or 'none'}); "
             "weights.backend shared needs learner and generators on one GPU"
         )
     index = seen.index(memory.gpu)

@@ -9,7 +9,7 @@ more without it. Who catches up from a file holds up nobody else's round.
 
 Invariant: one round at a time, of one question at a time to each receiver; every wait for one has
 a deadline, a part of `weights.deadline_s`: 1/4 to get ready, 1/4 for a broadcast that hangs, 3/8 to
-hear who is alive after it (3/4 where memory is shared); a second try follows at once. The words
+hear who is alive after it (1/2 where memory is shared); a second try follows at once. The words
 spoken here are those of `streamrl.weights.channel`.
 """
 
@@ -211,7 +211,7 @@ class WeightSender:
         endpoint = await asyncio.to_thread(endpoint_of, self._buffers, held, verify=verify)
         attempt = await self._send_transfers(dict.fromkeys(peers, endpoint), version)
         self._timings["transfer_s"] = time.perf_counter() - start
-        patience_s = self._settings.deadline_s * 3 / 4
+        patience_s = self._settings.deadline_s / 2
         _, failed, _ = await self._conclude(peers, attempt, version, patience_s)
         if self._routes.have_shared(peers, failed):
             self._changed.set()

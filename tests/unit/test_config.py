@@ -124,6 +124,10 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
         ),
         (["weights.backend=nccl", "learner.device=cpu"], ["weights.backend", "learner.device"]),
         (
+            ["weights.backend=shared", "learner.device=cuda", "generator.device=cpu"],
+            ["weights.backend shared", "learner.device", "generator.device"],
+        ),
+        (
             ["learner.optimizer.warmup_steps=101"],
             ["learner.optimizer.warmup_steps", "run.max_steps"],
         ),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamrl.errors import WeightTransferError
-from streamrl.types import HostMemory, SharedEndpoint, replace
+from streamrl.types import CudaMemory, HostMemory, SharedEndpoint, replace
 from streamrl.weights import memory
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.places import this_host
@@ -181,6 +181,22 @@ def test_memory_that_is_another_one_by_now_is_refused(tmp_path):
     gone = replace(endpoint.stamps, fd=10**6)
     with pytest.raises(WeightTransferError, match="needs learner and generators on one machine"):
         read(SharedReader(), replace(endpoint, memory=gone, stamps=gone))
+
+
+def test_memory_of_a_gpu_that_this_process_does_not_see_is_refused():
+    endpoint = Learner().publish(1)
+    elsewhere = CudaMemory(
+        gpu="GPU of the learner",
+        handle=b"",
+        num_bytes=1,
+        offset=0,
+        counter=b"",
+        counter_offset=0,
+        event=b"",
+        waits_for_event=False,
+    )
+    with pytest.raises(WeightTransferError, match="GPU of the learner is not one of this process"):
+        read(SharedReader(), replace(endpoint, memory=elsewhere))
 
 
 def test_the_descriptor_is_closed_with_the_buffers_and_the_bytes_stay_for_who_reads_them():
