@@ -3,9 +3,9 @@
 The buffers stand in memory that other processes can map, and each has a stamp, in host memory in
 any case. A write sets a stamp never seen before ahead of the first byte it changes, and receivers
 are told it only after the last one. So a receiver that still finds the stamp it was told when it
-has copied everything has that version, however long it slept meanwhile: a seqlock of one store. (Both
-ends take a lock between stamp and bytes, which keeps their order on any processor: the writer its
-own, the reader the interpreter's after a copy without it.)
+has copied everything has that version, however long it slept meanwhile: a seqlock of one store.
+Both ends take a lock between stamp and bytes, which keeps their order on any processor: the writer
+its own, the reader the interpreter's after a copy without it.
 
 Used by `streamrl.weights.sender`, and by `streamrl.weights.shared` for the endpoints.
 """
