@@ -89,7 +89,8 @@ class SharedReader:
     def _map(self, *wanted: HostMemory | CudaMemory) -> list[torch.Tensor]:
         """What is mapped already stays; what is not wanted any more is given back."""
         self._mapped = {one: held for one, held in self._mapped.items() if one in wanted}
-        opened = {one: open_memory(one) for one in {*wanted} - self._mapped.keys()}
+        missing = dict.fromkeys(one for one in wanted if one not in self._mapped)
+        opened = {one: open_memory(one) for one in missing}
         self._mapped = {**self._mapped, **opened}
         return [self._mapped[one] for one in wanted]
 

@@ -184,7 +184,7 @@ def test_memory_that_is_another_one_by_now_is_refused(tmp_path):
 
 
 def test_memory_of_a_gpu_that_this_process_does_not_see_is_refused():
-    endpoint = Learner().publish(1)
+    learner = Learner()
     elsewhere = CudaMemory(
         gpu="GPU of the learner",
         handle=b"",
@@ -196,7 +196,7 @@ def test_memory_of_a_gpu_that_this_process_does_not_see_is_refused():
         waits_for_event=False,
     )
     with pytest.raises(WeightTransferError, match="GPU of the learner is not one of this process"):
-        read(SharedReader(), replace(endpoint, memory=elsewhere))
+        read(SharedReader(), replace(learner.publish(1), memory=elsewhere))
 
 
 def test_the_descriptor_is_closed_with_the_buffers_and_the_bytes_stay_for_who_reads_them():
