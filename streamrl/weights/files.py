@@ -8,6 +8,8 @@ Invariant: a reader meets complete files only, and its file stays until it has a
 deadlines have passed. A checksum covers every byte that is handed on.
 """
 
+import asyncio
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +23,8 @@ from streamrl.weights import delta, tensor_file
 from streamrl.weights.checksums import checksum, require_equal
 from streamrl.weights.layout import Layout
 from streamrl.weights.tensor_file import TensorFile
+
+log = logging.getLogger(__name__)
 
 _NEWEST = 2
 """Versions whose files stay in any case."""
@@ -46,6 +50,24 @@ class FileSender:
         self._num_deltas = 0
         self._failed: frozenset[str] = frozenset()
         self._offered: dict[str, tuple[Path, float]] = {}
+
+    async def offer(
+        self, version: int, data: torch.Tensor, held: Mapping[str, int]
+    ) -> dict[str, FilesEndpoint]:
+        """`write` in a thread; {} if the disk takes no file.
+
+        Waits for the file system as long as it takes, and says so each `deadline_s`.
+        """
+        start = time.monotonic()
+        writing = asyncio.ensure_future(asyncio.to_thread(self.write, version, data, held))
+        while not (await asyncio.wait([writing], timeout=self._settings.deadline_s))[0]:
+            waited_s = time.monotonic() - start
+            log.warning("version %d: its file is not written after %.0f s", version, waited_s)
+        try:
+            return await writing
+        except OSError as error:
+            log.error("version %d: its file cannot be written: %s", version, error)
+            return {}
 
     def write(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]

@@ -161,7 +161,7 @@ class WeightSender:
                         await self._send_broadcast(group, held)
                 if by_file := to["file"]:
                     endpoints = await self._write_files(by_file, version, held.data)
-                    for peer in by_file:
+                    for peer in (peer for peer in by_file if peer.name in endpoints):
                         to_one = {peer: endpoints[peer.name]}
                         attempt = await self._send_transfers(to_one, version)
                         tasks.create_task(self._conclude_file(peer, attempt, version))
@@ -184,12 +184,13 @@ class WeightSender:
     async def _write_files(
         self, peers: Sequence[Peer], version: int, data: torch.Tensor
     ) -> dict[str, FilesEndpoint]:
+        """Where each finds its file; nowhere while there is none: the next Hello tries again."""
         start = time.perf_counter()
         held = {
             peer.name: peer.hello.policy_version if peer.hello.history == self._history else -1
             for peer in peers
         }
-        endpoints = await asyncio.to_thread(self._files.write, version, data, held)
+        endpoints = await self._files.offer(version, data, held)
         self._timings["transfer_s"] = time.perf_counter() - start
         return endpoints
 

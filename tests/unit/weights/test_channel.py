@@ -5,9 +5,12 @@ The receivers here live in the test's process; `tests/system` has them in proces
 
 import asyncio
 import contextlib
+import errno
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from streamrl.types import (
 )
 from streamrl.weights import membership
 from streamrl.weights.channel import NOWHERE_KNOWN, WeightReceiver
+from streamrl.weights.files import FileSender
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.places import here
 from streamrl.weights.sender import WeightSender
@@ -285,6 +289,29 @@ async def test_who_is_slow_to_read_a_file_holds_up_nobody_and_may_be_replaced(tm
         task.cancel()
         again, _ = started.join("slow")
         await until(lambda: again.has(3.0))
+
+
+async def test_a_file_system_that_is_full_or_stands_still_is_named_and_waited_for(
+    tmp_path, monkeypatch, caplog
+):
+    async with run(tmp_path, transport="files", deadline_s=0.2) as started:
+        write, may_write = FileSender.write, threading.Event()
+        failures = iter([OSError(errno.ENOSPC, "No space left on device")])
+
+        def write_late(*arguments: Any) -> dict[str, FilesEndpoint]:
+            for failure in failures:
+                raise failure
+            may_write.wait()
+            return write(*arguments)
+
+        monkeypatch.setattr(FileSender, "write", write_late)
+        generator, _ = started.join("a")
+        await until(lambda: started.sender.gauges()["num_receivers"] == 1)
+        started.publish(1, 1.0)
+        await until(lambda: "cannot be written: [Errno 28] No space left" in caplog.text)
+        await until(lambda: "its file is not written after" in caplog.text)
+        may_write.set()
+        await until(lambda: generator.has(1.0))
 
 
 @pytest.mark.parametrize("place", [NOWHERE_KNOWN, here("cpu")], ids=["broadcast", "shared"])
