@@ -6,10 +6,12 @@ they run.
 """
 
 import argparse
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 from streamrl import __version__
 from streamrl.errors import ConfigError, StreamRLError
@@ -31,13 +33,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
     module, _, function = parsed.entry.partition(":")
     try:
-        code: int = getattr(importlib.import_module(module), function)(parsed)
+        code: int = getattr(_imported(module), function)(parsed)
     except StreamRLError as error:
         print(f"streamrl {parsed.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _imported(name: str) -> ModuleType:
+    """What is imported stays for good: the collector waits until it is there, and then leaves it
+    out. Each full collection of torch and transformers would stop every thread for 0.2 s."""
+    if name not in sys.modules:
+        gc.disable()
+        try:
+            importlib.import_module(name)
+        finally:
+            gc.freeze()
+            gc.enable()
+    return sys.modules[name]
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:

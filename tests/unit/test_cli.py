@@ -37,6 +37,19 @@ def test_light_modules_load_nothing_heavy(module):
     assert told.stdout.strip() == "[]"
 
 
+def test_the_collector_leaves_out_what_a_command_imports():
+    code = """
+import gc
+from streamrl.cli import main
+runs = []
+gc.callbacks.append(lambda phase, _: runs.append(phase))
+main._imported("streamrl.cli.check")
+print(len(runs), gc.isenabled(), gc.get_freeze_count() > 10_000)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["0", "True", "True"]
+
+
 def best_of(count: int, *command: str) -> float:
     times = []
     for _ in range(count):
