@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from streamrl.cli.main import main
 from streamrl.cli.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 
@@ -59,22 +60,19 @@ weights: {{address: "tcp://127.0.0.1:0", deadline_s: 8}}
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made once by `streamrl make-model`."""
+    """Made once, by `streamrl make-model` in this process, which has imported torch."""
     folder = tmp_path_factory.mktemp("model")
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(folder=folder, model=folder / "model"))
-    subprocess.run([STREAMRL, "make-model", str(config)], check=True, capture_output=True)
+    assert main(["make-model", str(config)]) == 0
     return folder / "model"
 
 
 @dataclass
-class Launched:
-    """A `streamrl launch` under way, seen from outside."""
+class RunFolder:
+    """What a run has written."""
 
-    process: "subprocess.Popen[str]"
     folder: Path
-    output: str = ""
-    children: list[psutil.Process] = field(default_factory=list)
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -83,6 +81,18 @@ class Launched:
     @property
     def books(self) -> dict[str, Any]:
         return read_json(self.folder / "books.json")
+
+    def log(self, role: str) -> str:
+        path = self.folder / "logs" / f"{role}.log"
+        return path.read_text() if path.exists() else ""
+
+
+@dataclass
+class Launched(RunFolder):
+    """A `streamrl launch` under way, seen from outside."""
+
+    process: "subprocess.Popen[str]"
+    output: str = ""
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Waits for the condition; unblocked by it, by the launch's end, or the deadline."""
@@ -103,10 +113,6 @@ class Launched:
                 if role in words and process.status() != psutil.STATUS_ZOMBIE:
                     return process
         raise AssertionError(f"no {role} is running")
-
-    def log(self, role: str) -> str:
-        path = self.folder / "logs" / f"{role}.log"
-        return path.read_text() if path.exists() else ""
 
     def finish_output(self) -> str:
         self.output += self.process.communicate(timeout=DEADLINE_S)[0]
@@ -133,7 +139,7 @@ def launch(tmp_path: Path, model: Path) -> Iterator[Callable[..., Launched]]:
             text=True,
             start_new_session=True,
         )
-        started.append(Launched(process, tmp_path / "run"))
+        started.append(Launched(tmp_path / "run", process))
         return started[-1]
 
     yield start

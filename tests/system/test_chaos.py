@@ -18,7 +18,8 @@ from streamrl.cli.proof import prove
 from streamrl.cli.watch import config_of
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from tests.redis_server import RedisServer, redis_server
-from tests.system.conftest import CONFIG, STREAMRL, Launched
+from tests.system.conftest import CONFIG, STREAMRL, Launched, RunFolder
+from tests.system.test_launch import assert_books_close
 
 DEADLINE_S = 400
 
@@ -71,6 +72,11 @@ def test_a_run_under_fire_trains_every_sequence_once(
     kinds = {kill["role"].partition("-")[0] for kill in told["kills"]}
     assert kinds >= {"learner", "generator"}
     assert "30 steps trained 120 sequences" in done.stdout
+    run = RunFolder(tmp_path / "run")
+    assert_books_close(run)
+    assert run.books["acknowledged"] == 30 * 4
+    assert bool(run.log("buffer")) is url.startswith("zmq")
+    assert "learner: done" in run.log("learner")
 
 
 def test_a_generator_frozen_past_its_leases_costs_those_only(launch: Callable[..., Launched]):

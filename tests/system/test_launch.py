@@ -1,5 +1,7 @@
 """Whole runs as separate processes: they end, the books close, and nobody's death changes that."""
 
+import contextlib
+import io
 import json
 import shutil
 import signal
@@ -7,13 +9,15 @@ import subprocess
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from learners.checkpoint import list_checkpoints
-from tests.system.conftest import STREAMRL, Launched
+from streamrl.cli.main import main
+from tests.system.conftest import STREAMRL, Launched, RunFolder
 
 Launch = Callable[..., Launched]
 # Where a second generator would be one more to start, and nothing is said of it.
@@ -25,7 +29,7 @@ def _set(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
-def assert_books_close(run: Launched) -> None:
+def assert_books_close(run: RunFolder) -> None:
     for line in run.lines:
         dropped = sum(v for name, v in line.items() if name.startswith("buffer/dropped_"))
         columns = sum(line[f"buffer/{column}"] for column in COLUMNS)
@@ -35,14 +39,19 @@ def assert_books_close(run: Launched) -> None:
     assert books["balanced"] is True
 
 
-def assert_audit_passes(run: Launched) -> None:
-    command = [STREAMRL, "buffer", "audit", str(run.folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert done.stdout.endswith("in order\n")
+def assert_audit_passes(run: RunFolder) -> None:
+    told = output_of("buffer", "audit", str(run.folder))
+    assert told.endswith("in order\n"), told
 
 
-def assert_every_step_once(run: Launched, num_steps: int) -> list[dict[str, Any]]:
+def output_of(*arguments: str) -> str:
+    """What this command of `streamrl` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(arguments) == 0, printed.getvalue()
+    return printed.getvalue()
+
+
+def assert_every_step_once(run: RunFolder, num_steps: int) -> list[dict[str, Any]]:
     lines = run.lines
     assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
     return lines
@@ -80,64 +89,70 @@ def test_without_staleness_the_algorithm_is_synchronous(launch: Launch):
     assert_books_close(run)
 
 
-def test_a_killed_generator_costs_its_leases_only(launch: Launch):
-    run = launch(*_set("run.max_steps=150"))
-    run.until(lambda: "generator-1 serves" in run.log("generator-1"))
-    run.until_step(3)
-    run.child("generator-1").kill()
-    killed_at = len(run.lines)
-    run.until_step(killed_at + 3)
-    run.until(lambda: run.log("generator-1").count("generator-1 serves") == 2)
-    assert run.end() == 0, run.output
-    assert_every_step_once(run, 150)
-    assert_books_close(run)
-    assert run.books["acknowledged"] == 150 * 4
-    assert "generator-1: done" in run.log("generator-1")
-
-
-def test_a_killed_learner_goes_on_from_its_checkpoint_and_the_books_are_the_same(launch: Launch):
-    run = launch(*_set("run.max_steps=14", ONE))
-    run.until_step(5)
-    run.child("learner").kill()
-    assert run.end() == 0, run.output
-    assert_every_step_once(run, 14)
-    assert_books_close(run)
-    assert run.books["acknowledged"] == 14 * 4
-    log = run.log("learner")
-    assert "starting from" in log.split("attached")[1]
-    assert log.count("attached at version") == 2
-    assert_audit_passes(run)
-
-
-def test_a_run_whose_every_process_died_is_resumed(launch: Launch):
-    first = launch(*_set("run.max_steps=14", ONE))
+def test_a_run_goes_on_after_its_learner_or_everybody_was_killed_and_after_ctrl_c(launch: Launch):
+    endless = _set("run.max_steps=100000", ONE)
+    first = launch(*endless)
     first.until_step(5)
+    first.child("learner").kill()
+    first.until_step(8)
+    assert first.log("learner").count("attached at version") == 2
     processes = psutil.Process(first.process.pid).children(recursive=True)
     for process in [*processes, psutil.Process(first.process.pid)]:
         process.kill()
     first.process.communicate()
-    second = launch("--resume", *_set("run.max_steps=14", ONE))
+
+    second = launch("--resume", *endless)
+    second.until_step(len(second.lines) + 3)
+    log = second.log("learner").split("attached at version")
+    assert ["starting from" in words for words in log] == [True, True, True, False]
+    processes = psutil.Process(second.process.pid).children()
+    second.process.send_signal(signal.SIGINT)
     assert second.end() == 0, second.output
-    lines = assert_every_step_once(second, 14)
+    assert not any(process.is_running() for process in processes)
+    assert "--resume" in second.output
+    assert second.books["leased"] == 0
     assert_books_close(second)
-    assert second.books["acknowledged"] == 14 * 4
-    assert "recovered" in second.log("buffer")
-    assert "orphaned" not in second.books["dropped"]
-    assert_audit_passes(second)
+
+    num_steps = len(second.lines) + 3
+    third = launch("--resume", *_set(f"run.max_steps={num_steps}", ONE))
+    assert third.end() == 0, third.output
+    lines = assert_every_step_once(third, num_steps)
+    assert_books_close(third)
+    assert third.books["acknowledged"] == num_steps * 4
+    assert third.log("buffer").count("recovered") == 2
+    assert "orphaned" not in third.books["dropped"]
+    assert_audit_passes(third)
     assert all(a["buffer/acknowledged"] <= b["buffer/acknowledged"] for a, b in pairwise(lines))
 
 
-def test_a_killed_buffer_goes_on_as_if_nothing_had_happened(launch: Launch):
-    run = launch(*_set("run.max_steps=40"))
-    for step in (5, 10):
+def test_a_killed_buffer_goes_on_as_if_nothing_had_happened_and_an_older_copy_is_told_what_came(
+    launch: Launch,
+):
+    run = launch(*_set("run.max_steps=60"))
+    for step in (3, 6):
         run.until_step(step)
         run.child("buffer").kill()
+    folder, copy = run.folder / "buffer", run.folder / "copy"
+    run.until_step(10)
+    assert run.log("buffer").count("recovered") == 2
+    assert "attaching again" not in run.log("learner")
+    buffer = run.child("buffer")
+    buffer.suspend()
+    shutil.copytree(folder, copy)
+    buffer.resume()
+    run.until_step(16)
+    buffer = run.child("buffer")
+    buffer.suspend()
+    shutil.rmtree(folder)
+    copy.rename(folder)
+    buffer.kill()
     assert run.end() == 0, run.output
-    assert_every_step_once(run, 40)
+    assert_every_step_once(run, 60)
     assert_books_close(run)
     assert_audit_passes(run)
-    assert run.books["acknowledged"] == 40 * 4
-    assert run.log("buffer").count("recovered") == 2
+    assert "attaching again" in run.log("learner")
+    assert "asserting" in run.log("generator-0") + run.log("generator-1")
+    assert run.log("learner").count("starting from") == 1
     for role in ("learner", "generator-0", "generator-1"):
         assert run.log(role).count(f"{role}: done") == 1
         assert "crashed" not in run.log(role)
@@ -155,40 +170,25 @@ def test_a_killed_buffer_without_a_journal_is_told_what_it_was(launch: Launch):
     assert log.count("starting from") == 1
 
 
-def test_a_buffer_restored_from_an_older_copy_is_told_what_came_after(launch: Launch):
-    run = launch(*_set("run.max_steps=60"))
-    folder, copy = run.folder / "buffer", run.folder / "copy"
-    run.until_step(4)
-    buffer = run.child("buffer")
-    buffer.suspend()
-    shutil.copytree(folder, copy)
-    buffer.resume()
-    run.until_step(10)
-    buffer = run.child("buffer")
-    buffer.suspend()
-    shutil.rmtree(folder)
-    copy.rename(folder)
-    buffer.kill()
-    assert run.end() == 0, run.output
-    assert_every_step_once(run, 60)
-    assert_books_close(run)
-    assert_audit_passes(run)
-    assert "attaching again" in run.log("learner")
-    assert "asserting" in run.log("generator-0") + run.log("generator-1")
-    assert run.log("learner").count("starting from") == 1
-
-
-def test_sigterm_ends_a_daemon_within_ten_seconds_with_its_leases_released(launch: Launch):
+def test_sigterm_ends_a_daemon_within_ten_seconds_and_a_kill_costs_the_leases_only(launch: Launch):
     run = launch(*_set("run.max_steps=100000"))
     run.until_step(3)
     terminate(run, "generator-0")
-    step = len(run.lines)
-    run.until_step(step + 5)
+    run.until_step(len(run.lines) + 5)
     assert run.lines[-1]["generator/count"] == 1
     assert run.lines[-1]["buffer/dropped_expired"] == 0
+    run.child("generator-1").kill()
+    run.until(lambda: run.log("generator-1").count("generator-1 serves") == 2)
+    run.until_step(len(run.lines) + 3)
     terminate(run, "learner")
     newest = list_checkpoints(run.folder / "checkpoints")[-1].name
     assert newest == f"step-{run.lines[-1]['step']:08d}"
+    assert run.end() == 0, run.output
+    num_steps = len(run.lines)
+    assert_every_step_once(run, num_steps)
+    assert_books_close(run)
+    assert run.books["acknowledged"] == num_steps * 4
+    assert "generator-1: done" in run.log("generator-1")
 
 
 def terminate(run: Launched, role: str) -> None:
@@ -208,8 +208,7 @@ def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_o
     names, started = ("generator-0", "generator-1"), []
     try:
         for name in names:
-            drain = [STREAMRL, "generators", "drain", config, name]
-            assert subprocess.run(drain, check=False).returncode == 0
+            output_of("generators", "drain", config, name)
             run.until(lambda name=name: f"{name}: done" in run.log(name))
             run.until(lambda: run.lines[-1]["generator/count"] == 1)
             start = [STREAMRL, "generator", "--config", config, "--id", name]
@@ -233,29 +232,14 @@ def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_o
 
 
 def _states(config: str) -> dict[str, str]:
-    command = [STREAMRL, "generators", config, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {member["id"]: member["state"] for member in json.loads(done.stdout)}
+    listed = json.loads(output_of("generators", config, "--json"))
+    return {member["id"]: member["state"] for member in listed}
 
 
-def test_ctrl_c_stops_everybody_and_the_run_can_go_on(launch: Launch):
-    run = launch(*_set("run.max_steps=100000", ONE))
-    run.until_step(4)
-    processes = psutil.Process(run.process.pid).children()
-    run.process.send_signal(signal.SIGINT)
-    assert run.end() == 0, run.output
-    assert not any(process.is_running() for process in processes)
-    assert "--resume" in run.output
-    steps = len(run.lines)
-    assert run.books["leased"] == 0
-    assert_books_close(run)
-    again = launch("--resume", *_set(f"run.max_steps={steps + 3}", ONE))
-    assert again.end() == 0, again.output
-    assert_every_step_once(again, steps + 3)
-    assert_books_close(again)
-
-
-def test_a_configuration_that_cannot_work_ends_the_launch_with_the_reason(launch: Launch):
-    run = launch(*_set("data.reward=exact_macth", ONE))
+def test_a_configuration_that_cannot_work_ends_the_launch_with_the_reason(
+    launch: Launch, tmp_path: Path
+):
+    run = launch(*_set(f"buffer.curve={tmp_path}", ONE))
     assert run.end() == 2
-    assert "did you mean 'exact_match'?" in run.output
+    assert "buffer: " in run.output
+    assert "`streamrl keys new FOLDER` makes the keys" in " ".join(run.output.split())
