@@ -68,6 +68,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
+SLOW = """
+import time
+
+def score(episodes):
+    time.sleep({seconds})
+    return [1.0 for _ in episodes]
+"""
+
+
+def slow_reward(folder: Path, seconds: float) -> str:
+    """`data.reward` that takes this long: a run that waits leaves the cores to what starts."""
+    file = folder / "slow.py"
+    file.write_text(SLOW.format(seconds=seconds))
+    return f"{file}:score"
+
+
 @dataclass
 class RunFolder:
     """What a run has written."""

@@ -17,7 +17,7 @@ import pytest
 
 from learners.checkpoint import list_checkpoints
 from streamrl.cli.main import main
-from tests.system.conftest import STREAMRL, Launched, RunFolder
+from tests.system.conftest import STREAMRL, Launched, RunFolder, slow_reward
 
 Launch = Callable[..., Launched]
 # Where a second generator would be one more to start, and nothing is said of it.
@@ -170,8 +170,11 @@ def test_a_killed_buffer_without_a_journal_is_told_what_it_was(launch: Launch):
     assert log.count("starting from") == 1
 
 
-def test_sigterm_ends_a_daemon_within_ten_seconds_and_a_kill_costs_the_leases_only(launch: Launch):
-    run = launch(*_set("run.max_steps=100000"))
+def test_sigterm_ends_a_daemon_within_ten_seconds_and_a_kill_costs_the_leases_only(
+    launch: Launch, tmp_path: Path
+):
+    reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
+    run = launch(*_set("run.max_steps=100000", reward))
     run.until_step(3)
     terminate(run, "generator-0")
     run.until_step(len(run.lines) + 5)
@@ -200,9 +203,10 @@ def terminate(run: Launched, role: str) -> None:
 
 
 def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_on(
-    launch: Launch,
+    launch: Launch, tmp_path: Path
 ):
-    run = launch(*_set("run.max_steps=100000", "buffer.lease_ttl_s=30"))
+    reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
+    run = launch(*_set("run.max_steps=100000", "buffer.lease_ttl_s=30", reward))
     run.until_step(3)
     config = str(run.folder / "config.yaml")
     names, started = ("generator-0", "generator-1"), []

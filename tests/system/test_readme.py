@@ -14,7 +14,7 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.tracking.jsonl import read_metrics
-from tests.system.conftest import DEADLINE_S, STREAMRL
+from tests.system.conftest import DEADLINE_S, STREAMRL, slow_reward
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -117,10 +117,11 @@ def test_the_ablation_ends_with_a_table_and_a_plot():
 
 @pytest.mark.usefixtures("with_model")
 def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     status, inspect, drain, chaos = OPERATE
     monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "100000")
+    monkeypatch.setenv("STREAMRL__DATA__REWARD", slow_reward(tmp_path, seconds=0.3))
     launch = [STREAMRL, "launch", "configs/quickstart.yaml", "--new", "--no-view"]
     running = subprocess.Popen(launch, stdout=subprocess.DEVNULL)
     folder = Path("runs/quickstart")
@@ -139,6 +140,7 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
         running.send_signal(signal.SIGINT)
         running.wait(DEADLINE_S)
     monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "6")
+    monkeypatch.delenv("STREAMRL__DATA__REWARD")
     told = _output(chaos.replace("--kills 5", "--kills 1"))
     assert "1 of 1 kills" in told
     assert "6 steps trained 24 sequences" in told

@@ -12,16 +12,8 @@ from buffers import examination
 from buffers.status import look
 from streamrl.cli.main import main
 from streamrl.doctor import diagnose
-from tests.system.conftest import Launched
+from tests.system.conftest import Launched, slow_reward
 from tests.system.test_launch import _set
-
-REWARD = """
-import time
-
-def score(episodes):
-    time.sleep(1.5)
-    return [1.0 for _ in episodes]
-"""
 
 
 def causes(folder: Path) -> dict[str, str]:
@@ -38,9 +30,8 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     launch: Callable[..., Launched], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Its reward lasts longer than a heartbeat, so that it is frozen with leases it has told of."""
-    (tmp_path / "slow.py").write_text(REWARD)
     settings = (
-        f"data.reward={tmp_path / 'slow.py'}:score",
+        f"data.reward={slow_reward(tmp_path, seconds=1.5)}",
         "generator.count=1",
         "buffer.max_staleness=0",
         "buffer.lease_ttl_s=60",
