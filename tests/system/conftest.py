@@ -121,6 +121,10 @@ class Launched(RunFolder):
     def until_step(self, step: int) -> None:
         self.until(lambda: len(self.lines) >= step)
 
+    def until_generators(self, count: int) -> None:
+        """So many report, as of the newest step."""
+        self.until(lambda: [line["generator/count"] for line in self.lines[-1:]] == [count])
+
     def child(self, role: str) -> psutil.Process:
         """The newest process of the role."""
         for process in psutil.Process(self.process.pid).children():

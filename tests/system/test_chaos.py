@@ -82,16 +82,16 @@ def test_a_run_under_fire_trains_every_sequence_once(
 def test_a_generator_frozen_past_its_leases_costs_those_only(launch: Callable[..., Launched]):
     settings = ("run.max_steps=100000", "buffer.lease_ttl_s=1.5")
     run = launch(*(word for setting in settings for word in ("--set", setting)))
-    run.until_step(3)
+    run.until_generators(2)
     frozen = run.child("generator-1")
     frozen.send_signal(signal.SIGSTOP)
     try:
-        run.until(lambda: run.lines[-1]["generator/count"] == 1)
+        run.until_generators(1)
         step = len(run.lines)
         run.until_step(step + 3)
     finally:
         frozen.send_signal(signal.SIGCONT)
-    run.until(lambda: run.lines[-1]["generator/count"] == 2)
+    run.until_generators(2)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 0, run.output
     config = config_of(run.folder)

@@ -175,7 +175,7 @@ def test_sigterm_ends_a_daemon_within_ten_seconds_and_a_kill_costs_the_leases_on
 ):
     reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
     run = launch(*_set("run.max_steps=100000", reward))
-    run.until_step(3)
+    run.until_generators(2)
     terminate(run, "generator-0")
     run.until_step(len(run.lines) + 5)
     assert run.lines[-1]["generator/count"] == 1
@@ -207,17 +207,17 @@ def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_o
 ):
     reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
     run = launch(*_set("run.max_steps=100000", "buffer.lease_ttl_s=30", reward))
-    run.until_step(3)
+    run.until_generators(2)
     config = str(run.folder / "config.yaml")
     names, started = ("generator-0", "generator-1"), []
     try:
         for name in names:
             output_of("generators", "drain", config, name)
             run.until(lambda name=name: f"{name}: done" in run.log(name))
-            run.until(lambda: run.lines[-1]["generator/count"] == 1)
+            run.until_generators(1)
             start = [STREAMRL, "generator", "--config", config, "--id", name]
             started.append(subprocess.Popen(start))
-            run.until(lambda: run.lines[-1]["generator/count"] == 2)
+            run.until_generators(2)
             run.until_step(len(run.lines) + 3)
         run.until(lambda: _states(config) == dict.fromkeys(names, "active"))
         lines = run.lines
