@@ -84,11 +84,11 @@ def slow_reward(folder: Path, seconds: float) -> str:
     return f"{file}:score"
 
 
-@dataclass
 class RunFolder:
     """What a run has written."""
 
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -108,6 +108,7 @@ class Launched(RunFolder):
     """A `streamrl launch` under way, seen from outside."""
 
     process: "subprocess.Popen[str]"
+    folder: Path
     output: str = ""
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -159,7 +160,7 @@ def launch(tmp_path: Path, model: Path) -> Iterator[Callable[..., Launched]]:
             text=True,
             start_new_session=True,
         )
-        started.append(Launched(tmp_path / "run", process))
+        started.append(Launched(process, tmp_path / "run"))
         return started[-1]
 
     yield start
