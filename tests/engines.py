@@ -157,12 +157,15 @@ class VllmUrlEngines(UrlEngines):
     engine = "vllm"
 
     def command(self, path: Path, dtype: str, port: int) -> list[str]:
+        from actors.engines.vllm.arguments import IN_ONE_PROCESS
+
         # `vllm serve` as the wheel for CPUs has it: its command line looks for another name.
         program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
         url = {"url": "http://127.0.0.1"}
         config = run_config(path, dtype=dtype, max_model_len=4000, max_num_seqs=4, vllm=url)
         words = serve_options(config)
         on_cpu = ["--enforce-eager", "--kv-cache-memory-bytes", str(512 * 2**20)]
+        on_cpu += ["--distributed-executor-backend", IN_ONE_PROCESS]
         return [*program, "--port", str(port), "--host", "127.0.0.1", *words, *on_cpu]
 
 

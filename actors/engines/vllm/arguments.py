@@ -20,6 +20,8 @@ from streamrl.errors import ConfigError
 from streamrl.types import SamplingParams
 
 _CPU_KV_CACHE_BYTES = 512 * 2**20
+# By its name `uni` vLLM replaces it on CPUs, where it would have to bind threads to cores.
+IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
@@ -37,6 +39,8 @@ def engine_arguments(config: RunConfig, *, seed: int) -> AsyncEngineArgs:
     if current_platform.is_cpu():
         chosen = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True} | chosen
         _prepare_cpu(config.generator.num_threads, chosen["enforce_eager"])
+        if chosen["tensor_parallel_size"] == 1:
+            chosen = _one_process() | chosen
     try:
         return AsyncEngineArgs(
             **chosen,
@@ -88,6 +92,13 @@ def _typed(config: RunConfig) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         **given,
     }
+
+
+def _one_process() -> dict[str, str]:
+    """Scheduler and worker in one process, as on a GPU. In two they wait for each other's every step
+    by spinning, and on a machine of few cores nothing else gets to run for seconds."""
+    is_bound = os.environ["VLLM_CPU_OMP_THREADS_BIND"] != "nobind"
+    return {} if is_bound else {"distributed_executor_backend": IN_ONE_PROCESS}
 
 
 def _prepare_cpu(num_threads: int, is_eager: bool) -> None:

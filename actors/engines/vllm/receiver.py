@@ -65,6 +65,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     _thread: threading.Thread | None = None
     _transfer: TransferReceiver | None = None
+    _told: "zmq.Socket[bytes] | None" = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do; see InitInfo."""
@@ -118,11 +119,16 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception as reason:
             log.exception("weights not received")
             error = f"{type(reason).__name__}: {reason}"
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        socket.setsockopt(zmq.LINGER, 10_000)
-        socket.connect(info.report_to)
-        socket.send(msgspec.json.encode(Report(info.attempt, error)))
-        socket.close()
+        self._tell(info.report_to, Report(info.attempt, error))
+
+    def _tell(self, address: str, report: Report) -> None:
+        """Say it, and keep the socket until there is something new to say: a closed one drops what
+        the other end, kept from its CPU for a while, has not taken yet."""
+        if self._told is not None:
+            self._told.close()
+        self._told = zmq.Context.instance().socket(zmq.PUSH, linger=0)
+        self._told.connect(address)
+        self._told.send(msgspec.json.encode(report))
 
     def _stage(self, update: WeightUpdate) -> None:
         if self._transfer is None:

@@ -121,9 +121,10 @@ class WeightLoader:
                 if report.attempt == self._attempt:
                     return report.error
                 continue
-            await self._vllm.require_alive()
             if until_s is not None and time.monotonic() > until_s:
                 return (
                     f"no word from a vLLM worker in {self._deadline_s:g} s; it has to reach the "
                     f"learner, and this generator at {self._report_to}"
                 )
+            # A busy server takes its time to answer, in which the word may have come.
+            await self._vllm.require_alive()
