@@ -95,8 +95,8 @@ def _typed(config: RunConfig) -> dict[str, Any]:
 
 
 def _one_process() -> dict[str, str]:
-    """Scheduler and worker in one process, as on a GPU. In two they wait for each other's every step
-    by spinning, and on a machine of few cores nothing else gets to run for seconds."""
+    """Scheduler and worker in one process, as on a GPU. In two, each waits for the other's every
+    step by spinning, and on a machine of few cores nothing else gets to run for seconds."""
     is_bound = os.environ["VLLM_CPU_OMP_THREADS_BIND"] != "nobind"
     return {} if is_bound else {"distributed_executor_backend": IN_ONE_PROCESS}
 

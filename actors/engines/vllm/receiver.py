@@ -126,7 +126,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         the other end, kept from its CPU for a while, has not taken yet."""
         if self._told is not None:
             self._told.close()
-        self._told = zmq.Context.instance().socket(zmq.PUSH, linger=0)
+        self._told = zmq.Context.instance().socket(zmq.PUSH)
+        self._told.setsockopt(zmq.LINGER, 0)
         self._told.connect(address)
         self._told.send(msgspec.json.encode(report))
 
