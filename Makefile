@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
-ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py -n 2 --dist loadgroup
+ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py -n 2 --dist loadfile
 INSTALL := $(BIN)/python deploy/install.py
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE

@@ -28,11 +28,7 @@ ON_VLLM = ("VllmEngines", "VllmUrlEngines")
 ENGINES = ON_VLLM if find_spec("vllm") else ("HfEngines", "SglangEngines")
 
 
-# One process of several has all tests of an engine (`--dist loadgroup`), so that it starts once.
-BY_ENGINE = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ENGINES]
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=BY_ENGINE)
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=ENGINES)
 async def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Any]:
