@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
-ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py -n 2 --dist loadfile
+ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py
 INSTALL := $(BIN)/python deploy/install.py
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,7 +20,8 @@ test: check
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 	@$(MAKE) --no-print-directory $(VLLM)/vllm.stamp || { \
 	  echo "NOT RUN: the tests of vLLM, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
-	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -k "not VllmUrlEngines and not tensor_parallel"
+	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -n 2 --dist loadfile \
+	  -k "not VllmUrlEngines and not tensor_parallel"
 
 # The engine contract and whole runs on a real vLLM: in the process, by URL, and on two workers.
 test-vllm: $(VLLM)/vllm.stamp

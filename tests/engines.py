@@ -35,6 +35,9 @@ def make_model(seed: int = 0, **overrides: object) -> LlamaForCausalLM:
 class HfEngines:
     """A new engine for each request; all are closed before the next test."""
 
+    # Tokens that take it seconds: an update comes through meanwhile, on a busy machine, too.
+    num_long = 1500
+
     def __init__(self, folder: Path) -> None:
         self._made: list[Engine] = []
 
@@ -63,6 +66,8 @@ class HfEngines:
 
 class VllmEngines:
     """One engine for each shape, kept from test to test; the default one serves long requests."""
+
+    num_long = 3000
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -144,6 +149,7 @@ class SglangEngines(UrlEngines):
     """On the server that stands in for SGLang."""
 
     engine = "sglang"
+    num_long = 1500
 
     def command(self, path: Path, dtype: str, port: int) -> list[str]:
         words = [sys.executable, "-m", "tests.standins.sglang_server", "--model-path", str(path)]

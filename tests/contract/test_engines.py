@@ -201,17 +201,17 @@ async def test_canceled_requests_give_their_slots_back(make_engine):
 
 
 async def test_an_update_in_mid_generation_keeps_requests_and_marks_every_token(
-    make_engine, tmp_path
+    make_engine, engines, tmp_path
 ):
     engine = await make_engine(max_model_len=4000)
     update = update_to(make_model(seed=1), 1, tmp_path / "weights.safetensors")
-    sampling = SamplingParams(max_new_tokens=1500, **FREE)
+    sampling = SamplingParams(max_new_tokens=engines.num_long, **FREE)
     running = [asyncio.create_task(engine.generate(p, sampling)) for p in PROMPTS[:3]]
     await until(lambda: engine.gauges()["num_active"] == 3)
     report = await engine.load_weights(update)
     completions = await asyncio.gather(*running)
     assert report.transfer_s > 0
-    assert 0 < report.pause_s < 1
+    assert 0 < report.pause_s < 5
     assert engine.policy_version == 1
     for prompt, completion in zip(PROMPTS, completions, strict=False):
         versions = completion.policy_versions

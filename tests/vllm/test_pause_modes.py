@@ -19,7 +19,7 @@ from streamrl.types import Completion, SamplingParams
 from tests.engines import VllmEngines, make_model, update_to
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-LONG = SamplingParams(max_new_tokens=900, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=VllmEngines.num_long, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9], [20, 21]]
 
 
@@ -55,7 +55,7 @@ async def update_in_mid_generation(
         while await num_tokens(engine) < before + 60:
             await asyncio.sleep(0.001)
     report = await engine.load_weights(update)
-    assert report.pause_s < 2
+    assert report.pause_s < 5
     return await asyncio.gather(*running)
 
 
