@@ -30,6 +30,7 @@ from streamrl.errors import (
 
 # mallopt(3): the parameters' numbers are part of glibc's binary interface.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,15 @@ class Shutdown:
 
     def install(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             loop.add_signal_handler(number, self._receive, number)
+
+    def uninstall(self) -> None:
+        """The work is over, and one signal that comes late does not change how it ended."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, lambda late, _: signal.signal(late, signal.SIG_DFL))
 
     def _receive(self, number: signal.Signals) -> None:
         if self.requested.is_set():
@@ -65,8 +73,11 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
         shutdown = Shutdown()
         shutdown.install()
         watching = asyncio.create_task(_watch_parent(shutdown))
-        await main(shutdown)
-        watching.cancel()
+        try:
+            await main(shutdown)
+        finally:
+            watching.cancel()
+            shutdown.uninstall()
 
     keep_freed_memory()
     try:

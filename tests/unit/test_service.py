@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,15 @@ from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, FencedError
 from streamrl.service import Shutdown
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """A daemon's process ends with what it made of its signals; this one goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def make_config(tmp_path: Path) -> RunConfig:
@@ -65,6 +75,19 @@ def test_a_daemon_drains_when_its_launcher_is_gone(tmp_path, monkeypatch):
 
     code, log = run(tmp_path, main)
     assert (code, "the launcher is gone" in log) == (0, True)
+
+
+def test_a_signal_that_comes_when_the_work_is_over_does_not_change_the_exit_code(tmp_path):
+    child = os.fork()
+    if child == 0:
+
+        async def main(shutdown: Shutdown) -> None:
+            raise FencedError("another one took over")
+
+        code = service.run(main, role="test", config=make_config(tmp_path))
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_the_second_signal_stops_at_once(tmp_path):
