@@ -46,6 +46,7 @@ class FileSender:
         self._folder = folder
         self._history = history
         self._base: tuple[int, torch.Tensor] | None = None
+        self._before: int | None = None
         self._lock = threading.Lock()
         self._num_deltas = 0
         self._failed: frozenset[str] = frozenset()
@@ -88,7 +89,7 @@ class FileSender:
         whole = self._path(version, "")
         paths = {name: whole for name in held}
         if by_delta:
-            paths |= dict.fromkeys(by_delta, self._write_delta(version, data))
+            paths |= dict.fromkeys(by_delta, self._delta_to(version, data))
         if whole in paths.values():
             _write_whole(whole, self._layout, data)
         if self._settings.delta:
@@ -120,15 +121,19 @@ class FileSender:
                 path.unlink(missing_ok=True)
 
     def _takes_delta(self, name: str, has: int, version: int) -> bool:
-        if self._base is None or self._num_deltas >= self._settings.full_every:
+        if self._base is None or name in self._failed:
             return False
-        return has == self._base[0] != version and name not in self._failed
+        if self._base[0] == version:
+            return has == self._before
+        return has == self._base[0] and self._num_deltas < self._settings.full_every
 
-    def _write_delta(self, version: int, data: torch.Tensor) -> Path:
+    def _delta_to(self, version: int, data: torch.Tensor) -> Path:
+        """Written for the first who take it; those a round later find it there."""
         assert self._base is not None, "nobody takes a difference to nothing"
         before, base = self._base
         path = self._path(version, ".delta")
-        delta.write(path, self._layout, base, data, self._name(before))
+        if before != version:
+            delta.write(path, self._layout, base, data, self._name(before))
         return path
 
     def _keep(self, version: int, data: torch.Tensor, *, is_delta: bool) -> None:
@@ -136,6 +141,7 @@ class FileSender:
             self._base = (version, data.clone())
         elif self._base[0] != version:
             self._num_deltas = self._num_deltas + 1 if is_delta else 0
+            self._before = self._base[0] if is_delta else None
             self._base[1].copy_(data)
             self._base = (version, self._base[1])
 

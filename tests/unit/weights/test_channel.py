@@ -291,6 +291,24 @@ async def test_who_is_slow_to_read_a_file_holds_up_nobody_and_may_be_replaced(tm
         await until(lambda: again.has(3.0))
 
 
+async def test_who_comes_a_round_later_gets_the_same_difference(tmp_path):
+    async with run(tmp_path, transport="files", delta=True) as started:
+        quick, _ = started.join("quick")
+        late, _ = started.join("late")
+        await until(lambda: started.sender.gauges()["num_receivers"] == 2)
+        started.publish(1, 1.0)
+        await until(lambda: quick.has(1.0) and late.has(1.0))
+        late.open.clear()
+        for version in (2, 3):
+            started.publish(version, float(version))
+            await until(lambda v=version: quick.has(float(v)))
+        late.open.set()
+        await until(lambda: late.has(3.0))
+        paths = [[update.endpoint.path for update in g.updates] for g in (quick, late)]
+        assert paths[0] == paths[1]
+        assert [path.endswith(".delta.safetensors") for path in paths[0]] == [False, True, True]
+
+
 async def test_a_file_system_that_is_full_or_stands_still_is_named_and_waited_for(
     tmp_path, monkeypatch, caplog
 ):
