@@ -97,6 +97,7 @@ class RedisLink:
         patience_s = self._retry_s + num_bytes / SLOWEST_BYTES_PER_S
         delay_s = FIRST_DELAY_S
         while True:
+            client = self.client
             try:
                 async with asyncio.timeout(min(deadline - loop.time(), patience_s)):
                     return await self._attempt(commands)
@@ -105,7 +106,7 @@ class RedisLink:
                     self._place.follow(error)
                 else:
                     self._raise_if_final(error)
-                    self._place.look_again()
+                    self._place.look_again(client)
                 if loop.time() + delay_s >= deadline:
                     raise self._gave_up(name, wait_s, error) from error
                 told = _in_short(error)
@@ -116,9 +117,9 @@ class RedisLink:
 
     async def _attempt(self, commands: Sequence[Command]) -> list[Any]:
         try:
-            if not self._place.is_found:
-                await self._send([self._look])
-                self._place.is_found = True
+            if (client := self.client) is not self._place.holder:
+                await client.execute_command(*self._look)
+                self._place.holder = client
             return await self._send(commands)
         except exceptions.NoScriptError:
             await self.client.execute_command("SCRIPT LOAD", script()[0])

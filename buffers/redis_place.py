@@ -47,7 +47,7 @@ def open_client(url: str) -> "Redis":
 
 
 class RedisPlace:
-    """The client to send to at present. `is_found`: it is the node that holds the run."""
+    """The client to send to at present. `holder` is one whose node is known to hold the run."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -55,8 +55,8 @@ class RedisPlace:
         self._seeds = urlsplit(url).netloc.rpartition("@")[2].split(",")
         self._node = self._seeds[0]
         self._clients: dict[str, Redis] = {}
-        self.is_found = not self._is_cluster
         self.client = self._at(self._node)
+        self.holder = None if self._is_cluster else self.client
 
     def follow(self, moved: exceptions.MovedError) -> None:
         """Go to the node that holds the run.
@@ -73,9 +73,12 @@ class RedisPlace:
         host = moved.host or self._node.rpartition(":")[0]
         self._go_to(f"{host}:{moved.port}")
 
-    def look_again(self) -> None:
-        """Nobody answers here: ask another node of the cluster who holds the run."""
-        if self._is_cluster:
+    def look_again(self, lost: "Redis") -> None:
+        """Nobody answers there: ask another node of the cluster who holds the run.
+
+        Unless it has been done: of many calls that are lost with a node, one goes on to the next.
+        """
+        if self._is_cluster and lost is self.client:
             nodes = list(dict.fromkeys((*self._seeds, *self._clients)))
             self._go_to(nodes[(nodes.index(self._node) + 1) % len(nodes)])
 
@@ -84,7 +87,7 @@ class RedisPlace:
             await client.aclose()
 
     def _go_to(self, node: str) -> None:
-        self._node, self.is_found = node, False
+        self._node = node
         self.client = self._at(node)
 
     def _at(self, node: str) -> "Redis":
