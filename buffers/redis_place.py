@@ -52,7 +52,7 @@ class RedisPlace:
     def __init__(self, url: str) -> None:
         self._url = url
         self._is_cluster = urlsplit(url).scheme.endswith(CLUSTER)
-        self._seeds = urlsplit(url).netloc.rpartition("@")[2].split(",")
+        self._seeds = _hosts(url)
         self._node = self._seeds[0]
         self._clients: dict[str, Redis] = {}
         self.client = self._at(self._node)
@@ -104,10 +104,15 @@ class RedisPlace:
         return parts._replace(scheme=scheme, netloc=user + node).geturl()
 
 
+def _hosts(url: str) -> list[str]:
+    """Each host, with its port if it has one."""
+    return urlsplit(url).netloc.rpartition("@")[2].split(",")
+
+
 def _found_by_sentinels(url: str, plain: dict[str, Any]) -> "Redis":
     """Whoever is the master when a connection is made."""
     parts = urlsplit(url)
-    places = [place.partition(":") for place in parts.netloc.rpartition("@")[2].split(",")]
+    places = [place.partition(":") for place in _hosts(url)]
     service, _, db = parts.path.strip("/").partition("/")
     if not service:
         raise ValueError("it must end with the name of the service: /SERVICE")

@@ -20,7 +20,7 @@ import torch
 from streamrl.config.weights import WeightSettings
 from streamrl.types import FilesEndpoint, TensorSpec
 from streamrl.weights import delta, tensor_file
-from streamrl.weights.checksums import checksum, require_equal
+from streamrl.weights.checksums import checksum, checksums, require_equal
 from streamrl.weights.layout import Layout
 from streamrl.weights.tensor_file import TensorFile
 
@@ -193,8 +193,8 @@ def _write_whole(path: Path, layout: Layout, data: torch.Tensor) -> None:
     tensors = {
         name: array for slot in layout.slots for name, array in slot.arrays(slot.of(data)).items()
     }
-    checksums = b"".join(checksum(slot.of(data)) for slot in layout.slots)
-    tensor_file.write(path, tensors, {"format": "pt", "checksums": checksums.hex()})
+    about = {"format": "pt", "checksums": checksums(layout.slots, data).hex()}
+    tensor_file.write(path, tensors, about)
 
 
 def _read_whole(

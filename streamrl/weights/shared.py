@@ -14,7 +14,7 @@ import torch
 
 from streamrl.errors import WeightTransferError
 from streamrl.types import CudaMemory, HostMemory, SharedEndpoint
-from streamrl.weights.checksums import checksum, require_equal
+from streamrl.weights.checksums import checksums, require_equal
 from streamrl.weights.layout import Layout
 from streamrl.weights.memory import open_memory, require_present
 from streamrl.weights.send_buffers import STAMP_BYTES, SendBuffers, Written
@@ -34,7 +34,7 @@ def endpoint_of(buffers: SendBuffers, held: Written, *, verify: bool) -> SharedE
         stamp_at=held.buffer * STAMP_BYTES,
         stamp=held.stamp,
         bucket_bytes=buffers.layout.bucket_bytes,
-        checksums=b"".join(checksum(slot.of(held.data)) for slot in slots),
+        checksums=checksums(slots, held.data),
     )
 
 
@@ -69,14 +69,13 @@ class SharedReader:
         stamp = stamps[endpoint.stamp_at : endpoint.stamp_at + STAMP_BYTES].view(torch.int64)
         data = memory[endpoint.start : endpoint.start + layout.num_bytes]
         _require_same(stamp, endpoint)
-        checksums = bytearray()
+        received = bytearray()
         for bucket in layout.buckets:
             raw = bucket.of(data)
             if landing is not None:
                 raw = bucket.of(landing).copy_(raw)
             if endpoint.checksums:
-                slots = bucket.slots
-                checksums += b"".join(checksum(slot.of(raw, bucket.start)) for slot in slots)
+                received += checksums(bucket.slots, raw, bucket.start)
             yield from bucket.views(raw)
         if data.is_cuda:
             # Copies out of it, the caller's too, are under way until here.
@@ -84,7 +83,7 @@ class SharedReader:
         _require_same(stamp, endpoint)
         require_present(endpoint.stamps)
         if endpoint.checksums:
-            require_equal(layout.slots, endpoint.checksums, bytes(checksums), "the sender")
+            require_equal(layout.slots, endpoint.checksums, bytes(received), "the sender")
 
     def _map(self, *wanted: HostMemory | CudaMemory) -> list[torch.Tensor]:
         """What is mapped already stays; what is not wanted any more is given back."""

@@ -15,7 +15,7 @@ from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, FilesEndpoint, SharedEndpoint, WeightUpdate
 from streamrl.weights import groups
-from streamrl.weights.checksums import SIZE, checksum, require_equal
+from streamrl.weights.checksums import SIZE, checksums, require_equal
 from streamrl.weights.files import FileReader, version_name
 from streamrl.weights.layout import Layout
 from streamrl.weights.shared import SharedReader
@@ -87,13 +87,13 @@ def _outgoing(
     endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor, device: torch.device
 ) -> Iterator[torch.Tensor]:
     """The buckets, and one checksum per tensor, computed while the buckets are on their way."""
-    checksums = bytearray()
+    sums = bytearray()
     for bucket in layout.buckets:
         yield bucket.of(data).to(device)
         if endpoint.verify:
-            checksums += b"".join(checksum(slot.of(data)) for slot in bucket.slots)
-    if checksums:
-        yield torch.frombuffer(checksums, dtype=torch.uint8).to(device)
+            sums += checksums(bucket.slots, data)
+    if sums:
+        yield torch.frombuffer(sums, dtype=torch.uint8).to(device)
 
 
 class TransferReceiver:
@@ -147,13 +147,12 @@ class TransferReceiver:
         self, endpoint: BroadcastEndpoint, layout: Layout, landing: torch.Tensor | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         group = self._join(endpoint)
-        checksums = bytearray()
+        received = bytearray()
         try:
             arriving = group.pipelined(self._incoming(endpoint, layout, landing))
             for bucket, data in zip(layout.buckets, arriving, strict=False):
                 if endpoint.verify:
-                    slots = bucket.slots
-                    checksums += b"".join(checksum(slot.of(data, bucket.start)) for slot in slots)
+                    received += checksums(bucket.slots, data, bucket.start)
                 yield from bucket.views(data)
             sent = [data.cpu().numpy().tobytes() for data in arriving]
         except BaseException:
@@ -161,7 +160,7 @@ class TransferReceiver:
             self._leave()
             raise
         if sent:
-            require_equal(layout.slots, sent[0], bytes(checksums), "the sender")
+            require_equal(layout.slots, sent[0], bytes(received), "the sender")
 
     def _incoming(
         self,
