@@ -5,7 +5,6 @@ the next test, and so are servers; HF engines are made anew.
 """
 
 import os
-import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from streamrl.types import FilesEndpoint, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
 from streamrl.weights.shared import endpoint_of
+from tests.ports import free_port
 from tests.tiny_model import make_llama
 
 MakeEngine = Callable[..., Awaitable[Engine]]
@@ -234,9 +234,3 @@ class SharingLearner:
             manifest=self._buffers.layout.manifest,
             endpoint=endpoint,
         )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 START_DEADLINE_S = 20.0
 BUS = 10_000
 
@@ -33,9 +35,7 @@ class RedisServer:
     def __init__(self, folder: Path, *settings: str) -> None:
         self.folder = folder
         self.settings = settings
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -5,7 +5,6 @@ against. `run` gives the seconds of one contender; processes start before the cl
 import asyncio
 import contextlib
 import multiprocessing
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from streamrl.config import RunConfig
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, pack
 from tests.benchmarks import buffer_codec
+from tests.ports import free_port
 from tests.redis_server import redis_server
 
 IN_FLIGHT = 4
@@ -205,9 +205,7 @@ def _server(name: str, folder: Path) -> Iterator[str]:
         with redis_server(folder / "redis", "appendfsync everysec") as redis:
             yield redis.url
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     if name in ("raw zmq", "codec"):
         serve = _serve_echo if name == "raw zmq" else buffer_codec.serve
         place, target = f"tcp://127.0.0.1:{port}", partial(serve, port)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -39,6 +38,7 @@ from streamrl.errors import (
 )
 from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason, pack
 from tests.contract.test_buffers import fill, zmq_server
+from tests.ports import free_port
 from tests.records import damaged, make_group
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
@@ -56,9 +56,7 @@ class Daemon:
     """`streamrl buffer`, started and killed at will on one port."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.url = f"zmq://127.0.0.1:{probe.getsockname()[1]}"
+        self.url = f"zmq://127.0.0.1:{free_port()}"
         self.run = folder / "run"
         self.config = folder / "config.yaml"
         self.config.write_text(CONFIG.format(folder=folder, url=self.url))

@@ -16,7 +16,8 @@ from actors.engines.remote.process import ServerProcess
 from streamrl.errors import ConfigError, RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, SamplingParams
-from tests.engines import ENVIRONMENT, free_port, make_model, run_config, update_to
+from tests.engines import ENVIRONMENT, make_model, run_config, update_to
+from tests.ports import free_port
 
 GREEDY = SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=600, ignore_eos=True)

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,17 +13,12 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.tracking.jsonl import read_metrics
+from tests.ports import free_port
 from tests.system.conftest import DEADLINE_S, STREAMRL, slow_reward
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 START, DAEMONS, LAUNCH, OPERATE, MEMBERS, ABLATE = (block.strip().splitlines() for block in BLOCKS)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -39,8 +33,8 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "GENERATOR__COUNT": 1,
         "LEARNER__GROUPS_PER_STEP": 4,
         "LEARNER__OPTIMIZER__WARMUP_STEPS": 0,
-        "BUFFER__URL": f"zmq://127.0.0.1:{_free_port()}",
-        "WEIGHTS__ADDRESS": f"tcp://127.0.0.1:{_free_port()}",
+        "BUFFER__URL": f"zmq://127.0.0.1:{free_port()}",
+        "WEIGHTS__ADDRESS": f"tcp://127.0.0.1:{free_port()}",
     }
     for name, value in settings.items():
         monkeypatch.setenv(f"STREAMRL__{name}", str(value))

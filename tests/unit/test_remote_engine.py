@@ -24,7 +24,8 @@ from actors.engines.vllm.remote_start import open_remote
 from streamrl.config.vllm import VllmSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
-from tests.engines import free_port, run_config
+from tests.engines import run_config
+from tests.ports import free_port
 from tests.standins.http_server import serve
 
 ONE = SamplingParams(max_new_tokens=1)

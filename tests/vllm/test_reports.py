@@ -5,7 +5,7 @@ import zmq
 
 from actors.engines.vllm.receiver import WeightReceiver
 from actors.engines.vllm.weights import Report
-from tests.engines import free_port
+from tests.ports import free_port
 
 
 def test_a_report_reaches_a_reader_that_is_late():

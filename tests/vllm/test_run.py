@@ -1,7 +1,6 @@
 """A whole run on two kinds of engines: learner, buffer, one HF and one vLLM generator."""
 
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ports import free_port
 from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, Launched
 
 pytestmark = pytest.mark.timeout(900)
@@ -26,12 +26,6 @@ SIZES = (
     "generator.group_size=8",
     "generator.max_num_seqs=64",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
