@@ -10,6 +10,7 @@ from multiprocessing.synchronize import Barrier
 
 import zmq
 
+from buffers import multipart
 from streamrl import service, wire
 from streamrl.types import PackedGroup, TrajectoryGroup, pack
 
@@ -54,15 +55,16 @@ def serve(port: int) -> None:
     router.set_hwm(0)
     router.bind(f"tcp://127.0.0.1:{port}")
     learner = b""
-    while True:
-        sender, frame = router.recv_multipart(copy=False)
-        payload = frame.buffer
-        if payload in (LEARNER, b"producer"):
-            learner = sender.bytes if payload == LEARNER else learner
-        else:
-            wire.decode(payload, PackedGroup)
-            router.send_multipart([learner, payload], copy=False)
-        router.send_multipart([sender.bytes, DONE])
+    while router.poll():
+        while multipart.events(router) & multipart.READABLE:
+            sender, frame = multipart.receive(router)
+            payload = frame.buffer
+            if payload in (LEARNER, b"producer"):
+                learner = sender.bytes if payload == LEARNER else learner
+            else:
+                wire.decode(payload, PackedGroup)
+                multipart.send(router, [learner, payload], copy=False)
+            multipart.send(router, [sender.bytes, DONE], copy=True)
 
 
 def learn(url: str, count: int, deadline_s: float, barrier: Barrier) -> float:
