@@ -6,7 +6,6 @@ something can be granted. Only `buffers.zmq_server` calls it.
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
 
 from msgspec import Struct
@@ -14,34 +13,40 @@ from msgspec import Struct
 from buffers import messages as m
 
 
-class Parked(Struct, eq=False):
+class Parked(Struct, frozen=True):
     """A request that waits for the state to change, at most until `deadline_s`."""
 
     sender: bytes
     request_id: bytes
     request: m.LeaseRequest | m.TakeRequest
     deadline_s: float
-    is_over: bool = False
 
 
 class Parking:
-    """Those that are over may be left in the queues, and are thrown away when they come up."""
+    """By number, in the order of arrival. Only the heap of deadlines may name who has left."""
 
     def __init__(self) -> None:
-        self._leases: deque[Parked] = deque()
-        self._takes: deque[Parked] = deque()
-        self._deadlines: list[tuple[float, int, Parked]] = []
+        self._leases: dict[int, Parked] = {}
+        self._takes: dict[int, Parked] = {}
+        self._deadlines: list[tuple[float, int]] = []
         self._numbers = itertools.count()
 
+    def __len__(self) -> int:
+        return len(self._leases) + len(self._takes)
+
     def add(self, parked: Parked) -> None:
-        queue = self._leases if isinstance(parked.request, m.LeaseRequest) else self._takes
-        queue.append(parked)
-        heapq.heappush(self._deadlines, (parked.deadline_s, next(self._numbers), parked))
+        number = next(self._numbers)
+        waiting = self._leases if isinstance(parked.request, m.LeaseRequest) else self._takes
+        waiting[number] = parked
+        heapq.heappush(self._deadlines, (parked.deadline_s, number))
 
     def next_deadline_s(self) -> float | None:
-        while self._deadlines and self._deadlines[0][2].is_over:
+        while self._deadlines:
+            deadline_s, number = self._deadlines[0]
+            if number in self._leases or number in self._takes:
+                return deadline_s
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return None
 
     def retry(self, attempt: Callable[[Parked], bool], admits: Callable[[], bool]) -> None:
         """Attempt what may be granted now: all takes, and leases for as long as one is admitted.
@@ -54,26 +59,30 @@ class Parking:
     def overdue(self, now_s: float) -> Iterator[Parked]:
         """Those whose time is over; they wait no longer."""
         while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
-            parked = heapq.heappop(self._deadlines)[2]
-            parked.is_over = True
-            yield parked
+            _, number = heapq.heappop(self._deadlines)
+            waiting = self._leases if number in self._leases else self._takes
+            yield waiting.pop(number)
 
     def forget_leases(self, session: str) -> None:
         """Nobody will hear the answers, and a lease granted to nobody would have to expire."""
-        for parked in self._leases:
-            request = parked.request
-            if isinstance(request, m.LeaseRequest) and request.lease_id.startswith(session):
-                parked.is_over = True
+        self._leases = {
+            number: parked
+            for number, parked in self._leases.items()
+            if not (
+                isinstance(parked.request, m.LeaseRequest)
+                and parked.request.lease_id.startswith(session)
+            )
+        }
 
 
 def _retry(
-    queue: deque[Parked], attempt: Callable[[Parked], bool], is_open: Callable[[], bool]
+    waiting: dict[int, Parked], attempt: Callable[[Parked], bool], is_open: Callable[[], bool]
 ) -> None:
-    kept = []
-    while queue and is_open():
-        parked = queue.popleft()
-        if not parked.is_over:
-            parked.is_over = attempt(parked)
-            if not parked.is_over:
-                kept.append(parked)
-    queue.extendleft(reversed(kept))
+    answered = []
+    for number, parked in waiting.items():
+        if not is_open():
+            break
+        if attempt(parked):
+            answered.append(number)
+    for number in answered:
+        del waiting[number]

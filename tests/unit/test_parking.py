@@ -84,6 +84,16 @@ def test_who_waited_long_enough_is_overdue_once_and_never_granted() -> None:
     assert list(parking.overdue(FAR_S)) == []
 
 
+def test_nobody_who_has_left_is_kept_however_long_admission_stays_closed() -> None:
+    parking, buffer = Parking(), _Buffer(0)
+    parking.add(_lease(0))
+    for now_s in range(1000):
+        parking.add(_lease(now_s + 1, now_s + 5.0))
+        parking.retry(buffer.attempt, buffer.admits)
+        list(parking.overdue(float(now_s)))
+    assert len(parking) == 1 + 5
+
+
 def test_the_leases_of_a_session_that_left_are_forgotten() -> None:
     parking, left, stays = Parking(), _lease(0), _lease(1)
     parking.add(left)
