@@ -46,8 +46,11 @@ class HeartbeatRequest(Struct, frozen=True, tag="heartbeat"):
 
 
 class AttachRequest(Struct, frozen=True, tag="attach"):
+    """`call_id` is the same when it is sent again: a second epoch would fence who got the first."""
+
     policy_version: int
     books: Books | None
+    call_id: str
 
 
 class TakeRequest(Struct, frozen=True, tag="take"):

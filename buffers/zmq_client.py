@@ -11,6 +11,7 @@ time.
 import asyncio
 import itertools
 import logging
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,7 +108,8 @@ class ZmqBuffer:
         return (await self._call(m.HeartbeatRequest(status), m.HeartbeatAnswer))[0].reply
 
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
-        reply, _ = await self._call(m.AttachRequest(policy_version, books), m.AttachReply)
+        request = m.AttachRequest(policy_version, books, uuid.uuid4().hex)
+        reply, _ = await self._call(request, m.AttachReply)
         self._epoch = reply.epoch
         return reply.stats
 

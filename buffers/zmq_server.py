@@ -76,6 +76,7 @@ class ZmqBufferServer:
         self._clock = clock
         self._inhabited_s = clock()
         self._parking = Parking()
+        self._epochs: dict[str, int] = {}
         self._context = zmq.Context()
         self._keeper = Keeper(self._context, url, curve)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -175,9 +176,11 @@ class ZmqBufferServer:
                 if status.is_leaving:
                     self._parking.forget_leases(status.session)
                 return (m.HeartbeatAnswer(state.heartbeat(status, self._clock())),)
-            case m.AttachRequest(policy_version, books):
-                epoch = state.attach(policy_version, books)
-                return (m.AttachReply(epoch, self._stats()),)
+            case m.AttachRequest(policy_version, books, call_id):
+                if call_id not in self._epochs:
+                    epoch = state.attach(policy_version, books)
+                    self._epochs = {**self._epochs, call_id: epoch}
+                return (m.AttachReply(self._epochs[call_id], self._stats()),)
             case m.FetchRequest(sequences):
                 return (m.Done(), *state.fetch(sequences))
             case m.AdvanceRequest(policy_version, epoch):

@@ -332,7 +332,7 @@ def packed(**changes: object) -> bytes:
     return wire.encode(pack(damaged(make_group(0, lease_id="s/a"), **changes)))
 
 
-async def send(url: str, *frames: bytes) -> m.ErrorReply:
+async def send(url: str, *frames: bytes) -> Any:
     """One message as a foreign program would send it."""
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.connect(url.replace("zmq", "tcp"))
@@ -379,6 +379,13 @@ async def test_a_malformed_group_ends_its_lease_once_and_is_kept(tmp_path, paylo
         assert [path.read_bytes() for path in kept] == [payload, payload]
         await fill(buffer, "s/b")
         await buffer.close()
+
+
+async def test_an_attach_that_is_sent_again_fences_nobody(tmp_path):
+    with zmq_server(tmp_path) as server:
+        first, second = (wire.encode(m.AttachRequest(0, None, name)) for name in ("a", "b"))
+        replies = [await send(server.url, request) for request in (first, first, second, first)]
+        assert [reply.epoch for reply in replies] == [1, 1, 2, 1]
 
 
 async def test_a_connection_made_while_a_request_could_not_be_sent_is_noticed(
