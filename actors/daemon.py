@@ -23,8 +23,8 @@ from actors.rewards import make_reward
 from actors.rollout import GroupRunner
 from buffers.connect import connect
 from streamrl import service
-from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine, PromptSource, Reward
 from streamrl.service import Shutdown

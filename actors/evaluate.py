@@ -20,8 +20,8 @@ from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
 from actors.prompts import open_held_out
 from actors.rewards import make_reward
-from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
 from streamrl.types import Lease, TrajectoryGroup
 
 
@@ -59,9 +59,12 @@ async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
     return {"model": str(model), "num_prompts": len(groups), **_summary(groups)}
 
 
-def _lease(sequence: int) -> Lease:
+def _lease(prompt_index: int) -> Lease:
     return Lease(
-        lease_id=f"evaluation/{sequence}", sequence=sequence, policy_version=0, expires_at_s=0.0
+        lease_id=f"evaluation/{prompt_index}",
+        prompt_index=prompt_index,
+        min_policy_version=0,
+        expires_at_s=0.0,
     )
 
 

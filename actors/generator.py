@@ -1,9 +1,9 @@
-"""The generator: leases sequences, runs their groups, puts them, and follows the weights.
+"""The generator: leases prompts, runs their groups, puts them, and follows the weights.
 
     lease_groups      a lease whenever the engine has room and the weights are new enough
     one task a group  wait for the lease's version, generate, score, put
     heartbeat         renew the leases held, report, hear of leases lost, of orders, of the end
-    receiver.run      load what the learner announces (`streamrl.weights.channel`)
+    receiver.run      load what the learner announces (`streamrl.weights.protocol`)
 
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
 group that fails costs itself. Nothing here waits for the learner, only for admission.
@@ -17,10 +17,10 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from actors.catch_up import CatchUp
 from actors.chat import PromptTooLongError
-from actors.placement import place_of_weights
+from actors.locality import weight_locality
 from actors.rollout import GroupRunner
+from actors.version_gate import VersionGate
 from streamrl.config import RunConfig
 from streamrl.errors import (
     LedgerError,
@@ -38,28 +38,28 @@ from streamrl.types import (
     HeartbeatReply,
     Lease,
     LoadReport,
-    Standing,
+    SchedulingState,
     TrajectoryGroup,
     WeightUpdate,
     replace,
 )
-from streamrl.weights.channel import WeightReceiver
+from streamrl.weights.protocol import WeightReceiver
 
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 MAX_FAILURES = 50
-FAREWELL_S = 3.0
+SHUTDOWN_GRACE_S = 3.0
 
 
 @dataclass(eq=False)
 class _Group:
-    """A group under way; `floor` is the oldest version that may sample it."""
+    """A group under way; `min_policy_version` is the oldest version that may sample it."""
 
     lease: Lease
     task: asyncio.Task[None]
     leased_at_s: float
-    floor: int
+    min_policy_version: int
 
 
 class Generator:
@@ -76,13 +76,13 @@ class Generator:
         self._buffer = buffer
         self._numbers = itertools.count()
         self._incarnation = ""
-        self._standing = Standing.ACTIVE
-        self._catch_up = CatchUp(config.weights.publish_every, config.buffer.max_staleness)
+        self._scheduling_state = SchedulingState.ACTIVE
+        self._version_gate = VersionGate(config.weights.publish_every, config.buffer.max_staleness)
         self._groups: dict[str, _Group] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
         self._num_failures = 0
-        self._patience_s = config.generator.drain_s
+        self._grace_s = config.generator.drain_s
         self._last_report = (time.monotonic(), 0.0)
 
     def stop(self) -> None:
@@ -96,7 +96,7 @@ class Generator:
             self._id,
             self._session,
             self._load,
-            place=place_of_weights(self._config.generator),
+            locality=weight_locality(self._config.generator),
             num_ranks=self._config.generator.num_ranks,
         )
         async with asyncio.TaskGroup() as tasks:
@@ -110,7 +110,7 @@ class Generator:
             following.cancel()
         # Without a buffer there is nobody to tell, and the leases end by their time.
         with contextlib.suppress(TimeoutError, TransportError):
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(SHUTDOWN_GRACE_S):
                 await self._buffer.heartbeat(self._status(is_leaving=True))
 
     async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
@@ -121,19 +121,21 @@ class Generator:
                 await self._changed.wait_for(lambda: self._has_room() and self._is_current())
             lease_id = f"{self._session}/{next(self._numbers)}"
             lease = await self._buffer.lease(lease_id, self._id, LEASE_WAIT_S)
-            if lease is not None and self._catch_up.has_failed:
+            if lease is not None and self._version_gate.has_failed:
                 # An update failed meanwhile; others can begin this group at once.
                 await self._buffer.release(lease_id, DropReason.RELEASED)
             elif lease is not None:
                 task = tasks.create_task(self._generate(lease))
-                self._groups[lease_id] = _Group(lease, task, time.monotonic(), lease.policy_version)
+                self._groups[lease_id] = _Group(
+                    lease, task, time.monotonic(), lease.min_policy_version
+                )
 
     def _has_room(self) -> bool:
         in_flight = len(self._groups) * self._config.generator.group_size
         return in_flight < self._config.generator.max_num_seqs
 
     def _is_current(self) -> bool:
-        return self._catch_up.is_done(self._engine.policy_version)
+        return self._version_gate.is_done(self._engine.policy_version)
 
     async def _generate(self, lease: Lease) -> None:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
@@ -144,16 +146,16 @@ class Generator:
             await self._put(lease_id, await self._runner.run(lease))
             self._num_failures = 0
         except PromptTooLongError as error:
-            log.info("sequence %d filtered: its prompt has %s", lease.sequence, error)
+            log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)
         except RolloutError as error:
-            log.warning("sequence %d failed: %s", lease.sequence, error)
+            log.warning("prompt %d failed: %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FAILED)
             self._count_failure(error)
         except LedgerError as error:
-            log.warning("sequence %d was not taken in: %s", lease.sequence, error)
+            log.warning("prompt %d was not taken in: %s", lease.prompt_index, error)
         except WireError as error:
-            log.error("sequence %d was refused as malformed: %s", lease.sequence, error)
+            log.error("prompt %d was refused as malformed: %s", lease.prompt_index, error)
             self._count_failure(error)
         finally:
             self._groups.pop(lease_id, None)
@@ -171,7 +173,7 @@ class Generator:
             await self._buffer.put(lease_id, group)
 
     def _reaches(self, lease_id: str) -> bool:
-        return self._engine.policy_version >= self._groups[lease_id].floor
+        return self._engine.policy_version >= self._groups[lease_id].min_policy_version
 
     def _count_failure(self, error: StreamRLError) -> None:
         self._num_failures += 1
@@ -184,9 +186,9 @@ class Generator:
         try:
             report = await self._engine.load_weights(update)
         except WeightTransferError:
-            self._catch_up.fail()
+            self._version_gate.fail()
             raise
-        self._catch_up.load()
+        self._version_gate.load()
         await self._announce()
         return report
 
@@ -205,20 +207,20 @@ class Generator:
             if group := self._groups.get(lease_id):
                 log.warning("lease %s is lost; its group is given up", lease_id)
                 group.task.cancel()
-        # A learner that came back at an earlier version will not publish a later floor soon.
+        # A learner that came back at an earlier version will not publish a newer version soon.
         for lease_id in self._groups.keys() & set(held):
             group = self._groups[lease_id]
-            group.floor = min(group.floor, reply.policy_version)
-        self._catch_up.hear(reply.policy_version)
-        if reply.standing is not self._standing:
-            log.info("now %s by order", reply.standing)
-            self._standing = reply.standing
-        if reply.standing is Standing.DRAINING and not self._groups:
+            group.min_policy_version = min(group.min_policy_version, reply.policy_version)
+        self._version_gate.hear(reply.policy_version)
+        if reply.scheduling_state is not self._scheduling_state:
+            log.info("now %s by order", reply.scheduling_state)
+            self._scheduling_state = reply.scheduling_state
+        if reply.scheduling_state is SchedulingState.DRAINING and not self._groups:
             log.info("drained")
             self.stop()
         if reply.finished or reply.is_fenced:
             log.info("the run is over" if reply.finished else "another process has taken this id")
-            self._patience_s = 0.0
+            self._grace_s = 0.0
             self.stop()
 
     async def _report(self) -> HeartbeatReply:
@@ -237,7 +239,7 @@ class Generator:
     async def _drain(self) -> None:
         """Wait for the groups as long as they matter; the leases of the others end on leaving."""
         if tasks := [group.task for group in self._groups.values()]:
-            _, unfinished = await asyncio.wait(tasks, timeout=self._patience_s)
+            _, unfinished = await asyncio.wait(tasks, timeout=self._grace_s)
             for task in unfinished:
                 task.cancel()
 

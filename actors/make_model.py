@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from actors.prompts import open_prompts
-from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
 from streamrl.config.sections import RecipeSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import PromptSource
@@ -136,7 +136,7 @@ def _batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids [B, T], padded on the right, and where the answer stands [B, T] bool."""
     for first in itertools.count(_FIRST_SEQUENCE, batch_size):
-        rows = [prompts[sequence] for sequence in range(first, first + batch_size)]
+        rows = [prompts[prompt_index] for prompt_index in range(first, first + batch_size)]
         asked = [tokenizer(str(row.content))["input_ids"] for row in rows]
         answers = [[*tokenizer(row.answer)["input_ids"], tokenizer.eos_token_id] for row in rows]
         unknown = tokenizer.unk_token_id

@@ -16,8 +16,8 @@ from actors.engines import make_engine
 from actors.prompts import open_prompts
 from actors.rollout import GroupRunner
 from streamrl import wire
-from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Episode
 from streamrl.types import Lease, ParitySamples, TrajectoryGroup
@@ -60,10 +60,13 @@ async def sample(config: RunConfig) -> ParitySamples:
     )
 
 
-async def _group(runner: GroupRunner, sequence: int) -> TrajectoryGroup | None:
+async def _group(runner: GroupRunner, prompt_index: int) -> TrajectoryGroup | None:
     """None for a prompt that the run would drop, too. Waits for the engine."""
     lease = Lease(
-        lease_id=f"parity/{sequence}", sequence=sequence, policy_version=0, expires_at_s=0.0
+        lease_id=f"parity/{prompt_index}",
+        prompt_index=prompt_index,
+        min_policy_version=0,
+        expires_at_s=0.0,
     )
     try:
         return await runner.run(lease)

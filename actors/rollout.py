@@ -119,7 +119,7 @@ class GroupRunner:
             ) from error
 
     async def _group(self, lease: Lease) -> TrajectoryGroup:
-        prompt = self.prompts[lease.sequence]
+        prompt = self.prompts[lease.prompt_index]
         token_ids = self.renderer.encode(prompt)
         siblings = [self._episode(token_ids, self.sampling) for _ in range(self.group_size)]
         if self.with_greedy_reward:
@@ -133,8 +133,8 @@ class GroupRunner:
             (greedy_reward,) = await self._score(prompt, episodes[self.group_size :])
             known = {**known, GREEDY_REWARD: greedy_reward}
         return TrajectoryGroup(
-            group_id=f"{lease.sequence}:{lease.lease_id}",
-            sequence=lease.sequence,
+            group_id=f"{lease.prompt_index}:{lease.lease_id}",
+            prompt_index=lease.prompt_index,
             environment=self.environment,
             trajectories=tuple(
                 rollout.trajectory(reward, known)

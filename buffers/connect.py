@@ -17,7 +17,7 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
     scheme = settings.url.partition("://")[0]
     match scheme:
         case "zmq":
-            from buffers.zmq_client import ZmqBuffer
+            from buffers.zmq.client import ZmqBuffer
 
             if settings.url.endswith(":0"):
                 raise ConfigError(
@@ -36,7 +36,7 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
 
 def _redis(config: RunConfig) -> TrajectoryBuffer:
     require_redis()
-    from buffers.redis_buffer import RedisBuffer, RedisSettings
+    from buffers.redis.buffer import RedisBuffer, RedisSettings
 
     settings = RedisSettings(
         groups_per_step=config.learner.groups_per_step,

@@ -11,17 +11,17 @@ import threading
 import time
 from functools import partial
 
-from buffers.books import write_books
-from buffers.journal import Journal
-from buffers.journal_file import journal_path
-from buffers.ledger import Ledger
-from buffers.multipart import Frame
-from buffers.state import BufferState
-from buffers.zmq_server import ZmqBufferServer
+from buffers.journal.journal import Journal
+from buffers.journal.schema import journal_path
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
+from buffers.zmq.multipart import Frame
+from buffers.zmq.server import ZmqBufferServer
 from streamrl import service
-from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
+from streamrl.run_folder import write_books
 from streamrl.service import Shutdown
 
 log = logging.getLogger(__name__)

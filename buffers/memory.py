@@ -1,7 +1,7 @@
 """`memory://`: the buffer inside one process, for tests and for loops in a single process.
 
 Same promises as every backend (`tests/contract`); nothing survives the process. Groups are kept as
-they are, without encoding. Every client of one `MemoryBuffer` shares its state; a learner's epoch
+they are, without encoding. Every client of one `MemoryBuffer` shares its state; a learner's term
 belongs to the client that attached, so `client()` makes further ones.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from buffers.state import BufferState
+from buffers.ledger.state import BufferState
 from streamrl.types import (
     Books,
     BufferStats,
@@ -20,7 +20,7 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
-    Standing,
+    SchedulingState,
     TrajectoryGroup,
 )
 
@@ -39,7 +39,7 @@ class MemoryBuffer:
         self._state = state
         self._changed = changed or asyncio.Condition()
         self._clock = clock
-        self._epoch = 0
+        self._learner_term = 0
 
     def client(self) -> "MemoryBuffer":
         """Another client of the same buffer."""
@@ -65,7 +65,7 @@ class MemoryBuffer:
         return reply
 
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
-        self._epoch = self._state.attach(policy_version, books)
+        self._learner_term = self._state.attach(policy_version, books)
         await self._announce()
         return self._state.stats(self._clock())
 
@@ -73,29 +73,31 @@ class MemoryBuffer:
         self, num_groups: int, policy_version: int, wait_s: float
     ) -> tuple[GroupHeader, ...]:
         def attempt() -> tuple[GroupHeader, ...] | None:
-            return self._state.take(num_groups, policy_version, self._epoch) or None
+            return self._state.take(num_groups, policy_version, self._learner_term) or None
 
         return await self._when(attempt, wait_s) or ()
 
-    async def fetch(self, sequences: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
-        return self._state.fetch(sequences)
+    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
+        return self._state.fetch(prompt_indices)
 
     async def advance(self, policy_version: int) -> Books:
-        books = self._state.advance(policy_version, self._epoch)
+        books = self._state.advance(policy_version, self._learner_term)
         await self._announce()
         return books
 
     async def acknowledge(self, policy_version: int) -> None:
-        self._state.acknowledge(policy_version, self._epoch)
+        self._state.acknowledge(policy_version, self._learner_term)
 
     async def finish(self) -> None:
-        self._state.finish(self._epoch)
+        self._state.finish(self._learner_term)
 
     async def drain(self) -> None:
         self._state.drain()
 
-    async def set_standing(self, generator_id: str, standing: Standing) -> None:
-        self._state.set_standing(generator_id, standing)
+    async def set_scheduling_state(
+        self, generator_id: str, scheduling_state: SchedulingState
+    ) -> None:
+        self._state.set_scheduling_state(generator_id, scheduling_state)
         await self._announce()
 
     async def stats(self) -> BufferStats:

@@ -16,11 +16,11 @@ from learners import checkpoint
 from learners.critic import Critic
 from learners.learner import Learner, nothing_restored
 from learners.policy import Policy
-from learners.pulse import Pulse
+from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
 from streamrl import service
-from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.service import Shutdown
 from streamrl.tracking import open_trackers
@@ -57,14 +57,14 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     buffer = connect(config)
     tracker = open_trackers(config, first_step=start.policy_version + 1)
     record = JsonlTracker(config.run.path / TRAINED_FILE, first_step=start.policy_version + 1)
-    pulse = Pulse(config, buffer, sender)
-    learner = Learner(config, trainer, buffer, sender, tracker, record, pulse, start)
+    reporter = StatusReporter(config, buffer, sender)
+    learner = Learner(config, trainer, buffer, sender, tracker, record, reporter, start)
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
     try:
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(sender.run())
-            beating = tasks.create_task(pulse.run())
+            beating = tasks.create_task(reporter.run())
             await learner.run()
             sending.cancel()
             beating.cancel()

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from learners import checkpoint
 from learners.batch import TrainingBatch
-from learners.pulse import Pulse
+from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.errors import (
@@ -32,15 +32,15 @@ from streamrl.types import (
     BufferStats,
     GroupHeader,
     LearnerActivity,
+    ranges_of,
     replace,
-    runs_of,
 )
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 10.0
-FAREWELL_S = 3.0
+SHUTDOWN_GRACE_S = 3.0
 
 Result = TypeVar("Result")
 
@@ -56,7 +56,7 @@ class Learner:
         sender: WeightSender,
         tracker: Tracker,
         record: Tracker,
-        pulse: Pulse,
+        reporter: StatusReporter,
         start: checkpoint.Restored,
     ) -> None:
         self._config = config
@@ -65,7 +65,7 @@ class Learner:
         self._sender = sender
         self._tracker = tracker
         self._record = record
-        self._pulse = pulse
+        self._reporter = reporter
         self._logged_s = time.perf_counter()
         self._version = start.policy_version
         self._books = start.books
@@ -94,19 +94,19 @@ class Learner:
         with contextlib.suppress(TimeoutError, TransportError):
             if self._version > self._saved_version:
                 await self._save()
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(SHUTDOWN_GRACE_S):
                 await self._acknowledge()
                 if self._version >= self._config.run.max_steps:
                     await self._buffer.finish()
         self._thread.shutdown()
-        self._pulse.begin(LearnerActivity.ENDED)
+        self._reporter.begin(LearnerActivity.ENDED)
 
     async def _attach(self) -> None:
-        self._pulse.begin(LearnerActivity.ATTACHING, policy_version=self._version)
+        self._reporter.begin(LearnerActivity.ATTACHING, policy_version=self._version)
         stats = await self._buffer.attach(self._version, self._books)
         _require_same_settings(stats, self._config)
         self._incarnation = stats.incarnation
-        self._pulse.learn(epoch=stats.books.epoch, dropped=stats.books.dropped)
+        self._reporter.learn(learner_term=stats.books.learner_term, dropped=stats.books.dropped)
 
     async def _attached_again(self, error: LedgerError) -> bool:
         """Whether the refusal was that of a buffer that lost its memory; it has it from here now.
@@ -128,7 +128,7 @@ class Learner:
         stopped = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
-                self._pulse.begin(LearnerActivity.WAITING)
+                self._reporter.begin(LearnerActivity.WAITING)
                 taking = asyncio.create_task(
                     self._buffer.take(num_groups, self._version, TAKE_WAIT_S)
                 )
@@ -150,24 +150,24 @@ class Learner:
             stopped.cancel()
 
     async def _step(self, headers: tuple[GroupHeader, ...], start: float) -> None:
-        self._pulse.begin(LearnerActivity.FETCHING)
+        self._reporter.begin(LearnerActivity.FETCHING)
         try:
-            groups = await self._buffer.fetch([header.sequence for header in headers])
+            groups = await self._buffer.fetch([header.prompt_index for header in headers])
         except LedgerError as error:
             if await self._attached_again(error):
                 return
             raise
         wait_s = time.perf_counter() - start
         batch = TrainingBatch.of(groups, self._version)
-        self._pulse.begin(LearnerActivity.COMPUTING)
+        self._reporter.begin(LearnerActivity.COMPUTING)
         metrics = await self._compute(lambda: self._trainer.step(batch))
         self._version += 1
         # Announced before the buffer admits groups of the next version, which need these weights.
         if self._version % self._config.weights.publish_every == 0:
             await self._publish()
-        self._pulse.begin(LearnerActivity.REPORTING, policy_version=self._version)
+        self._reporter.begin(LearnerActivity.REPORTING, policy_version=self._version)
         self._books = await self._advance(headers)
-        self._pulse.learn(dropped=self._books.dropped)
+        self._reporter.learn(dropped=self._books.dropped)
         await self._log(headers, metrics, wait_s)
         if self._version % self._config.learner.checkpoint.every == 0:
             await self._save()
@@ -180,8 +180,8 @@ class Learner:
         stats = await self._buffer.stats()
         now_s = time.perf_counter()
         step_s, self._logged_s = now_s - self._logged_s, now_s
-        sequences = [header.sequence for header in headers]
-        self._record.log({"sequences": sequences}, step=self._version)
+        prompt_indices = [header.prompt_index for header in headers]
+        self._record.log({"prompt_indices": prompt_indices}, step=self._version)
         self._tracker.log(
             {
                 **metrics,
@@ -192,7 +192,7 @@ class Learner:
                 "learner/policy_version": self._version,
                 "learner/wait_s": wait_s,
                 "learner/step_s": step_s,
-                "learner/stalls": self._pulse.num_stalls,
+                "learner/stalls": self._reporter.num_stalls,
                 "time_s": time.time(),
             },
             step=self._version,
@@ -202,7 +202,7 @@ class Learner:
         try:
             return await self._buffer.advance(self._version)
         except LedgerError as error:
-            self._books = books_with(self._books, [header.sequence for header in headers])
+            self._books = books_with(self._books, [header.prompt_index for header in headers])
             if not await self._attached_again(error):
                 raise
             return await self._buffer.advance(self._version)
@@ -217,13 +217,13 @@ class Learner:
     async def _publish(self) -> None:
         parameters = dict(self._trainer.policy.parameters())
         version = self._version
-        self._pulse.begin(LearnerActivity.PUBLISHING, policy_version=version)
+        self._reporter.begin(LearnerActivity.PUBLISHING, policy_version=version)
         await self._compute(lambda: self._sender.snapshot(parameters, version))
         self._sender.publish()
 
     async def _save(self) -> None:
         start = time.perf_counter()
-        self._pulse.begin(LearnerActivity.SAVING)
+        self._reporter.begin(LearnerActivity.SAVING)
         version, books = self._version, self._books
         path = await self._compute(
             lambda: checkpoint.save(self._config, self._trainer, version, books)
@@ -241,21 +241,21 @@ def nothing_restored() -> checkpoint.Restored:
     return checkpoint.Restored(policy_version=0, books=Books())
 
 
-def books_with(books: Books, sequences: Iterable[int]) -> Books:
+def books_with(books: Books, prompt_indices: Iterable[int]) -> Books:
     """The account after a step that the buffer did not hear of: these are trained, too.
 
     They count as granted once more, since the leases under which they were are forgotten with it.
     """
-    trained = set(sequences)
-    following = max(books.next_sequence, *(sequence + 1 for sequence in trained))
-    still_open = {*books.open_sequences, *range(books.next_sequence, following)} - trained
+    trained = set(prompt_indices)
+    following = max(books.next_prompt_index, *(prompt_index + 1 for prompt_index in trained))
+    still_open = {*books.open_prompt_indices, *range(books.next_prompt_index, following)} - trained
     return replace(
         books,
         granted=books.granted + len(trained),
         trained=books.trained + len(trained),
-        next_sequence=following,
+        next_prompt_index=following,
         revision=books.revision + 1,
-        open_runs=runs_of(still_open),
+        open_ranges=ranges_of(still_open),
     )
 
 

@@ -17,8 +17,8 @@ from learners.batch import TrainingBatch
 from learners.policy import Policy
 from learners.trainer import Trainer
 from streamrl import wire
-from streamrl.cli.arguments import configuration
 from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.types import GapStatistics, ParityReport, ParitySamples
 

@@ -4,4 +4,4 @@ Importing this package, `streamrl.config`, `streamrl.wire` or `buffers` loads ne
 transformers: the buffer's image needs no CUDA, and the command line answers at once.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

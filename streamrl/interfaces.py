@@ -24,7 +24,7 @@ from streamrl.types import (
     Lease,
     LoadReport,
     SamplingParams,
-    Standing,
+    SchedulingState,
     TrajectoryGroup,
     WeightUpdate,
 )
@@ -52,7 +52,7 @@ class GeneratorBuffer(Protocol):
         ...
 
     async def release(self, lease_id: str, reason: DropReason) -> None:
-        """Give the lease up. Whether its sequence is granted again depends on the reason."""
+        """Give the lease up. Whether its prompt is granted again depends on the reason."""
         ...
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
@@ -83,7 +83,7 @@ class LearnerBuffer(Protocol):
         """
         ...
 
-    async def fetch(self, sequences: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
+    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         """The payloads of taken groups, in the order asked for."""
         ...
 
@@ -104,7 +104,7 @@ class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
     """What every backend implements."""
 
     async def stats(self) -> BufferStats:
-        """A reading of the books, the roster and the sizes."""
+        """A reading of the books, the generator registry and the sizes."""
         ...
 
     async def drain(self) -> None:
@@ -114,7 +114,9 @@ class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
         """
         ...
 
-    async def set_standing(self, generator_id: str, standing: Standing) -> None:
+    async def set_scheduling_state(
+        self, generator_id: str, scheduling_state: SchedulingState
+    ) -> None:
         """Cordon a generator, have it drain, or make it active; lasts beyond its process.
 
         Raises:
@@ -192,9 +194,9 @@ class Episode:
 
 
 class PromptSource(Protocol):
-    """The prompt stream: a pure function of the sequence, so no position need be stored."""
+    """The prompt stream: a pure function of the prompt, so no position need be stored."""
 
-    def __getitem__(self, sequence: int) -> Prompt: ...
+    def __getitem__(self, prompt_index: int) -> Prompt: ...
 
 
 class Reward(Protocol):

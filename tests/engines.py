@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from actors.engines import make_engine
-from actors.engines.remote.process import ServerProcess
-from actors.engines.vllm.remote_start import serve_options
+from actors.engines.served.process import ServerProcess
+from actors.engines.vllm.served_start import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
 from streamrl.types import FilesEndpoint, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.shared import endpoint_of
+from streamrl.weights.transports.shared_memory import endpoint_of
 from tests.ports import free_port
 from tests.tiny_model import make_llama
 

@@ -37,11 +37,11 @@ def make_trajectory(
 
 
 def make_group(
-    sequence: int, *, lease_id: str = "", size: int = 2, **kwargs: int
+    prompt_index: int, *, lease_id: str = "", size: int = 2, **kwargs: int
 ) -> TrajectoryGroup:
     return TrajectoryGroup(
-        group_id=f"{sequence}:{lease_id}",
-        sequence=sequence,
+        group_id=f"{prompt_index}:{lease_id}",
+        prompt_index=prompt_index,
         environment="test",
         trajectories=tuple(make_trajectory(seed=i, **kwargs) for i in range(size)),
     )
@@ -74,7 +74,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 groups = st.builds(
     TrajectoryGroup,
     group_id=st.text(max_size=20),
-    sequence=st.integers(0, 2**40),
+    prompt_index=st.integers(0, 2**40),
     environment=st.text(max_size=10),
     trajectories=st.lists(trajectories(), min_size=1, max_size=4).map(tuple),
 )

@@ -47,7 +47,7 @@ def make_batch(seed: int = 0, num_groups: int = 5, group_size: int = 4) -> Train
     groups = [
         TrajectoryGroup(
             group_id=str(i),
-            sequence=i,
+            prompt_index=i,
             environment="test",
             trajectories=tuple(
                 make_trajectory(rng, int(rng.integers(1, 9)), int(rng.integers(1, 12)))

@@ -28,9 +28,9 @@ def make_engine(config: RunConfig, *, seed: int) -> Engine:
 
             return open_sglang(config, seed=seed)
         case "vllm" if config.generator.vllm.url:
-            from actors.engines.vllm.remote_start import open_remote
+            from actors.engines.vllm.served_start import open_served
 
-            return open_remote(config)
+            return open_served(config)
         case "vllm":
             _require_vllm()
             from actors.engines.vllm.engine import VllmEngine

@@ -1,6 +1,6 @@
 """The prompt stream: files, procedural tasks, reasoning-gym.
 
-A new source is a class with `__getitem__(sequence) -> Prompt` and a line in `open_prompts`.
+A new source is a class with `__getitem__(prompt_index) -> Prompt` and a line in `open_prompts`.
 """
 
 from pathlib import Path

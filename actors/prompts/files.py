@@ -1,7 +1,7 @@
 """Prompts from JSONL, JSON and parquet files.
 
-Invariant: the order is a pure function of (seed, sequence): each epoch is a fresh permutation, so
-no prompt comes twice within an epoch and a resumed run goes on where it stopped.
+Invariant: the order is a pure function of (seed, prompt index): each epoch is a fresh
+permutation, so no prompt comes twice within an epoch and a resumed run goes on where it stopped.
 """
 
 import json
@@ -39,8 +39,8 @@ class FilePrompts:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, sequence: int) -> Prompt:
-        epoch, place = divmod(sequence, len(self._rows))
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        epoch, place = divmod(prompt_index, len(self._rows))
         row = self._rows[place if self._seed is None else int(self._order(epoch)[place])]
         try:
             return Prompt(_content(row[self._prompt_key]), str(row[self._answer_key]), row)

@@ -42,8 +42,8 @@ class ReasoningGymPrompts:
         self._block = lru_cache(maxsize=2)(block)
         self._block(0)
 
-    def __getitem__(self, sequence: int) -> Prompt:
-        number, place = divmod(sequence, _BLOCK)
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        number, place = divmod(prompt_index, _BLOCK)
         dataset = self._block(number)
         entry = dataset[place]
         return Prompt(entry["question"], str(entry["answer"]), {"dataset": dataset, "entry": entry})

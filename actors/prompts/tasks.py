@@ -1,6 +1,6 @@
 """Procedural tasks: endless prompts with exact answers, for laptops and tests.
 
-Invariant: a prompt is a pure function of (seed, sequence), and a prompt that is held out never
+Invariant: a prompt is a pure function of (seed, prompt index), and a prompt that is held out never
 appears in training. A new task is a function and a line in `TASKS`.
 """
 
@@ -70,12 +70,12 @@ class TaskPrompts:
         numbers = () if held_out else range(num_held_out)
         self._kept_out = frozenset(self._draw(_HELD_OUT + i, 0)[0] for i in numbers)
 
-    def __getitem__(self, sequence: int) -> Prompt:
+    def __getitem__(self, prompt_index: int) -> Prompt:
         if self._held_out:
-            content, answer = self._draw(_HELD_OUT + sequence, 0)
+            content, answer = self._draw(_HELD_OUT + prompt_index, 0)
             return Prompt(content, answer)
         for attempt in range(_MAX_DRAWS):
-            content, answer = self._draw(sequence, attempt)
+            content, answer = self._draw(prompt_index, attempt)
             if content not in self._kept_out:
                 return Prompt(content, answer)
         raise ConfigError(

@@ -19,12 +19,12 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.cli.arguments import configuration
 from streamrl.cli.figure import drawn
 from streamrl.cli.processes import executable
-from streamrl.cli.run_folder import read_json
 from streamrl.config import RunConfig, load_config
+from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, StreamRLError
+from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 
 _WINDOW = 10

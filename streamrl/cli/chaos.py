@@ -20,12 +20,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from streamrl.cli.arguments import configuration
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes import Child
 from streamrl.cli.proof import prove
-from streamrl.cli.run_folder import prepare
+from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, StreamRLError
+from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 
 _POLL_S = 0.02
@@ -90,7 +90,7 @@ class Killer:
         self._max_steps = max_steps
         self._seed: int = arguments.seed
         self._num_kills: int = arguments.kills
-        self._patience_s: float = arguments.patience
+        self._retry_timeout_s: float = arguments.patience
         self._console = console
         self._reached = 0
         self._seen = (-1, time.monotonic())
@@ -129,8 +129,8 @@ class Killer:
         self._reached = max(self._reached, step)
         if step != self._seen[0]:
             self._seen = (step, time.monotonic())
-        elif time.monotonic() - self._seen[1] > self._patience_s:
+        elif time.monotonic() - self._seen[1] > self._retry_timeout_s:
             raise StreamRLError(
-                f"the run hangs: no step for {self._patience_s:g} s since step {step}, after "
+                f"the run hangs: no step for {self._retry_timeout_s:g} s since step {step}, after "
                 f"{len(self.done)} kills (see {self._record.parent / 'logs'})"
             )

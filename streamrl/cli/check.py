@@ -2,8 +2,8 @@
 
 import argparse
 
-from streamrl.cli.arguments import configuration
 from streamrl.config import render
+from streamrl.config.arguments import configuration
 
 
 def main(arguments: argparse.Namespace) -> int:

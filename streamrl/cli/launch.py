@@ -20,14 +20,14 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from streamrl.cli.arguments import configuration
 from streamrl.cli.parity import gate
 from streamrl.cli.processes import Child, call
 from streamrl.cli.report import write_report
-from streamrl.cli.run_folder import prepare, read_json
 from streamrl.cli.view import ProgressView, summary
 from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
 from streamrl.errors import StreamRLError
+from streamrl.run_folder import prepare, read_json
 
 DRAIN_S = 15.0
 

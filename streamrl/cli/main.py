@@ -229,25 +229,27 @@ COMMANDS = {
         _run_folder,
     ),
     "buffer inspect": Command(
-        "buffers.console:inspect", "what a running buffer holds, for whom, since when", _inspect
+        "streamrl.cli.buffer:inspect", "what a running buffer holds, for whom, since when", _inspect
     ),
     "buffer drain": Command(
-        "buffers.console:drain", "let a running buffer empty: nothing new is leased", _drain
+        "streamrl.cli.buffer:drain", "let a running buffer empty: nothing new is leased", _drain
     ),
     "generator": Command("actors.daemon:main", "start one generator", _generator),
     "generators": Command(
-        "buffers.members:show", "who generates for a running buffer, and how they do", _generators
+        "streamrl.cli.generators:show",
+        "who generates for a running buffer, and how they do",
+        _generators,
     ),
     "generators cordon": Command(
-        "buffers.members:cordon", "grant a generator no further leases", _one_generator
+        "streamrl.cli.generators:cordon", "grant a generator no further leases", _one_generator
     ),
     "generators drain": Command(
-        "buffers.members:drain",
+        "streamrl.cli.generators:drain",
         "have a generator finish its groups and leave, and wait for it",
         _drain_generator,
     ),
     "generators uncordon": Command(
-        "buffers.members:uncordon", "undo a cordon, or a drain under way", _one_generator
+        "streamrl.cli.generators:uncordon", "undo a cordon, or a drain under way", _one_generator
     ),
     "learner": Command("learners.daemon:main", "start the learner", _learner),
     "make-model": Command(
@@ -257,7 +259,7 @@ COMMANDS = {
         "actors.evaluate:main", "greedy score of a checkpoint on held-out prompts", _evaluate
     ),
     "books": Command(
-        "buffers.books:main", "write books.json of a run whose buffer is redis://", _books
+        "streamrl.cli.books:main", "write books.json of a run whose buffer is redis://", _books
     ),
     "parity": Command(
         "streamrl.cli.parity:main", "compare the log-probabilities of engine and learner", _parity
@@ -271,12 +273,14 @@ COMMANDS = {
     "ablate": Command(
         "streamrl.cli.ablate:main", "one run per value of a setting and seed, compared", _ablate
     ),
-    "keys new": Command("buffers.curve:main", "make the keys of buffer.curve", _new_folder),
+    "keys new": Command("buffers.zmq.curve:main", "make the keys of buffer.curve", _new_folder),
     "chaos": Command(
         "streamrl.cli.chaos:main", "kill daemons at random moments, then check the record", _chaos
     ),
     "status": Command(
-        "buffers.status:main", "what a run does, and what is wrong with it, on one screen", _status
+        "streamrl.cli.status:main",
+        "what a run does, and what is wrong with it, on one screen",
+        _status,
     ),
     "watch": Command("streamrl.cli.watch:main", "follow the progress of a run folder", _run_folder),
     "report": Command(

@@ -17,9 +17,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.cli.arguments import configuration
 from streamrl.cli.processes import call
 from streamrl.config import RunConfig, to_yaml
+from streamrl.config.arguments import configuration
 from streamrl.errors import StreamRLError
 from streamrl.types import GapStatistics, ParityReport
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from streamrl.config import PARENT_VARIABLE
 from streamrl.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, StreamRLError
+from streamrl.run_folder import last_words
 
 MAX_RESTARTS = 5
 
@@ -94,15 +95,6 @@ class Child:
 
     def last_words(self) -> str:
         return last_words(self.log_file)
-
-
-def last_words(log_file: Path) -> str:
-    """The last line of a log that says anything."""
-    try:
-        lines = log_file.read_text(errors="replace").splitlines()
-    except OSError:
-        return "it left no log"
-    return next((line for line in reversed(lines) if line.strip()), "it left no log")
 
 
 def call(*arguments: str) -> str:

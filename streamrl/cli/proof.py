@@ -1,8 +1,9 @@
-"""What a finished run's folder proves: every sequence trained once, or dropped with a reason.
+"""What a finished run's folder proves: every prompt trained once, or dropped with a reason.
 
 Reads metrics.jsonl, trained.jsonl, the last checkpoint's books and books.json; works for any
-buffer. In the surviving history a sequence below `next_sequence` is trained (trained.jsonl says by
-which step), still open (the books list it), or was dropped for good (the books count it by reason).
+buffer. In the surviving history a prompt below `next_prompt_index` is trained (trained.jsonl says
+by which step), still open (the books list it), or was dropped for good (the books count it by
+reason).
 
 Pure but for reading; called by `streamrl.cli.chaos`.
 """
@@ -15,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.cli.run_folder import read_json
 from streamrl.config import RunConfig
+from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from streamrl.types import Books
 
@@ -43,7 +44,7 @@ def prove(config: RunConfig) -> Proof:
         faults.append(f"the last checkpoint is of version {found}, not of {max_steps}")
         return Proof(f"{len(metrics)} steps", tuple(faults))
     books = msgspec.convert(state["books"], Books, str_keys=True, strict=False)
-    faults += _sequence_faults(trained, books, config.learner.groups_per_step)
+    faults += _prompt_faults(trained, books, config.learner.groups_per_step)
     return Proof(_finding(trained, books), tuple(faults))
 
 
@@ -64,44 +65,46 @@ def _balance_faults(
         yield "the buffer's last books (books.json) do not close"
 
 
-def _sequence_faults(
+def _prompt_faults(
     trained: Sequence[Mapping[str, Any]], books: Books, groups_per_step: int
 ) -> Iterator[str]:
     if not books.balanced:
         yield "the books of the last checkpoint do not close"
     steps: dict[int, list[int]] = {}
     for line in trained:
-        if len(line["sequences"]) != groups_per_step:
-            yield f"step {line['step']} trained {len(line['sequences'])} groups"
-        for sequence in line["sequences"]:
-            steps.setdefault(sequence, []).append(line["step"])
-    for sequence, at in steps.items():
+        if len(line["prompt_indices"]) != groups_per_step:
+            yield f"step {line['step']} trained {len(line['prompt_indices'])} groups"
+        for prompt_index in line["prompt_indices"]:
+            steps.setdefault(prompt_index, []).append(line["step"])
+    for prompt_index, at in steps.items():
         if len(at) > 1:
-            yield f"sequence {sequence} was trained by the steps {at}"
-    if again := sorted(steps.keys() & set(books.open_sequences)):
+            yield f"prompt {prompt_index} was trained by the steps {at}"
+    if again := sorted(steps.keys() & set(books.open_prompt_indices)):
         yield f"trained, yet still to be trained by the last checkpoint's books: {again}"
-    if beyond := sorted(sequence for sequence in steps if sequence >= books.next_sequence):
+    if beyond := sorted(
+        prompt_index for prompt_index in steps if prompt_index >= books.next_prompt_index
+    ):
         yield f"trained, yet never granted by the last checkpoint's books: {beyond}"
-    gone = set(range(books.next_sequence)) - steps.keys() - set(books.open_sequences)
+    gone = set(range(books.next_prompt_index)) - steps.keys() - set(books.open_prompt_indices)
     if len(gone) > (dropped := _dropped_for_good(books)):
         told = f"neither trained nor open: {sorted(gone)}; the books know of {dropped} dropped"
-        yield f"sequences are lost: {told} for good"
+        yield f"prompts are lost: {told} for good"
     finished = books.acknowledged + books.trained
     if finished != len(steps):
         yield f"the books call {finished} groups trained; {TRAINED_FILE} names {len(steps)}"
 
 
 def _dropped_for_good(books: Books) -> int:
-    return sum(count for reason, count in books.dropped.items() if not reason.returns_sequence)
+    return sum(count for reason, count in books.dropped.items() if not reason.returns_prompt)
 
 
 def _finding(trained: Sequence[Mapping[str, Any]], books: Books) -> str:
-    num_trained = sum(len(line["sequences"]) for line in trained)
+    num_trained = sum(len(line["prompt_indices"]) for line in trained)
     dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(books.dropped.items()))
     gone = _dropped_for_good(books)
     return (
-        f"{len(trained)} steps trained {num_trained} sequences; of {books.next_sequence} granted "
-        f"{len(books.open_sequences)} are open and {gone} dropped for good "
+        f"{len(trained)} steps trained {num_trained} prompts; of {books.next_prompt_index} granted "
+        f"{len(books.open_prompt_indices)} are open and {gone} dropped for good "
         f"({books.granted} leases; ended otherwise: {dropped or 'none'})"
     )
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from streamrl.cli.figure import drawn
 from streamrl.cli.view import summary
-from streamrl.cli.watch import config_of
+from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import read_metrics
 
 # title, (metric, label)s

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli.processes import Child
-from streamrl.cli.run_folder import read_json
 from streamrl.config import RunConfig
+from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 
 REFRESH_S = 0.5

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.live import Live
 
 from streamrl.cli.view import REFRESH_S, render
-from streamrl.config import RunConfig, load_config
-from streamrl.errors import ConfigError
+from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import read_metrics
 
 
@@ -25,14 +24,6 @@ def main(arguments: argparse.Namespace) -> int:
             lines = read_metrics(folder / "metrics.jsonl")
             screen.update(render(config, lines, _roles(lines)))
     return 0
-
-
-def config_of(folder: Path) -> RunConfig:
-    """The configuration that the run in this folder was started with."""
-    path = folder / "config.yaml"
-    if not path.exists():
-        raise ConfigError(f"{folder} is no run folder: it has no config.yaml")
-    return load_config(path, environment={}).config
 
 
 def _roles(lines: list[dict[str, object]]) -> dict[str, str]:

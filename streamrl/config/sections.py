@@ -103,7 +103,7 @@ class DataSettings(Section):
     truncation: Literal["error", "left", "right", "drop"] = "error"
     """What happens to longer ones: refuse, cut that side, or drop the prompt (counted)."""
     shuffle: bool = True
-    """Draw files in a new seeded order each epoch."""
+    """Draw files in a new seeded order each term."""
     reward: str = "exact_match"
     """exact_match, numeric_answer, regex, or PATH.py:FUNCTION."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)

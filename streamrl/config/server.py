@@ -23,7 +23,7 @@ class ServerSettings(Section):
     """How long a server may take to come up."""
     request_timeout_s: Seconds = 3600.0
     """Longest wait for one completion; it then fails alone."""
-    patience_s: Seconds = 30.0
+    retry_timeout_s: Seconds = 30.0
     """Connections lost are tried again for so long; then the generator ends with an error."""
 
     @field_validator("url")

@@ -6,7 +6,7 @@ decode, so no reader checks shapes a second time. Nothing here is ever changed i
 
 from msgspec.structs import replace
 
-from streamrl.types.accounts import (
+from streamrl.types.buffer import (
     Books,
     BufferStats,
     DropReason,
@@ -16,9 +16,10 @@ from streamrl.types.accounts import (
     LearnerStatus,
     Lease,
     RefusalReason,
-    Standing,
+    SchedulingState,
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
+from streamrl.types.index_ranges import IndexRanges, ranges_of
 from streamrl.types.packed import PackedGroup, pack
 from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
 from streamrl.types.rollouts import (
@@ -32,7 +33,6 @@ from streamrl.types.rollouts import (
     TrajectoryGroup,
     Turn,
 )
-from streamrl.types.runs import Runs, runs_of
 from streamrl.types.weights import (
     BroadcastEndpoint,
     CudaMemory,
@@ -40,7 +40,7 @@ from streamrl.types.weights import (
     FilesEndpoint,
     HostMemory,
     LoadReport,
-    Place,
+    Locality,
     SharedEndpoint,
     TensorSpec,
     WeightUpdate,
@@ -65,26 +65,26 @@ __all__ = [
     "GroupHeader",
     "HeartbeatReply",
     "HostMemory",
+    "IndexRanges",
     "Int32Array",
     "LearnerActivity",
     "LearnerStatus",
     "Lease",
     "LoadReport",
+    "Locality",
     "PackedGroup",
     "ParityReport",
     "ParitySamples",
-    "Place",
     "RefusalReason",
-    "Runs",
     "SamplingParams",
+    "SchedulingState",
     "SharedEndpoint",
-    "Standing",
     "TensorSpec",
     "Trajectory",
     "TrajectoryGroup",
     "Turn",
     "WeightUpdate",
     "pack",
+    "ranges_of",
     "replace",
-    "runs_of",
 ]

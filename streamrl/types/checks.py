@@ -28,11 +28,11 @@ class TokenRecord(Protocol):
     def policy_versions(self) -> Int32Array: ...
 
 
-def check_group(members: tuple[object, ...], sequence: int) -> None:
+def check_group(members: tuple[object, ...], prompt_index: int) -> None:
     if not members:
         raise ValueError("trajectories: is empty; a group holds at least one")
-    if sequence < 0:
-        raise ValueError(f"sequence: is {sequence}; it must be >= 0")
+    if prompt_index < 0:
+        raise ValueError(f"prompt: is {prompt_index}; it must be >= 0")
 
 
 def check_tokens(record: TokenRecord) -> None:

@@ -28,7 +28,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
     members = group.trajectories
     return (
         group.group_id,
-        group.sequence,
+        group.prompt_index,
         group.environment,
         [(len(t.token_ids), t.reward, t.finish_reason, t.turns, t.metrics) for t in members],
         np.concatenate([t.token_ids for t in members]),
@@ -56,7 +56,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     """
 
     group_id: str
-    sequence: int
+    prompt_index: int
     environment: str
     facts: tuple[Facts, ...]
     token_ids: Int32Array
@@ -65,7 +65,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     policy_versions: Int32Array
 
     def __post_init__(self) -> None:
-        check_group(self.facts, self.sequence)
+        check_group(self.facts, self.prompt_index)
         check_tokens(self)
         for facts in self.facts:
             if facts.num_tokens < 1:
@@ -82,7 +82,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
         ends = itertools.accumulate(facts.num_tokens for facts in self.facts)
         return TrajectoryGroup(
             group_id=self.group_id,
-            sequence=self.sequence,
+            prompt_index=self.prompt_index,
             environment=self.environment,
             trajectories=tuple(
                 self._slice(facts, slice(end - facts.num_tokens, end))
@@ -95,7 +95,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
         assert oldest is not None, "checked when it was made"
         return GroupHeader(
             group_id=self.group_id,
-            sequence=self.sequence,
+            prompt_index=self.prompt_index,
             environment=self.environment,
             oldest_version=oldest,
             lengths=tuple(facts.num_tokens for facts in self.facts),

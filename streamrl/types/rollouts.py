@@ -112,12 +112,12 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     """The siblings of one prompt: admitted, buffered, taken, trained and accounted as one."""
 
     group_id: str
-    sequence: int
+    prompt_index: int
     environment: str
     trajectories: tuple[Trajectory, ...]
 
     def __post_init__(self) -> None:
-        check_group(self.trajectories, self.sequence)
+        check_group(self.trajectories, self.prompt_index)
         if all(t.oldest_version is None for t in self.trajectories):
             raise ValueError("trajectories: none holds a sampled token")
 
@@ -135,7 +135,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
     """What the ledger and the learner's planning need of a group, without its payload."""
 
     group_id: str
-    sequence: int
+    prompt_index: int
     environment: str
     oldest_version: int
     lengths: tuple[int, ...]
@@ -146,7 +146,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
     def of(cls, group: TrajectoryGroup, num_bytes: int = 0) -> "GroupHeader":
         return cls(
             group_id=group.group_id,
-            sequence=group.sequence,
+            prompt_index=group.prompt_index,
             environment=group.environment,
             oldest_version=group.oldest_version,
             lengths=tuple(t.num_tokens for t in group.trajectories),

@@ -86,7 +86,7 @@ class SharedEndpoint(Struct, frozen=True, kw_only=True, tag="shared"):
 Endpoint: TypeAlias = BroadcastEndpoint | FilesEndpoint | SharedEndpoint
 
 
-class Place(Struct, frozen=True, kw_only=True):
+class Locality(Struct, frozen=True, kw_only=True):
     """Where weights are sent from or received: a machine, and its GPUs by UUID, one per rank.
 
     `host` is "" and `gpus` is () where that is not known; on a CPU there are no `gpus`.

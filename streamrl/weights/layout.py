@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from streamrl.types import TensorSpec
-from streamrl.weights import float8
+from streamrl.weights.codecs import float8
 
 _ALIGNMENT = 64
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct, structs
 
-from streamrl.weights.channel import HELLO_S, Hello
+from streamrl.weights.protocol import HELLO_S, Hello
 
 log = logging.getLogger(__name__)
 

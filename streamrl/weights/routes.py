@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import ConfigError
-from streamrl.types import Place
+from streamrl.types import Locality
 from streamrl.weights.membership import Peer
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ ROUTES: tuple[Route, ...] = ("file", "shared memory", "broadcast")
 
 
 class Routes:
-    """The ways of one learner life, whose sender is at `place`; `shares`: others can map its
+    """The ways of one learner life, whose sender is at `locality`; `shares`: others can map its
     buffers."""
 
     def __init__(
-        self, settings: WeightSettings, history: str, place: Place, *, shares: bool
+        self, settings: WeightSettings, history: str, locality: Locality, *, shares: bool
     ) -> None:
         if settings.backend == "shared" and not shares:
             raise ConfigError(
@@ -43,7 +43,7 @@ class Routes:
             )
         self._settings = settings
         self._history = history
-        self._place = place
+        self._locality = locality
         self._shares = shares
         self._has_delivered = False
         self._cannot_read_files: frozenset[str] = frozenset()
@@ -76,8 +76,12 @@ class Routes:
 
     def backend(self, peers: Iterable[Peer]) -> str:
         """Of a broadcast to these."""
-        places = [self._place, *(peer.hello.place for peer in peers)]
-        return backend_among(places) if self._settings.backend == "auto" else self._settings.backend
+        localities = [self._locality, *(peer.hello.locality for peer in peers)]
+        return (
+            backend_among(localities)
+            if self._settings.backend == "auto"
+            else self._settings.backend
+        )
 
     def _of(self, peer: Peer) -> Route:
         if self._prefers_file(peer):
@@ -86,7 +90,7 @@ class Routes:
             case "shared":
                 return "shared memory"
             case "auto" if self._shares and peer.hello.session not in self._cannot_share:
-                can = can_share(self._place, peer.hello.place)
+                can = can_share(self._locality, peer.hello.locality)
                 return "shared memory" if can else "broadcast"
             case _:
                 return "broadcast"
@@ -99,16 +103,16 @@ class Routes:
         return self._settings.catch_up == "files" and is_late and readable
 
 
-def can_share(sender: Place, receiver: Place) -> bool:
+def can_share(sender: Locality, receiver: Locality) -> bool:
     """Whether the receiver can map the memory the sender's buffers stand in."""
     if not sender.host or sender.host != receiver.host:
         return False
     return sender.device_type == "cpu" or (bool(sender.gpus) and sender.gpus == receiver.gpus)
 
 
-def backend_among(places: list[Place]) -> Literal["gloo", "nccl"]:
+def backend_among(localities: list[Locality]) -> Literal["gloo", "nccl"]:
     """GPUs that nobody knows count as different, as those of other machines are."""
-    gpus = [gpu for place in places for gpu in place.gpus]
+    gpus = [gpu for locality in localities for gpu in locality.gpus]
     are_different = len(set(gpus)) == len(gpus)
-    on_gpus = all(place.device_type == "cuda" for place in places)
+    on_gpus = all(locality.device_type == "cuda" for locality in localities)
     return "nccl" if on_gpus and are_different else "gloo"

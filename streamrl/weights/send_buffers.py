@@ -7,7 +7,7 @@ has copied everything has that version, however long it slept meanwhile: a seqlo
 Both ends take a lock between stamp and bytes, which keeps their order on any processor: the writer
 its own, the reader the interpreter's after a copy without it.
 
-Used by `streamrl.weights.sender`, and by `streamrl.weights.shared` for the endpoints.
+Used by `streamrl.weights.sender`, and by `transports.shared_memory` for the endpoints.
 """
 
 import logging
@@ -21,7 +21,7 @@ import torch
 
 from streamrl.types import CudaMemory, HostMemory
 from streamrl.weights.layout import Layout
-from streamrl.weights.memory import export_from_gpu, make_on_host
+from streamrl.weights.transports.memory import export_from_gpu, make_on_host
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ more without it. Who catches up from a file holds up nobody else's round.
 Invariant: one round at a time, of one question at a time to each receiver; every wait for one has
 a deadline, a part of `weights.deadline_s`: 1/4 to get ready, 1/4 for a broadcast that hangs, 3/8 to
 hear who is alive after it (1/2 where memory is shared); a second try follows at once. The words
-spoken here are those of `streamrl.weights.channel`.
+spoken here are those of `streamrl.weights.protocol`.
 """
 
 import asyncio
@@ -29,7 +29,10 @@ from streamrl import wire
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import Endpoint, FilesEndpoint, WeightUpdate
-from streamrl.weights.channel import (
+from streamrl.weights.layout import Layout
+from streamrl.weights.locality import locality_of
+from streamrl.weights.membership import Membership, Peer
+from streamrl.weights.protocol import (
     Announce,
     Answer,
     Failed,
@@ -41,14 +44,11 @@ from streamrl.weights.channel import (
     Ready,
     Transfer,
 )
-from streamrl.weights.files import FileSender
-from streamrl.weights.layout import Layout
-from streamrl.weights.membership import Membership, Peer
-from streamrl.weights.places import here
 from streamrl.weights.routes import Routes
 from streamrl.weights.send_buffers import SendBuffers, Written
-from streamrl.weights.shared import endpoint_of
-from streamrl.weights.transfer import BroadcastSender
+from streamrl.weights.transports.broadcast import BroadcastSender
+from streamrl.weights.transports.files import FileSender
+from streamrl.weights.transports.shared_memory import endpoint_of
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class WeightSender:
         self._membership = Membership(self._history)
         self._files = FileSender(settings, layout, folder, self._history)
         shares = self._buffers.exported is not None
-        self._routes = Routes(settings, self._history, here(device), shares=shares)
+        self._routes = Routes(settings, self._history, locality_of(device), shares=shares)
         self._attempt = 0
         self._asked: dict[int, dict[str, asyncio.Future[Answer]]] = {}
         self._changed = asyncio.Event()
@@ -212,8 +212,8 @@ class WeightSender:
         endpoint = await asyncio.to_thread(endpoint_of, self._buffers, held, verify=verify)
         attempt = await self._send_transfers(dict.fromkeys(peers, endpoint), version)
         self._timings["transfer_s"] = time.perf_counter() - start
-        patience_s = self._settings.deadline_s / 2
-        _, failed, _ = await self._conclude(peers, attempt, version, patience_s)
+        retry_timeout_s = self._settings.deadline_s / 2
+        _, failed, _ = await self._conclude(peers, attempt, version, retry_timeout_s)
         if self._routes.have_shared(peers, failed):
             self._changed.set()
 
@@ -223,16 +223,16 @@ class WeightSender:
         start, version = time.perf_counter(), held.policy_version
         by_peer = {peer: endpoints[peer.hello.session] for peer in peers}
         attempt = await self._send_transfers(by_peer, version)
-        patience_s = self._settings.deadline_s / 2
+        retry_timeout_s = self._settings.deadline_s / 2
         try:
             first = by_peer[peers[0]]
             await asyncio.to_thread(self._broadcast.send, first, self._layout, held.data)
         except WeightTransferError as error:
             log.warning("version %d did not reach every receiver: %s", version, error)
             # Who is not to blame may notice only at the deadline of its own call.
-            patience_s *= 3 / 4
+            retry_timeout_s *= 3 / 4
         self._timings["transfer_s"] = time.perf_counter() - start
-        loaded, failed, silent = await self._conclude(peers, attempt, version, patience_s)
+        loaded, failed, silent = await self._conclude(peers, attempt, version, retry_timeout_s)
         if self._membership.regroup(loaded, failed, silent):
             self._changed.set()
 

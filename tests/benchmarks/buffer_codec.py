@@ -10,7 +10,7 @@ from multiprocessing.synchronize import Barrier
 
 import zmq
 
-from buffers import multipart
+from buffers.zmq import multipart
 from streamrl import service, wire
 from streamrl.types import PackedGroup, TrajectoryGroup, pack
 

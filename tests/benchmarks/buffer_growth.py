@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from buffers.state import BufferState
 from streamrl.types import GroupHeader, TrajectoryGroup
 from tests.records import make_group
 
@@ -50,17 +50,17 @@ def _long_ledger(length: int) -> Ledger:
 def _ledger(length: int) -> Costs:
     ledger, number = _long_ledger(length), 0
     header = GroupHeader.of(make_group(0))
-    epoch = ledger.attach(0)
+    learner_term = ledger.attach(0)
 
     def lease() -> list[tuple[str, int]]:
         nonlocal number
         number += GROUPS_PER_STEP
         names = [f"g/{n}" for n in range(number, number + GROUPS_PER_STEP)]
-        return [(name, ledger.lease(name, 0.0, TTL_S).sequence) for name in names]  # type: ignore[union-attr]
+        return [(name, ledger.lease(name, 0.0, TTL_S).prompt_index) for name in names]  # type: ignore[union-attr]
 
     def put(leases: list[tuple[str, int]]) -> None:
-        for name, sequence in leases:
-            ledger.put(name, msgspec.structs.replace(header, sequence=sequence), 0.0)
+        for name, prompt_index in leases:
+            ledger.put(name, msgspec.structs.replace(header, prompt_index=prompt_index), 0.0)
 
     for _ in range(length // GROUPS_PER_STEP):
         put(lease())
@@ -71,11 +71,11 @@ def _ledger(length: int) -> Costs:
         times.append(time.perf_counter())
         put(leases)
         times.append(time.perf_counter())
-        assert len(ledger.take(GROUPS_PER_STEP, version, epoch)) == GROUPS_PER_STEP
+        assert len(ledger.take(GROUPS_PER_STEP, version, learner_term)) == GROUPS_PER_STEP
         times.append(time.perf_counter())
-        ledger.advance(version + 1, epoch)
+        ledger.advance(version + 1, learner_term)
         times.append(time.perf_counter())
-        ledger.acknowledge(version + 1, epoch)
+        ledger.acknowledge(version + 1, learner_term)
         ledger.drain_freed()
         _book(timings, times)
     return _medians(timings)
@@ -92,11 +92,11 @@ def _memory(length: int) -> Costs:
             number += GROUPS_PER_STEP
             names = [f"g/{n}" for n in range(number, number + GROUPS_PER_STEP)]
             found = [(name, await buffer.lease(name, "g", 0.0)) for name in names]
-            return [(name, lease.sequence) for name, lease in found if lease]
+            return [(name, lease.prompt_index) for name, lease in found if lease]
 
         async def put(leases: list[tuple[str, int]]) -> None:
-            for name, sequence in leases:
-                await buffer.put(name, msgspec.structs.replace(group, sequence=sequence))
+            for name, prompt_index in leases:
+                await buffer.put(name, msgspec.structs.replace(group, prompt_index=prompt_index))
 
         for _ in range(length // GROUPS_PER_STEP):
             await put(await lease())

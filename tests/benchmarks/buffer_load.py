@@ -19,9 +19,9 @@ import zmq
 
 from buffers import daemon
 from buffers.connect import connect
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from buffers.state import BufferState
 from streamrl import service, wire
 from streamrl.config import RunConfig
 from streamrl.interfaces import TrajectoryBuffer
@@ -90,7 +90,7 @@ def template(size: str) -> TrajectoryGroup:
         finish_reason=FinishReason.STOP,
     )
     return TrajectoryGroup(
-        group_id="t", sequence=0, environment="bench", trajectories=(trajectory,) * SIBLINGS
+        group_id="t", prompt_index=0, environment="bench", trajectories=(trajectory,) * SIBLINGS
     )
 
 
@@ -115,7 +115,9 @@ async def _put_all(buffer: TrajectoryBuffer, name: str, size: str, count: int) -
         for number in range(count // IN_FLIGHT):
             lease = await buffer.lease(f"{name}/{worker}/{number}", name, DEADLINE_S)
             assert lease is not None, "admission stayed closed"
-            named = msgspec.structs.replace(group, sequence=lease.sequence, group_id=lease.lease_id)
+            named = msgspec.structs.replace(
+                group, prompt_index=lease.prompt_index, group_id=lease.lease_id
+            )
             await buffer.put(lease.lease_id, named)
 
     await asyncio.gather(*(put_some(worker) for worker in range(IN_FLIGHT)))
@@ -124,7 +126,7 @@ async def _put_all(buffer: TrajectoryBuffer, name: str, size: str, count: int) -
 async def _train_all(buffer: TrajectoryBuffer, count: int) -> None:
     for version in range(count // GROUPS_PER_STEP):
         headers = await buffer.take(GROUPS_PER_STEP, version, DEADLINE_S)
-        groups = await buffer.fetch([header.sequence for header in headers])
+        groups = await buffer.fetch([header.prompt_index for header in headers])
         assert len(groups) == GROUPS_PER_STEP
         await buffer.advance(version + 1)
         await buffer.acknowledge(version + 1)

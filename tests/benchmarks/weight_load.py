@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from actors.engines.hf.weights import SpareWeights
 from streamrl.types import LoadReport, TensorSpec, WeightUpdate
-from streamrl.weights.channel import WeightReceiver
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.places import here
-from streamrl.weights.transfer import TransferReceiver
+from streamrl.weights.locality import locality_of
+from streamrl.weights.protocol import WeightReceiver
+from streamrl.weights.transports.broadcast import TransferReceiver
 
 ROWS, COLUMNS = 2048, 1024
 CHANGED = 0.03
@@ -114,7 +114,7 @@ async def follow(address: str, name: str, device: str, weights: Weights) -> None
         return LoadReport(transfer_s=received - start, load_s=pause_s, pause_s=pause_s)
 
     session = uuid.uuid4().hex
-    receiver = WeightReceiver(address, name, session, load, place=here(device))
+    receiver = WeightReceiver(address, name, session, load, locality=locality_of(device))
     try:
         await receiver.run()
     finally:

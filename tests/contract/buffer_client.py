@@ -34,13 +34,13 @@ def group_of(lease: Lease) -> TrajectoryGroup:
         token_ids=np.arange(8, dtype=np.int32),
         response_mask=np.ones(8, np.bool_),
         behavior_logprobs=np.full(8, -0.5, np.float32),
-        policy_versions=np.full(8, lease.policy_version, np.int32),
+        policy_versions=np.full(8, lease.min_policy_version, np.int32),
         reward=1.0,
         finish_reason=FinishReason.STOP,
     )
     return TrajectoryGroup(
         group_id=lease.lease_id,
-        sequence=lease.sequence,
+        prompt_index=lease.prompt_index,
         environment="test",
         trajectories=(trajectory,),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from buffers.redis_buffer import RedisBuffer, RedisSettings
+from buffers.redis.buffer import RedisBuffer, RedisSettings
 from streamrl.types import GeneratorStatus
 from tests.records import make_group
 from tests.redis_server import RedisServer, redis_server
@@ -45,7 +45,7 @@ async def fill(buffer: RedisBuffer, *lease_ids: str, num_response: int = 4) -> N
     for lease_id in lease_ids:
         lease = await buffer.lease(lease_id, "g", 0.0)
         assert lease is not None
-        group = make_group(lease.sequence, lease_id=lease_id, num_response=num_response)
+        group = make_group(lease.prompt_index, lease_id=lease_id, num_response=num_response)
         await buffer.put(lease_id, group)
 
 

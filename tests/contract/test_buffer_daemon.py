@@ -17,11 +17,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from buffers import messages as m
-from buffers import multipart
-from buffers.curve import make_keys
-from buffers.journal_file import journal_path
-from buffers.zmq_client import ZmqBuffer
+from buffers.journal.schema import journal_path
+from buffers.zmq import messages as m
+from buffers.zmq import multipart
+from buffers.zmq.client import ZmqBuffer
+from buffers.zmq.curve import make_keys
 from streamrl import wire
 from streamrl.cli.main import main
 from streamrl.config import load_config
@@ -124,13 +124,13 @@ async def test_nobody_notices_that_a_buffer_was_killed(daemon: Daemon):
     assert after.incarnation != before.incarnation
     assert after.books == books
     assert await learner.take(2, 0, 1.0) == loan
-    assert [g.sequence for g in await learner.fetch([1, 0])] == [1, 0]
+    assert [g.prompt_index for g in await learner.fetch([1, 0])] == [1, 0]
     assert (await learner.advance(1)).trained == 2
     assert main(["buffer", "audit", str(daemon.run)]) == 0
     reply = await generator.heartbeat(status(lease_ids=("s/d",)))
     assert (reply.lost_lease_ids, reply.incarnation) == ((), after.incarnation)
     assert held is not None
-    await generator.put("s/d", make_group(held.sequence, lease_id="s/d"))
+    await generator.put("s/d", make_group(held.prompt_index, lease_id="s/d"))
     await learner.acknowledge(1)
     assert daemon.end() == 0
     assert main(["buffer", "audit", str(daemon.run)]) == 0
@@ -149,7 +149,7 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
             lease = await generators[index].lease(f"{index}/{number}", str(index), 60.0)
             assert lease is not None
             group = make_group(
-                lease.sequence, lease_id=lease.lease_id, version=lease.policy_version
+                lease.prompt_index, lease_id=lease.lease_id, version=lease.min_policy_version
             )
             await generators[index].put(lease.lease_id, group)
 
@@ -165,7 +165,7 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
     version = 0
     while not killing.done():
         headers = await learner.take(2, version, 30.0)
-        seen.extend(g.sequence for g in await learner.fetch([h.sequence for h in headers]))
+        seen.extend(g.prompt_index for g in await learner.fetch([h.prompt_index for h in headers]))
         version += 1
         await learner.advance(version)
         await learner.acknowledge(version)
@@ -203,7 +203,7 @@ async def test_on_a_full_disk_clients_wait_and_nothing_is_lost(daemon: Daemon):
     daemon.kill()
     daemon.start()
     headers = await learner.take(4, 0, 5.0)
-    assert [h.sequence for h in headers] == [lease.sequence for lease in leases if lease]
+    assert [h.prompt_index for h in headers] == [lease.prompt_index for lease in leases if lease]
     (group,) = await learner.fetch([2])
     assert group.num_tokens == large[1].num_tokens
     for client in (generator, learner, other):
@@ -271,8 +271,8 @@ async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemo
     stats = await learner.attach(1, books)
     assert (stats.books.leased, stats.books.balanced) == (2, True)
     for lease in asserted:
-        await generator.put(lease.lease_id, make_group(lease.sequence, version=1))
-    assert [h.sequence for h in await learner.take(2, 1, 1.0)] == [2, 3]
+        await generator.put(lease.lease_id, make_group(lease.prompt_index, version=1))
+    assert [h.prompt_index for h in await learner.take(2, 1, 1.0)] == [2, 3]
     assert daemon.end() == 0
     assert main(["buffer", "audit", str(daemon.run)]) == 0
     await generator.close()
@@ -285,7 +285,7 @@ async def test_a_fenced_learner_stays_fenced_by_a_buffer_that_was_killed(daemon:
     await new.attach(0, None)
     daemon.kill()
     daemon.start()
-    with pytest.raises(FencedError, match="epoch 2 took over"):
+    with pytest.raises(FencedError, match="term 2 took over"):
         await old.take(2, 0, 1.0)
     assert await new.take(2, 0, 0.0) == ()
     await old.close()
@@ -298,7 +298,7 @@ async def test_a_learner_hears_that_a_buffer_has_lost_everything(daemon: Daemon)
     daemon.kill()
     shutil.rmtree(daemon.run / "buffer")
     daemon.start()
-    with pytest.raises(LostMemoryError, match="knows epoch 0, not 1"):
+    with pytest.raises(LostMemoryError, match="knows term 0, not 1"):
         await learner.take(1, 0, 0.0)
     await learner.close()
 
@@ -385,7 +385,7 @@ async def test_an_attach_that_is_sent_again_fences_nobody(tmp_path):
     with zmq_server(tmp_path) as server:
         first, second = (wire.encode(m.AttachRequest(0, None, name)) for name in ("a", "b"))
         replies = [await send(server.url, request) for request in (first, first, second, first)]
-        assert [reply.epoch for reply in replies] == [1, 1, 2, 1]
+        assert [reply.learner_term for reply in replies] == [1, 1, 2, 1]
 
 
 async def test_a_connection_made_while_a_request_could_not_be_sent_is_noticed(

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 from buffers.connect import connect
-from buffers.journal import Journal
-from buffers.ledger import Ledger
+from buffers.journal.journal import Journal
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from buffers.state import BufferState
-from buffers.zmq_client import ZmqBuffer
-from buffers.zmq_server import ZmqBufferServer
+from buffers.zmq.client import ZmqBuffer
+from buffers.zmq.server import ZmqBufferServer
 from streamrl import wire
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
@@ -112,7 +112,7 @@ def start_client(url: str, name: str) -> "subprocess.Popen[bytes]":
 
 
 @pytest.mark.parametrize("backend", SHARED)
-async def test_eight_client_processes_train_each_sequence_once(backend: str, tmp_path: Path):
+async def test_eight_client_processes_train_each_prompt_once(backend: str, tmp_path: Path):
     num_steps, trained = 20, []
     with serving(backend, tmp_path, max_staleness=2) as url:
         processes = [start_client(url, f"client-{index}") for index in range(8)]
@@ -120,8 +120,8 @@ async def test_eight_client_processes_train_each_sequence_once(backend: str, tmp
         await learner.attach(0, None)
         for version in range(num_steps):
             headers = await learner.take(GROUPS_PER_STEP, version, 60.0)
-            groups = await learner.fetch([header.sequence for header in headers])
-            trained += [group.sequence for group in groups]
+            groups = await learner.fetch([header.prompt_index for header in headers])
+            trained += [group.prompt_index for group in groups]
             assert (await learner.advance(version + 1)).balanced
             await learner.acknowledge(version + 1)
         await learner.finish()
@@ -133,8 +133,8 @@ async def test_eight_client_processes_train_each_sequence_once(backend: str, tmp
     assert (books.leased, books.taken, books.trained, books.balanced) == (0, 0, 0, True)
     assert books.acknowledged == len(trained)
     stale = books.dropped.get(DropReason.STALE, 0)
-    assert set(range(books.next_sequence)) >= set(trained)
-    assert books.next_sequence == len(trained) + books.buffered + stale
+    assert set(range(books.next_prompt_index)) >= set(trained)
+    assert books.next_prompt_index == len(trained) + books.buffered + stale
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -171,8 +171,8 @@ async def test_ten_thousand_groups_wait_and_are_lent_oldest_first(backend: str, 
         for version in range(3):
             headers = await learner.take(GROUPS_PER_STEP, version, 10.0)
             first = version * GROUPS_PER_STEP
-            assert [h.sequence for h in headers] == list(range(first, first + GROUPS_PER_STEP))
-            assert len(await learner.fetch([h.sequence for h in headers])) == GROUPS_PER_STEP
+            assert [h.prompt_index for h in headers] == list(range(first, first + GROUPS_PER_STEP))
+            assert len(await learner.fetch([h.prompt_index for h in headers])) == GROUPS_PER_STEP
             books = await learner.advance(version + 1)
         assert (books.buffered, books.trained, books.balanced) == (MANY - 30, 30, True)
 
@@ -184,8 +184,8 @@ async def fill(buffer: TrajectoryBuffer, count: int) -> None:
     async def one(number: int) -> None:
         lease = await buffer.lease(f"fill/{number}", "g", 0.0)
         assert lease is not None
-        name = f"{lease.sequence}:{number}"
-        group = msgspec.structs.replace(first, sequence=lease.sequence, group_id=name)
+        name = f"{lease.prompt_index}:{number}"
+        group = msgspec.structs.replace(first, prompt_index=lease.prompt_index, group_id=name)
         await buffer.put(lease.lease_id, group)
 
     for start in range(0, count, 100):
@@ -218,8 +218,8 @@ async def test_a_drain_grants_what_completes_a_batch_and_no_more(backend: str, t
         await generator.release("last", DropReason.RELEASED)
         again = await generator.lease("again", "g", 0.0)
         assert again is not None
-        assert again.sequence == last.sequence
-        await generator.put("again", make_group(again.sequence, lease_id="again"))
+        assert again.prompt_index == last.prompt_index
+        await generator.put("again", make_group(again.prompt_index, lease_id="again"))
         await learner.take(GROUPS_PER_STEP, 0, 10.0)
         await learner.advance(1)
         stats = await operator.stats()
@@ -241,7 +241,7 @@ async def test_headers_do_not_grow_with_the_payload(tmp_path: Path):
             for number in range(GROUPS_PER_STEP):
                 lease = await generator.lease(str(number), "g", 0.0)
                 assert lease is not None
-                group = make_group(lease.sequence, lease_id="x", num_response=num_response)
+                group = make_group(lease.prompt_index, lease_id="x", num_response=num_response)
                 await generator.put(str(number), group)
             headers = await learner.take(GROUPS_PER_STEP, 0, 10.0)
             sizes[num_response] = len(wire.encode(headers))

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import zmq
 
-from buffers.journal import Journal
-from buffers.ledger import Ledger
+from buffers.journal.journal import Journal
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from buffers.redis_buffer import RedisBuffer, RedisSettings
-from buffers.state import BufferState
-from buffers.zmq_client import ZmqBuffer
-from buffers.zmq_server import ZmqBufferServer
+from buffers.redis.buffer import RedisBuffer, RedisSettings
+from buffers.zmq.client import ZmqBuffer
+from buffers.zmq.server import ZmqBufferServer
 from streamrl import wire
 from streamrl.errors import (
     ConfigError,
@@ -39,10 +39,10 @@ from streamrl.types import (
     DropReason,
     GeneratorStatus,
     RefusalReason,
-    Standing,
+    SchedulingState,
     TrajectoryGroup,
     pack,
-    runs_of,
+    ranges_of,
 )
 from tests.records import damaged, make_group
 
@@ -115,7 +115,7 @@ async def fill(buffer: TrajectoryBuffer, *lease_ids: str, version: int = 0) -> N
     for lease_id in lease_ids:
         lease = await buffer.lease(lease_id, "g", 0.0)
         assert lease is not None
-        group = make_group(lease.sequence, lease_id=lease_id, version=version)
+        group = make_group(lease.prompt_index, lease_id=lease_id, version=version)
         await buffer.put(lease_id, group)
 
 
@@ -125,10 +125,10 @@ async def test_groups_go_from_generators_to_the_learner_and_are_freed(connect):
     assert (stats.groups_per_step, stats.max_staleness) == (2, 1)
     await fill(generator, "a", "b", "c")
     headers = await learner.take(2, 0, 1.0)
-    assert [h.sequence for h in headers] == [0, 1]
+    assert [h.prompt_index for h in headers] == [0, 1]
     assert headers[0].lengths == (7, 7)
     groups = await learner.fetch([1, 0])
-    assert [g.sequence for g in groups] == [1, 0]
+    assert [g.prompt_index for g in groups] == [1, 0]
     expected = make_group(1, lease_id="b").trajectories[1]
     assert np.array_equal(groups[0].trajectories[1].token_ids, expected.token_ids)
     books = await learner.advance(1)
@@ -154,7 +154,7 @@ async def test_a_lease_waits_for_admission_and_is_unblocked_by_the_learner(conne
     await learner.advance(1)
     lease = await blocked
     assert lease is not None
-    assert lease.sequence == 4
+    assert lease.prompt_index == 4
 
 
 async def test_a_take_waits_for_a_whole_batch_and_is_unblocked_by_a_put(connect):
@@ -201,9 +201,9 @@ async def test_a_dead_generators_lease_comes_back(connect):
     assert (books.leased, books.balanced) == (1, True)
     again = await alive.lease("alive/2", "alive", 0.0)
     assert again is not None
-    assert again.sequence == lost.sequence
+    assert again.prompt_index == lost.prompt_index
     with pytest.raises(UnknownLeaseError, match="dead/1"):
-        await dead.put("dead/1", make_group(lost.sequence, lease_id="dead/1"))
+        await dead.put("dead/1", make_group(lost.prompt_index, lease_id="dead/1"))
     reply = await dead.heartbeat(status("dead", lease_ids=("dead/1",)))
     assert reply.lost_lease_ids == ("dead/1",)
     assert (await learner.stats()).refused[RefusalReason.UNKNOWN_LEASE] == 1
@@ -271,48 +271,48 @@ async def test_a_cordoned_generator_is_granted_nothing_and_finishes_what_it_hold
     for name in "gh":
         await generator.heartbeat(status(name))
     first = await generator.lease("g/1", "g", 0.0)
-    await learner.set_standing("g", Standing.CORDONED)
+    await learner.set_scheduling_state("g", SchedulingState.CORDONED)
     assert await generator.lease("g/1", "g", 0.0) == first
     assert await generator.lease("g/2", "g", 0.05) is None
     assert await generator.lease("h/1", "h", 0.0) is not None
     reply = await generator.heartbeat(status("g", lease_ids=("g/1",)))
-    assert (reply.standing, reply.lost_lease_ids) == (Standing.CORDONED, ())
-    assert (await generator.heartbeat(status("h"))).standing is Standing.ACTIVE
+    assert (reply.scheduling_state, reply.lost_lease_ids) == (SchedulingState.CORDONED, ())
+    assert (await generator.heartbeat(status("h"))).scheduling_state is SchedulingState.ACTIVE
     await generator.put("g/1", make_group(0, lease_id="g/1"))
     waiting = asyncio.create_task(generator.lease("g/2", "g", 5.0))
-    assert (await learner.stats()).standings == {"g": Standing.CORDONED}
-    await learner.set_standing("g", Standing.ACTIVE)
+    assert (await learner.stats()).scheduling_states == {"g": SchedulingState.CORDONED}
+    await learner.set_scheduling_state("g", SchedulingState.ACTIVE)
     assert (await waiting) is not None
-    assert (await learner.stats()).standings == {}
+    assert (await learner.stats()).scheduling_states == {}
 
 
 async def test_an_order_outlives_the_process_and_a_drain_ends_with_it(connect):
     buffer = connect()
     await buffer.attach(0, None)
     for order, later in (
-        (Standing.CORDONED, Standing.CORDONED),
-        (Standing.DRAINING, Standing.ACTIVE),
+        (SchedulingState.CORDONED, SchedulingState.CORDONED),
+        (SchedulingState.DRAINING, SchedulingState.ACTIVE),
     ):
         await buffer.heartbeat(status("g", f"first {order}"))
-        await buffer.set_standing("g", order)
+        await buffer.set_scheduling_state("g", order)
         reply = await buffer.heartbeat(status("g", f"second {order}"))
-        assert reply.standing is order, "the first one was killed"
+        assert reply.scheduling_state is order, "the first one was killed"
         await buffer.heartbeat(status("g", f"second {order}", is_leaving=True))
-        assert (await buffer.heartbeat(status("g", f"third {order}"))).standing is later
+        assert (await buffer.heartbeat(status("g", f"third {order}"))).scheduling_state is later
 
 
 async def test_an_order_to_nobody_is_refused_with_the_id_that_was_meant(connect):
     buffer = connect()
     with pytest.raises(UnknownGeneratorError, match="no generator has reported"):
-        await buffer.set_standing("generator-1", Standing.CORDONED)
+        await buffer.set_scheduling_state("generator-1", SchedulingState.CORDONED)
     for name in ("generator-0", "other"):
         await buffer.heartbeat(status(name))
     with pytest.raises(UnknownGeneratorError, match=r"did you mean 'generator-0'\?"):
-        await buffer.set_standing("generatr-0", Standing.DRAINING)
-    assert (await buffer.stats()).standings == {}
-    await buffer.set_standing("other", Standing.CORDONED)
+        await buffer.set_scheduling_state("generatr-0", SchedulingState.DRAINING)
+    assert (await buffer.stats()).scheduling_states == {}
+    await buffer.set_scheduling_state("other", SchedulingState.CORDONED)
     with pytest.raises(UnknownGeneratorError, match=r"allowed: generator-0, other$"):
-        await buffer.set_standing("nobody", Standing.CORDONED)
+        await buffer.set_scheduling_state("nobody", SchedulingState.CORDONED)
 
 
 async def test_a_newer_learner_fences_the_older_one(connect):
@@ -326,7 +326,7 @@ async def test_a_newer_learner_fences_the_older_one(connect):
     for call in (old.advance(1), old.acknowledge(0), old.finish(), waiting):
         with pytest.raises(FencedError, match="took over"):
             await call
-    assert [h.sequence for h in await new.take(2, 0, 1.0)] == [0, 1]
+    assert [h.prompt_index for h in await new.take(2, 0, 1.0)] == [0, 1]
 
 
 async def test_a_learner_that_comes_back_gets_what_its_checkpoint_lacks(connect):
@@ -339,7 +339,7 @@ async def test_a_learner_that_comes_back_gets_what_its_checkpoint_lacks(connect)
     await learner.advance(2)
     again = connect()
     await again.attach(1, books)
-    assert [h.sequence for h in await again.take(2, 1, 1.0)] == [2, 3]
+    assert [h.prompt_index for h in await again.take(2, 1, 1.0)] == [2, 3]
     assert (await again.stats()).books.acknowledged == 2
 
 
@@ -349,15 +349,15 @@ async def test_a_blank_buffer_continues_from_a_checkpoints_books(connect):
         granted=9,
         acknowledged=6,
         buffered=3,
-        next_sequence=9,
+        next_prompt_index=9,
         revision=30,
-        open_runs=runs_of((4, 5, 8)),
+        open_ranges=ranges_of((4, 5, 8)),
     )
     stats = await learner.attach(3, books)
     assert stats.books.balanced
     assert stats.books.dropped == {DropReason.ORPHANED: 3}
     leases = [await generator.lease(name, "g", 0.0) for name in "abcd"]
-    assert [lease.sequence for lease in leases if lease] == [4, 5, 8, 9]
+    assert [lease.prompt_index for lease in leases if lease] == [4, 5, 8, 9]
 
 
 async def test_wrong_puts_have_a_defined_outcome(connect):
@@ -365,7 +365,7 @@ async def test_wrong_puts_have_a_defined_outcome(connect):
     await learner.attach(0, None)
     lease = await generator.lease("a", "g", 0.0)
     assert lease is not None
-    with pytest.raises(LedgerError, match="is for sequence 0; the group says 7"):
+    with pytest.raises(LedgerError, match="is for prompt 0; the group says 7"):
         await generator.put("a", make_group(7, lease_id="a"))
     await generator.put("a", make_group(0, lease_id="a"))
     with pytest.raises(DuplicateGroupError):
@@ -404,14 +404,16 @@ async def test_many_generators_at_once_lose_and_repeat_nothing(connect):
             lease = await generators[index].lease(f"{index}/{number}", str(index), 5.0)
             if lease is None:
                 return
-            version = lease.policy_version
-            group = make_group(lease.sequence, lease_id=lease.lease_id, version=version)
+            version = lease.min_policy_version
+            group = make_group(lease.prompt_index, lease_id=lease.lease_id, version=version)
             await generators[index].put(lease.lease_id, group)
 
     tasks = [asyncio.create_task(generate(index)) for index in range(8)]
     for version in range(num_steps):
         headers = await learner.take(2, version, 10.0)
-        seen.extend(group.sequence for group in await learner.fetch([h.sequence for h in headers]))
+        seen.extend(
+            group.prompt_index for group in await learner.fetch([h.prompt_index for h in headers])
+        )
         await learner.advance(version + 1)
         await learner.acknowledge(version + 1)
     books = (await learner.stats()).books
@@ -425,7 +427,7 @@ async def test_many_generators_at_once_lose_and_repeat_nothing(connect):
 # What only a backend behind a socket has to promise.
 
 
-async def test_a_malformed_group_is_quarantined_and_its_sequence_dropped(tmp_path):
+async def test_a_malformed_group_is_quarantined_and_its_prompt_dropped(tmp_path):
     with zmq_server(tmp_path) as server:
         buffer = ZmqBuffer(server.url)
         await buffer.attach(0, None)
@@ -496,10 +498,10 @@ async def test_large_groups_pass(tmp_path, journal):
         for lease_id in ("a", "b"):
             lease = await buffer.lease(lease_id, "g", 0.0)
             assert lease is not None
-            large = make_group(lease.sequence, lease_id=lease_id, num_response=600_000)
+            large = make_group(lease.prompt_index, lease_id=lease_id, num_response=600_000)
             await buffer.put(lease_id, large)
         headers = await buffer.take(2, 0, 1.0)
         assert sum(h.num_bytes for h in headers) > 30e6
-        groups = await buffer.fetch([h.sequence for h in headers])
+        groups = await buffer.fetch([h.prompt_index for h in headers])
         assert groups[1].num_tokens == 2 * 600_003
         await buffer.close()

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from redis import Redis
 
-from buffers import books
-from buffers.history import Event
-from buffers.redis_history import forget, history
+from buffers.ledger.events import Event
+from buffers.redis.history import forget, history
+from streamrl.cli import books
 from streamrl.config import load_config
 from streamrl.errors import (
     ConfigError,
@@ -45,7 +45,7 @@ async def test_a_server_killed_with_its_memory_loses_nothing(
     assert after.incarnation != before.incarnation
     assert await buffer.lease("d", "g", 0.0) == held
     assert await buffer.take(2, 0, 0.0) == headers
-    assert [group.sequence for group in await buffer.fetch([0, 1])] == [0, 1]
+    assert [group.prompt_index for group in await buffer.fetch([0, 1])] == [0, 1]
     books = await buffer.advance(1)
     assert (books.trained, books.buffered, books.leased, books.balanced) == (2, 1, 1, True)
 
@@ -67,11 +67,11 @@ async def test_calls_that_wait_live_through_a_restart(
     own_redis.start()
     assert (await beating).lost_lease_ids == ()
     await generator.put("d", make_group(3, lease_id="d"))
-    assert [header.sequence for header in await taking] == [0, 1, 2, 3]
+    assert [header.prompt_index for header in await taking] == [0, 1, 2, 3]
     await learner.advance(1)
     lease = await leasing
     assert lease is not None
-    assert lease.sequence == 4
+    assert lease.prompt_index == 4
 
 
 async def test_a_server_that_stands_still_is_waited_for(
@@ -151,8 +151,8 @@ async def test_runs_on_one_server_do_not_see_each_other(redis: RedisServer, redi
     await other.attach(0, None)
     await fill(one, "a", "b")
     await fill(other, "a")
-    assert [header.sequence for header in await one.take(2, 0, 0.0)] == [0, 1]
-    assert (await one.advance(1)).epoch == 1
+    assert [header.prompt_index for header in await one.take(2, 0, 0.0)] == [0, 1]
+    assert (await one.advance(1)).learner_term == 1
     assert (await other.stats()).books.buffered == 1
     await forget(redis.url, "one")
     assert (await one.stats()).books == Books()
@@ -188,10 +188,10 @@ async def test_the_history_tells_what_became_of_every_group(
     await buffer.advance(1)
     await buffer.acknowledge(1)
     events = [event async for event in history(redis.url, "history")]
-    assert [event.state for event in events if event.sequence == 1] == [
+    assert [event.state for event in events if event.prompt_index == 1] == [
         *("leased", "buffered", "taken", "trained", "acknowledged")
     ]
-    assert events[5] == Event(sequence=2, state="dropped", reason="failed", lease_id="c")
+    assert events[5] == Event(prompt_index=2, state="dropped", reason="failed", lease_id="c")
 
 
 async def test_sentinels_tell_where_the_server_is(
@@ -235,4 +235,4 @@ async def test_a_server_that_comes_back_blank_shows_it_to_everybody(
         assert (stats.books.acknowledged, stats.books.dropped) == (2, {DropReason.ORPHANED: 2})
         lease = await generator.lease("e", "g", 0.0)
         assert lease is not None
-        assert lease.sequence == 2
+        assert lease.prompt_index == 2

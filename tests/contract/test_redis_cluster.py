@@ -9,8 +9,8 @@ import pytest
 from redis import Redis
 from redis.crc import key_slot
 
-from buffers.redis_history import forget, history
-from buffers.redis_link import namespace
+from buffers.redis.connection import namespace
+from buffers.redis.history import forget, history
 from streamrl.errors import ConfigError
 from tests.contract.conftest import Connect
 from tests.contract.test_buffers import fill
@@ -82,7 +82,7 @@ async def test_a_run_lives_on_one_node_and_outlives_it(cluster: Cluster, redis_c
     cluster.nodes[cluster.holder].kill()
     await learner.advance(1)
     await fill(generator, "c", "d")
-    assert len(await learner.fetch([h.sequence for h in await learner.take(2, 1, 5.0)])) == 2
+    assert len(await learner.fetch([h.prompt_index for h in await learner.take(2, 1, 5.0)])) == 2
     await learner.advance(2)
     await learner.acknowledge(2)
     books = (await learner.stats()).books

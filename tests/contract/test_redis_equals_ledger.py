@@ -26,10 +26,10 @@ from msgspec.structs import replace
 from redis import Redis
 
 from buffers.audit import audit
-from buffers.ledger import Ledger
-from buffers.redis_buffer import RedisBuffer, RedisSettings
-from buffers.redis_history import forget, history
-from buffers.state import BufferState
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
+from buffers.redis.buffer import RedisBuffer, RedisSettings
+from buffers.redis.history import forget, history
 from streamrl import wire
 from streamrl.errors import CorruptMessageError, StreamRLError
 from streamrl.types import (
@@ -38,7 +38,7 @@ from streamrl.types import (
     GeneratorStatus,
     GroupHeader,
     Lease,
-    Standing,
+    SchedulingState,
     TrajectoryGroup,
     pack,
 )
@@ -65,9 +65,9 @@ class Twins(RuleBasedStateMachine):
         self.run_name = uuid.uuid4().hex
         self.runner = asyncio.Runner()
         self.server = Redis.from_url(self.url)
-        self.epoch = 0
+        self.learner_term = 0
         self.version = 0
-        self.sequences: dict[str, int] = {}
+        self.prompt_indices: dict[str, int] = {}
         self.checkpoint: tuple[int, Books] = (0, Books())
         self.redis = self.runner.run(self.client())
         self.copy_the_server()
@@ -92,7 +92,7 @@ class Twins(RuleBasedStateMachine):
             lambda: self.model.lease(lease_id, generator_id, self.now_s),
         )
         if lease is not None:
-            self.sequences[lease_id] = lease.sequence
+            self.prompt_indices[lease_id] = lease.prompt_index
 
     @rule(
         lease_id=st.sampled_from(LEASE_IDS),
@@ -101,9 +101,11 @@ class Twins(RuleBasedStateMachine):
         again=st.booleans(),
     )
     def put(self, lease_id: str, age: int, wrong: int, again: bool) -> None:
-        sequence = self.sequences.get(lease_id, 0) + (wrong == 0)
+        prompt_index = self.prompt_indices.get(lease_id, 0) + (wrong == 0)
         name = "another" if wrong == 1 else lease_id
-        group = make_group(sequence, lease_id=name, version=max(0, self.version + 1 - age), size=1)
+        group = make_group(
+            prompt_index, lease_id=name, version=max(0, self.version + 1 - age), size=1
+        )
         header = GroupHeader.of(group, num_bytes=len(wire.encode(pack(group))))
         for _ in range(1 + again):
             self.both(
@@ -138,18 +140,18 @@ class Twins(RuleBasedStateMachine):
     )
     def assert_leases(self, lease_ids: tuple[str, ...], ahead: int) -> None:
         """What a generator says to a buffer that may have forgotten its leases."""
-        following = max(0, self.model.ledger.books().next_sequence + ahead)
+        following = max(0, self.model.ledger.books().next_prompt_index + ahead)
         held = tuple(
             Lease(
                 lease_id=lease_id,
-                sequence=self.sequences.get(lease_id, following),
-                policy_version=self.version,
+                prompt_index=self.prompt_indices.get(lease_id, following),
+                min_policy_version=self.version,
                 expires_at_s=0.0,
             )
             for lease_id in lease_ids
         )
         for lease in held:
-            self.sequences[lease.lease_id] = lease.sequence
+            self.prompt_indices[lease.lease_id] = lease.prompt_index
         self.report(
             GeneratorStatus(
                 generator_id="g", session="a", policy_version=0, lease_ids=lease_ids, held=held
@@ -165,11 +167,13 @@ class Twins(RuleBasedStateMachine):
 
         self.both(asked(), expected)
 
-    @rule(generator_id=st.sampled_from(["g", "h"]), standing=st.sampled_from(Standing))
-    def set_standing(self, generator_id: str, standing: Standing) -> None:
+    @rule(
+        generator_id=st.sampled_from(["g", "h"]), scheduling_state=st.sampled_from(SchedulingState)
+    )
+    def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
         self.both(
-            self.redis.set_standing(generator_id, standing),
-            lambda: self.model.set_standing(generator_id, standing),
+            self.redis.set_scheduling_state(generator_id, scheduling_state),
+            lambda: self.model.set_scheduling_state(generator_id, scheduling_state),
         )
 
     @rule()
@@ -185,19 +189,20 @@ class Twins(RuleBasedStateMachine):
         version = self.model.ledger.version + ahead
         headers = self.both(
             self.redis.take(num_groups, version, 0.0),
-            lambda: self.model.take(num_groups, version, self.epoch),
+            lambda: self.model.take(num_groups, version, self.learner_term),
         )
-        sequences = [header.sequence for header in headers or ()]
-        groups = self.runner.run(self.redis.fetch(sequences))
+        prompt_indices = [header.prompt_index for header in headers or ()]
+        groups = self.runner.run(self.redis.fetch(prompt_indices))
         assert [wire.encode(g) for g in groups] == [
-            wire.encode(g) for g in self.model.fetch(sequences)
+            wire.encode(g) for g in self.model.fetch(prompt_indices)
         ]
 
     @rule(step=st.sampled_from([1, 1, 1, 0, 2]))
     def advance(self, step: int) -> None:
         self.version = self.model.ledger.version + step
         self.both(
-            self.redis.advance(self.version), lambda: self.model.advance(self.version, self.epoch)
+            self.redis.advance(self.version),
+            lambda: self.model.advance(self.version, self.learner_term),
         )
         self.version = self.model.ledger.version
 
@@ -205,7 +210,8 @@ class Twins(RuleBasedStateMachine):
     def acknowledge(self, behind: int) -> None:
         version = self.model.ledger.version - behind
         self.both(
-            self.redis.acknowledge(version), lambda: self.model.acknowledge(version, self.epoch)
+            self.redis.acknowledge(version),
+            lambda: self.model.acknowledge(version, self.learner_term),
         )
 
     @rule(num_steps=st.integers(1, 3))
@@ -225,7 +231,7 @@ class Twins(RuleBasedStateMachine):
 
     @rule()
     def finish(self) -> None:
-        self.both(self.redis.finish(), lambda: self.model.finish(self.epoch))
+        self.both(self.redis.finish(), lambda: self.model.finish(self.learner_term))
 
     @rule(
         version=st.none() | st.integers(0, 3),
@@ -236,7 +242,7 @@ class Twins(RuleBasedStateMachine):
         at = self.checkpoint[0] if version is None else version
 
         def expected() -> Any:
-            self.epoch = self.model.attach(at, chosen)
+            self.learner_term = self.model.attach(at, chosen)
             return comparable(self.model.stats(self.now_s))
 
         async def asked() -> Any:
@@ -292,9 +298,9 @@ class Twins(RuleBasedStateMachine):
         for name in names:
             key = f"streamrl:{{{self.run_name}}}:{name}"
             pipeline.zcard(key) if name in names[:3] else pipeline.hlen(key)
-        in_line = books.leased + books.buffered + books.taken
-        everything = in_line + books.trained
-        expected = [in_line, books.buffered, books.leased, everything, everything]
+        in_flight = books.leased + books.buffered + books.taken
+        everything = in_flight + books.trained
+        expected = [in_flight, books.buffered, books.leased, everything, everything]
         assert pipeline.execute() == expected
 
     def teardown(self) -> None:
@@ -332,7 +338,7 @@ def comparable(stats: Any) -> Any:
     return (
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
         *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),
-        stats.standings,
+        stats.scheduling_states,
         sorted(reports, key=lambda report: report[0].generator_id),
     )
 

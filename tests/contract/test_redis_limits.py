@@ -37,7 +37,7 @@ async def test_a_full_server_holds_puts_back_until_a_checkpoint_frees_groups(
         lease_id = "cdef"[stats.books.buffered]
         lease = await patient.lease(lease_id, "g", 0.0)
         assert lease is not None
-        group = make_group(lease.sequence, lease_id=lease_id, num_response=80_000)
+        group = make_group(lease.prompt_index, lease_id=lease_id, num_response=80_000)
         waiting = asyncio.create_task(patient.put(lease_id, group))
         await asyncio.sleep(0.2)
         assert not waiting.done()
@@ -107,7 +107,7 @@ async def test_a_user_without_our_keys_is_told_so(tmp_path: Path, redis_client: 
             await redis_client(f"redis://stranger:pw@{place}").attach(0, None)
 
 
-async def test_a_malformed_group_is_quarantined_and_its_sequence_dropped(
+async def test_a_malformed_group_is_quarantined_and_its_prompt_dropped(
     redis: RedisServer, redis_client: Connect, tmp_path: Path
 ):
     buffer = redis_client(redis.url, "malformed", quarantine=tmp_path / "quarantine")
@@ -140,7 +140,7 @@ async def test_large_groups_pass_and_leave_nothing_behind(
     await fill(buffer, "a", "b", num_response=600_000)
     headers = await buffer.take(2, 0, 1.0)
     assert sum(header.num_bytes for header in headers) > 30e6
-    groups = await buffer.fetch([header.sequence for header in headers])
+    groups = await buffer.fetch([header.prompt_index for header in headers])
     assert groups[1].num_tokens == 2 * 600_003
     await buffer.advance(1)
     await buffer.acknowledge(1)

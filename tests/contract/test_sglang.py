@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 
 from actors.engines import make_engine
-from actors.engines.remote.process import ServerProcess
+from actors.engines.served.process import ServerProcess
 from streamrl.errors import ConfigError, RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, SamplingParams
@@ -36,7 +36,7 @@ class StandIn:
             engine="sglang",
             max_num_seqs=4,
             max_model_len=1000,
-            sglang={"url": self.url, "patience_s": 1.0, "start_timeout_s": 60.0, **sglang},
+            sglang={"url": self.url, "retry_timeout_s": 1.0, "start_timeout_s": 60.0, **sglang},
         )
         return make_engine(config, seed=0)
 

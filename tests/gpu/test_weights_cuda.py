@@ -14,11 +14,11 @@ if not torch.cuda.is_available():
 
 from streamrl.config.weights import WeightSettings  # noqa: E402
 from streamrl.types import LoadReport, WeightUpdate  # noqa: E402
-from streamrl.weights.channel import WeightReceiver  # noqa: E402
 from streamrl.weights.layout import Layout, manifest_of  # noqa: E402
-from streamrl.weights.places import here  # noqa: E402
+from streamrl.weights.locality import locality_of  # noqa: E402
+from streamrl.weights.protocol import WeightReceiver  # noqa: E402
 from streamrl.weights.sender import WeightSender  # noqa: E402
-from streamrl.weights.transfer import TransferReceiver  # noqa: E402
+from streamrl.weights.transports.broadcast import TransferReceiver  # noqa: E402
 
 SHAPES = {"embed": (500, 64), "head": (64, 500), "norm": (64,)}
 BUCKET_BYTES = 70_000
@@ -46,7 +46,9 @@ def receive(address: str, name: str, device: str, pipe: Connection) -> None:
         pipe.send((update.policy_version, way, bool(is_right)))
         return LoadReport(transfer_s=0.0, pause_s=0.0)
 
-    receiver = WeightReceiver(address, name, f"session of {name}", load, place=here(device))
+    receiver = WeightReceiver(
+        address, name, f"session of {name}", load, locality=locality_of(device)
+    )
     asyncio.run(receiver.run())
 
 

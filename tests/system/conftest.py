@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.run_folder import read_json
+from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))

@@ -48,7 +48,7 @@ def kill_at_steps(server: RedisServer, record: Path, steps: tuple[int, ...]) -> 
         server.start()
 
 
-def test_a_run_under_fire_trains_every_sequence_once(
+def test_a_run_under_fire_trains_every_prompt_once(
     tmp_path: Path, model: Path, url: str, request: pytest.FixtureRequest
 ):
     config = tmp_path / "run.yaml"
@@ -71,7 +71,7 @@ def test_a_run_under_fire_trains_every_sequence_once(
     assert len(told["kills"]) >= 5
     kinds = {kill["role"].partition("-")[0] for kill in told["kills"]}
     assert kinds >= {"learner", "generator"}
-    assert "30 steps trained 120 sequences" in done.stdout
+    assert "30 steps trained 120 prompts" in done.stdout
     run = RunFolder(tmp_path / "run")
     assert_books_close(run)
     assert run.books["acknowledged"] == 30 * 4

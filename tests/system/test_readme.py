@@ -137,7 +137,7 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     monkeypatch.delenv("STREAMRL__DATA__REWARD")
     told = _output(chaos.replace("--kills 5", "--kills 1"))
     assert "1 of 1 kills" in told
-    assert "6 steps trained 24 sequences" in told
+    assert "6 steps trained 24 prompts" in told
 
 
 def _restart_a_generator() -> None:

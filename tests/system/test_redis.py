@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from buffers.redis_buffer import RedisBuffer, RedisSettings
+from buffers.redis.buffer import RedisBuffer, RedisSettings
 from tests.redis_server import RedisServer, redis_server
 from tests.system.test_launch import ONE, Launch, _set, assert_every_step_once
 
@@ -36,4 +36,4 @@ def test_a_run_that_the_server_knows_is_not_continued_by_another(
     run = launch("--new", *settings)
     assert run.end() == 0, run.output
     assert_every_step_once(run, 1)
-    assert (run.books["acknowledged"], run.books["epoch"]) == (4, 1)
+    assert (run.books["acknowledged"], run.books["learner_term"]) == (4, 1)

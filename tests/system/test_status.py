@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from buffers import examination
-from buffers.status import look
 from streamrl.cli.main import main
-from streamrl.doctor import diagnose
+from streamrl.cli.status import look
+from streamrl.diagnosis import diagnose
 from tests.system.conftest import Launched, slow_reward
 from tests.system.test_launch import _set
 
@@ -78,7 +77,7 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
 def test_a_run_that_nobody_serves_is_told_within_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(examination, "ANSWER_S", 0.2)
+    monkeypatch.setattr("buffers.try_stats.ANSWER_S", 0.2)
     assert main(["status", "zmq://127.0.0.1:9"]) == 1
     assert "! the buffer has not answered for 0.2 s" in capsys.readouterr().out
     assert main(["status", str(tmp_path)]) == 2

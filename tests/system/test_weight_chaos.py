@@ -99,8 +99,10 @@ class Fleet:
             return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
         return True
 
-    async def until(self, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-        async with asyncio.timeout(patience_s):
+    async def until(
+        self, condition: Callable[[], bool], retry_timeout_s: float = PATIENCE_S
+    ) -> None:
+        async with asyncio.timeout(retry_timeout_s):
             while not condition():
                 await asyncio.sleep(0.02)
 

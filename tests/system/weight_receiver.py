@@ -24,10 +24,10 @@ import torch
 
 from streamrl.errors import WeightTransferError
 from streamrl.types import LoadReport, WeightUpdate
-from streamrl.weights import groups
-from streamrl.weights.channel import FromReceiver, Loaded, Ready, WeightReceiver
-from streamrl.weights.places import here
-from streamrl.weights.transfer import TransferReceiver
+from streamrl.weights.locality import locality_of
+from streamrl.weights.protocol import FromReceiver, Loaded, Ready, WeightReceiver
+from streamrl.weights.transports import groups
+from streamrl.weights.transports.broadcast import TransferReceiver
 
 HOPS = ("announced", "ready", "joined", "begun", "received", "loaded")
 # More than sockets hold, so that a sender notices who does not read; in several buckets.
@@ -56,7 +56,7 @@ class Receiver(WeightReceiver):
 
     def __init__(self, address: str, name: str, record: Path, fate: Fate) -> None:
         session = f"session of {name}"
-        super().__init__(address, name, session, self._load_update, place=here("cpu"))
+        super().__init__(address, name, session, self._load_update, locality=locality_of("cpu"))
         self._record = record
         self._fate = fate
         self._transfer = TransferReceiver()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from buffers.account import Image
 from buffers.audit import audit, compare, main
-from buffers.history import Event
-from buffers.journal_file import journal_path
+from buffers.journal.schema import journal_path
+from buffers.ledger.entries import LedgerSnapshot
+from buffers.ledger.events import Event
 from tests.unit.test_journal import fill, open_journal
 
 WORDS = {
@@ -24,18 +24,18 @@ REASONS = {"s": "stale", "e": "expired", "o": "orphaned"}
 
 
 def events(*paths: str) -> list[Event]:
-    """From "sequence lease letters"; a lease "-" is a learner's books."""
+    """From "prompt lease letters"; a lease "-" is a learner's books."""
     told = []
     for path in paths:
-        sequence, lease, letters = path.split()
+        prompt_index, lease, letters = path.split()
         lease_id = "" if lease == "-" else lease
         for letter in letters:
             if letter in REASONS:
-                told.append(Event(int(sequence), "dropped", REASONS[letter], lease_id))
+                told.append(Event(int(prompt_index), "dropped", REASONS[letter], lease_id))
             elif letter == "K":
-                told.append(Event(int(sequence), "acknowledged", "books", lease_id))
+                told.append(Event(int(prompt_index), "acknowledged", "books", lease_id))
             else:
-                told.append(Event(int(sequence), WORDS[letter], None, lease_id))
+                told.append(Event(int(prompt_index), WORDS[letter], None, lease_id))
     return told
 
 
@@ -83,7 +83,7 @@ def test_rewinds_and_books_are_in_order(history):
         (("0 a LeB",), "lease a went from dropped to buffered"),
         (("0 a B",), "lease a is buffered, but was not granted"),
         (("0 a L", "0 - o"), "ended by a learner's books while lease a was leased"),
-        (("0 a L", "2 b L"), "sequence 1: was never granted, 2 was"),
+        (("0 a L", "2 b L"), "prompt 1: was never granted, 2 was"),
         (("0 a LB", "0 b LBTRA"), "2 leases were granted, but 1 are accounted for"),
     ],
 )
@@ -98,22 +98,25 @@ def test_a_drop_without_a_reason_is_a_fault():
 
 def test_an_account_that_disagrees_with_its_history_is_named():
     found = audit(events("0 a LBTRA", "1 b L"))
-    assert list(compare(found, Image(granted=2, acknowledged=1))) == []
-    assert list(compare(found, Image(granted=3, acknowledged=2))) == [
+    assert list(compare(found, LedgerSnapshot(granted=2, acknowledged=1))) == []
+    assert list(compare(found, LedgerSnapshot(granted=3, acknowledged=2))) == [
         "the account has 3 leases granted, the history 2",
         "the account has 2 acknowledged, the history 1",
     ]
-    assert list(compare(found, Image(granted=9, acknowledged=5, unseen=7))) == []
+    assert list(compare(found, LedgerSnapshot(granted=9, acknowledged=5, unseen=7))) == []
 
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        ("DELETE FROM payload WHERE sequence = 1", "sequence 1: the payload of lease b is missing"),
-        ("DELETE FROM entry WHERE sequence = 0", "sequence 0: is None in the journal"),
+        (
+            "DELETE FROM payload WHERE prompt_index = 1",
+            "prompt 1: the payload of lease b is missing",
+        ),
+        ("DELETE FROM entry WHERE prompt_index = 0", "prompt 0: is None in the journal"),
         ("UPDATE entry SET state = 'taken'", "('a', 'taken') in the journal, but the history says"),
-        ("DELETE FROM history WHERE sequence = 0", "sequence 0: was never granted, 1 was"),
-        ("UPDATE history SET path = 'LBTBTR' WHERE sequence = 1", "says ('b', 'trained')"),
+        ("DELETE FROM history WHERE prompt_index = 0", "prompt 0: was never granted, 1 was"),
+        ("UPDATE history SET path = 'LBTBTR' WHERE prompt_index = 1", "says ('b', 'trained')"),
     ],
 )
 def test_a_damaged_journal_fails_the_audit(tmp_path: Path, capsys, damage: str, sentence: str):

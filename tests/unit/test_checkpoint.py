@@ -13,7 +13,7 @@ from learners.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.types import Books, DropReason, runs_of
+from streamrl.types import Books, DropReason, ranges_of
 from tests.tiny_model import save_llama
 from tests.training import make_batch, make_config
 
@@ -23,8 +23,8 @@ BOOKS = Books(
     trained=3,
     acknowledged=3,
     dropped={DropReason.STALE: 1},
-    next_sequence=9,
-    open_runs=runs_of((3, 8)),
+    next_prompt_index=9,
+    open_ranges=ranges_of((3, 8)),
 )
 
 

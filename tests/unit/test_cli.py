@@ -9,10 +9,10 @@ import pytest
 
 from streamrl.cli.main import COMMANDS, main
 from streamrl.cli.report import write_report
-from streamrl.cli.run_folder import prepare
 from streamrl.cli.view import headline, sparkline, summary_rows
 from streamrl.config import load_config
 from streamrl.errors import ConfigError
+from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import JsonlTracker
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ LIGHT = [
     "streamrl.cli.main",
     "buffers",
     "buffers.daemon",
-    "buffers.zmq_client",
+    "buffers.zmq.client",
 ]
 
 

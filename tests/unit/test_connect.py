@@ -7,17 +7,17 @@ import sys
 
 import pytest
 
-from buffers import books
 from buffers.connect import connect
 from buffers.daemon import serve
-from buffers.redis_buffer import RedisBuffer
-from buffers.redis_link import namespace
-from buffers.redis_place import open_client, redacted
-from buffers.zmq_client import ZmqBuffer
+from buffers.redis.buffer import RedisBuffer
+from buffers.redis.connection import namespace
+from buffers.redis.topology import open_client, redacted
+from buffers.zmq.client import ZmqBuffer
+from streamrl.cli import books
 from streamrl.cli.launch import _children
-from streamrl.cli.run_folder import prepare
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
+from streamrl.run_folder import prepare
 from streamrl.service import Shutdown
 
 
@@ -99,8 +99,7 @@ def test_the_books_of_a_buffer_with_a_daemon_are_its_own_business(tmp_path):
 
 
 def test_who_needs_no_redis_does_not_import_it():
-    code = (
-        "import sys, buffers.connect, buffers.daemon, buffers.books; print('redis' in sys.modules)"
-    )
+    modules = "buffers.connect, buffers.daemon, streamrl.cli.books"
+    code = f"import sys, {modules}; print('redis' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

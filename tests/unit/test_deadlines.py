@@ -14,8 +14,8 @@ import pytest
 from actors.rewards.functions import FunctionReward
 from streamrl.errors import RolloutError
 from streamrl.types import FilesEndpoint, LoadReport, WeightUpdate
-from streamrl.weights import channel
-from streamrl.weights.channel import WeightReceiver
+from streamrl.weights import protocol
+from streamrl.weights.protocol import WeightReceiver
 from tests.unit.test_generator import Run
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def test_every_rendezvous_has_a_timeout():
 
 
 async def test_an_engine_that_never_loads_ends_its_generator(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(channel, "LOAD_S", 0.05)
+    monkeypatch.setattr(protocol, "LOAD_S", 0.05)
 
     async def never(_: WeightUpdate) -> LoadReport:
         await asyncio.Event().wait()

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import pytest
 
-from actors.catch_up import CatchUp
 from actors.environments import make_environment
 from actors.generator import Generator
 from actors.rollout import GroupRunner
-from buffers.ledger import Ledger
+from actors.version_gate import VersionGate
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from buffers.state import BufferState
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.interfaces import Episode, Prompt, Transition
@@ -27,7 +27,7 @@ from streamrl.types import (
     FinishReason,
     LoadReport,
     SamplingParams,
-    Standing,
+    SchedulingState,
     TrajectoryGroup,
     WeightUpdate,
 )
@@ -82,8 +82,8 @@ class FakeEngine:
 
 
 class Prompts:
-    def __getitem__(self, sequence: int) -> Prompt:
-        return Prompt("x" * (sequence % 5 + 1), str(sequence))
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        return Prompt("x" * (prompt_index % 5 + 1), str(prompt_index))
 
 
 class FakeRenderer:
@@ -161,11 +161,11 @@ async def test_groups_of_the_leased_prompts_arrive_with_facts_of_every_token():
     await run.learner.attach(0, None)
     async with run.generating():
         headers = await run.learner.take(2, 0, 5.0)
-        groups = await run.learner.fetch([h.sequence for h in headers])
-    assert [g.sequence for g in groups] == [0, 1]
+        groups = await run.learner.fetch([h.prompt_index for h in headers])
+    assert [g.prompt_index for g in groups] == [0, 1]
     for group in groups:
         for trajectory in group.trajectories:
-            num_prompt = group.sequence % 5 + 1
+            num_prompt = group.prompt_index % 5 + 1
             assert trajectory.token_ids.tolist() == [7] * num_prompt + [num_prompt] * 2
             assert trajectory.response_mask.tolist() == [False] * num_prompt + [True] * 2
             assert trajectory.policy_versions.tolist() == [-1] * num_prompt + [0, 0]
@@ -321,14 +321,14 @@ async def test_a_generator_that_joins_late_leases_nothing_before_it_has_caught_u
     run = Run()
     await run.learner.attach(3, None)
     async with run.generating() as generator:
-        await run.until(lambda: bool(run.state.roster))
+        await run.until(lambda: bool(run.state.registry))
         assert (await run.learner.stats()).generators[0].is_catching_up
         await generator._load(update(2))
         await asyncio.sleep(0.2)
         assert run.books.granted == 0
         await generator._load(update(3))
         await run.until(lambda: run.books.buffered == 4)
-        await run.until(lambda: not run.state.roster.statuses[0].is_catching_up)
+        await run.until(lambda: not run.state.registry.statuses[0].is_catching_up)
 
 
 async def test_a_generator_whose_update_failed_leases_nothing_before_it_has_caught_up():
@@ -343,7 +343,7 @@ async def test_a_generator_whose_update_failed_leases_nothing_before_it_has_caug
         await run.learner.advance(1)
         # The lease it had asked for before is granted now, and given back.
         await run.until(lambda: run.books.dropped == {DropReason.RELEASED: 1})
-        await run.until(lambda: run.state.roster.statuses[0].is_catching_up)
+        await run.until(lambda: run.state.registry.statuses[0].is_catching_up)
         assert (run.books.leased, run.books.granted) == (0, 5)
         await generator._load(update(1))
         await run.until(lambda: run.books.buffered == 4)
@@ -356,12 +356,12 @@ async def test_a_drained_generator_finishes_its_groups_and_leaves():
     generator = Generator(run.config, "g", run.runner, run.learner.client())
     running = asyncio.create_task(generator.run())
     await run.until(lambda: run.books.leased == 4)
-    await run.learner.set_standing("g", Standing.DRAINING)
+    await run.learner.set_scheduling_state("g", SchedulingState.DRAINING)
     run.engine.open.set()
     await asyncio.wait_for(running, 5)
     assert (run.books.buffered, run.books.granted, run.books.dropped) == (4, 4, {})
     stats = await run.learner.stats()
-    assert (stats.generators, stats.standings) == ((), {})
+    assert (stats.generators, stats.scheduling_states) == ((), {})
 
 
 async def test_a_drain_that_was_undone_in_time_is_forgotten():
@@ -370,9 +370,9 @@ async def test_a_drain_that_was_undone_in_time_is_forgotten():
     await run.learner.attach(0, None)
     async with run.generating():
         await run.until(lambda: run.books.leased == 4)
-        await run.learner.set_standing("g", Standing.DRAINING)
+        await run.learner.set_scheduling_state("g", SchedulingState.DRAINING)
         await asyncio.sleep(0.2)
-        await run.learner.set_standing("g", Standing.ACTIVE)
+        await run.learner.set_scheduling_state("g", SchedulingState.ACTIVE)
         run.engine.open.set()
         await run.train(0)
         run.engine.policy_version = 1
@@ -394,7 +394,7 @@ async def test_a_generator_whose_id_another_process_took_leaves():
 
 
 def test_what_is_caught_up_to_is_what_a_learner_has_published():
-    catch_up = CatchUp(publish_every=2, max_staleness=1)
+    catch_up = VersionGate(publish_every=2, max_staleness=1)
     assert not catch_up.is_done(0), "no heartbeat was answered yet"
     catch_up.hear(7)
     assert [catch_up.is_done(version) for version in (5, 6)] == [False, True]

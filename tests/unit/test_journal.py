@@ -13,12 +13,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from buffers.audit import main as run_audit
-from buffers.journal import Journal
-from buffers.journal_file import journal_path
-from buffers.ledger import Ledger
-from buffers.state import BufferState
+from buffers.journal.journal import Journal
+from buffers.journal.schema import journal_path
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
 from streamrl.errors import ConfigError, LedgerError, StorageError
-from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease, Standing
+from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease, SchedulingState
 
 TTL_S = 10.0
 # The machine syncs a file with every call; what that survives is not what it tests.
@@ -43,7 +43,7 @@ def open_journal(
 def header(lease: Lease, version: int) -> GroupHeader:
     return GroupHeader(
         group_id=lease.lease_id,
-        sequence=lease.sequence,
+        prompt_index=lease.prompt_index,
         environment="test",
         oldest_version=version,
         lengths=(3,),
@@ -63,20 +63,21 @@ def fill(state: BufferState[bytes], *lease_ids: str, version: int = 0) -> None:
         put(state, lease, version)
 
 
-def dump(state: BufferState[bytes], last_sequence: int = 200) -> dict[str, Any]:
+def dump(state: BufferState[bytes], last_prompt_index: int = 200) -> dict[str, Any]:
     """Everything but the clock: leases get a new time to live."""
-    entries = [e for s in range(last_sequence) if (e := state.ledger.entry(s))]
-    held = [e.sequence for e in entries if e.header]
+    entries = [e for s in range(last_prompt_index) if (e := state.ledger.entry(s))]
+    held = [e.prompt_index for e in entries if e.header]
     return {
-        "image": state.ledger.image(),
+        "snapshot": state.ledger.snapshot(),
         "books": state.ledger.books(),
         "entries": [
-            (e.sequence, e.lease_id, e.floor, e.state, e.header, e.version) for e in entries
+            (e.prompt_index, e.lease_id, e.min_policy_version, e.state, e.header, e.version)
+            for e in entries
         ],
         "payloads": state.fetch(held),
         "oldest": state.ledger.oldest_version(),
         "bytes": state.stats(0.0).num_bytes,
-        "standings": state.roster.standings,
+        "scheduling_states": state.registry.scheduling_states,
     }
 
 
@@ -125,11 +126,11 @@ class JournalMachine(RuleBasedStateMachine):
         self.state.release(self.held[0].lease_id, reason)
         self._die_and_come_back()
 
-    @rule(generator_id=st.sampled_from("gh"), standing=st.sampled_from(Standing))
-    def set_standing(self, generator_id: str, standing: Standing) -> None:
+    @rule(generator_id=st.sampled_from("gh"), scheduling_state=st.sampled_from(SchedulingState))
+    def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
         status = GeneratorStatus(generator_id=generator_id, session="s", policy_version=0)
         self.state.heartbeat(status, self.now_s)
-        self.state.set_standing(generator_id, standing)
+        self.state.set_scheduling_state(generator_id, scheduling_state)
         self._die_and_come_back()
 
     @rule()
@@ -140,9 +141,12 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(ahead=st.integers(0, 5))
     def assert_a_lease_of_a_lost_past(self, ahead: int) -> None:
-        sequence = self.state.ledger.books().next_sequence + ahead
+        prompt_index = self.state.ledger.books().next_prompt_index + ahead
         asserted = Lease(
-            lease_id=f"lost {self.num_leases}", sequence=sequence, policy_version=0, expires_at_s=0
+            lease_id=f"lost {self.num_leases}",
+            prompt_index=prompt_index,
+            min_policy_version=0,
+            expires_at_s=0,
         )
         self.num_leases += 1
         status = GeneratorStatus(
@@ -155,10 +159,10 @@ class JournalMachine(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         ledger = self.state.ledger
-        if self.state.take(ledger.groups_per_step, ledger.version, ledger.epoch):
+        if self.state.take(ledger.groups_per_step, ledger.version, ledger.learner_term):
             self._die_and_come_back()
             ledger = self.state.ledger
-            self.state.advance(ledger.version + 1, ledger.epoch)
+            self.state.advance(ledger.version + 1, ledger.learner_term)
         self._die_and_come_back()
 
     @rule(num_steps=st.integers(1, 3), saved_after=st.integers(0, 3))
@@ -172,8 +176,8 @@ class JournalMachine(RuleBasedStateMachine):
                 if lease := self.state.lease(f"lease {self.num_leases}", "steady", self.now_s):
                     put(self.state, lease, ledger.version, self.now_s)
                 self.num_leases += 1
-            if self.state.take(ledger.groups_per_step, ledger.version, ledger.epoch):
-                self.state.advance(ledger.version + 1, ledger.epoch)
+            if self.state.take(ledger.groups_per_step, ledger.version, ledger.learner_term):
+                self.state.advance(ledger.version + 1, ledger.learner_term)
         self._die_and_come_back()
 
     @rule()
@@ -181,7 +185,7 @@ class JournalMachine(RuleBasedStateMachine):
         ledger = self.state.ledger
         for version in (ledger.version, ledger.version + 1):
             try:
-                self.state.take(ledger.groups_per_step, version, ledger.epoch)
+                self.state.take(ledger.groups_per_step, version, ledger.learner_term)
             except LedgerError:
                 break
         self._die_and_come_back()
@@ -191,7 +195,7 @@ class JournalMachine(RuleBasedStateMachine):
         ledger = self.state.ledger
         self.checkpoint = (ledger.version, ledger.books())
         if acknowledges:
-            self.state.acknowledge(ledger.version, ledger.epoch)
+            self.state.acknowledge(ledger.version, ledger.learner_term)
         self._die_and_come_back()
 
     @rule(num_steps=st.integers(1, 3), saved_after=st.integers(0, 3), lost=st.booleans())
@@ -290,13 +294,13 @@ def test_a_journal_of_another_run_is_refused_by_name(tmp_path):
 
 def test_another_bound_is_adopted_and_fences_who_counts_with_the_old_one(tmp_path):
     state, journal = open_journal(tmp_path)
-    epoch = state.attach(0, None)
+    learner_term = state.attach(0, None)
     fill(state, *"abc")
     journal.commit()
     journal.close()
     state, journal = open_journal(tmp_path, groups_per_step=3)
     with pytest.raises(LedgerError, match="took over"):
-        state.take(2, 0, epoch)
+        state.take(2, 0, learner_term)
     assert len(state.take(3, 0, state.attach(0, None))) == 3
     journal.close()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from streamrl.errors import (
     ConfigError,
     DuplicateGroupError,
@@ -23,7 +23,7 @@ def make_ledger(groups_per_step: int = 2, max_staleness: int = 1, **kwargs: int)
 def header(lease: Lease, version: int = 0, group_id: str | None = None) -> GroupHeader:
     return GroupHeader(
         group_id=group_id or f"group of {lease.lease_id}",
-        sequence=lease.sequence,
+        prompt_index=lease.prompt_index,
         environment="test",
         oldest_version=version,
         lengths=(3,),
@@ -42,17 +42,17 @@ def fill(ledger: Ledger, *lease_ids: str, version: int = 0) -> None:
         ledger.put(lease_id, header(grant(ledger, lease_id), version), 0.0)
 
 
-def train_one_step(ledger: Ledger, epoch: int = 1) -> list[int]:
-    taken = ledger.take(ledger.groups_per_step, ledger.version, epoch)
-    ledger.advance(ledger.version + 1, epoch)
-    return [group.sequence for group in taken]
+def train_one_step(ledger: Ledger, learner_term: int = 1) -> list[int]:
+    taken = ledger.take(ledger.groups_per_step, ledger.version, learner_term)
+    ledger.advance(ledger.version + 1, learner_term)
+    return [group.prompt_index for group in taken]
 
 
 def test_nothing_is_granted_before_a_learner_attached():
     ledger = Ledger(groups_per_step=1, max_staleness=0)
     assert ledger.lease("a", 0.0, 10.0) is None
     ledger.attach(0)
-    assert grant(ledger, "a").sequence == 0
+    assert grant(ledger, "a").prompt_index == 0
 
 
 def test_admission_stops_at_the_staleness_bound_and_opens_with_the_next_version():
@@ -60,7 +60,7 @@ def test_admission_stops_at_the_staleness_bound_and_opens_with_the_next_version(
     fill(ledger, "a", "b", "c", "d")
     assert ledger.lease("e", 0.0, 10.0) is None
     train_one_step(ledger)
-    assert [grant(ledger, name).sequence for name in "ef"] == [4, 5]
+    assert [grant(ledger, name).prompt_index for name in "ef"] == [4, 5]
     assert ledger.lease("g", 0.0, 10.0) is None
 
 
@@ -78,28 +78,28 @@ def test_a_lease_asked_for_twice_is_granted_once():
     assert ledger.books().granted == 1
 
 
-def test_the_floor_of_a_lease_follows_its_place_in_the_line():
+def test_the_oldest_version_of_a_lease_follows_its_place_in_the_stream():
     ledger = make_ledger(groups_per_step=1, max_staleness=2)
     for step in range(3):
         fill(ledger, f"first {step}")
         train_one_step(ledger)
-    floors = [grant(ledger, name).policy_version for name in "abc"]
-    assert floors == [1, 2, 3]
+    versions = [grant(ledger, name).min_policy_version for name in "abc"]
+    assert versions == [1, 2, 3]
 
 
-def test_without_staleness_every_floor_is_the_current_version():
+def test_without_staleness_every_oldest_version_is_the_current_version():
     ledger = make_ledger(groups_per_step=2, max_staleness=0)
     fill(ledger, "a", "b")
     train_one_step(ledger)
-    assert {grant(ledger, name).policy_version for name in "cd"} == {1}
+    assert {grant(ledger, name).min_policy_version for name in "cd"} == {1}
 
 
-def test_an_expired_lease_gives_its_sequence_back_and_its_put_is_refused():
+def test_an_expired_lease_gives_its_prompt_back_and_its_put_is_refused():
     ledger = make_ledger()
     late = grant(ledger, "late", now_s=0.0, ttl_s=10.0)
     assert ledger.expire(9.9) == ()
     assert ledger.expire(10.0) == ("late",)
-    assert grant(ledger, "other", now_s=11.0).sequence == late.sequence
+    assert grant(ledger, "other", now_s=11.0).prompt_index == late.prompt_index
     with pytest.raises(UnknownLeaseError, match="late"):
         ledger.put("late", header(late), 11.0)
     assert ledger.books().dropped == {DropReason.EXPIRED: 1}
@@ -126,20 +126,20 @@ def test_putting_the_same_group_again_changes_nothing_and_another_one_is_a_dupli
     assert ledger.refused() == {RefusalReason.DUPLICATE: 1}
 
 
-def test_a_group_of_another_sequence_is_refused():
+def test_a_group_of_another_prompt_is_refused():
     ledger = make_ledger()
     first, second = grant(ledger, "a"), grant(ledger, "b")
-    with pytest.raises(LedgerError, match="sequence 0; the group says 1"):
+    with pytest.raises(LedgerError, match="prompt 0; the group says 1"):
         ledger.put(first.lease_id, header(second), 0.0)
 
 
 @pytest.mark.parametrize("reason", DropReason)
-def test_a_released_lease_returns_its_sequence_or_ends_it_by_its_reason(reason):
+def test_a_released_lease_returns_its_prompt_or_ends_it_by_its_reason(reason):
     ledger = make_ledger()
     lease = grant(ledger, "a")
     ledger.release("a", reason)
-    again = grant(ledger, "b").sequence
-    assert (again == lease.sequence) is reason.returns_sequence
+    again = grant(ledger, "b").prompt_index
+    assert (again == lease.prompt_index) is reason.returns_prompt
     assert ledger.books().dropped == {reason: 1}
 
 
@@ -149,11 +149,11 @@ def test_take_waits_for_a_whole_batch_and_lends_the_oldest_first():
     ledger.put("a", header(leases[0], version=0), 0.0)
     assert ledger.take(2, 0, 1) == ()
     ledger.put("b", header(leases[1]), 0.0)
-    assert [g.sequence for g in ledger.take(2, 0, 1)] == [0, 1]
+    assert [g.prompt_index for g in ledger.take(2, 0, 1)] == [0, 1]
     ledger.advance(1, 1)
     ledger.put("d", header(leases[3], version=0), 0.0)
     ledger.put("c", header(leases[2], version=1), 0.0)
-    assert [g.sequence for g in ledger.take(2, 1, 1)] == [3, 2]
+    assert [g.prompt_index for g in ledger.take(2, 1, 1)] == [3, 2]
 
 
 def test_the_same_version_gets_the_same_loan():
@@ -218,7 +218,7 @@ def test_a_learner_restored_to_a_checkpoint_trains_the_rest_again():
     ledger.take(1, 2, 1)
     assert ledger.attach(1) == 2
     assert (ledger.books().acknowledged, ledger.books().buffered) == (1, 3)
-    assert [train_one_step(ledger, epoch=2) for _ in range(3)] == [history[1], [2], [3]]
+    assert [train_one_step(ledger, learner_term=2) for _ in range(3)] == [history[1], [2], [3]]
 
 
 def test_an_old_learner_is_fenced():
@@ -231,7 +231,7 @@ def test_an_old_learner_is_fenced():
         lambda: ledger.acknowledge(0, 1),
         lambda: ledger.finish(1),
     ):
-        with pytest.raises(FencedError, match="epoch 2 took over"):
+        with pytest.raises(FencedError, match="term 2 took over"):
             call()
 
 
@@ -246,7 +246,7 @@ def test_a_blank_ledger_continues_the_account_of_a_checkpoint():
     assert new.books().balanced
     assert new.books().acknowledged == 1
     assert new.books().dropped == {DropReason.FAILED: 1, DropReason.ORPHANED: 3}
-    assert [grant(new, name).sequence for name in "fghi"] == [1, 2, 3, 5]
+    assert [grant(new, name).prompt_index for name in "fghi"] == [1, 2, 3, 5]
 
 
 def test_a_learner_that_rewinds_behind_acknowledged_groups_gets_them_generated_again():
@@ -258,7 +258,7 @@ def test_a_learner_that_rewinds_behind_acknowledged_groups_gets_them_generated_a
     ledger.acknowledge(2, 1)
     ledger.attach(0, books_at_0)
     assert ledger.books().balanced
-    assert [grant(ledger, name).sequence for name in "cde"] == [0, 1, 2]
+    assert [grant(ledger, name).prompt_index for name in "cde"] == [0, 1, 2]
 
 
 def test_after_finish_nothing_is_granted_until_a_learner_attaches_again():
@@ -292,6 +292,8 @@ def test_books_of_nothing_are_balanced():
 
 def test_a_buffer_that_lost_its_memory_does_not_call_its_learner_fenced():
     blank = Ledger(groups_per_step=1, max_staleness=0)
-    with pytest.raises(LostMemoryError, match="knows epoch 0, not 3"):
-        blank.take(1, 0, epoch=3)
-    assert blank.attach(2, Books(granted=2, acknowledged=2, next_sequence=2, epoch=3)) == 4
+    with pytest.raises(LostMemoryError, match="knows term 0, not 3"):
+        blank.take(1, 0, learner_term=3)
+    assert (
+        blank.attach(2, Books(granted=2, acknowledged=2, next_prompt_index=2, learner_term=3)) == 4
+    )

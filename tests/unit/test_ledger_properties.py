@@ -1,6 +1,6 @@
 """Any interleaving of calls, expiries and deaths keeps the ledger's promises.
 
-The model beside the ledger is what an outside auditor would write down: which sequences the
+The model beside the ledger is what an outside auditor would write down: which prompts the
 surviving history has trained, at which version, and what the last durable checkpoint contains.
 """
 
@@ -11,9 +11,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from buffers.account import Account, State
-from buffers.ledger import Ledger
-from buffers.line import Line
+from buffers.ledger.entries import Entries, State
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.queues import ReadyQueue
 from streamrl.types import Books, DropReason, GroupHeader, Lease
 from tests.records import make_group
 
@@ -26,7 +26,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self, groups_per_step: int, max_staleness: int) -> None:
         self.settings = {"groups_per_step": groups_per_step, "max_staleness": max_staleness}
         self.ledger = Ledger(**self.settings)
-        self.epoch = self.ledger.attach(0)
+        self.learner_term = self.ledger.attach(0)
         self.now_s = 0.0
         self.num_leases = 0
         self.held: dict[str, Lease] = {}
@@ -42,21 +42,21 @@ class LedgerMachine(RuleBasedStateMachine):
         lease = self.ledger.lease(f"lease {self.num_leases}", self.now_s, TTL_S)
         if lease is not None:
             self.num_leases += 1
-            assert lease.sequence not in {held.sequence for held in self.held.values()}
-            assert lease.sequence not in self.history
-            assert lease.policy_version <= self.version
+            assert lease.prompt_index not in {held.prompt_index for held in self.held.values()}
+            assert lease.prompt_index not in self.history
+            assert lease.min_policy_version <= self.version
             self.held[lease.lease_id] = lease
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), extra=st.integers(0, 3))
     def put(self, data: st.DataObject, extra: int) -> None:
         lease = self.held.pop(data.draw(st.sampled_from(sorted(self.held))))
-        self._put(lease, max(0, lease.policy_version - 1 + extra))
+        self._put(lease, max(0, lease.min_policy_version - 1 + extra))
 
     def _put(self, lease: Lease, oldest: int) -> None:
         header = GroupHeader(
             group_id=lease.lease_id,
-            sequence=lease.sequence,
+            prompt_index=lease.prompt_index,
             environment="test",
             oldest_version=oldest,
             lengths=(1,),
@@ -84,18 +84,18 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        loan = self.ledger.take(self.settings["groups_per_step"], self.version, self.epoch)
+        loan = self.ledger.take(self.settings["groups_per_step"], self.version, self.learner_term)
         for group in loan:
             assert self.version - group.oldest_version <= self.settings["max_staleness"]
-            assert group.sequence not in self.history
+            assert group.prompt_index not in self.history
         self.loan = loan
 
     @precondition(lambda self: self.loan)
     @rule()
     def train(self) -> None:
         self.version += 1
-        self.ledger.advance(self.version, self.epoch)
-        self.history |= {group.sequence: self.version for group in self.loan}
+        self.ledger.advance(self.version, self.learner_term)
+        self.history |= {group.prompt_index: self.version for group in self.loan}
         self.loan = ()
 
     @rule(num_steps=st.integers(1, 3), spread=st.integers(0, 3))
@@ -106,7 +106,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.lease()
             for lease in tuple(self.held.values()):
                 del self.held[lease.lease_id]
-                self._put(lease, min(lease.policy_version + spread, self.version))
+                self._put(lease, min(lease.min_policy_version + spread, self.version))
             self.take()
             if self.loan:
                 self.train()
@@ -116,7 +116,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """A learner may die between the durable checkpoint and its acknowledgement."""
         self.checkpoint = (self.version, self.ledger.books(), dict(self.history))
         if acknowledges:
-            self.ledger.acknowledge(self.version, self.epoch)
+            self.ledger.acknowledge(self.version, self.learner_term)
 
     @rule(buffer=st.sampled_from(["lives", "comes back blank", "comes back older"]))
     def kill_the_learner(self, buffer: str) -> None:
@@ -145,7 +145,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.older_ledger = deepcopy(self.ledger)
 
     def _attach(self, books: Books) -> None:
-        self.epoch = self.ledger.attach(self.version, books)
+        self.learner_term = self.ledger.attach(self.version, books)
         self.loan = ()
 
     @invariant()
@@ -156,13 +156,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert books.taken == len(self.loan)
 
     @invariant()
-    def every_sequence_is_open_trained_or_dropped_for_good(self) -> None:
+    def every_prompt_is_open_trained_or_dropped_for_good(self) -> None:
         books = self.ledger.books()
-        accounted = set(books.open_sequences) | self.history.keys()
-        assert not set(books.open_sequences) & self.history.keys()
-        assert accounted <= set(range(books.next_sequence))
-        ended = sum(n for reason, n in books.dropped.items() if not reason.returns_sequence)
-        assert books.next_sequence - len(accounted) <= ended
+        accounted = set(books.open_prompt_indices) | self.history.keys()
+        assert not set(books.open_prompt_indices) & self.history.keys()
+        assert accounted <= set(range(books.next_prompt_index))
+        ended = sum(n for reason, n in books.dropped.items() if not reason.returns_prompt)
+        assert books.next_prompt_index - len(accounted) <= ended
 
     @invariant()
     def the_line_is_bounded(self) -> None:
@@ -178,19 +178,19 @@ TestLedger = LedgerMachine.TestCase
 @given(st.lists(st.integers(0, 5) | st.none(), max_size=60))
 def test_the_line_is_a_priority_queue(operations):
     """A group of this version joins; None takes the first one out."""
-    account, heap = Account(), []
-    line = Line(account)
+    account, heap = Entries(), []
+    line = ReadyQueue(account)
     for number, version in enumerate(operations):
         if version is not None:
             entry = account.grant(str(number), 0, 0.0)
-            entry.header = GroupHeader.of(make_group(entry.sequence, version=version))
+            entry.header = GroupHeader.of(make_group(entry.prompt_index, version=version))
             account.move(entry, State.BUFFERED)
             line.join(entry)
-            heapq.heappush(heap, (version, entry.sequence))
+            heapq.heappush(heap, (version, entry.prompt_index))
         elif heap:
             first = line.first()
             assert first is not None
-            assert first.sequence == heapq.heappop(heap)[1]
+            assert first.prompt_index == heapq.heappop(heap)[1]
             account.move(first, State.TAKEN)
         first = line.first()
-        assert (first and first.sequence) == (heap[0][1] if heap else None)
+        assert (first and first.prompt_index) == (heap[0][1] if heap else None)

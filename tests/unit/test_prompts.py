@@ -1,4 +1,4 @@
-"""The prompt stream is a pure function of the sequence; bad files are refused by name."""
+"""The prompt stream is a pure function of the prompt; bad files are refused by name."""
 
 import json
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_a_file_that_holds_no_prompts_is_refused(tmp_path, text, sentence):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_is_a_function_of_seed_and_sequence_and_holds_out_its_own(task):
+def test_a_task_is_a_function_of_seed_and_prompt_index_and_holds_out_its_own(task):
     data = DataSettings(source=task, num_eval_prompts=50)
     first, second = open_prompts(data, seed=3), open_prompts(data, seed=3)
     assert [first[i] for i in range(20)] == [second[i] for i in range(20)]

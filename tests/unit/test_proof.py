@@ -14,7 +14,7 @@ import pytest
 from streamrl.cli.chaos import plan
 from streamrl.cli.proof import prove
 from streamrl.config import RunConfig
-from streamrl.types import Books, DropReason, runs_of
+from streamrl.types import Books, DropReason, ranges_of
 
 BOOKS = Books(
     granted=8,
@@ -22,9 +22,9 @@ BOOKS = Books(
     acknowledged=2,
     dropped={DropReason.STALE: 1, DropReason.EXPIRED: 2},
     buffered=1,
-    next_sequence=6,
-    epoch=1,
-    open_runs=runs_of((5,)),
+    next_prompt_index=6,
+    learner_term=1,
+    open_ranges=ranges_of((5,)),
 )
 TRAINED = [[0, 2], [3, 4]]
 
@@ -43,7 +43,9 @@ def make_run(folder: Path, trained: list[list[int]], books: Books) -> RunConfig:
     state = {"policy_version": 2, "books": msgspec.to_builtins(books, str_keys=True)}
     (run / "checkpoints" / "step-00000002" / "state.json").write_text(json.dumps(state))
     write_lines(run / "metrics.jsonl", [{"buffer/books_balanced": 1.0}] * 2)
-    write_lines(run / "trained.jsonl", [{"sequences": sequences} for sequences in trained])
+    write_lines(
+        run / "trained.jsonl", [{"prompt_indices": prompt_indices} for prompt_indices in trained]
+    )
     return config
 
 
@@ -55,7 +57,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
     proof = prove(make_run(tmp_path, TRAINED, BOOKS))
     assert proof.faults == ()
-    assert "2 steps trained 4 sequences; of 6 granted 1 are open and 1 dropped" in proof.finding
+    assert "2 steps trained 4 prompts; of 6 granted 1 are open and 1 dropped" in proof.finding
 
 
 @pytest.mark.parametrize(
@@ -63,14 +65,22 @@ def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
     [
         (
             [[0, 2], [2, 3]],
-            {"open_runs": runs_of((4, 5))},
-            "sequence 2 was trained by the steps",
+            {"open_ranges": ranges_of((4, 5))},
+            "prompt 2 was trained by the steps",
         ),
         ([[0, 2], [3]], {}, "step 2 trained 1 groups"),
         ([[0, 2]], {}, "trained.jsonl lacks the steps [2]"),
-        (TRAINED, {"next_sequence": 7}, "neither trained nor open: [1, 6]; the books know of 1"),
-        (TRAINED, {"open_runs": runs_of((4, 5))}, "yet still to be trained by"),
-        (TRAINED, {"next_sequence": 4, "open_runs": runs_of(())}, "never granted by the last"),
+        (
+            TRAINED,
+            {"next_prompt_index": 7},
+            "neither trained nor open: [1, 6]; the books know of 1",
+        ),
+        (TRAINED, {"open_ranges": ranges_of((4, 5))}, "yet still to be trained by"),
+        (
+            TRAINED,
+            {"next_prompt_index": 4, "open_ranges": ranges_of(())},
+            "never granted by the last",
+        ),
         (TRAINED, {"granted": 9}, "the books of the last checkpoint do not close"),
         (TRAINED, {"granted": 9, "trained": 3}, "call 5 groups trained; trained.jsonl names 4"),
     ],

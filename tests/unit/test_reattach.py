@@ -4,19 +4,19 @@ from copy import deepcopy
 
 import pytest
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from learners.learner import books_with
-from streamrl.types import Books, DropReason, GroupHeader, Lease, runs_of
+from streamrl.types import Books, DropReason, GroupHeader, Lease, ranges_of
 
 
 def test_books_with_a_step_that_the_buffer_did_not_hear_of():
-    books = Books(granted=6, leased=2, buffered=2, trained=2, next_sequence=6, revision=9)
+    books = Books(granted=6, leased=2, buffered=2, trained=2, next_prompt_index=6, revision=9)
     books = books_with(
-        Books(**{**_fields(books), "open_runs": runs_of((1, 3, 4, 5))}), sequences=[3, 7]
+        Books(**{**_fields(books), "open_ranges": ranges_of((1, 3, 4, 5))}), prompt_indices=[3, 7]
     )
     assert books.balanced
-    assert books.open_sequences == (1, 4, 5, 6)
-    assert (books.next_sequence, books.trained, books.revision) == (8, 4, 10)
+    assert books.open_prompt_indices == (1, 4, 5, 6)
+    assert (books.next_prompt_index, books.trained, books.revision) == (8, 4, 10)
 
 
 def _fields(books: Books) -> dict[str, object]:
@@ -28,14 +28,17 @@ def test_a_blank_ledger_keeps_the_leases_asserted_and_grants_what_else_is_open()
         granted=9,
         acknowledged=5,
         leased=4,
-        next_sequence=9,
+        next_prompt_index=9,
         revision=30,
-        open_runs=runs_of((4, 5, 7, 8)),
+        open_ranges=ranges_of((4, 5, 7, 8)),
     )
     ledger = Ledger(groups_per_step=2, max_staleness=3)
-    for sequence in (5, 6, 10):
+    for prompt_index in (5, 6, 10):
         asserted = Lease(
-            lease_id=f"s/{sequence}", sequence=sequence, policy_version=2, expires_at_s=0.0
+            lease_id=f"s/{prompt_index}",
+            prompt_index=prompt_index,
+            min_policy_version=2,
+            expires_at_s=0.0,
         )
         ledger.reassert(asserted, 0.0, 10.0)
         ledger.reassert(asserted, 0.0, 10.0)
@@ -43,18 +46,20 @@ def test_a_blank_ledger_keeps_the_leases_asserted_and_grants_what_else_is_open()
     assert ledger.books().balanced
     assert ledger.renew(["s/5", "s/6", "s/10"], 0.0, 10.0) == ("s/6",)
     granted = [ledger.lease(name, 0.0, 10.0) for name in "abcd"]
-    assert [lease.sequence for lease in granted if lease] == [8, 9, 11, 12]
+    assert [lease.prompt_index for lease in granted if lease] == [8, 9, 11, 12]
 
 
-def test_a_lease_asserted_on_a_sequence_that_another_one_holds_is_lost():
+def test_a_lease_asserted_on_a_prompt_that_another_one_holds_is_lost():
     ledger = Ledger(groups_per_step=1, max_staleness=0)
     ledger.attach(0)
     ledger.lease("s/1", 0.0, 10.0)
-    for sequence in (0, 10**12):
-        asserted = Lease(lease_id="s/2", sequence=sequence, policy_version=0, expires_at_s=0.0)
+    for prompt_index in (0, 10**12):
+        asserted = Lease(
+            lease_id="s/2", prompt_index=prompt_index, min_policy_version=0, expires_at_s=0.0
+        )
         ledger.reassert(asserted, 0.0, 10.0)
     assert ledger.renew(["s/1", "s/2"], 0.0, 10.0) == ("s/2",)
-    assert ledger.books().next_sequence == 1
+    assert ledger.books().next_prompt_index == 1
 
 
 def _put(ledger: Ledger, name: str, oldest_version: int) -> None:
@@ -62,7 +67,7 @@ def _put(ledger: Ledger, name: str, oldest_version: int) -> None:
     assert lease is not None
     header = GroupHeader(
         group_id=name,
-        sequence=lease.sequence,
+        prompt_index=lease.prompt_index,
         environment="test",
         oldest_version=oldest_version,
         lengths=(1,),
@@ -97,4 +102,4 @@ def test_a_copy_that_went_other_ways_as_far_takes_the_learners_account(has_attac
     books = copy.books()
     assert books.balanced
     assert books.dropped == {DropReason.STALE: 1}
-    assert (books.next_sequence, books.open_sequences) == (3, ())
+    assert (books.next_prompt_index, books.open_prompt_indices) == (3, ())

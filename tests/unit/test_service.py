@@ -40,7 +40,7 @@ def run(tmp_path: Path, main) -> tuple[int, str]:
     [
         (None, 0, "test: done"),
         (ConfigError("run.x: is wrong"), 2, "run.x: is wrong"),
-        (FencedError("epoch 2 took over"), 3, "epoch 2 took over; this process stops"),
+        (FencedError("term 2 took over"), 3, "term 2 took over; this process stops"),
         (ValueError("oops"), 1, "ValueError: oops"),
     ],
 )

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 
-from actors.engines.remote.server import Request, VersionSpan
+from actors.engines.served.server import Request, VersionSpan
 from actors.engines.sglang import messages
 from actors.engines.sglang.arguments import launch_command, wire_request
 from actors.engines.sglang.relay import buckets_of, prefix_of
 from actors.engines.sglang.server import GAUGES
 from streamrl.types import SamplingParams
-from streamrl.weights import groups
+from streamrl.weights.transports import groups
 from tests import sglang_package as sglang
 from tests.engines import run_config
 

@@ -138,7 +138,7 @@ def test_staleness_is_a_distance():
     headers = [
         GroupHeader(
             group_id="g",
-            sequence=0,
+            prompt_index=0,
             environment="e",
             oldest_version=v,
             lengths=(1,),

@@ -196,7 +196,7 @@ def test_agentic_rewards_are_compared_as_the_configuration_says(grouping, compar
     groups = [
         TrajectoryGroup(
             group_id=str(i),
-            sequence=i,
+            prompt_index=i,
             environment=("maze", "shop")[i % 2],
             trajectories=tuple(
                 structs.replace(t, metrics={"num_invalid_turns": float(i == 5)})

@@ -89,10 +89,10 @@ def test_a_packed_group_is_checked_as_its_members_are(changes, sentence):
 
 @pytest.mark.parametrize("lengths", [(3, 4), (8, 7), (14, 0), (-1, 15), ()])
 def test_siblings_that_do_not_share_out_the_tokens_are_refused(lengths):
-    name, sequence, environment, facts, *arrays = pack(make_group(0))
+    name, prompt_index, environment, facts, *arrays = pack(make_group(0))
     told = [(length, *facts[0][1:]) for length in lengths]
     with pytest.raises(CorruptMessageError, match=r"token_ids|trajectories"):
-        wire.decode(wire.encode((name, sequence, environment, told, *arrays)), PackedGroup)
+        wire.decode(wire.encode((name, prompt_index, environment, told, *arrays)), PackedGroup)
 
 
 @pytest.mark.parametrize(

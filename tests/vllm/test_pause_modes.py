@@ -10,7 +10,7 @@ import pytest_asyncio
 import torch
 
 from actors.engines import make_engine
-from actors.engines.remote.engine import RemoteEngine
+from actors.engines.served.engine import ServedEngine
 from streamrl.config import RunConfig
 from streamrl.config.vllm import VllmSettings
 from streamrl.errors import ConfigError
@@ -33,13 +33,13 @@ async def engine(engines: VllmEngines) -> AsyncIterator[Engine]:
 
 def configure(engine: Engine, settings: VllmSettings) -> None:
     """From the next update on, pause as these settings say."""
-    owner = engine._server if isinstance(engine, RemoteEngine) else engine
+    owner = engine._server if isinstance(engine, ServedEngine) else engine
     owner._loader.configure(settings)
 
 
 async def num_tokens(engine: Engine) -> float:
     """Sampled so far; a server is asked, since the engine's own reading of it may be old."""
-    read = await engine._server.readings() if isinstance(engine, RemoteEngine) else engine.gauges()
+    read = await engine._server.readings() if isinstance(engine, ServedEngine) else engine.gauges()
     return read["num_tokens"]
 
 

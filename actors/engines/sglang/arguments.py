@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from actors.engines.remote.server import Request
+from actors.engines.served.server import Request
 from actors.engines.sglang.messages import GenerateReqInput, SamplingParams
 from streamrl.config import RunConfig
 from streamrl.config.sglang import OURS

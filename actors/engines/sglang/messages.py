@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from actors.engines.remote.server import VersionSpan
+from actors.engines.served.server import VersionSpan
 
 __all__ = ["VersionSpan"]
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from actors.engines.remote.http import Http, RefusedError
+from actors.engines.served.http import Http, RefusedError
 from actors.engines.sglang.messages import (
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
@@ -35,9 +35,9 @@ from actors.engines.staging import StagedWeights
 from streamrl.config.sglang import SglangSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
-from streamrl.weights import groups
 from streamrl.weights.layout import dtype_name
-from streamrl.weights.transfer import TransferReceiver
+from streamrl.weights.transports import groups
+from streamrl.weights.transports.broadcast import TransferReceiver
 
 PauseMode = Literal["abort", "retract", "in_place"]
 NamedTensor = tuple[str, torch.Tensor]

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from actors.engines.remote.http import Http, RefusedError, SlowAnswerError
-from actors.engines.remote.metrics import Names, readings
-from actors.engines.remote.process import ServerProcess
-from actors.engines.remote.server import Labels, Request, completion, versions_of
+from actors.engines.served.http import Http, RefusedError, SlowAnswerError
+from actors.engines.served.metrics import Names, readings
+from actors.engines.served.process import ServerProcess
+from actors.engines.served.server import Labels, Request, completion, versions_of
 from actors.engines.sglang.arguments import is_truncated, wire_request
 from actors.engines.sglang.messages import (
     AbortReq,
@@ -41,7 +41,7 @@ GAUGES: Names = {
 
 
 class SglangServer:
-    """Implements `actors.engines.remote.server.Server`."""
+    """Implements `actors.engines.served.server.Server`."""
 
     def __init__(
         self,

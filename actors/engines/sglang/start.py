@@ -4,11 +4,11 @@ import contextlib
 import socket
 
 from actors.engines.model import ModelFacts
-from actors.engines.remote.engine import RemoteEngine
-from actors.engines.remote.http import Http, RefusedError
-from actors.engines.remote.process import ServerProcess
-from actors.engines.remote.server import UNLABELED, Labels, Request
-from actors.engines.remote.start import host_of, probe, require_length, wait_until_up
+from actors.engines.served.engine import ServedEngine
+from actors.engines.served.http import Http, RefusedError
+from actors.engines.served.process import ServerProcess
+from actors.engines.served.server import UNLABELED, Labels, Request
+from actors.engines.served.start import host_of, probe, require_length, wait_until_up
 from actors.engines.sglang.arguments import NUM_RESERVED, launch_command, wire_request
 from actors.engines.sglang.messages import (
     ContinueGenerationReqInput,
@@ -23,10 +23,10 @@ from actors.engines.sglang.server import SglangServer, completion_of
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.types import Completion
-from streamrl.weights.groups import address_towards
+from streamrl.weights.transports.groups import address_towards
 
 
-def open_sglang(config: RunConfig, *, seed: int) -> RemoteEngine:
+def open_sglang(config: RunConfig, *, seed: int) -> ServedEngine:
     """An engine on the server of `generator.sglang.url`, or on one started here; checked, and with
     its first weights.
 
@@ -48,7 +48,7 @@ def open_sglang(config: RunConfig, *, seed: int) -> RemoteEngine:
         raise
 
 
-def _open(config: RunConfig, http: Http, process: ServerProcess | None, seed: int) -> RemoteEngine:
+def _open(config: RunConfig, http: Http, process: ServerProcess | None, seed: int) -> ServedEngine:
     settings = config.generator.sglang
     labels = Labels.new()
     require_alive = process.require_alive if process else lambda: None
@@ -78,12 +78,12 @@ def _open(config: RunConfig, http: Http, process: ServerProcess | None, seed: in
         request_s=settings.request_timeout_s,
         process=process,
     )
-    return RemoteEngine(
+    return ServedEngine(
         server,
         ModelFacts.of(config.model),
         max_num_seqs=config.generator.max_num_seqs,
         max_model_len=config.max_model_len,
-        patience_s=settings.patience_s,
+        retry_timeout_s=settings.retry_timeout_s,
     )
 
 

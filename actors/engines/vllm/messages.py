@@ -6,7 +6,7 @@ holds them against the real classes.
 
 from msgspec import Struct
 
-from actors.engines.remote.server import (
+from actors.engines.served.server import (
     Labels,
     Request,
     VersionSpan,

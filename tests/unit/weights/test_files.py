@@ -13,10 +13,10 @@ from actors.engines.hf.weights import SpareWeights
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import FilesEndpoint, WeightUpdate
-from streamrl.weights.files import FileSender
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transfer import TransferReceiver
+from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.transports.files import FileSender
 
 LIFE = "0123456789ab"
 
@@ -220,20 +220,20 @@ def test_a_damaged_file_gives_the_senders_bits_or_an_error_and_the_old_weights(
     update = learner.write(2, a=1 if delta else -1)["a"]
     path = Path(update.endpoint.path)
     intact = path.read_bytes()
-    places = [0, 3, 9, 40, len(intact) - 1, *random.Random(0).sample(range(len(intact)), 12)]
+    localities = [0, 3, 9, 40, len(intact) - 1, *random.Random(0).sample(range(len(intact)), 12)]
     harmless = []
-    for place in places:
+    for locality in localities:
         receiver = InPlace()
         receiver.load(first)
         kept = {name: tensor.clone() for name, tensor in receiver.weights.items()}
-        damage(path, place)
+        damage(path, locality)
         error = error_of(receiver, update)
         if not error:
-            harmless.append(place)
+            harmless.append(locality)
         assert not error or str(path) in error
-        assert is_equal(receiver.weights, kept if error else learner.bits()), place
+        assert is_equal(receiver.weights, kept if error else learner.bits()), locality
         path.write_bytes(intact)
-    assert not [place for place in harmless if damage is cut or place > 100]
+    assert not [locality for locality in harmless if damage is cut or locality > 100]
 
 
 def test_a_whole_file_is_plain_safetensors(tmp_path):

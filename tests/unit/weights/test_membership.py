@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from streamrl.weights.channel import Hello
 from streamrl.weights.membership import ALIVE_S, Membership, Peer
+from streamrl.weights.protocol import Hello
 
 
 class Clock:

@@ -4,30 +4,30 @@ import os
 
 import pytest
 
-from actors.placement import place_of_weights
+from actors.locality import weight_locality
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import ConfigError
-from streamrl.types import Place
-from streamrl.weights.channel import Hello
+from streamrl.types import Locality
+from streamrl.weights.locality import locality_of, this_host
 from streamrl.weights.membership import Peer
-from streamrl.weights.places import here, this_host
+from streamrl.weights.protocol import Hello
 from streamrl.weights.routes import Routes
 
 
-def cpu(host: str = "here") -> Place:
-    return Place(host=host)
+def cpu(host: str = "locality_of") -> Locality:
+    return Locality(host=host)
 
 
-def gpu(*uuids: str, host: str = "here") -> Place:
-    return Place(host=host, device_type="cuda", gpus=uuids)
+def gpu(*uuids: str, host: str = "locality_of") -> Locality:
+    return Locality(host=host, device_type="cuda", gpus=uuids)
 
 
-def peer(name: str, place: Place, history: str = "ours") -> Peer:
-    return Peer(name.encode(), Hello(name, f"session of {name}", 1, history, place), 0.0)
+def peer(name: str, locality: Locality, history: str = "ours") -> Peer:
+    return Peer(name.encode(), Hello(name, f"session of {name}", 1, history, locality), 0.0)
 
 
-def routes(sender: Place, *, shares: bool = True, **settings: object) -> Routes:
+def routes(sender: Locality, *, shares: bool = True, **settings: object) -> Routes:
     return Routes(WeightSettings.model_validate(settings), "ours", sender, shares=shares)
 
 
@@ -52,7 +52,7 @@ def ways(made: Routes, *peers: Peer) -> dict[str, str]:
         (gpu("A"), [gpu("A", "B")], ["gloo"]),
         (gpu("A"), [gpu("B"), gpu("B")], ["gloo", "gloo"]),
         (gpu("A"), [gpu("A", host="there")], ["gloo"]),
-        (gpu("A"), [Place(device_type="cuda")], ["nccl"]),
+        (gpu("A"), [Locality(device_type="cuda")], ["nccl"]),
         (gpu("A"), [cpu()], ["gloo"]),
         (gpu("A"), [gpu("A"), cpu(), gpu("B")], ["shared memory", "gloo", "gloo"]),
         (gpu(), [gpu()], ["nccl"]),
@@ -60,7 +60,7 @@ def ways(made: Routes, *peers: Peer) -> dict[str, str]:
     ],
 )
 def test_auto_shares_what_can_be_shared_and_broadcasts_the_rest(sender, receivers, expected):
-    peers = [peer(str(number), place) for number, place in enumerate(receivers)]
+    peers = [peer(str(number), locality) for number, locality in enumerate(receivers)]
     found = ways(routes(sender), *peers)
     assert [found[p.name] for p in peers] == expected
 
@@ -116,7 +116,7 @@ def test_where_memory_cannot_be_shared_auto_does_without_and_shared_is_refused()
 
 def test_a_host_is_a_machine_and_its_numbering_of_processes():
     assert os.readlink("/proc/self/ns/pid") in this_host()
-    assert here("cpu") == Place(host=this_host())
+    assert locality_of("cpu") == Locality(host=this_host())
 
 
 @pytest.mark.parametrize(
@@ -132,4 +132,4 @@ def test_a_host_is_a_machine_and_its_numbering_of_processes():
 def test_an_engine_is_where_it_receives(settings, is_here):
     """SGLang's weights are received here in any case, and handed on."""
     generator = GeneratorSettings.model_validate({"device": "cpu", **settings})
-    assert place_of_weights(generator) == Place(host=this_host() if is_here else "")
+    assert weight_locality(generator) == Locality(host=this_host() if is_here else "")

@@ -12,11 +12,11 @@ import torch
 
 from streamrl.errors import WeightTransferError
 from streamrl.types import CudaMemory, HostMemory, SharedEndpoint, replace
-from streamrl.weights import memory
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.places import this_host
+from streamrl.weights.locality import this_host
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.shared import SharedReader, endpoint_of
+from streamrl.weights.transports import memory
+from streamrl.weights.transports.shared_memory import SharedReader, endpoint_of
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,), "wide": (3000,)}
 TOO_LATE = "overwritten the version before it was read"
@@ -67,7 +67,7 @@ def is_version(weights: Mapping[str, torch.Tensor], version: int) -> bool:
 def test_every_version_is_read_from_memory_that_is_mapped_once(in_place, verify, monkeypatch):
     opened: list[HostMemory] = []
     monkeypatch.setattr(
-        "streamrl.weights.shared.open_memory",
+        "streamrl.weights.transports.shared_memory.open_memory",
         lambda one: opened.append(one) or memory.open_memory(one),
     )
     learner, reader = Learner(), SharedReader()

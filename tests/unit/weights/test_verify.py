@@ -13,11 +13,11 @@ from actors.engines.hf.weights import SpareWeights
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import LoadReport, WeightUpdate
-from streamrl.weights import groups
-from streamrl.weights.channel import WeightReceiver
 from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.protocol import WeightReceiver
 from streamrl.weights.sender import WeightSender
-from streamrl.weights.transfer import BroadcastSender, TransferReceiver
+from streamrl.weights.transports import groups
+from streamrl.weights.transports.broadcast import BroadcastSender, TransferReceiver
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,)}
 BUCKET_BYTES = 600

@@ -1,0 +1,287 @@
+"""The ledger's columns: every open prompt, every count, and the only code that changes them.
+
+Invariant: the books close after every method here, because an entry enters and leaves a column in
+one place each, and there its `listener` (a journal) hears of it. `Ledger` decides; this module
+only books.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+
+from msgspec import Struct
+
+from buffers.ledger.events import BY_BOOKS, Event
+from streamrl.types import Books, DropReason, GroupHeader, RefusalReason
+from streamrl.types.index_ranges import IndexRangeSet
+
+# A lease asserted further ahead than this is nonsense, not a memory that the buffer lost.
+MAX_GAP = 100_000
+
+
+class State(StrEnum):
+    LEASED = "leased"
+    BUFFERED = "buffered"
+    TAKEN = "taken"
+    TRAINED = "trained"
+
+
+class Entry(Struct):
+    """One open prompt; `min_policy_version` is the oldest version that may sample its tokens.
+
+    `version` is the one it is lent for, or was trained at.
+    """
+
+    prompt_index: int
+    lease_id: str
+    min_policy_version: int
+    expires_at_s: float
+    state: State = State.LEASED
+    header: GroupHeader | None = None
+    version: int = -1
+
+
+class LedgerSnapshot(Struct, frozen=True, kw_only=True):
+    """All of a ledger but its entries: what a journal writes with every change.
+
+    `unseen` are the leases counted as granted only because a learner's books said so.
+    """
+
+    version: int = 0
+    learner_term: int = 0
+    finished: bool = False
+    refused: dict[RefusalReason, int] = {}
+    granted: int = 0
+    acknowledged: int = 0
+    dropped: dict[DropReason, int] = {}
+    next_prompt_index: int = 0
+    revision: int = 0
+    unseen: int = 0
+
+
+def header_of(entry: Entry) -> GroupHeader:
+    assert entry.header is not None, "only a LEASED entry has no header"
+    return entry.header
+
+
+class Entries:
+    """Open entries by prompt and by lease, the position in the prompt stream, and the counts."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._prompt_index_of: dict[str, int] = {}
+        self._counts: Counter[State] = Counter()
+        self._dropped: Counter[DropReason] = Counter()
+        self._granted = 0
+        self._acknowledged = 0
+        self._returned: list[int] = []
+        self._open = IndexRangeSet()
+        self._next_prompt_index = 0
+        self._revision = 0
+        self._unseen = 0
+        self._freed: list[int] = []
+        self.listener: Callable[[Event], None] | None = None
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(tuple(self._entries.values()))
+
+    def __getitem__(self, prompt_index: int) -> Entry:
+        return self._entries[prompt_index]
+
+    def get(self, prompt_index: int) -> Entry | None:
+        return self._entries.get(prompt_index)
+
+    def find(self, lease_id: str) -> Entry | None:
+        """The open entry of this lease."""
+        prompt_index = self._prompt_index_of.get(lease_id)
+        return None if prompt_index is None else self._entries[prompt_index]
+
+    def count(self, *states: State) -> int:
+        return sum(self._counts[state] for state in states)
+
+    def grant(self, lease_id: str, min_policy_version: int, expires_at_s: float) -> Entry:
+        """A new lease on the first prompt that is free: one given back, else the next."""
+        if self._returned:
+            prompt_index = self._returned.pop(0)
+        else:
+            prompt_index = self._next_prompt_index
+            self._next_prompt_index += 1
+        return self._enter(Entry(prompt_index, lease_id, min_policy_version, expires_at_s))
+
+    def grant_again(self, entry: Entry) -> bool:
+        """A lease that its holder asserts and this account forgot, if its prompt is free."""
+        prompt_index = entry.prompt_index
+        place = bisect_left(self._returned, prompt_index)
+        if place < len(self._returned) and self._returned[place] == prompt_index:
+            del self._returned[place]
+        elif self._next_prompt_index <= prompt_index < self._next_prompt_index + MAX_GAP:
+            for skipped in range(self._next_prompt_index, prompt_index):
+                self._returned.append(skipped)
+                self._open.add(skipped)
+                self._tell(skipped, "dropped", reason=DropReason.ORPHANED)
+            self._next_prompt_index = prompt_index + 1
+        else:
+            return False
+        self._enter(entry)
+        return True
+
+    def _enter(self, entry: Entry) -> Entry:
+        self._entries[entry.prompt_index] = entry
+        self._prompt_index_of[entry.lease_id] = entry.prompt_index
+        self._open.add(entry.prompt_index)
+        self._counts[State.LEASED] += 1
+        self._granted += 1
+        self._revision += 1
+        self._tell(entry.prompt_index, entry.state, entry.lease_id)
+        return entry
+
+    def move(self, entry: Entry, state: State, version: int = -1) -> None:
+        self._counts[entry.state] -= 1
+        self._counts[state] += 1
+        entry.state = state
+        entry.version = version
+        self._set_open(entry.prompt_index, state is not State.TRAINED)
+        self._revision += 1
+        self._tell(entry.prompt_index, state, entry.lease_id)
+
+    def acknowledge(self, entry: Entry, *, by_books: bool = False) -> None:
+        """The entry is contained in a durable checkpoint."""
+        self._close(entry)
+        self._open.discard(entry.prompt_index)
+        self._acknowledged += 1
+        reason = BY_BOOKS if by_books else None
+        self._tell(entry.prompt_index, "acknowledged", entry.lease_id, reason)
+
+    def drop(self, entry: Entry, reason: DropReason) -> None:
+        self._close(entry)
+        self._dropped[reason] += 1
+        self._set_open(entry.prompt_index, reason.returns_prompt)
+        if reason.returns_prompt:
+            insort(self._returned, entry.prompt_index)
+        self._tell(entry.prompt_index, "dropped", entry.lease_id, reason)
+
+    def drain_freed(self) -> tuple[int, ...]:
+        """Prompts closed since the last call that had a payload."""
+        freed = tuple(self._freed)
+        self._freed.clear()
+        return freed
+
+    def books(self, learner_term: int) -> Books:
+        return Books(
+            granted=self._granted,
+            leased=self._counts[State.LEASED],
+            buffered=self._counts[State.BUFFERED],
+            taken=self._counts[State.TAKEN],
+            trained=self._counts[State.TRAINED],
+            acknowledged=self._acknowledged,
+            dropped={reason: count for reason, count in self._dropped.items() if count},
+            next_prompt_index=self._next_prompt_index,
+            revision=self._revision,
+            learner_term=learner_term,
+            open_ranges=self._open.frozen(),
+        )
+
+    def follows(self, books: Books, learner_term: int) -> bool:
+        """Whether these entries may be those of `books` later; `learner_term` is the ledger's own.
+
+        A restored copy may have made as many changes as they, and not the same ones: it has not
+        seen the learner attach whose books they are, or lacks something that they have dropped.
+        """
+        is_later = (learner_term, self._revision) >= (books.learner_term, books.revision)
+        return is_later and all(self._dropped[why] >= n for why, n in books.dropped.items())
+
+    def reconcile(self, books: Books) -> None:
+        """Come to the account that a learner's checkpoint carries, from a later one.
+
+        What the checkpoint calls finished is acknowledged here too. Every prompt that it does
+        not call finished, and that nobody holds, is granted again: what became of it since belongs
+        to a lost history.
+        """
+        unfinished = set(books.open_prompt_indices)
+        unfinished.update(range(books.next_prompt_index, self._next_prompt_index))
+        for entry in self:
+            if entry.prompt_index not in unfinished:
+                self.acknowledge(entry, by_books=True)
+        free, was_free = unfinished - self._entries.keys(), set(self._returned)
+        was_free.update(range(self._next_prompt_index, books.next_prompt_index))
+        for prompt_index in sorted(free - set(self._returned)):
+            self._tell(prompt_index, "dropped", reason=DropReason.ORPHANED)
+        for prompt_index in sorted(was_free - unfinished):
+            self._tell(prompt_index, "acknowledged", reason=BY_BOOKS)
+        self._give_back_all(free)
+        self._next_prompt_index = max(self._next_prompt_index, books.next_prompt_index)
+
+    def adopt(self, books: Books) -> None:
+        """Continue the account of a checkpoint that is later than this one.
+
+        This one may be blank, or a restored copy. What was in flight there is orphaned; what is
+        open here and there, since its holder asserted it or the copy has it, counts as granted
+        once more.
+        """
+        self.reconcile(books)
+        seen = self._granted - self._unseen
+        self._granted = books.granted + len(self._entries)
+        self._unseen = self._granted - seen
+        self._acknowledged = books.acknowledged + books.trained
+        self._dropped = Counter(books.dropped)
+        self._dropped[DropReason.ORPHANED] += books.leased + books.buffered + books.taken
+        self._revision = max(self._revision, books.revision)
+
+    def snapshot(
+        self, version: int, learner_term: int, finished: bool, refused: Counter[RefusalReason]
+    ) -> LedgerSnapshot:
+        return LedgerSnapshot(
+            version=version,
+            learner_term=learner_term,
+            finished=finished,
+            refused=dict(refused),
+            granted=self._granted,
+            acknowledged=self._acknowledged,
+            dropped={reason: count for reason, count in self._dropped.items() if count},
+            next_prompt_index=self._next_prompt_index,
+            revision=self._revision,
+            unseen=self._unseen,
+        )
+
+    def restore(
+        self, snapshot: LedgerSnapshot, entries: Iterable[Entry], free: Iterable[int]
+    ) -> None:
+        """Continue a blank account where a journal ends."""
+        for entry in entries:
+            self._entries[entry.prompt_index] = entry
+            self._prompt_index_of[entry.lease_id] = entry.prompt_index
+            self._counts[entry.state] += 1
+        self._dropped = Counter(snapshot.dropped)
+        self._granted = snapshot.granted
+        self._acknowledged = snapshot.acknowledged
+        self._give_back_all(free)
+        self._next_prompt_index = snapshot.next_prompt_index
+        self._revision = snapshot.revision
+        self._unseen = snapshot.unseen
+
+    def _give_back_all(self, free: Iterable[int]) -> None:
+        """These and no others are to be granted again."""
+        self._returned = sorted(free)
+        held = (e.prompt_index for e in self._entries.values() if e.state is not State.TRAINED)
+        self._open = IndexRangeSet([*held, *self._returned])
+
+    def _set_open(self, prompt_index: int, is_open: bool) -> None:
+        if is_open:
+            self._open.add(prompt_index)
+        else:
+            self._open.discard(prompt_index)
+
+    def _close(self, entry: Entry) -> None:
+        self._revision += 1
+        self._counts[entry.state] -= 1
+        del self._entries[entry.prompt_index]
+        del self._prompt_index_of[entry.lease_id]
+        if entry.header is not None:
+            self._freed.append(entry.prompt_index)
+
+    def _tell(
+        self, prompt_index: int, state: str, lease_id: str = "", reason: str | None = None
+    ) -> None:
+        if self.listener is not None:
+            self.listener(Event(prompt_index, str(state), reason and str(reason), lease_id))

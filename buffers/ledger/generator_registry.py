@@ -1,0 +1,96 @@
+"""Who reports to a buffer, and what a person has ordered of them.
+
+Invariant: an id has one session, the newest; an older one that still reports is fenced. An order
+(`SchedulingState`) belongs to the id, so it outlives a generator's process; only an order to drain
+is fulfilled, and gone, once its generator has left. `buffers/redis/lua/calls.lua` does the same in
+Redis.
+"""
+
+from msgspec import Struct
+
+from streamrl.errors import UnknownGeneratorError
+from streamrl.types import GeneratorStatus, SchedulingState, replace
+
+# A process that was frozen may wake after others of its id have come and gone.
+MAX_REPLACED = 8
+
+
+class _Report(Struct, frozen=True):
+    """The last heartbeat, and the sessions that this one's has taken the place of."""
+
+    status: GeneratorStatus
+    seen_s: float
+    replaced: tuple[str, ...]
+
+
+class GeneratorRegistry:
+    def __init__(self) -> None:
+        self._reports: dict[str, _Report] = {}
+        self.scheduling_states: dict[str, SchedulingState] = {}
+        self._all_heard_until_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._reports)
+
+    @property
+    def statuses(self) -> tuple[GeneratorStatus, ...]:
+        return tuple(report.status for report in self._reports.values())
+
+    def ages_s(self, now_s: float) -> tuple[float, ...]:
+        """How long ago each of `statuses` was reported."""
+        return tuple(now_s - report.seen_s for report in self._reports.values())
+
+    def fences(self, status: GeneratorStatus) -> bool:
+        """Whether a newer session has taken this one's place."""
+        known = self._reports.get(status.generator_id)
+        return known is not None and status.session in known.replaced
+
+    def enter(self, status: GeneratorStatus, now_s: float) -> str | None:
+        """Book the report; the session whose place it takes, if there is one."""
+        known = self._reports.get(status.generator_id)
+        replaced = known.replaced if known else ()
+        older = known.status.session if known and known.status.session != status.session else None
+        if older is not None:
+            replaced = (*replaced, older)[-MAX_REPLACED:]
+        report = _Report(replace(status, held=()), now_s, replaced)
+        self._reports[status.generator_id] = report
+        return older
+
+    def leave(self, generator_id: str) -> None:
+        self._reports.pop(generator_id, None)
+        if self.scheduling_state(generator_id) is SchedulingState.DRAINING:
+            self.scheduling_states = _without(self.scheduling_states, generator_id)
+
+    def forget_silent(self, now_s: float, retry_timeout_s: float) -> None:
+        """Called after every request, so it looks at a thousand reports only if one may be old."""
+        if now_s <= self._all_heard_until_s:
+            return
+        self._reports = {
+            generator_id: report
+            for generator_id, report in self._reports.items()
+            if now_s - report.seen_s <= retry_timeout_s
+        }
+        oldest_s = min((report.seen_s for report in self._reports.values()), default=now_s)
+        self._all_heard_until_s = oldest_s + retry_timeout_s
+
+    def scheduling_state(self, generator_id: str) -> SchedulingState:
+        return self.scheduling_states.get(generator_id, SchedulingState.ACTIVE)
+
+    def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
+        """Raises: UnknownGeneratorError: nobody of this id reports, or did when it was ordered."""
+        known = self._reports.keys() | self.scheduling_states.keys()
+        if generator_id not in known:
+            raise UnknownGeneratorError.among(generator_id, known)
+        others = _without(self.scheduling_states, generator_id)
+        is_active = scheduling_state is SchedulingState.ACTIVE
+        self.scheduling_states = others if is_active else {**others, generator_id: scheduling_state}
+
+
+def _without(
+    scheduling_states: dict[str, SchedulingState], generator_id: str
+) -> dict[str, SchedulingState]:
+    return {
+        name: scheduling_state
+        for name, scheduling_state in scheduling_states.items()
+        if name != generator_id
+    }

@@ -1,0 +1,314 @@
+"""The ledger: who may generate what, what is too stale to train on, and what was trained.
+
+    LEASED -> BUFFERED -> TAKEN -> TRAINED -> acknowledged (gone); dropped(reason) from any
+
+Invariants, whatever is called in whatever order:
+
+- The books close: leases granted = leased + buffered + taken + trained + acknowledged + dropped.
+- A prompt has one live lease or group at most; in the surviving history it is trained once, or
+  dropped for good with a reason, and none is skipped.
+- No group is handed out whose oldest token is more than `max_staleness` versions older than the
+  version that will train it.
+
+Admission bounds the line to `(max_staleness + 1) * groups_per_step` groups, so one that keeps its
+place is never too old; a lease's `min_policy_version` says the same of one place p, trained
+p // groups_per_step versions from here. Nothing is granted before a learner attached: only it knows
+where a new buffer stands in the prompt stream.
+
+Oldest first also keeps the bound after a learner's death. Let the lost history have trained at
+version u groups of oldest version within [u - max_staleness, u], from version v on. Given back and
+sorted, at most (x - v + max_staleness + 1) * groups_per_step of them are as old as x or older, so
+the one of version x is trained again by x + max_staleness at the latest, and never before x.
+
+Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness. Backends
+call it; `drain_freed` tells them whose payload they may forget.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from buffers.ledger.entries import Entries, Entry, LedgerSnapshot, State, header_of
+from buffers.ledger.events import Event
+from buffers.ledger.loans import Loans
+from buffers.ledger.queues import Expiries, ReadyQueue, in_order
+from streamrl.errors import (
+    ConfigError,
+    DuplicateGroupError,
+    FencedError,
+    LedgerError,
+    LostMemoryError,
+    UnknownLeaseError,
+)
+from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason
+
+
+class Ledger:
+    """See the module. Near `final_version` admission closes, so that nothing is made in vain."""
+
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, final_version: int | None = None
+    ) -> None:
+        if groups_per_step < 1 or max_staleness < 0:
+            raise ConfigError(
+                f"learner.groups_per_step must be >= 1 (was {groups_per_step}) and "
+                f"buffer.max_staleness >= 0 (was {max_staleness})"
+            )
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self.final_version = final_version
+        self.version = self.learner_term = 0
+        self.finished = self.draining = False
+        self._entries = Entries()
+        self._ready = ReadyQueue(self._entries)
+        self._expiries = Expiries(self._entries)
+        self._loans = Loans(self._entries, groups_per_step, max_staleness)
+        self._refused: Counter[RefusalReason] = Counter()
+
+    # The generators' side.
+
+    def lease(self, lease_id: str, now_s: float, ttl_s: float) -> Lease | None:
+        """The right to generate the next group of the stream; None while admission is closed."""
+        self.expire(now_s)
+        entry = self._entries.find(lease_id)
+        if entry is None:
+            if not self.admits():
+                return None
+            trained_at = self.version + self._in_flight() // self.groups_per_step
+            min_policy_version = max(0, trained_at - self.max_staleness)
+            entry = self._entries.grant(lease_id, min_policy_version, now_s + ttl_s)
+            self._expiries.add(entry)
+        return Lease(
+            lease_id=lease_id,
+            prompt_index=entry.prompt_index,
+            min_policy_version=entry.min_policy_version,
+            expires_at_s=entry.expires_at_s,
+        )
+
+    def admits(self) -> bool:
+        """Whether one more lease fits under the staleness bound and before the run's end."""
+        room = self._loans.capacity
+        if self.final_version is not None:
+            room = min(room, (self.final_version - self.version) * self.groups_per_step)
+        # A rest that fills no batch would wait in flight for good.
+        is_closed = self.draining and self._in_flight() % self.groups_per_step == 0
+        return (
+            self.learner_term > 0 and not (self.finished or is_closed) and self._in_flight() < room
+        )
+
+    def renew(self, lease_ids: Iterable[str], now_s: float, ttl_s: float) -> tuple[str, ...]:
+        """Extend these leases; those that are no longer honored are returned."""
+        self.expire(now_s)
+        lost = []
+        for lease_id in lease_ids:
+            entry = self._entries.find(lease_id)
+            if entry is None:
+                lost.append(lease_id)
+            elif entry.state is State.LEASED and now_s + ttl_s > entry.expires_at_s:
+                entry.expires_at_s = now_s + ttl_s
+                self._expiries.add(entry)
+        return tuple(lost)
+
+    def reassert(self, lease: Lease, now_s: float, ttl_s: float) -> None:
+        """Honor a lease of a forgotten past if its prompt is free; `renew` tells if not."""
+        self.expire(now_s)
+        entry = Entry(lease.prompt_index, lease.lease_id, lease.min_policy_version, now_s + ttl_s)
+        if self._entries.find(lease.lease_id) is None and self._entries.grant_again(entry):
+            self._expiries.add(entry)
+
+    def put(self, lease_id: str, header: GroupHeader, now_s: float) -> bool:
+        """Take the group in. True: its payload must be kept; False: not (repeated, or too old).
+
+        Raises:
+            UnknownLeaseError, DuplicateGroupError: refused and counted; nothing else changes.
+            LedgerError: the group is for another prompt than the lease.
+        """
+        self.expire(now_s)
+        entry = self._entries.find(lease_id)
+        if entry is None:
+            self._refused[RefusalReason.UNKNOWN_LEASE] += 1
+            raise UnknownLeaseError(f"lease {lease_id} is unknown here, or has expired")
+        if entry.header is not None:
+            if entry.header.group_id == header.group_id:
+                return False
+            self._refused[RefusalReason.DUPLICATE] += 1
+            raise DuplicateGroupError(f"lease {lease_id} already holds {entry.header.group_id}")
+        if header.prompt_index != entry.prompt_index:
+            told = f"prompt {entry.prompt_index}; the group says {header.prompt_index}"
+            raise LedgerError(f"lease {lease_id} is for {told}")
+        if self.version - header.oldest_version > self.max_staleness:
+            self._entries.drop(entry, DropReason.STALE)
+            return False
+        entry.header = header
+        self._wait(entry)
+        return True
+
+    def release(self, lease_id: str, reason: DropReason) -> None:
+        """End a lease without a group; unknown or already filled leases are left as they are."""
+        entry = self._entries.find(lease_id)
+        if entry is not None and entry.state is State.LEASED:
+            self._entries.drop(entry, reason)
+
+    def refuse_malformed(self, lease_id: str) -> None:
+        """A message for this lease could not be read: its prompt is dropped, the fact counted."""
+        entry = self._entries.find(lease_id)
+        if entry is not None and entry.state is State.LEASED:
+            self._entries.drop(entry, DropReason.MALFORMED)
+        else:
+            self.refuse(RefusalReason.MALFORMED)
+
+    def refuse(self, reason: RefusalReason) -> None:
+        self._refused[reason] += 1
+
+    def expire(self, now_s: float) -> tuple[str, ...]:
+        """End the leases whose time has come; their prompts are granted again."""
+        expired = self._expiries.pop_due(now_s)
+        for entry in expired:
+            self._entries.drop(entry, DropReason.EXPIRED)
+        return tuple(entry.lease_id for entry in expired)
+
+    # The learner's side.
+
+    def attach(self, version: int, books: Books | None = None) -> int:
+        """A learner restored to `version` takes over; the term it gets fences every older one.
+
+        Its history contains what was trained at versions <= `version`: acknowledged. What was
+        taken, or trained later, waits again. With the `books` of its checkpoint, what that calls
+        finished is finished here, and what it does not is here or will be granted again.
+        """
+        is_older = books is not None and not self._entries.follows(books, self.learner_term)
+        self._loans.settle(version)
+        for entry in self._loans.give_back():
+            self._wait(entry)
+        if books is not None and (is_older or self.version < version):
+            self._entries.adopt(books)
+        elif books is not None:
+            self._entries.reconcile(books)
+        self.version = version
+        self.finished = self.draining = False
+        self.learner_term = max(self.learner_term, books.learner_term if books else 0) + 1
+        return self.learner_term
+
+    def take(self, num_groups: int, version: int, learner_term: int) -> tuple[GroupHeader, ...]:
+        """Lend the oldest groups for training at `version`; () while there are too few.
+
+        Evicts first what would be too stale by then. The same version gets the same loan again.
+        """
+        self._check_learner_term(learner_term)
+        if version not in self._loans.loans:
+            self._loans.check(num_groups, version, self.version)
+            self._evict(version)
+            if self._entries.count(State.BUFFERED) < num_groups:
+                return ()
+            for _ in range(num_groups):
+                entry = self._ready.first()
+                assert entry is not None, "they were counted"
+                self._loans.lend(entry, version)
+        return tuple(header_of(self._entries[s]) for s in self._loans.loans[version])
+
+    def advance(self, version: int, learner_term: int) -> None:
+        """The step that made `version` used the loan of the version before. May be repeated."""
+        self._check_learner_term(learner_term)
+        if version == self.version:
+            return
+        if version != self.version + 1 or self.version not in self._loans.loans:
+            lent = sorted(self._loans.loans)
+            raise LedgerError(
+                f"advance to {version}: the ledger is at {self.version} and has lent for {lent}"
+            )
+        self._loans.train(version)
+        self.version = version
+        self._evict(version)
+
+    def acknowledge(self, version: int, learner_term: int) -> None:
+        """A checkpoint of `version` is durable: what it contains is freed. May be repeated."""
+        self._check_learner_term(learner_term)
+        if version > self.version:
+            raise LedgerError(f"acknowledge of version {version}; the ledger is at {self.version}")
+        self._loans.settle(version)
+
+    def finish(self, learner_term: int) -> None:
+        """No lease is granted from here on."""
+        self._check_learner_term(learner_term)
+        self.finished = True
+
+    def books(self) -> Books:
+        return self._entries.books(self.learner_term)
+
+    def refused(self) -> dict[RefusalReason, int]:
+        return dict(self._refused)
+
+    def oldest_version(self) -> int | None:
+        """Oldest policy version among the waiting groups."""
+        entry = self._ready.first()
+        return None if entry is None else header_of(entry).oldest_version
+
+    def entry(self, prompt_index: int) -> Entry | None:
+        """The open entry of this prompt, to read."""
+        return self._entries.get(prompt_index)
+
+    def live_leases(self) -> tuple[str, ...]:
+        return tuple(e.lease_id for e in self._entries if e.state is State.LEASED)
+
+    def next_expiry_s(self) -> float | None:
+        """When `expire` may next have something to do."""
+        return self._expiries.next_s()
+
+    def drain_freed(self) -> tuple[int, ...]:
+        """Prompts whose payload nobody will ask for again, since the last call."""
+        return self._entries.drain_freed()
+
+    def snapshot(self) -> LedgerSnapshot:
+        return self._entries.snapshot(self.version, self.learner_term, self.finished, self._refused)
+
+    def restore(
+        self,
+        snapshot: LedgerSnapshot,
+        entries: Iterable[Entry],
+        free: Iterable[int],
+        expires_at_s: float,
+    ) -> None:
+        """Continue, in a blank ledger, where a journal ends; its leases get a new expiry."""
+        self.version, self.learner_term, self.finished = (
+            snapshot.version,
+            snapshot.learner_term,
+            snapshot.finished,
+        )
+        self._refused = Counter(snapshot.refused)
+        held = in_order(entries)
+        self._entries.restore(snapshot, held, free)
+        for entry in held:
+            if entry.state is State.LEASED:
+                entry.expires_at_s = expires_at_s
+                self._expiries.add(entry)
+            elif entry.state is State.BUFFERED:
+                self._ready.join(entry)
+            else:
+                self._loans.restore(entry)
+
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        self._entries.listener = listener
+
+    # Steps of the above.
+
+    def _in_flight(self) -> int:
+        return self._entries.count(State.LEASED, State.BUFFERED, State.TAKEN)
+
+    def _wait(self, entry: Entry) -> None:
+        self._entries.move(entry, State.BUFFERED)
+        self._ready.join(entry)
+
+    def _evict(self, version: int) -> None:
+        while entry := self._ready.first():
+            if version - header_of(entry).oldest_version <= self.max_staleness:
+                return
+            self._entries.drop(entry, DropReason.STALE)
+
+    def _check_learner_term(self, learner_term: int) -> None:
+        if learner_term < self.learner_term:
+            raise FencedError(
+                f"this learner is of term {learner_term}; term {self.learner_term} took over"
+            )
+        if learner_term > self.learner_term:
+            raise LostMemoryError(
+                f"lost memory: this buffer knows term {self.learner_term}, not {learner_term}"
+            )

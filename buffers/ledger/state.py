@@ -1,0 +1,190 @@
+"""A buffer's whole state: the ledger, the payloads it keeps, and who reported when.
+
+Invariant: a payload is held exactly while the ledger has its group. Calls return at once and never
+wait; a backend (`buffers.memory`, `buffers.zmq.server`) does the waiting and owns the clock.
+"""
+
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Generic, TypeVar
+
+from buffers.ledger.entries import Entry, LedgerSnapshot
+from buffers.ledger.generator_registry import GeneratorRegistry
+from buffers.ledger.ledger import Ledger
+from streamrl.errors import LedgerError
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    HeartbeatReply,
+    Lease,
+    SchedulingState,
+)
+
+Payload = TypeVar("Payload")
+RESUMES_WITHIN_S = 120.0
+
+
+class BufferState(Generic[Payload]):
+    """`Payload` is what the backend keeps of a group: the record itself, or its bytes."""
+
+    def __init__(self, ledger: Ledger, *, lease_ttl_s: float) -> None:
+        self.ledger = ledger
+        self.lease_ttl_s = lease_ttl_s
+        self.incarnation = uuid.uuid4().hex
+        self._payloads: dict[int, tuple[Payload, int]] = {}
+        self._num_bytes = 0
+        self.registry = GeneratorRegistry()
+        self._doubtful_until_s: float | None = None
+
+    def lease(self, lease_id: str, generator_id: str, now_s: float) -> Lease | None:
+        """A generator that is not active is granted nothing new."""
+        if self.registry.scheduling_state(generator_id) is not SchedulingState.ACTIVE:
+            self.ledger.expire(now_s)
+            if lease_id not in self.ledger.live_leases():
+                return None
+        return self.ledger.lease(lease_id, now_s, self.lease_ttl_s)
+
+    def put(self, lease_id: str, header: GroupHeader, payload: Payload, now_s: float) -> None:
+        if self.ledger.put(lease_id, header, now_s):
+            self._payloads[header.prompt_index] = (payload, header.num_bytes)
+            self._num_bytes += header.num_bytes
+
+    def release(self, lease_id: str, reason: DropReason) -> None:
+        self.ledger.release(lease_id, reason)
+
+    def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
+        """Renew its leases (their ids start with its session). An earlier session's end here, and
+        what that says from now on is refused."""
+        is_fenced = self.registry.fences(status)
+        if is_fenced:
+            self._end_session(status.session, DropReason.EXPIRED)
+        else:
+            self._enter(status, now_s)
+        return HeartbeatReply(
+            policy_version=self.ledger.version,
+            lost_lease_ids=self.ledger.renew(status.lease_ids, now_s, self.lease_ttl_s),
+            finished=self._is_over,
+            incarnation=self.incarnation,
+            scheduling_state=self.registry.scheduling_state(status.generator_id),
+            is_fenced=is_fenced,
+        )
+
+    def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
+        self.registry.set_scheduling_state(generator_id, scheduling_state)
+
+    def attach(self, policy_version: int, books: Books | None) -> int:
+        self._doubtful_until_s = None
+        learner_term = self.ledger.attach(policy_version, books)
+        self._forget_freed()
+        return learner_term
+
+    def take(
+        self, num_groups: int, policy_version: int, learner_term: int
+    ) -> tuple[GroupHeader, ...]:
+        headers = self.ledger.take(num_groups, policy_version, learner_term)
+        self._forget_freed()
+        return headers
+
+    def fetch(self, prompt_indices: Iterable[int]) -> tuple[Payload, ...]:
+        missing = [
+            prompt_index for prompt_index in prompt_indices if prompt_index not in self._payloads
+        ]
+        if missing:
+            raise LedgerError(f"no group is held for the prompts {missing}")
+        return tuple(self._payloads[prompt_index][0] for prompt_index in prompt_indices)
+
+    def advance(self, policy_version: int, learner_term: int) -> Books:
+        self.ledger.advance(policy_version, learner_term)
+        self._forget_freed()
+        return self.ledger.books()
+
+    def acknowledge(self, policy_version: int, learner_term: int) -> None:
+        self.ledger.acknowledge(policy_version, learner_term)
+        self._forget_freed()
+
+    def finish(self, learner_term: int) -> None:
+        self._doubtful_until_s = None
+        self.ledger.finish(learner_term)
+
+    def drain(self) -> None:
+        """From here on leases only complete the last batch; until a learner attaches."""
+        self.ledger.draining = True
+
+    def expire(self, now_s: float) -> None:
+        """End overdue leases and forget generators not heard of for one lease's life."""
+        self.ledger.expire(now_s)
+        if self._doubtful_until_s is not None and now_s > self._doubtful_until_s:
+            self._doubtful_until_s = None
+        self.registry.forget_silent(now_s, self.lease_ttl_s)
+
+    def stats(self, now_s: float, refusal: str = "") -> BufferStats:
+        """`refusal` is why the backend takes nothing in at present."""
+        return BufferStats(
+            incarnation=self.incarnation,
+            policy_version=self.ledger.version,
+            groups_per_step=self.ledger.groups_per_step,
+            max_staleness=self.ledger.max_staleness,
+            books=self.ledger.books(),
+            refused=self.ledger.refused(),
+            oldest_version=self.ledger.oldest_version(),
+            num_bytes=self._num_bytes,
+            generators=self.registry.statuses,
+            heartbeat_ages_s=self.registry.ages_s(now_s),
+            scheduling_states=self.registry.scheduling_states,
+            refusal=refusal,
+            finished=self.ledger.finished,
+            draining=self.ledger.draining,
+        )
+
+    @property
+    def is_deserted(self) -> bool:
+        """The run has ended and every generator has left."""
+        return self._is_over and not self.registry and not self.ledger.live_leases()
+
+    @property
+    def _is_over(self) -> bool:
+        """A run that a journal calls ended may be about to go on: its learner has a while."""
+        return self.ledger.finished and self._doubtful_until_s is None
+
+    def payload(self, prompt_index: int) -> Payload:
+        return self._payloads[prompt_index][0]
+
+    def restore(
+        self,
+        snapshot: LedgerSnapshot,
+        entries: Iterable[Entry],
+        free: Iterable[int],
+        payloads: Mapping[int, Payload],
+        now_s: float,
+    ) -> None:
+        """Continue, in a blank state, where a journal ends."""
+        self._doubtful_until_s = now_s + RESUMES_WITHIN_S
+        held = list(entries)
+        self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
+        for entry in held:
+            if entry.header is not None:
+                size = entry.header.num_bytes
+                self._payloads[entry.prompt_index] = (payloads[entry.prompt_index], size)
+                self._num_bytes += size
+
+    def _enter(self, status: GeneratorStatus, now_s: float) -> None:
+        for lease in status.held:
+            self.ledger.reassert(lease, now_s, self.lease_ttl_s)
+        if (older := self.registry.enter(status, now_s)) is not None:
+            self._end_session(older, DropReason.EXPIRED)
+        if status.is_leaving:
+            self._end_session(status.session, DropReason.RELEASED)
+            self.registry.leave(status.generator_id)
+
+    def _end_session(self, session: str, reason: DropReason) -> None:
+        for lease_id in self.ledger.live_leases():
+            if lease_id.startswith(session):
+                self.ledger.release(lease_id, reason)
+
+    def _forget_freed(self) -> None:
+        for prompt_index in self.ledger.drain_freed():
+            _, num_bytes = self._payloads.pop(prompt_index)
+            self._num_bytes -= num_bytes

@@ -1,0 +1,265 @@
+"""`redis://`: the buffer in a Redis server, without a daemon of ours.
+
+Invariant: Redis holds the whole state, and every change of it is one atomic script on the server
+(`buffers/lua`), so any client may die at any moment. What a client keeps is its learner's term.
+Redis >= 6.2; with AOF (`appendfsync always`) nothing is lost with the server either.
+
+A server that comes back with an older state (AOF `everysec`, a snapshot) shows it to everybody. The
+learner is refused (its term or version is ahead), starts again from its checkpoint, and the books
+it attaches with bring the ledger up to date. A generator's lease that the older state does not know
+is refused at the next heartbeat or put, and its prompt is granted again.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import structs
+from redis import exceptions
+
+from buffers.quarantine import Quarantine
+from buffers.redis import replies
+from buffers.redis.connection import Command, RedisConnection, namespace, script
+from buffers.redis.memory_limit import RedisMemoryLimit
+from buffers.redis.notifications import POLL_S, Change, RedisNotifications
+from buffers.zmq import messages
+from streamrl import wire
+from streamrl.errors import LedgerError, UnknownGeneratorError, WireError
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    HeartbeatReply,
+    Lease,
+    PackedGroup,
+    SchedulingState,
+    TrajectoryGroup,
+    pack,
+)
+
+Answer = TypeVar("Answer")
+MAX_PUTS = 4
+FETCHED_AT_ONCE = 16
+STAGED_LIFE_S = 600
+LARGE_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class RedisSettings:
+    """What the ledger is run with; the learner that attaches decides, a blank server takes any.
+
+    `clock` is for tests: the time a script is told instead of the server's own.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    final_version: int | None = None
+    lease_ttl_s: float = 30.0
+    max_group_bytes: int = wire.MAX_MESSAGE_BYTES
+    quarantine: Path | None = None
+    deadline_s: float = 60.0
+    retry_s: float = 5.0
+    clock: Callable[[], float] | None = None
+
+
+class RedisBuffer:
+    """Implements `streamrl.interfaces.TrajectoryBuffer` for the run of this name."""
+
+    def __init__(self, url: str, run: str, settings: RedisSettings) -> None:
+        self._namespace = namespace(run)
+        self._settings = settings
+        self._connection = RedisConnection(
+            url, run, deadline_s=settings.deadline_s, retry_s=settings.retry_s
+        )
+        self._notifications = RedisNotifications(self._connection, self._namespace + "changed")
+        self._memory_limit = RedisMemoryLimit(self._connection)
+        self._puts = asyncio.Semaphore(MAX_PUTS)
+        self._learner_term = 0
+
+    async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
+        async def attempt() -> tuple[Lease | None, float]:
+            reply = await self._call("lease", lease_id, generator_id)
+            return replies.lease(lease_id, reply), replies.next_expiry_s(reply, POLL_S)
+
+        return await self._when(attempt, wait_s, lambda change: change.room > 0)
+
+    async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
+        payload = wire.encode(pack(group))
+        try:
+            packed = wire.decode(payload, PackedGroup, max_bytes=self._settings.max_group_bytes)
+        except WireError as error:
+            await self._refuse_malformed(lease_id, payload, error)
+            raise
+        async with self._puts:
+            await self._put_payload(lease_id, packed.header(len(payload)), payload)
+
+    async def release(self, lease_id: str, reason: DropReason) -> None:
+        await self._call("release", lease_id, reason)
+
+    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
+        held = [
+            (lease.lease_id, lease.prompt_index, lease.min_policy_version) for lease in status.held
+        ]
+        version, finished, lost, incarnation, scheduling_state, is_fenced = await self._call(
+            "heartbeat",
+            status.generator_id,
+            status.session,
+            int(status.is_leaving),
+            wire.encode(structs.replace(status, held=())),
+            msgspec.msgpack.encode(held),
+            *status.lease_ids,
+        )
+        return HeartbeatReply(
+            policy_version=version,
+            lost_lease_ids=tuple(lease_id.decode() for lease_id in lost),
+            finished=bool(finished),
+            incarnation=incarnation.decode(),
+            scheduling_state=SchedulingState(scheduling_state.decode()),
+            is_fenced=bool(is_fenced),
+        )
+
+    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
+        await self._memory_limit.read()
+        packed = b"" if books is None else msgspec.msgpack.encode(books)
+        stats = replies.stats(await self._call("attach", policy_version, packed))
+        self._learner_term = stats.books.learner_term
+        return stats
+
+    async def take(
+        self, num_groups: int, policy_version: int, wait_s: float
+    ) -> tuple[GroupHeader, ...]:
+        async def attempt() -> tuple[tuple[GroupHeader, ...] | None, float]:
+            (blobs,) = await self._call("take", num_groups, policy_version, self._learner_term)
+            return tuple(wire.decode(blob, GroupHeader) for blob in blobs) or None, POLL_S
+
+        def may_fill(change: Change) -> bool:
+            return change.num_buffered >= num_groups or change.learner_term != self._learner_term
+
+        return await self._when(attempt, wait_s, may_fill) or ()
+
+    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
+        payloads: list[bytes | None] = []
+        for start in range(0, len(prompt_indices), FETCHED_AT_ONCE):
+            keys = [self._payload_key(s) for s in prompt_indices[start : start + FETCHED_AT_ONCE]]
+            payloads.extend((await self._connection.call("fetch", ("MGET", *keys)))[0])
+        missing = [
+            s for s, payload in zip(prompt_indices, payloads, strict=True) if payload is None
+        ]
+        if missing:
+            raise LedgerError(f"no group is held for the prompts {missing}")
+        return tuple(wire.decode(payload or b"", PackedGroup).group() for payload in payloads)
+
+    async def advance(self, policy_version: int) -> Books:
+        return replies.books(await self._call("advance", policy_version, self._learner_term))
+
+    async def acknowledge(self, policy_version: int) -> None:
+        await self._call("acknowledge", policy_version, self._learner_term)
+
+    async def finish(self) -> None:
+        await self._call("finish", self._learner_term)
+
+    async def drain(self) -> None:
+        await self._call("drain")
+
+    async def set_scheduling_state(
+        self, generator_id: str, scheduling_state: SchedulingState
+    ) -> None:
+        is_known, known = await self._call("set_scheduling_state", generator_id, scheduling_state)
+        if not is_known:
+            raise UnknownGeneratorError.among(generator_id, (name.decode() for name in known))
+
+    async def stats(self) -> BufferStats:
+        stats = replies.stats(await self._call("stats"))
+        books = stats.books
+        num_groups = books.buffered + books.taken + books.trained
+        refusal = await self._memory_limit.refusal(stats.num_bytes // max(1, num_groups))
+        return structs.replace(stats, refusal=refusal)
+
+    async def close(self) -> None:
+        await self._notifications.close()
+        await self._connection.close()
+
+    async def _put_payload(self, lease_id: str, header: GroupHeader, payload: bytes) -> None:
+        """Waits for room in Redis; unblocked by it or by the deadline. Sends again what expired."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.deadline_s
+        token = uuid.uuid4().hex
+        staged = f"{self._namespace}staged:{token}"
+        staging: Command = ("SET", staged, payload, "EX", STAGED_LIFE_S)
+        is_large = len(payload) > LARGE_BYTES
+        first = (token, b"" if is_large else payload, lease_id, wire.encode(header))
+        fields = (header.group_id, header.prompt_index, header.oldest_version, header.num_bytes)
+        while True:
+            await self._memory_limit.wait_for(len(payload))
+            try:
+                await self._call("put", *first, *fields, staging=staging if is_large else None)
+                return
+            except exceptions.OutOfMemoryError as error:
+                full = self._memory_limit.full(len(payload))
+                if loop.time() >= deadline:
+                    raise full from error
+            except _AgainError:
+                continue
+            await asyncio.sleep(POLL_S)
+
+    async def _refuse_malformed(self, lease_id: str, payload: bytes, error: WireError) -> None:
+        if self._settings.quarantine is not None:
+            Quarantine(self._settings.quarantine).keep(lease_id, payload, error)
+        await self._call("refuse_malformed", lease_id)
+
+    async def _when(
+        self,
+        attempt: Callable[[], Awaitable[tuple[Answer | None, float]]],
+        wait_s: float,
+        wanted: Callable[[Change], bool],
+    ) -> Answer | None:
+        """Waits until `attempt` answers; unblocked by a wanted change, by the time that a failed
+        attempt names (an expiry, or the poll), or by `wait_s`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        with self._notifications.watch(wanted) as woken:
+            while True:
+                woken.clear()
+                answer, retry_s = await attempt()
+                remaining_s = deadline - loop.time()
+                if answer is not None or remaining_s <= 0:
+                    return answer
+                self._notifications.start()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(remaining_s, retry_s)):
+                        await woken.wait()
+
+    async def _call(self, name: str, *arguments: Any, staging: Command | None = None) -> list[Any]:
+        """The answer of one script call, or the error it names."""
+        settings = self._settings
+        now_s = "" if settings.clock is None else repr(settings.clock())
+        final = -1 if settings.final_version is None else settings.final_version
+        command: Command = (
+            *("EVALSHA", script()[1], 1, f"{self._namespace}state", name, now_s),
+            *(settings.lease_ttl_s, settings.groups_per_step, settings.max_staleness, final),
+            *arguments,
+        )
+        commands = (command,) if staging is None else (staging, command)
+        answer: list[Any] = (await self._connection.call(name, *commands))[-1]
+        kind, *reply = answer
+        if kind == b"ok":
+            return reply
+        if kind == b"again":
+            raise _AgainError
+        if kind == b"full":
+            raise exceptions.OutOfMemoryError
+        raise messages.ErrorReply(kind.decode(), reply[0].decode()).exception()
+
+    def _payload_key(self, prompt_index: int) -> str:
+        return f"{self._namespace}payload:{prompt_index}"
+
+
+class _AgainError(Exception):
+    """The payload sent ahead was gone before the script ran."""

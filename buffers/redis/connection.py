@@ -1,0 +1,171 @@
+"""The way to a run's Redis server: commands that are repeated until they are answered.
+
+Invariant: a call either returns the server's answer or raises within its deadline; one that was
+sent twice is harmless, because every script of `buffers/lua` is. While Redis is away (restarting,
+stopped, failing over) calls wait here. Used by `buffers.redis.buffer` and what reads its keys.
+"""
+
+import asyncio
+import hashlib
+import logging
+import re
+import ssl
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, TypeAlias
+
+from redis import exceptions
+from redis.asyncio import Redis
+
+from buffers.redis.topology import RedisTopology, redacted
+from streamrl.errors import ConfigError, TransportError
+
+log = logging.getLogger(__name__)
+
+Command: TypeAlias = tuple[bytes | str | int | float, ...]
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
+SLOWEST_BYTES_PER_S = 10e6
+
+_AWAY = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    exceptions.AskError,
+    OSError,
+    TimeoutError,
+)
+_REFUSED = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+    exceptions.NoPermissionError,
+)
+# Also where a script meets them, which Redis 6 words as an error of the script: a full disk, a
+# script that takes long, a server that has just become a replica, or has lost its own.
+_AWAY_FOR_NOW = ("MISCONF", "BUSY", "READONLY", "MASTERDOWN", "NOREPLICAS")
+# How Redis 6 words a lack of permission inside a script.
+_REFUSED_IN_SCRIPT = ("NOPERM", "can't run this command", "can't access at least one of the keys")
+
+
+def namespace(run: str) -> str:
+    """What the keys of a run begin with; the braces keep them in one slot of a cluster."""
+    return f"streamrl:{{{run}}}:"
+
+
+@cache
+def script() -> tuple[str, str]:
+    """The ledger's source and its SHA-1, by which the server knows it."""
+    folder = resources.files("buffers.redis") / "lua"
+    source = "\n".join((folder / f"{n}.lua").read_text() for n in ("entries", "ledger", "calls"))
+    return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class RedisConnection:
+    """One client's connections. `retry_s` is how long a first attempt may go unanswered."""
+
+    def __init__(self, url: str, run: str, *, deadline_s: float, retry_s: float) -> None:
+        self.url = redacted(url)
+        self.deadline_s = deadline_s
+        self._topology = RedisTopology(url)
+        self._look: Command = ("EXISTS", namespace(run) + "state")
+        self._retry_s = retry_s
+
+    @property
+    def client(self) -> "Redis":
+        """Of the node that holds the run, as far as is known."""
+        return self._topology.client
+
+    async def close(self) -> None:
+        await self._topology.close()
+
+    async def call(self, name: str, *commands: Command, wait_s: float = 0.0) -> list[Any]:
+        """The answers to the commands, sent in one go.
+
+        Waits for them; unblocked by them, by the deadline, or by a refusal. After a failure waits
+        a little longer each time before the next attempt.
+
+        Raises:
+            TransportError: unanswered for `wait_s` and the deadline of this link.
+            ConfigError: the server refuses this user.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s + self.deadline_s
+        num_bytes = sum(len(word) for c in commands for word in c if isinstance(word, bytes))
+        retry_timeout_s = self._retry_s + num_bytes / SLOWEST_BYTES_PER_S
+        delay_s = FIRST_DELAY_S
+        while True:
+            client = self.client
+            try:
+                async with asyncio.timeout(min(deadline - loop.time(), retry_timeout_s)):
+                    return await self._attempt(commands)
+            except (*_REFUSED, *_AWAY, exceptions.ResponseError) as error:
+                if isinstance(error, exceptions.MovedError):
+                    self._topology.follow(error)
+                else:
+                    self._raise_if_final(error)
+                    self._topology.look_again(client)
+                if loop.time() + delay_s >= deadline:
+                    raise self._gave_up(name, wait_s, error) from error
+                told = _in_short(error)
+                log.warning("no answer from the buffer at %s to %s: %s", self.url, name, told)
+            retry_timeout_s *= 2
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+    async def _attempt(self, commands: Sequence[Command]) -> list[Any]:
+        try:
+            if (client := self.client) is not self._topology.holder:
+                await client.execute_command(*self._look)
+                self._topology.holder = client
+            return await self._send(commands)
+        except exceptions.NoScriptError:
+            await self.client.execute_command("SCRIPT LOAD", script()[0])
+            return await self._send(commands)
+
+    async def _send(self, commands: Sequence[Command]) -> list[Any]:
+        if len(commands) == 1:
+            return [await self.client.execute_command(*commands[0])]
+        pipeline = self.client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return list(await pipeline.execute())
+
+    def _raise_if_final(self, error: Exception) -> None:
+        """Waiting cannot help against what is neither an absence nor a lack of memory."""
+        told = str(error)
+        if isinstance(error, _REFUSED) or any(words in told for words in _REFUSED_IN_SCRIPT):
+            raise ConfigError(
+                f"buffer.url {self.url}: Redis refuses this user: {told}; it needs the right "
+                "password, and an ACL such as ~streamrl:* resetchannels &streamrl:* +@all -@admin"
+            ) from error
+        if reason := _mistrust(error):
+            raise ConfigError(
+                f"buffer.url {self.url}: the server's certificate is not trusted: {reason}; name "
+                "the authority that signed it: rediss://host:port/0?ssl_ca_certs=FILE"
+            ) from error
+        if not (isinstance(error, _AWAY) or any(word in told for word in _AWAY_FOR_NOW)):
+            raise error
+
+    def _gave_up(self, name: str, wait_s: float, error: Exception) -> TransportError:
+        return TransportError(
+            f"the buffer at {self.url} has not answered {name} for {wait_s + self.deadline_s:g} s "
+            f"({_in_short(error)}): is Redis running, and is buffer.url right?"
+        )
+
+
+def _mistrust(error: BaseException | None) -> str:
+    """What TLS found wrong with a certificate, if that is behind the error."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error.verify_message
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _in_short(error: Exception) -> str:
+    """What Redis says, in its first sentence and without the place in the script."""
+    told = re.sub(r"^Error running script.*: -", "", str(error)).partition(". ")[0]
+    return told or type(error).__name__

@@ -1,0 +1,78 @@
+"""A run's keys as somebody sees them who takes no part in it: its history, and their end.
+
+The history is a Redis stream that the scripts append to; it stays until the run is forgotten, about
+50 bytes an event. Called by `streamrl books` and by auditors.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from buffers.ledger.entries import LedgerSnapshot
+from buffers.ledger.events import Event
+from buffers.redis.connection import RedisConnection, namespace
+from streamrl.types import DropReason
+
+PAGE = 1000
+
+
+async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncIterator[Event]:
+    """Every event of the run so far, oldest first."""
+    after = "-"
+    async with _connected(url, run, deadline_s) as connection:
+        while True:
+            command = ("XRANGE", f"{namespace(run)}history", after, "+", "COUNT", PAGE)
+            page = (await connection.call("history", command))[0]
+            for _, fields in page:
+                yield _event(fields)
+            if len(page) < PAGE:
+                return
+            after = f"({page[-1][0].decode()}"
+
+
+async def account(url: str, run: str, *, deadline_s: float = 60.0) -> LedgerSnapshot:
+    """The totals of the run's account, to be held against its history."""
+    names = ("granted", "unseen", "acknowledged")
+    async with _connected(url, run, deadline_s) as connection:
+        numbers, dropped = await connection.call(
+            "account",
+            ("HMGET", f"{namespace(run)}state", *names),
+            ("HGETALL", f"{namespace(run)}dropped"),
+        )
+    granted, unseen, acknowledged = (int(number or 0) for number in numbers)
+    return LedgerSnapshot(
+        granted=granted,
+        unseen=unseen,
+        acknowledged=acknowledged,
+        dropped={DropReason(reason.decode()): int(n) for reason, n in dropped.items()},
+    )
+
+
+async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
+    """Delete every key of the run; how many there were."""
+    cursor, num_keys = 0, 0
+    async with _connected(url, run, deadline_s) as connection:
+        while True:
+            command = ("SCAN", cursor, "MATCH", f"{namespace(run)}*", "COUNT", PAGE)
+            cursor, keys = (await connection.call("forget", command))[0]
+            if keys:
+                num_keys += (await connection.call("forget", ("UNLINK", *keys)))[0]
+            if not int(cursor):
+                return num_keys
+
+
+@asynccontextmanager
+async def _connected(url: str, run: str, deadline_s: float) -> AsyncIterator[RedisConnection]:
+    connection = RedisConnection(url, run, deadline_s=deadline_s, retry_s=deadline_s)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+def _event(fields: dict[bytes, bytes]) -> Event:
+    return Event(
+        prompt_index=int(fields[b"prompt_index"]),
+        state=fields[b"state"].decode(),
+        reason=fields[b"reason"].decode() or None,
+        lease_id=fields[b"lease_id"].decode(),
+    )

@@ -1,0 +1,231 @@
+-- What a client may ask, each one atomic: `buffers/ledger/state.py`, in Lua.
+--
+--   ARGV  call, time or '', ttl_s, groups_per_step, max_staleness, final_version or -1, arguments
+--   reply {'ok', ...} or {name of an error class, message}
+--
+-- The time is this server's clock (TIME), so that all clients of a run share one, a restart
+-- included; a test passes its own. Redis replicates the effects of a script, not its source, so a
+-- clock does no harm.
+
+local function now()
+  if ARGV[2] ~= '' then return tonumber(ARGV[2]) end
+  local time = call('TIME')
+  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+end
+
+-- As in `buffers/ledger/generator_registry.py`.
+local MAX_REPLACED = 8
+
+local now_s, ttl_s = now(), tonumber(ARGV[3])
+local settings = {
+  groups_per_step = tonumber(ARGV[4]),
+  max_staleness = tonumber(ARGV[5]),
+  final_version = tonumber(ARGV[6]),
+}
+
+local function read_books()
+  local numbers = {}
+  for i, name in ipairs(NUMBERS) do numbers[i] = { name, int(state[name]) } end
+  return numbers, call('HGETALL', key('dropped')), call('ZRANGE', key('line'), 0, -1),
+    call('ZRANGE', key('returned'), 0, -1)
+end
+
+local function end_session(session, reason)
+  for _, lease_id in ipairs(call('ZRANGE', key('expiries'), 0, -1)) do
+    if string.sub(lease_id, 1, #session) == session then release(lease_id, reason) end
+  end
+end
+
+local function forget_silent_generators()
+  local registry = call('HGETALL', key('registry'))
+  for i = 1, #registry, 2 do
+    if now_s - cmsgpack.unpack(registry[i + 1]).seen_s > ttl_s then
+      call('HDEL', key('registry'), registry[i])
+    end
+  end
+end
+
+-- Of the server's process: a restarted one may have forgotten something.
+local function incarnation()
+  local server = redis.pcall('INFO', 'server')
+  return type(server) == 'string' and string.match(server, 'run_id:(%w+)') or ''
+end
+
+local function read_stats()
+  local registry, ages = call('HVALS', key('registry')), {}
+  for i, packed in ipairs(registry) do
+    local report = cmsgpack.unpack(packed)
+    registry[i], ages[i] = report.status, string.format('%.17g', now_s - report.seen_s)
+  end
+  local numbers, dropped, line, returned = read_books()
+  return {
+    'ok', numbers, dropped, line, returned, call('HGETALL', key('refused')), oldest() or '',
+    incarnation(), registry, ages, call('HGETALL', key('scheduling_states')),
+  }
+end
+
+local calls = {}
+
+-- A generator that is not active is granted nothing new.
+local function may_lease(lease_id, generator_id)
+  if call('HEXISTS', key('scheduling_states'), generator_id) == 0 then return true end
+  expire(now_s)
+  local entry = find(lease_id)
+  return entry and entry.state == 'leased'
+end
+
+function calls.lease(lease_id, generator_id)
+  local entry = may_lease(lease_id, generator_id) and lease(lease_id, now_s, ttl_s)
+  if entry then
+    return { 'ok', entry.prompt_index, entry.min_policy_version, string.format('%.17g', entry.expires_at_s) }
+  end
+  local first = call('ZRANGE', key('expiries'), 0, 0, 'WITHSCORES')[2]
+  return { 'ok', first and string.format('%.17g', tonumber(first) - now_s) or '' }
+end
+
+-- A large payload was sent ahead under a key of its own, so that it never passes through Lua.
+function calls.put(token, payload, lease_id, header, group_id, prompt_index, oldest_version, num_bytes)
+  local staged = key('staged:' .. token)
+  if payload == '' and call('EXISTS', staged) == 0 then return { 'again' } end
+  local is_kept, kept = pcall(put, lease_id, {
+    group_id = group_id,
+    prompt_index = tonumber(prompt_index),
+    oldest_version = tonumber(oldest_version),
+    num_bytes = tonumber(num_bytes),
+  }, header, now_s)
+  if is_kept and kept then
+    call('RENAME', staged, key('payload:' .. prompt_index))
+    if payload == '' then call('PERSIST', key('payload:' .. prompt_index)) end
+  else
+    call('UNLINK', staged)
+  end
+  if not is_kept then error(kept) end
+  return { 'ok' }
+end
+
+function calls.release(lease_id, reason)
+  release(lease_id, reason)
+  return { 'ok' }
+end
+
+function calls.refuse_malformed(lease_id)
+  refuse_malformed(lease_id)
+  return { 'ok' }
+end
+
+-- Book the report; `known` is the one before it.
+local function book_report(known, generator_id, session, status)
+  local replaced = known and known.replaced or {}
+  if known and known.session ~= session then
+    replaced[#replaced + 1] = known.session
+    if #replaced > MAX_REPLACED then table.remove(replaced, 1) end
+    end_session(known.session, 'expired')
+  end
+  local report = { session = session, seen_s = now_s, status = status, replaced = replaced }
+  call('HSET', key('registry'), generator_id, cmsgpack.pack(report))
+end
+
+local function strike_off(generator_id, session)
+  end_session(session, 'released')
+  call('HDEL', key('registry'), generator_id)
+  if call('HGET', key('scheduling_states'), generator_id) == 'draining' then
+    call('HDEL', key('scheduling_states'), generator_id)
+  end
+end
+
+local function fences(known, session)
+  for _, replaced in ipairs(known and known.replaced or {}) do
+    if replaced == session then return true end
+  end
+  return false
+end
+
+function calls.heartbeat(generator_id, session, is_leaving, status, held, ...)
+  local packed = call('HGET', key('registry'), generator_id)
+  local known = packed and cmsgpack.unpack(packed)
+  local is_fenced = fences(known, session)
+  if is_fenced then
+    end_session(session, 'expired')
+  else
+    for _, lease in ipairs(cmsgpack.unpack(held)) do
+      reassert(lease[1], lease[2], lease[3], now_s, ttl_s)
+    end
+    book_report(known, generator_id, session, status)
+    if is_leaving == '1' then strike_off(generator_id, session) end
+  end
+  local lost = renew({ ... }, now_s, ttl_s)
+  local scheduling_state = call('HGET', key('scheduling_states'), generator_id) or 'active'
+  return { 'ok', state.version, state.finished, lost, incarnation(), scheduling_state, is_fenced and 1 or 0 }
+end
+
+-- The ids that are known, if this one is not.
+function calls.set_scheduling_state(generator_id, scheduling_state)
+  local known = {}
+  for _, name in ipairs({ 'registry', 'scheduling_states' }) do
+    if call('HEXISTS', key(name), generator_id) == 1 then
+      call('HDEL', key('scheduling_states'), generator_id)
+      if scheduling_state ~= 'active' then call('HSET', key('scheduling_states'), generator_id, scheduling_state) end
+      news.room = true
+      return { 'ok', 1, {} }
+    end
+    for _, other in ipairs(call('HKEYS', key(name))) do known[#known + 1] = other end
+  end
+  return { 'ok', 0, known }
+end
+
+function calls.attach(version, books)
+  for name, value in pairs(settings) do state[name] = value end
+  attach(tonumber(version), books ~= '' and cmsgpack.unpack(books))
+  return read_stats()
+end
+
+function calls.take(num_groups, version, learner_term)
+  return { 'ok', take(tonumber(num_groups), tonumber(version), tonumber(learner_term)) }
+end
+
+function calls.advance(version, learner_term)
+  advance(tonumber(version), tonumber(learner_term))
+  return { 'ok', read_books() }
+end
+
+function calls.acknowledge(version, learner_term)
+  acknowledge(tonumber(version), tonumber(learner_term))
+  return { 'ok' }
+end
+
+function calls.finish(learner_term)
+  check_learner_term(tonumber(learner_term))
+  state.finished = 1
+  return { 'ok' }
+end
+
+function calls.drain()
+  state.draining = 1
+  return { 'ok' }
+end
+
+function calls.stats()
+  expire(now_s)
+  forget_silent_generators()
+  return read_stats()
+end
+
+if ARGV[1] == 'put' and ARGV[8] ~= '' then
+  -- Before all else: short of memory, Redis refuses only the first write of a script.
+  local stored_it = redis.pcall('SET', key('staged:' .. ARGV[7]), ARGV[8])
+  if stored_it.err and string.find(stored_it.err, 'OOM') then return { 'full' } end
+  if stored_it.err then return stored_it end
+end
+load_state(settings)
+local is_done, reply = pcall(calls[ARGV[1]], unpack(ARGV, 7))
+if not is_done then
+  if type(reply) ~= 'table' or not reply.kind then error(reply) end
+  reply = { reply.kind, reply.message }
+end
+save_state()
+if news.room or news.groups then
+  -- A user who may not publish loses the prompt wake-up, not the call.
+  redis.pcall('PUBLISH', key('changed'),
+    string.format('%d %d %d', news.room and 1 or 0, state.buffered, state.learner_term))
+end
+return reply

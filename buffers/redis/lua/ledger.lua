@@ -1,0 +1,234 @@
+-- Admission, eviction, loans and fencing: `buffers/ledger/ledger.py`, in Lua.
+--
+-- Invariant: those stated there; `tests/contract/test_redis_equals_ledger.py` holds the two to the
+-- same answers and the same books. A refusal leaves what its method did before raising there.
+
+local function refuse(kind, message)
+  error({ kind = kind, message = message })
+end
+
+local function count_refused(reason)
+  call('HINCRBY', key('refused'), reason, 1)
+end
+
+local function in_flight()
+  return state.leased + state.buffered + state.taken
+end
+
+local function check_learner_term(learner_term)
+  if learner_term < state.learner_term then
+    refuse('FencedError', string.format(
+      'this learner is of term %d; term %d took over', learner_term, state.learner_term))
+  elseif learner_term > state.learner_term then
+    refuse('LostMemoryError', string.format(
+      'lost memory: this buffer knows term %d, not %d', state.learner_term, learner_term))
+  end
+end
+
+local function prompt_indices_of(batch)
+  local prompt_indices = {}
+  for prompt_index in string.gmatch(batch or '', '%d+') do prompt_indices[#prompt_indices + 1] = prompt_index end
+  return prompt_indices
+end
+
+local function versions_of(name)
+  local versions = {}
+  for i, version in ipairs(call('HKEYS', key(name))) do versions[i] = tonumber(version) end
+  table.sort(versions)
+  return versions
+end
+
+-- The generators' side.
+
+local function expire(now_s)
+  local overdue =
+    call('ZRANGEBYSCORE', key('expiries'), '-inf', string.format('%.17g', now_s))
+  for _, lease_id in ipairs(overdue) do drop(find(lease_id), 'expired') end
+end
+
+local function admits()
+  local room = (state.max_staleness + 1) * state.groups_per_step
+  if state.final_version >= 0 then
+    room = math.min(room, (state.final_version - state.version) * state.groups_per_step)
+  end
+  -- A rest that fills no batch would wait in flight for good.
+  local is_closed = state.draining == 1 and in_flight() % state.groups_per_step == 0
+  return state.learner_term > 0 and state.finished == 0 and not is_closed and in_flight() < room
+end
+
+local function lease(lease_id, now_s, ttl_s)
+  expire(now_s)
+  local entry = find(lease_id)
+  if entry or not admits() then return entry end
+  local trained_at = state.version + math.floor(in_flight() / state.groups_per_step)
+  return grant(lease_id, math.max(0, trained_at - state.max_staleness), now_s + ttl_s)
+end
+
+local function reassert(lease_id, prompt_index, min_policy_version, now_s, ttl_s)
+  expire(now_s)
+  if not find(lease_id) then grant_again(prompt_index, lease_id, min_policy_version, now_s + ttl_s) end
+end
+
+local function renew(lease_ids, now_s, ttl_s)
+  expire(now_s)
+  local lost = {}
+  for _, lease_id in ipairs(lease_ids) do
+    local entry = find(lease_id)
+    if not entry then
+      lost[#lost + 1] = lease_id
+    elseif entry.state == 'leased' and now_s + ttl_s > entry.expires_at_s then
+      entry.expires_at_s = now_s + ttl_s
+      store(entry)
+      call('ZADD', key('expiries'), string.format('%.17g', entry.expires_at_s), lease_id)
+    end
+  end
+  return lost
+end
+
+-- Whether the payload must be kept.
+local function put(lease_id, group, header, now_s)
+  expire(now_s)
+  local entry = find(lease_id)
+  if not entry then
+    count_refused('unknown_lease')
+    refuse('UnknownLeaseError',
+      string.format('lease %s is unknown here, or has expired', lease_id))
+  elseif entry.group_id then
+    if entry.group_id == group.group_id then return false end
+    count_refused('duplicate')
+    refuse('DuplicateGroupError',
+      string.format('lease %s already holds %s', lease_id, entry.group_id))
+  elseif group.prompt_index ~= entry.prompt_index then
+    refuse('LedgerError', string.format('lease %s is for prompt %s; the group says %s',
+      lease_id, int(entry.prompt_index), int(group.prompt_index)))
+  elseif state.version - group.oldest_version > state.max_staleness then
+    drop(entry, 'stale')
+    return false
+  end
+  for name, value in pairs(group) do entry[name] = value end
+  call('HSET', key('headers'), int(entry.prompt_index), header)
+  move(entry, 'buffered')
+  state.num_bytes = state.num_bytes + entry.num_bytes
+  return true
+end
+
+local function release(lease_id, reason)
+  local entry = find(lease_id)
+  if entry and entry.state == 'leased' then drop(entry, reason) end
+end
+
+local function refuse_malformed(lease_id)
+  local entry = find(lease_id)
+  if entry and entry.state == 'leased' then
+    drop(entry, 'malformed')
+  else
+    count_refused('malformed')
+  end
+end
+
+-- The learner's side.
+
+local function oldest()
+  local first = call('ZRANGE', key('waiting'), 0, 0, 'WITHSCORES')
+  if first[1] then return tonumber(first[2]), tonumber(first[1]) end
+end
+
+local function evict(version)
+  local oldest_version, prompt_index = oldest()
+  while oldest_version and version - oldest_version > state.max_staleness do
+    drop(get(prompt_index), 'stale')
+    oldest_version, prompt_index = oldest()
+  end
+end
+
+-- Acknowledge what was trained at versions <= `version`.
+local function settle(version)
+  for _, trained_at in ipairs(versions_of('trained')) do
+    if trained_at <= version then
+      local batch = call('HGET', key('trained'), int(trained_at))
+      for _, prompt_index in ipairs(prompt_indices_of(batch)) do acknowledge_entry(get(prompt_index)) end
+      call('HDEL', key('trained'), int(trained_at))
+    end
+  end
+end
+
+local function attach(version, books)
+  local is_older = books and not follows(books)
+  settle(version)
+  for _, name in ipairs({ 'loans', 'trained' }) do
+    for _, batch in ipairs(call('HVALS', key(name))) do
+      for _, prompt_index in ipairs(prompt_indices_of(batch)) do move(get(prompt_index), 'buffered') end
+    end
+    call('DEL', key(name))
+  end
+  if books and (is_older or state.version < version) then
+    adopt(books)
+  elseif books then
+    reconcile(books)
+  end
+  state.version, state.finished, state.draining = version, 0, 0
+  state.learner_term = math.max(state.learner_term, books and books.learner_term or 0) + 1
+  news.room, news.groups = true, true
+end
+
+local function check_take(num_groups, version)
+  local following = state.version + call('HLEN', key('loans'))
+  if version ~= following then
+    refuse('LedgerError', string.format(
+      'take for version %d; the next to be trained is %d', version, following))
+  end
+  local capacity = (state.max_staleness + 1) * state.groups_per_step
+  if num_groups > capacity then
+    refuse('ConfigError', string.format('a batch of %d groups can never fill: '
+      .. 'buffer.max_staleness %d and learner.groups_per_step %d admit %d',
+      num_groups, state.max_staleness, state.groups_per_step, capacity))
+  end
+end
+
+local function take(num_groups, version, learner_term)
+  check_learner_term(learner_term)
+  local loan = call('HGET', key('loans'), int(version))
+  if not loan then
+    check_take(num_groups, version)
+    evict(version)
+    if state.buffered < num_groups then return {} end
+    local prompt_indices = {}
+    for i = 1, num_groups do
+      local _, prompt_index = oldest()
+      move(get(prompt_index), 'taken')
+      prompt_indices[i] = int(prompt_index)
+    end
+    loan = table.concat(prompt_indices, ',')
+    call('HSET', key('loans'), int(version), loan)
+  end
+  local headers = {}
+  for i, prompt_index in ipairs(prompt_indices_of(loan)) do
+    headers[i] = call('HGET', key('headers'), prompt_index)
+  end
+  return headers
+end
+
+local function advance(version, learner_term)
+  check_learner_term(learner_term)
+  if version == state.version then return end
+  local loan = call('HGET', key('loans'), int(state.version))
+  if version ~= state.version + 1 or not loan then
+    refuse('LedgerError', string.format(
+      'advance to %d: the ledger is at %d and has lent for [%s]',
+      version, state.version, table.concat(versions_of('loans'), ', ')))
+  end
+  for _, prompt_index in ipairs(prompt_indices_of(loan)) do move(get(prompt_index), 'trained') end
+  call('HDEL', key('loans'), int(state.version))
+  call('HSET', key('trained'), int(version), loan)
+  state.version = version
+  evict(version)
+end
+
+local function acknowledge(version, learner_term)
+  check_learner_term(learner_term)
+  if version > state.version then
+    refuse('LedgerError', string.format(
+      'acknowledge of version %d; the ledger is at %d', version, state.version))
+  end
+  settle(version)
+end

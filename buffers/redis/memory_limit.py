@@ -1,0 +1,87 @@
+"""Whether a payload still fits under Redis' `maxmemory`, asked before Redis has to refuse it.
+
+Invariant: only payloads are held back. The ledger's own few bytes a group come out of
+RESERVE_BYTES, so leases, heartbeats and acknowledgements, which free memory, work at any time. The
+reading is shared by the puts of READING_S; what other clients put meanwhile shows in the next one,
+or as Redis' own refusal, which `RedisBuffer.put` treats alike.
+"""
+
+import asyncio
+import logging
+
+from redis import exceptions
+
+from buffers.redis.connection import RedisConnection
+from streamrl.errors import BufferFullError, ConfigError
+
+log = logging.getLogger(__name__)
+
+READING_S = 1.0
+POLL_S = 0.5
+RESERVE_BYTES = 2**20
+
+
+class RedisMemoryLimit:
+    """The memory of one server, as one client sees it."""
+
+    def __init__(self, connection: RedisConnection) -> None:
+        self._connection = connection
+        self._limit = 0
+        self._used = 0
+        self._read_at_s = float("-inf")
+
+    async def wait_for(self, num_bytes: int) -> None:
+        """Back-pressure: returns once `num_bytes` fit, polled every POLL_S; acknowledging unblocks.
+
+        Raises:
+            BufferFullError: no room within the link's deadline.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._connection.deadline_s
+        while True:
+            if await self._fits(num_bytes):
+                self._used += num_bytes
+                return
+            if loop.time() >= deadline:
+                raise self.full(num_bytes)
+            log.warning("waiting: %s", self.full(num_bytes))
+            await asyncio.sleep(POLL_S)
+
+    async def refusal(self, num_bytes: int) -> str:
+        """Why a payload of this size would have to wait; "" if it would not."""
+        return "" if await self._fits(num_bytes) else str(self.full(num_bytes))
+
+    async def _fits(self, num_bytes: int) -> bool:
+        if asyncio.get_running_loop().time() - self._read_at_s > READING_S:
+            await self.read()
+        return not self._limit or self._used + num_bytes + RESERVE_BYTES <= self._limit
+
+    async def read(self) -> None:
+        """Ask the server.
+
+        Raises:
+            ConfigError: it may throw keys of ours away.
+        """
+        self._read_at_s = asyncio.get_running_loop().time()
+        try:
+            memory = (await self._connection.call("INFO", ("INFO", "memory")))[0]
+        except exceptions.ResponseError:
+            return
+        self._used, self._limit = int(memory["used_memory"]), int(memory["maxmemory"])
+        policy = memory["maxmemory_policy"]
+        if self._limit and policy.startswith("allkeys"):
+            raise ConfigError(
+                f"buffer.url {self._connection.url}: its maxmemory-policy {policy} lets Redis "
+                "throw groups away; it must be noeviction (CONFIG SET maxmemory-policy noeviction)"
+            )
+
+    def full(self, num_bytes: int) -> BufferFullError:
+        """The sentence about a payload that does not fit; also makes the next put ask again."""
+        self._read_at_s = float("-inf")
+        return BufferFullError(
+            f"a group of {num_bytes / 1e6:.3g} MB does not fit into Redis at "
+            f"{self._connection.url}: maxmemory is {self._limit / 1e6:.4g} MB, "
+            f"{self._used / 1e6:.4g} MB are used and "
+            f"{RESERVE_BYTES / 1e6:.3g} MB reserved; raise it (CONFIG SET maxmemory, redis.conf), "
+            "or lower learner.checkpoint.every: a checkpoint frees the groups it contains"
+        )

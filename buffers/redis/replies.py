@@ -1,0 +1,98 @@
+"""What the scripts of `buffers/lua` answer, as records. Called by `buffers.redis.buffer`."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+from streamrl import wire
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    Lease,
+    RefusalReason,
+    SchedulingState,
+    ranges_of,
+)
+
+_COLUMNS = (
+    "granted",
+    "leased",
+    "buffered",
+    "taken",
+    "trained",
+    "acknowledged",
+    "next_prompt_index",
+    "revision",
+    "learner_term",
+)
+
+
+def lease(lease_id: str, reply: Sequence[Any]) -> Lease | None:
+    """The lease granted; None if the reply only names the next expiry."""
+    if len(reply) == 1:
+        return None
+    prompt_index, min_policy_version, expires_at_s = reply
+    return Lease(
+        lease_id=lease_id,
+        prompt_index=prompt_index,
+        min_policy_version=min_policy_version,
+        expires_at_s=float(expires_at_s),
+    )
+
+
+def next_expiry_s(reply: Sequence[Any], at_most: float) -> float:
+    """Seconds until a refused lease is worth another attempt."""
+    if len(reply) > 1 or not reply[0]:
+        return at_most
+    return min(max(float(reply[0]), 0.01), at_most)
+
+
+def books(reply: Sequence[Any]) -> Books:
+    numbers, dropped, line, returned, *_ = reply
+    values = _numbers(numbers)
+    counts = {DropReason(reason): count for reason, count in _pairs(dropped) if count}
+    return Books(
+        **{column: values[column] for column in _COLUMNS},
+        dropped=counts,
+        open_ranges=ranges_of(int(prompt_index) for prompt_index in chain(line, returned)),
+    )
+
+
+def stats(reply: Sequence[Any]) -> BufferStats:
+    numbers, _, _, _, refused, oldest, incarnation, registry, ages, scheduling_states = reply
+    values = _numbers(numbers)
+    statuses = (wire.decode(status, GeneratorStatus) for status in registry)
+    reports = sorted(
+        zip(statuses, map(float, ages), strict=True), key=lambda report: report[0].generator_id
+    )
+    names = (name.decode() for name in scheduling_states)
+    return BufferStats(
+        incarnation=incarnation.decode(),
+        policy_version=values["version"],
+        groups_per_step=values["groups_per_step"],
+        max_staleness=values["max_staleness"],
+        books=books(reply),
+        refused={RefusalReason(reason): count for reason, count in _pairs(refused)},
+        oldest_version=oldest if isinstance(oldest, int) else None,
+        num_bytes=values["num_bytes"],
+        generators=tuple(status for status, _ in reports),
+        heartbeat_ages_s=tuple(age_s for _, age_s in reports),
+        scheduling_states={
+            name: SchedulingState(scheduling_state)
+            for name, scheduling_state in zip(names, names, strict=True)
+        },
+        finished=bool(values["finished"]),
+        draining=bool(values["draining"]),
+    )
+
+
+def _numbers(reply: Iterable[Sequence[bytes]]) -> dict[str, int]:
+    return {name.decode(): int(value) for name, value in reply}
+
+
+def _pairs(reply: Sequence[bytes]) -> Iterable[tuple[str, int]]:
+    """Of a hash: field, value, field, value, ..."""
+    names = (name.decode() for name in reply[::2])
+    return zip(names, map(int, reply[1::2]), strict=True)

@@ -1,0 +1,109 @@
+"""CURVE keys: they encrypt what goes over the wire, and let in only who has them.
+
+    FOLDER/  server.secret  server.public     the buffer needs all of them
+             client.secret  client.public     generators and the learner all but server.secret
+
+Invariant: off this machine's loopback nobody serves or connects without them. `streamrl keys new`
+makes them; `buffers.zmq.server` and `buffers.zmq.client` put them on their sockets.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from streamrl.config.addresses import is_loopback
+from streamrl.errors import ConfigError
+
+
+def main(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.folder)
+    make_keys(folder)
+    print(f"{folder}: keys for buffer.curve; copy all but server.secret to the other machines")
+    return 0
+
+
+def make_keys(folder: Path) -> None:
+    """Both pairs, readable by the owner alone.
+
+    Raises:
+        ConfigError: keys are there already.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for owner in ("server", "client"):
+        public, secret = zmq.curve_keypair()
+        for kind, key in (("public", public), ("secret", secret)):
+            path = folder / f"{owner}.{kind}"
+            try:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            except FileExistsError as error:
+                raise ConfigError(f"{path} exists; it is not written over") from error
+            with open(descriptor, "wb") as file:
+                file.write(key + b"\n")
+
+
+class CurveServer:
+    """The server's side: which key it shows, and whom it lets in."""
+
+    def __init__(self, context: "zmq.Context[Any]", url: str, folder: Path | None) -> None:
+        if folder is None and not is_loopback(url):
+            raise ConfigError(needs_keys(url))
+        self._folder = folder
+        self._context = context
+        self._authenticator: Any = None
+        self._accepted = b"" if folder is None else _key(folder, "client.public")
+
+    def guard(self, socket: "zmq.Socket[Any]") -> None:
+        """Call it before the socket is bound."""
+        if self._folder is None:
+            return
+        from zmq.auth.thread import ThreadAuthenticator
+
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, _key(self._folder, "server.secret"))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, _key(self._folder, "server.public"))
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Asked by the authenticator for every client that knows the server's key."""
+        return key == self._accepted
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+
+
+def show_keys(socket: "zmq.Socket[Any]", url: str, folder: Path | None) -> None:
+    """The client's side; call it before the socket connects."""
+    if folder is None:
+        if not is_loopback(url):
+            raise ConfigError(needs_keys(url))
+        return
+    socket.setsockopt(zmq.CURVE_SERVERKEY, _key(folder, "server.public"))
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, _key(folder, "client.public"))
+    socket.setsockopt(zmq.CURVE_SECRETKEY, _key(folder, "client.secret"))
+
+
+def needs_keys(url: str) -> str:
+    return (
+        f"buffer.url {url} can be reached from other machines and needs keys: make them with "
+        "`streamrl keys new FOLDER` and set buffer.curve to FOLDER"
+    )
+
+
+def _key(folder: Path, name: str) -> bytes:
+    path = folder / name
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"buffer.curve: cannot read {path} ({error.strerror}); `streamrl keys new FOLDER` "
+            "makes the keys"
+        ) from error
+    if len(key) != 40:
+        raise ConfigError(f"buffer.curve: {path} holds no key of 40 characters")
+    return key

@@ -1,0 +1,166 @@
+"""What a buffer client and a buffer server say to each other.
+
+    request = [request id, request record, payload of a put]      DEALER -> ROUTER
+    reply   = [request id, reply record, payloads of a fetch]
+
+Records travel as `streamrl.wire` envelopes; a group payload is the envelope of a `PackedGroup`, so
+a server keeps and hands out bytes it need not encode again. Every request may be sent again after a
+lost reply: the ledger answers a repeated one alike.
+"""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from streamrl import errors
+from streamrl.errors import StreamRLError
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    HeartbeatReply,
+    Lease,
+    SchedulingState,
+)
+
+
+class LeaseRequest(Struct, frozen=True, tag="lease"):
+    lease_id: str
+    generator_id: str
+    wait_s: float
+
+
+class PutRequest(Struct, frozen=True, tag="put"):
+    lease_id: str
+
+
+class ReleaseRequest(Struct, frozen=True, tag="release"):
+    lease_id: str
+    reason: DropReason
+
+
+class HeartbeatRequest(Struct, frozen=True, tag="heartbeat"):
+    status: GeneratorStatus
+
+
+class AttachRequest(Struct, frozen=True, tag="attach"):
+    """`call_id` is the same when it is sent again: a second term would fence who got the first."""
+
+    policy_version: int
+    books: Books | None
+    call_id: str
+
+
+class TakeRequest(Struct, frozen=True, tag="take"):
+    num_groups: int
+    policy_version: int
+    learner_term: int
+    wait_s: float
+
+
+class FetchRequest(Struct, frozen=True, tag="fetch"):
+    prompt_indices: tuple[int, ...]
+
+
+class AdvanceRequest(Struct, frozen=True, tag="advance"):
+    policy_version: int
+    learner_term: int
+
+
+class AcknowledgeRequest(Struct, frozen=True, tag="acknowledge"):
+    policy_version: int
+    learner_term: int
+
+
+class FinishRequest(Struct, frozen=True, tag="finish"):
+    learner_term: int
+
+
+class DrainRequest(Struct, frozen=True, tag="drain"):
+    pass
+
+
+class SchedulingStateRequest(Struct, frozen=True, tag="scheduling_state"):
+    generator_id: str
+    scheduling_state: SchedulingState
+
+
+class StatsRequest(Struct, frozen=True, tag="stats"):
+    pass
+
+
+Request: TypeAlias = (
+    LeaseRequest
+    | PutRequest
+    | ReleaseRequest
+    | HeartbeatRequest
+    | AttachRequest
+    | TakeRequest
+    | FetchRequest
+    | AdvanceRequest
+    | AcknowledgeRequest
+    | FinishRequest
+    | DrainRequest
+    | SchedulingStateRequest
+    | StatsRequest
+)
+
+
+class Done(Struct, frozen=True, tag="done"):
+    """The answer to what asks for nothing else, and with payload frames to fetch."""
+
+
+class LeaseReply(Struct, frozen=True, tag="lease"):
+    lease: Lease | None
+
+
+class HeartbeatAnswer(Struct, frozen=True, tag="heartbeat"):
+    reply: HeartbeatReply
+
+
+class AttachReply(Struct, frozen=True, tag="attach"):
+    learner_term: int
+    stats: BufferStats
+
+
+class TakeReply(Struct, frozen=True, tag="take"):
+    headers: tuple[GroupHeader, ...]
+
+
+class AdvanceReply(Struct, frozen=True, tag="advance"):
+    books: Books
+
+
+class StatsReply(Struct, frozen=True, tag="stats"):
+    stats: BufferStats
+
+
+class ErrorReply(Struct, frozen=True, tag="error"):
+    """A refusal; `kind` is the name of a class in `streamrl.errors`."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: StreamRLError) -> "ErrorReply":
+        return cls(type(error).__name__, str(error))
+
+    def exception(self) -> StreamRLError:
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, StreamRLError):
+            return kind(self.message)
+        return StreamRLError(f"{self.kind}: {self.message}")
+
+
+Reply: TypeAlias = (
+    Done
+    | LeaseReply
+    | HeartbeatAnswer
+    | AttachReply
+    | TakeReply
+    | AdvanceReply
+    | StatsReply
+    | ErrorReply
+)

@@ -1,0 +1,90 @@
+"""Requests that wait: leases while admission is closed, takes while a batch is not there.
+
+Invariant: who asked first is answered first, and a thousand that wait cost no more than one until
+something can be granted. Only `buffers.zmq.server` calls it.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+
+from buffers.zmq import messages as m
+
+
+class PendingRequest(Struct, frozen=True):
+    """A request that waits for the state to change, at most until `deadline_s`."""
+
+    sender: bytes
+    request_id: bytes
+    request: m.LeaseRequest | m.TakeRequest
+    deadline_s: float
+
+
+class PendingRequests:
+    """By number, in the order of arrival. Only the heap of deadlines may name who has left."""
+
+    def __init__(self) -> None:
+        self._leases: dict[int, PendingRequest] = {}
+        self._takes: dict[int, PendingRequest] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._leases) + len(self._takes)
+
+    def add(self, pending: PendingRequest) -> None:
+        number = next(self._numbers)
+        waiting = self._leases if isinstance(pending.request, m.LeaseRequest) else self._takes
+        waiting[number] = pending
+        heapq.heappush(self._deadlines, (pending.deadline_s, number))
+
+    def next_deadline_s(self) -> float | None:
+        while self._deadlines:
+            deadline_s, number = self._deadlines[0]
+            if number in self._leases or number in self._takes:
+                return deadline_s
+            heapq.heappop(self._deadlines)
+        return None
+
+    def retry(self, attempt: Callable[[PendingRequest], bool], admits: Callable[[], bool]) -> None:
+        """Attempt what may be granted now: all takes, and leases for as long as one is admitted.
+
+        `attempt` says whether it answered; the others keep their places.
+        """
+        _retry(self._takes, attempt, lambda: True)
+        _retry(self._leases, attempt, admits)
+
+    def overdue(self, now_s: float) -> Iterator[PendingRequest]:
+        """Those whose time is over; they wait no longer."""
+        while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
+            _, number = heapq.heappop(self._deadlines)
+            waiting = self._leases if number in self._leases else self._takes
+            yield waiting.pop(number)
+
+    def forget_leases(self, session: str) -> None:
+        """Nobody will hear the answers, and a lease granted to nobody would have to expire."""
+        self._leases = {
+            number: pending
+            for number, pending in self._leases.items()
+            if not (
+                isinstance(pending.request, m.LeaseRequest)
+                and pending.request.lease_id.startswith(session)
+            )
+        }
+
+
+def _retry(
+    waiting: dict[int, PendingRequest],
+    attempt: Callable[[PendingRequest], bool],
+    is_open: Callable[[], bool],
+) -> None:
+    answered = []
+    for number, pending in waiting.items():
+        if not is_open():
+            break
+        if attempt(pending):
+            answered.append(number)
+    for number in answered:
+        del waiting[number]

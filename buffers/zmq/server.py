@@ -1,0 +1,283 @@
+"""`zmq://`, the server: one ROUTER socket around a `BufferState`.
+
+Invariant: every request gets exactly one reply, and one that speaks of a change is sent once the
+journal has it; the requests that are there at one time share a commit. While the journal cannot
+be written (a full disk) every answer is StorageError, nothing is taken in, and clients ask again;
+what memory has beyond the file is written first when space returns.
+
+A lease or take that cannot be granted yet is pending and answered when the state changes or its
+`wait_s` is over; that is the back-pressure, so nothing ever queues up unasked. One thread runs
+`serve`; nothing else touches the state.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import zmq
+from msgspec import Struct
+
+from buffers.journal.journal import Journal
+from buffers.ledger.state import BufferState
+from buffers.quarantine import Quarantine
+from buffers.zmq import messages as m
+from buffers.zmq import multipart
+from buffers.zmq.curve import CurveServer
+from buffers.zmq.multipart import Frame
+from buffers.zmq.pending_requests import PendingRequest, PendingRequests
+from streamrl import wire
+from streamrl.errors import StorageError, StreamRLError, WireError
+from streamrl.types import BufferStats, PackedGroup, RefusalReason
+
+log = logging.getLogger(__name__)
+
+Frames: TypeAlias = Sequence[Frame]
+POLL_S = 0.2
+SHUTDOWN_GRACE_S = 0.5
+# One commit's worth: more would keep the first ones waiting.
+MAX_REQUESTS = 256
+MAX_BYTES = 64 * 2**20
+
+
+class _Reply(Struct):
+    """An answer that waits for the commit of what it says; a reading does not."""
+
+    frames: list[bytes]
+    is_reading: bool
+
+
+class ZmqBufferServer:
+    """Serves one run's buffer at `url` (`zmq://host:port`; port 0 picks a free one).
+
+    Without a `journal` the state lives in memory alone. `curve` is the folder of the keys that
+    any address but a loopback one needs.
+    """
+
+    def __init__(
+        self,
+        state: BufferState[Frame],
+        url: str,
+        *,
+        quarantine: Path,
+        journal: Journal | None = None,
+        curve: Path | None = None,
+        max_group_bytes: int = wire.MAX_MESSAGE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._quarantine = Quarantine(quarantine)
+        self._journal = journal
+        self._refusal: StorageError | None = None
+        self._replies: list[_Reply] = []
+        self._max_group_bytes = max_group_bytes
+        self._clock = clock
+        self._inhabited_s = clock()
+        self._pending_requests = PendingRequests()
+        self._learner_terms: dict[str, int] = {}
+        self._context = zmq.Context()
+        self._curve = CurveServer(self._context, url, curve)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        # A reply exists only for a request, so queues are bounded by what clients ask for.
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._curve.guard(self._socket)
+        self._socket.bind(url.replace("zmq://", "tcp://"))
+        endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.url = endpoint.replace("tcp://", "zmq://")
+
+    def serve(self, stop: threading.Event, *, until_deserted: bool = False) -> BufferStats:
+        """Answers until `stop` is set, or the run has been over and deserted for FAREWELL_S.
+
+        Waits for a request, the next expiry or the next pending deadline, at most POLL_S; unblocked
+        by any of them. Returns the last reading of the books.
+        """
+        try:
+            while not stop.is_set() and not (until_deserted and self._is_over()):
+                if self._socket.poll(int(1000 * self._poll_timeout_s())):
+                    self._receive_all()
+                self._state.expire(self._clock())
+                self._retry_pending()
+                self._commit()
+                self._send_replies()
+            return self._stats()
+        finally:
+            self._socket.close()
+            self._curve.close()
+            self._context.term()
+
+    def _is_over(self) -> bool:
+        """A client that has not read its last answer would lose it with the connection."""
+        now_s = self._clock()
+        if not self._state.is_deserted:
+            self._inhabited_s = now_s
+        return now_s - self._inhabited_s >= SHUTDOWN_GRACE_S
+
+    def _poll_timeout_s(self) -> float:
+        now_s = self._clock()
+        times = (self._pending_requests.next_deadline_s(), self._state.ledger.next_expiry_s())
+        next_s = min((time_s for time_s in times if time_s is not None), default=now_s + POLL_S)
+        return max(0.0, min(POLL_S, next_s - now_s))
+
+    def _receive_all(self) -> None:
+        num_bytes = 0
+        for _ in range(MAX_REQUESTS):
+            if not multipart.events(self._socket) & multipart.READABLE:
+                return
+            sender, *message = multipart.receive(self._socket)
+            if not message:
+                log.warning("a message without a request id was thrown away")
+                continue
+            # A payload stays in the memory it arrived in until it is freed.
+            request_id, *frames = (frame.buffer for frame in message)
+            self._handle(sender.bytes, bytes(request_id), frames)
+            num_bytes += sum(map(len, frames))
+            if num_bytes > MAX_BYTES:
+                return
+
+    def _handle(self, sender: bytes, request_id: bytes, frames: Frames) -> None:
+        request: Any = None
+        try:
+            request = self._decode(frames)
+            answer = self._answer(request, frames[1:])
+        except StreamRLError as error:
+            answer = (m.ErrorReply.of(error),)
+        if answer is None:
+            deadline_s = self._clock() + request.wait_s
+            self._pending_requests.add(PendingRequest(sender, request_id, request, deadline_s))
+        else:
+            is_reading = isinstance(request, m.StatsRequest | m.FetchRequest)
+            self._reply(sender, request_id, *answer, is_reading=is_reading)
+
+    def _decode(self, frames: Frames) -> Any:
+        try:
+            return wire.decode(frames[0] if frames else b"", m.Request)  # type: ignore[arg-type]
+        except WireError as error:
+            self._quarantine.keep("request", b"".join(frames), error)
+            self._state.ledger.refuse(RefusalReason.MALFORMED)
+            raise
+
+    def _answer(self, request: Any, frames: Frames) -> tuple[Any, ...] | None:
+        """The reply record and its payload frames; None if the request has to wait."""
+        state = self._state
+        match request:
+            case m.LeaseRequest() | m.TakeRequest():
+                return self._attempt(request)
+            case m.PutRequest(lease_id):
+                self._put(lease_id, frames)
+                return (m.Done(),)
+            case m.ReleaseRequest(lease_id, reason):
+                state.release(lease_id, reason)
+                return (m.Done(),)
+            case m.HeartbeatRequest(status):
+                if status.is_leaving:
+                    self._pending_requests.forget_leases(status.session)
+                return (m.HeartbeatAnswer(state.heartbeat(status, self._clock())),)
+            case m.AttachRequest(policy_version, books, call_id):
+                if call_id not in self._learner_terms:
+                    learner_term = state.attach(policy_version, books)
+                    self._learner_terms = {**self._learner_terms, call_id: learner_term}
+                return (m.AttachReply(self._learner_terms[call_id], self._stats()),)
+            case m.FetchRequest(prompt_indices):
+                return (m.Done(), *state.fetch(prompt_indices))
+            case m.AdvanceRequest(policy_version, learner_term):
+                return (m.AdvanceReply(state.advance(policy_version, learner_term)),)
+            case m.AcknowledgeRequest(policy_version, learner_term):
+                state.acknowledge(policy_version, learner_term)
+                return (m.Done(),)
+            case m.FinishRequest(learner_term):
+                state.finish(learner_term)
+                return (m.Done(),)
+            case m.DrainRequest():
+                state.drain()
+                return (m.Done(),)
+            case m.SchedulingStateRequest(generator_id, scheduling_state):
+                state.set_scheduling_state(generator_id, scheduling_state)
+                return (m.Done(),)
+            case _:
+                return (m.StatsReply(self._stats()),)
+
+    def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> tuple[Any, ...] | None:
+        if isinstance(request, m.LeaseRequest):
+            self._require_space()
+            lease = self._state.lease(request.lease_id, request.generator_id, self._clock())
+            return None if lease is None else (m.LeaseReply(lease),)
+        headers = self._state.take(request.num_groups, request.policy_version, request.learner_term)
+        return (m.TakeReply(headers),) if headers else None
+
+    def _put(self, lease_id: str, frames: Frames) -> None:
+        self._require_space()
+        payload = frames[0] if frames else b""
+        try:
+            group = wire.decode(payload, PackedGroup, max_bytes=self._max_group_bytes)
+        except WireError as error:
+            self._quarantine.keep(lease_id, payload, error)
+            self._state.ledger.refuse_malformed(lease_id)
+            raise
+        self._state.put(lease_id, group.header(len(payload)), payload, self._clock())
+
+    def _stats(self) -> BufferStats:
+        return self._state.stats(self._clock(), str(self._refusal or ""))
+
+    def _require_space(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _commit(self) -> None:
+        """Sets the refusal that everybody hears while the journal cannot be written."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.commit()
+        except StorageError as error:
+            if self._refusal is None:
+                log.error("%s: nothing is taken in until it can be", error)
+            self._refusal = error
+        else:
+            if self._refusal is not None:
+                log.warning("the journal is written again; nothing was lost")
+            self._refusal = None
+
+    def _send_replies(self) -> None:
+        for reply in self._replies:
+            frames = reply.frames
+            if self._refusal is not None and not reply.is_reading:
+                frames = [*frames[:2], wire.encode(m.ErrorReply.of(self._refusal))]
+            multipart.send(self._socket, frames, copy=len(frames) == 3)
+        self._replies.clear()
+
+    def _retry_pending(self) -> None:
+        """Answer what can be answered, and what has waited long enough."""
+        now_s = self._clock()
+        self._pending_requests.retry(self._answer_pending, self._may_grant)
+        for pending in self._pending_requests.overdue(now_s):
+            self._reply(pending.sender, pending.request_id, _EMPTY[type(pending.request)])
+
+    def _may_grant(self) -> bool:
+        return self._refusal is not None or self._state.ledger.admits()
+
+    def _answer_pending(self, pending: PendingRequest) -> bool:
+        try:
+            answer = self._attempt(pending.request)
+        except StreamRLError as error:
+            answer = (m.ErrorReply.of(error),)
+        if answer is not None:
+            self._reply(pending.sender, pending.request_id, *answer)
+        return answer is not None
+
+    def _reply(
+        self,
+        sender: bytes,
+        request_id: bytes,
+        record: Any,
+        *payloads: bytes,
+        is_reading: bool = False,
+    ) -> None:
+        frames = [sender, request_id, wire.encode(record), *payloads]
+        self._replies.append(_Reply(frames, is_reading))
+
+
+_EMPTY: dict[type, Any] = {m.LeaseRequest: m.LeaseReply(None), m.TakeRequest: m.TakeReply(())}

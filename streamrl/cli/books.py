@@ -1,0 +1,59 @@
+"""`books.json`: the last reading of a run's books, in its folder.
+
+The buffer daemon writes it as it ends. Where there is none (`redis://`), `streamrl launch` calls
+`streamrl books` after everybody has left, and before a new run, so that no run meets what an older
+one of its name has left on the server.
+"""
+
+import argparse
+import asyncio
+
+from buffers.connect import connect
+from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
+from streamrl.errors import ConfigError
+from streamrl.run_folder import write_books
+from streamrl.types import BufferStats
+
+
+def main(arguments: argparse.Namespace) -> int:
+    config = configuration(arguments).config
+    if config.buffer.has_daemon:
+        raise ConfigError("the buffer daemon writes books.json as it ends")
+    asyncio.run(run(config, arguments))
+    return 0
+
+
+async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Write the books, or what the arguments ask for instead."""
+    stats = await _read(config)
+    if arguments.forget:
+        await _forget(config, stats)
+    elif not arguments.require_none:
+        write_books(config, stats)
+    elif stats.books.learner_term:
+        raise ConfigError(
+            f"run.name: the buffer holds a run {config.run.name} at version "
+            f"{stats.policy_version} already: --resume goes on with it, --new (or streamrl books "
+            "--forget) deletes it there, or choose another run.name"
+        )
+
+
+async def _forget(config: RunConfig, stats: BufferStats) -> None:
+    from buffers.redis.history import forget
+
+    if at_work := ", ".join(status.generator_id for status in stats.generators):
+        raise ConfigError(
+            f"run.name: generators of a run {config.run.name} are at work at this buffer "
+            f"({at_work}), or were until a moment ago: choose another run.name, or stop them and "
+            f"wait buffer.lease_ttl_s ({config.buffer.lease_ttl_s:g} s)"
+        )
+    await forget(config.buffer.url, config.run.name)
+
+
+async def _read(config: RunConfig) -> BufferStats:
+    buffer = connect(config)
+    try:
+        return await buffer.stats()
+    finally:
+        await buffer.close()

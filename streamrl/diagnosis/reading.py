@@ -1,0 +1,71 @@
+"""What is known of a run at one moment: the buffer's account, the learner's word, their ages.
+
+Pure: ages are seconds, and whoever makes a reading owns the clock.
+"""
+
+from msgspec import Struct
+
+from streamrl.types import BufferStats, GeneratorStatus, LearnerActivity, LearnerStatus
+
+SILENT_S = 10.0
+"""Heartbeats, and a learner's word of itself, come every second; on a busy machine some are late.
+"""
+
+
+class Reading(Struct, frozen=True, kw_only=True):
+    """What is known of a run at one moment.
+
+    `stats` is None if the buffer did not answer, `unreachable` says how; `learner` is None if
+    nothing is known of it, else `learner_age_s` old. `idle_s` is how long ago the last step ended,
+    if that is known.
+    """
+
+    stall_s: float
+    stats: BufferStats | None
+    unreachable: str = ""
+    learner: LearnerStatus | None = None
+    learner_age_s: float = 0.0
+    idle_s: float | None = None
+
+    @property
+    def hears_learner(self) -> bool:
+        return self.learner is not None and self.learner_age_s <= SILENT_S
+
+    @property
+    def waited_s(self) -> float:
+        """How long nothing has moved, as far as anybody can tell."""
+        if self.learner is not None and self.hears_learner:
+            return self.learner.activity_s + self.learner_age_s
+        if self.idle_s is not None:
+            return self.idle_s
+        leases = [lease for report in reports(self.stats) for lease in lease_ages_s(*report)]
+        return max(leases, default=0.0)
+
+    @property
+    def is_over(self) -> bool:
+        has_ended = self.learner is not None and self.learner.activity is LearnerActivity.ENDED
+        return has_ended or (self.stats is not None and self.stats.finished)
+
+    @property
+    def is_stalled(self) -> bool:
+        return not self.is_over and self.waited_s >= self.stall_s
+
+    @property
+    def awaited(self) -> BufferStats | None:
+        """The buffer's account, if it is groups that a stalled run waits for."""
+        stats, learner = self.stats, self.learner
+        if not self.is_stalled or stats is None:
+            return None
+        if learner is not None and self.hears_learner:
+            return stats if learner.activity is LearnerActivity.WAITING else None
+        is_short = not stats.books.taken and stats.books.buffered < stats.groups_per_step
+        return stats if stats.books.learner_term and is_short else None
+
+
+def reports(stats: BufferStats | None) -> list[tuple[GeneratorStatus, float]]:
+    """Each generator's last word, and how old it is."""
+    return [] if stats is None else list(zip(stats.generators, stats.heartbeat_ages_s, strict=True))
+
+
+def lease_ages_s(status: GeneratorStatus, heartbeat_age_s: float) -> list[float]:
+    return [age_s + heartbeat_age_s for age_s in status.lease_ages_s]

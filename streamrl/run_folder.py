@@ -1,0 +1,118 @@
+"""A run's folder, as a launch prepares it and everybody else reads it.
+
+runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  learner.json  parity.json
+            evaluation.json  report.png  checkpoints/  buffer/journal.sqlite  logs/ROLE.log
+            weights/  parity/  quarantine/
+"""
+
+import json
+import logging
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.config import RunConfig, load_config, to_yaml
+from streamrl.errors import ConfigError
+from streamrl.types import BufferStats
+
+log = logging.getLogger(__name__)
+
+LEARNER_FILE = "learner.json"
+
+
+def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
+    """The configuration with free ports for those given as 0, written into the run's folder.
+
+    Raises:
+        ConfigError: the folder holds a run already and neither flag says what to do with it, or
+            its daemons could not reach each other.
+    """
+    if config.buffer.url.startswith("memory://"):
+        raise ConfigError(
+            f"buffer.url: was {config.buffer.url!r}, which lives in one process; a launch starts "
+            "several: use zmq://127.0.0.1:0 or redis://HOST"
+        )
+    folder = config.run.path
+    if (folder / "metrics.jsonl").exists() and not resume:
+        if not new:
+            raise ConfigError(
+                f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it "
+                "aside, or choose another run.name"
+            )
+        aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        shutil.move(folder, aside)
+    if not resume:
+        # Of a launch that ended before its first step.
+        shutil.rmtree(folder / "buffer", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = _with_ports(config)
+    (folder / "config.yaml").write_text(to_yaml(resolved))
+    return resolved
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, or {} if there is none."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return content
+
+
+def config_of(folder: Path) -> RunConfig:
+    """The configuration that the run in this folder was started with."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ConfigError(f"{folder} is no run folder: it has no config.yaml")
+    return load_config(path, environment={}).config
+
+
+def last_words(log_file: Path) -> str:
+    """The last line of a log that says anything."""
+    try:
+        lines = log_file.read_text(errors="replace").splitlines()
+    except OSError:
+        return "it left no log"
+    return next((line for line in reversed(lines) if line.strip()), "it left no log")
+
+
+def write_books(config: RunConfig, stats: BufferStats) -> None:
+    """The books of this reading as `books.json`, without the list of open prompts."""
+    books = msgspec.to_builtins(stats.books, str_keys=True)
+    kept = {key: value for key, value in books.items() if key != "open_ranges"}
+    path = config.run.path / "books.json"
+    path.write_text(json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
+    log.info("books: %s", kept)
+
+
+def _with_ports(config: RunConfig) -> RunConfig:
+    buffer, weights = config.buffer, config.weights
+    url = _bound("buffer.url", buffer.url) if buffer.has_daemon else buffer.url
+    return config.model_copy(
+        update={
+            "buffer": buffer.model_copy(update={"url": url}),
+            "weights": weights.model_copy(
+                update={"address": _bound("weights.address", weights.address)}
+            ),
+        }
+    )
+
+
+def _bound(name: str, url: str) -> str:
+    """The URL with a port that is free at this moment."""
+    scheme, _, place = url.partition("://")
+    host, _, port = place.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{name}: cannot listen at {url}: {error}; is another run using it? Port 0 picks "
+                "a free one"
+            ) from error
+        return f"{scheme}://{host}:{probe.getsockname()[1]}"

@@ -1,0 +1,42 @@
+"""Where weights are sent from and received, so that a sender can tell who shares its memory.
+
+Called by both ends of the weight channel: `streamrl.weights.sender`, and the generator for its
+engine.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from streamrl.types import Locality
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def locality_of(device: torch.device | str, num_ranks: int = 1) -> Locality:
+    """This process's; or that of its `num_ranks` workers, each on a GPU of its own from the first
+    that can be seen."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return Locality(host=this_host(), device_type=device.type)
+    first = 0 if num_ranks > 1 else device.index or 0
+    if first + num_ranks > torch.cuda.device_count():
+        # Workers of other machines.
+        return Locality(device_type="cuda")
+    gpus = tuple(gpu_uuid(index) for index in range(first, first + num_ranks))
+    return Locality(host=this_host(), device_type="cuda", gpus=gpus)
+
+
+def this_host() -> str:
+    """The running machine and its processes' numbering: equal where one process can open what
+    another has open. A container is a host of its own; "" if the system does not say."""
+    try:
+        return f"{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def gpu_uuid(index: int) -> str:
+    """Which GPU it is whatever CUDA_VISIBLE_DEVICES makes of the indices."""
+    return str(torch.cuda.get_device_properties(index).uuid)

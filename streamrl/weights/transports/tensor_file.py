@@ -1,0 +1,179 @@
+"""Safetensors files, written from and read into memory that is already there.
+
+The library copies all tensors into one more buffer to write, and maps the file to read: a mapped
+file that vanishes from a network file system kills its reader, a read that fails is an error.
+
+Invariant: under its name a file is complete or absent.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import msgspec
+import torch
+
+from streamrl.errors import WeightTransferError
+from streamrl.weights.layout import bytes_of
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_MAX_HEADER = 100 * 2**20
+UNFINISHED = ".unfinished"
+
+_Offset = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[_Offset, _Offset]
+
+    def __post_init__(self) -> None:
+        if self.start > self.stop:
+            raise ValueError(f"data_offsets: were {self.data_offsets}")
+
+    @property
+    def start(self) -> int:
+        return self.data_offsets[0]
+
+    @property
+    def stop(self) -> int:
+        return self.data_offsets[1]
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Contiguous host tensors by name, with metadata."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    stop = 0
+    for name, tensor in tensors.items():
+        start, stop = stop, stop + tensor.nbytes
+        about = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape]}
+        header[name] = {**about, "data_offsets": [start, stop]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with unfinished.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for tensor in tensors.values():
+            file.write(bytes_of(tensor))
+    unfinished.replace(path)
+
+
+class TensorFile:
+    """An open file; every error names it and says what is wrong.
+
+    Raises:
+        WeightTransferError: it is not there, is no safetensors file, or is not complete.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise self.error(
+                f"cannot be opened ({error.strerror}); transport `files` needs a file system that "
+                "learner and generators share"
+            ) from error
+        try:
+            self._entries, self._metadata, self._start = self._header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def error(self, what: str) -> WeightTransferError:
+        return WeightTransferError(f"cannot read weights from {self.path}: it {what}")
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in memory of its own; flat uint8, whatever it holds."""
+        entry = self._entry(name)
+        raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+        self._fill(raw, entry.start)
+        return raw
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill a contiguous host tensor, whose dtype and shape the file must have."""
+        entry = self._entry(name)
+        expected = (_NAMES[tensor.dtype], (*tensor.shape,))
+        if (entry.dtype, entry.shape) != expected:
+            raise self.error(f"holds {name} as {entry.dtype} {entry.shape}, not as {expected}")
+        if entry.stop - entry.start != tensor.nbytes:
+            raise self.error(f"holds {name} in {entry.stop - entry.start} bytes")
+        self._fill(tensor, entry.start)
+
+    def about(self, key: str) -> str | None:
+        """Of the metadata; None if the file says nothing about it."""
+        return self._metadata.get(key)
+
+    def bytes_about(self, key: str) -> bytes:
+        """Of the metadata, where they stand in hexadecimal."""
+        try:
+            return bytes.fromhex(self._metadata[key])
+        except (KeyError, ValueError) as error:
+            raise self.error(f"has no readable {key}") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def _entry(self, name: str) -> _Entry:
+        try:
+            return self._entries[name]
+        except KeyError as error:
+            raise self.error(f"has no tensor {name}") from error
+
+    def _fill(self, tensor: torch.Tensor, start: int) -> None:
+        rest = bytes_of(tensor)
+        try:
+            self._file.seek(self._start + start)
+            while rest:
+                if not (count := self._file.readinto(rest)):
+                    raise self.error("ends too early")
+                rest = rest[count:]
+        except OSError as error:
+            raise self.error(f"cannot be read ({error.strerror})") from error
+
+    def _header(self) -> tuple[dict[str, _Entry], dict[str, str], int]:
+        """Entries by name, metadata, and where the first tensor starts."""
+        try:
+            size = os.fstat(self._file.fileno()).st_size
+            (length,) = struct.unpack("<Q", self._file.read(8))
+            if length > min(size, _MAX_HEADER):
+                raise self.error("has no readable header (or was cut off)")
+            parts = msgspec.json.decode(self._file.read(length), type=dict[str, msgspec.Raw])
+            metadata = msgspec.json.decode(parts.pop("__metadata__", b"{}"), type=dict[str, str])
+            entries = {n: msgspec.json.decode(raw, type=_Entry) for n, raw in parts.items()}
+        except (OSError, struct.error, msgspec.MsgspecError) as error:
+            raise self.error(f"has no readable header ({error})") from error
+        expected = 8 + length + max((entry.stop for entry in entries.values()), default=0)
+        if size != expected:
+            raise self.error(f"has {size} bytes instead of {expected}")
+        return entries, metadata, 8 + length

@@ -1,0 +1,101 @@
+"""`streamrl generators` and its orders, against a buffer that other processes reach."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffers.connect import connect
+from streamrl.cli.generators import members
+from streamrl.cli.main import main
+from streamrl.interfaces import TrajectoryBuffer
+from streamrl.types import Books, BufferStats, GeneratorStatus, SchedulingState
+from tests.contract.limits_config import limits_config
+from tests.contract.test_buffer_command import target_of
+from tests.contract.test_buffer_limits import SHARED, serving
+
+
+def status(generator_id: str, **fields: Any) -> GeneratorStatus:
+    known = {"session": generator_id, "policy_version": 0, **fields}
+    return GeneratorStatus(generator_id=generator_id, **known)
+
+
+def ask(url: str, call: Callable[[TrajectoryBuffer], Any]) -> Any:
+    async def asked() -> Any:
+        buffer = connect(limits_config(url, max_staleness=2))
+        try:
+            return await call(buffer)
+        finally:
+            await buffer.close()
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize("backend", SHARED)
+def test_generators_are_listed_and_given_orders(backend: str, tmp_path: Path, capsys):
+    with serving(backend, tmp_path, max_staleness=2) as url:
+        target = target_of(url, tmp_path)
+        held = {"lease_ids": ("quick/1",), "lease_ages_s": (12.5,), "tokens_per_s": 1234.4}
+        ask(url, lambda buffer: buffer.attach(5, None))
+        ask(url, lambda buffer: buffer.heartbeat(status("quick", policy_version=4, **held)))
+        ask(url, lambda buffer: buffer.heartbeat(status("late", is_catching_up=True)))
+        assert main(["generators", "cordon", target, "quick"]) == 0
+        assert "quick is granted no leases" in capsys.readouterr().out
+        assert main(["generators", target]) == 0
+        table = capsys.readouterr().out.splitlines()
+        assert table[0].split() == [
+            *("generator", "state", "version", "lag", "leases", "oldest", "lease"),
+            *("tokens/s", "last", "heard"),
+        ]
+        assert table[1].startswith("late")
+        assert "catching up" in table[1]
+        assert table[2].split()[:-2] == ["quick", "cordoned", "4", "1", "1", "12.5", "s", "1234"]
+        assert main(["generators", "uncordon", target, "quick"]) == 0
+        assert main(["generators", target, "--json"]) == 0
+        late, quick = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (late["id"], late["state"], late["lag"]) == ("late", "catching up", 5)
+        assert (quick["state"], quick["oldest_lease_s"]) == ("active", 12.5)
+        assert main(["generators", "cordon", target, "quik"]) == 2
+        assert "did you mean 'quick'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", SHARED)
+def test_a_drain_waits_until_the_generator_has_left(backend: str, tmp_path: Path, capsys):
+    with serving(backend, tmp_path, max_staleness=2) as url, ThreadPoolExecutor() as threads:
+        target = target_of(url, tmp_path)
+        ask(url, lambda buffer: buffer.heartbeat(status("g", lease_ids=("g/1",))))
+        assert main(["generators", "drain", target, "g", "--deadline", "0"]) == 1
+        told = capsys.readouterr().out
+        assert "g has not left within 0 s: draining, 1 groups under way" in told
+        ask(url, lambda buffer: buffer.set_scheduling_state("g", SchedulingState.ACTIVE))
+        draining = threads.submit(main, ["generators", "drain", target, "g"])
+        deadline = time.monotonic() + 30
+        while (
+            ask(url, lambda b: b.heartbeat(status("g"))).scheduling_state
+            is not SchedulingState.DRAINING
+        ):
+            assert time.monotonic() < deadline
+        assert not draining.done()
+        ask(url, lambda buffer: buffer.heartbeat(status("g", is_leaving=True)))
+        assert draining.result(30) == 0
+        assert "g has left" in capsys.readouterr().out
+
+
+def stats(**fields: Any) -> BufferStats:
+    known = {"policy_version": 0, "groups_per_step": 1, "max_staleness": 1, "books": Books()}
+    return BufferStats(incarnation="i", **known, **fields)
+
+
+def test_who_is_silent_or_away_is_listed_as_such():
+    reading = stats(
+        generators=(status("b"), status("a")),
+        heartbeat_ages_s=(10.0, 0.5),
+        scheduling_states={"b": SchedulingState.CORDONED, "c": SchedulingState.DRAINING},
+    )
+    found = [(member.id, member.state) for member in members(reading)]
+    assert found == [("a", "active"), ("b", "cordoned, silent"), ("c", "draining, away")]

@@ -1,0 +1,239 @@
+"""Situations in which a run stands still, and the sentence each is told with."""
+
+import pytest
+
+from streamrl.diagnosis import Reading, diagnose
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    LearnerActivity,
+    LearnerStatus,
+    replace,
+)
+
+STALL_S = 300.0
+
+
+def generator(name: str, version: int = 43, **fields: object) -> GeneratorStatus:
+    return GeneratorStatus(generator_id=name, session=name, policy_version=version, **fields)
+
+
+def holding(name: str, *ages_s: float, version: int = 43, num_active: int = 8) -> GeneratorStatus:
+    lease_ids = tuple(f"{name}/{i}" for i in range(len(ages_s)))
+    return generator(name, version, lease_ids=lease_ids, lease_ages_s=ages_s, num_active=num_active)
+
+
+def buffer(
+    *generators: GeneratorStatus, ages_s: tuple[float, ...] = (), **fields: object
+) -> BufferStats:
+    account = {name: fields.pop(name) for name in ("leased", "buffered", "taken") if name in fields}
+    return BufferStats(
+        incarnation="i",
+        policy_version=43,
+        groups_per_step=16,
+        max_staleness=2,
+        books=Books(learner_term=1, dropped=fields.pop("dropped", {}), **account),
+        generators=generators,
+        heartbeat_ages_s=ages_s or (0.5,) * len(generators),
+        **fields,
+    )
+
+
+def learner(
+    activity: LearnerActivity = LearnerActivity.WAITING, for_s: float = 310.0, **fields: object
+) -> LearnerStatus:
+    known = {"policy_version": 43, "learner_term": 1, "num_receivers": 1, **fields}
+    return LearnerStatus(activity=activity, activity_s=for_s, time_s=0.0, **known)
+
+
+def told(stats: BufferStats | None, **fields: object) -> list[str]:
+    known = {"learner": learner(), **fields}
+    reading = Reading(stall_s=STALL_S, stats=stats, **known)
+    return [f"{finding.cause}: {finding.sentence}" for finding in diagnose(reading)]
+
+
+WORKING = holding("gen-1", 3.0, 2.0)
+
+
+class Ordered(BufferStats, frozen=True, kw_only=True):
+    scheduling_states: dict[str, str]
+
+
+SITUATIONS = {
+    "one generator holds what is missing": (
+        told(buffer(holding("gen-3", 511.5, 80.0, version=41), WORKING, leased=4, buffered=14)),
+        [
+            "too_few_groups: 14 of 16 groups at version 43; 2 held by gen-3 (version 41), oldest "
+            "512 s; 2 held by gen-1 (version 43), oldest 4 s"
+        ],
+    ),
+    "it is frozen": (
+        told(
+            buffer(
+                holding("gen-3", 500.0, version=41), ages_s=(12.0,), leased=1, buffered=15
+            )
+        ),
+        [
+            "too_few_groups: 15 of 16 groups at version 43; 1 held by gen-3 (version 41, silent "
+            "for 12 s), oldest 512 s",
+            "generator_silent: gen-3 has not reported for 12 s; its leases (1 then) go to "
+            "others after buffer.lease_ttl_s",
+        ],
+    ),
+    "leases that nobody has reported yet": (
+        told(buffer(generator("gen-1"), leased=3, buffered=13)),
+        ["too_few_groups: 13 of 16 groups at version 43; 3 leased and not reported yet"],
+    ),
+    "nobody generates": (
+        told(buffer()),
+        [
+            "too_few_groups: 0 of 16 groups at version 43",
+            "no_generator: no generator reports to the buffer: start one, or see whether it "
+            "reaches buffer.url",
+        ],
+    ),
+    "the buffer drains": (
+        told(buffer(generator("gen-1"), draining=True)),
+        [
+            "too_few_groups: 0 of 16 groups at version 43",
+            "nothing_leased: the buffer drains (streamrl buffer drain), so it grants no lease",
+        ],
+    ),
+    "nobody asks": (
+        told(buffer(generator("gen-1"), generator("gen-2"), buffered=9)),
+        [
+            "too_few_groups: 9 of 16 groups at version 43",
+            "nothing_leased: none of 2 generators asks for a lease",
+        ],
+    ),
+    "nobody may ask": (
+        told(
+            Ordered(
+                incarnation="i",
+                policy_version=43,
+                groups_per_step=16,
+                max_staleness=2,
+                books=Books(learner_term=1),
+                generators=(generator("gen-1"),),
+                heartbeat_ages_s=(0.1,),
+                scheduling_states={"gen-1": "cordoned", "gone": "cordoned"},
+            )
+        )[1:],
+        ["nothing_leased: none of 1 generators asks for a lease; gen-1 is cordoned"],
+    ),
+    "weights do not arrive": (
+        told(
+            buffer(holding("gen-1", 400.0, version=40, num_active=0), leased=1, buffered=15),
+            learner=learner(behind=("gen-1",)),
+        ),
+        [
+            "too_few_groups: 15 of 16 groups at version 43; 1 held by gen-1 (version 40), oldest "
+            "400 s",
+            "old_weights: gen-1 holds 1 lease and samples nothing: it has version 40, the "
+            "learner 43; it has not answered the last weight update",
+        ],
+    ),
+    "nobody hears the weights": (
+        told(
+            buffer(holding("gen-1", 400.0, version=0, num_active=0), leased=1, buffered=15),
+            learner=learner(num_receivers=0),
+        )[-1:],
+        [
+            "old_weights: gen-1 holds 1 lease and samples nothing: it has version 0, the learner "
+            "43; no generator is on the weight channel (weights.address)"
+        ],
+    ),
+    "a reward that does not end": (
+        told(buffer(holding("gen-1", 400.0, num_active=0), leased=1, buffered=15))[-1:],
+        [
+            "outside_the_engine: gen-1 holds 1 lease and its engine is idle: they wait for its "
+            "environment, its reward, or to be put"
+        ],
+    ),
+    "every group fails": (
+        told(
+            buffer(WORKING, leased=2, dropped={DropReason.FAILED: 45, DropReason.STALE: 2}),
+            learner=learner(dropped={DropReason.FAILED: 5, DropReason.STALE: 2}),
+        )[-1:],
+        ["groups_dropped: groups dropped since the last step: failed 40"],
+    ),
+    "the disk is full": (
+        told(buffer(WORKING, refusal="the journal cannot be written: No space left"), learner=None),
+        [
+            "buffer_refuses: the buffer takes nothing in: the journal cannot be written: No space "
+            "left"
+        ],
+    ),
+    "the buffer is away": (
+        told(None, unreachable="the buffer has not answered for 5 s"),
+        ["buffer_unreachable: the buffer has not answered for 5 s"],
+    ),
+    "a long step": (
+        told(buffer(taken=16), learner=learner(LearnerActivity.COMPUTING, 812.0)),
+        ["learner_busy: step 44 has computed for 812 s"],
+    ),
+    "a slow disk": (
+        told(buffer(taken=16), learner=learner(LearnerActivity.SAVING, 400.0)),
+        ["learner_busy: the learner, at version 43, saves a checkpoint, for 400 s so far"],
+    ),
+    "a learner that is gone": (
+        told(buffer(buffered=20), learner=learner(for_s=1.0), learner_age_s=40.0, idle_s=41.0),
+        [
+            "learner_silent: the learner has not been heard of for 40 s: then it waits for groups",
+            "learner_silent: 20 groups wait and nobody takes them: the learner that attached last, "
+            "at version 43, is away",
+        ],
+    ),
+    "no learner yet": (
+        told(replace(buffer(WORKING), books=Books()), learner=None),
+        ["learner_silent: no learner has attached to the buffer"],
+    ),
+    "a learner that was replaced": (
+        told(
+            replace(buffer(), books=Books(learner_term=3, taken=16)),
+            learner=learner(LearnerActivity.COMPUTING, 1.0),
+        ),
+        [
+            "learner_fenced: another learner attached to the buffer (number 3, this one was "
+            "number 1); this one ends at its next call"
+        ],
+    ),
+    "seen from the buffer alone": (
+        told(buffer(holding("gen-3", 400.0), leased=1, buffered=15), learner=None),
+        ["too_few_groups: 15 of 16 groups at version 43; 1 held by gen-3 (version 43), oldest "
+         "400 s"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_standstill_is_told_with_its_cause(situation: str):
+    found, expected = SITUATIONS[situation]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("stats", "fields"),
+    [
+        (buffer(WORKING, leased=2, buffered=9), {"learner": learner(for_s=299.0)}),
+        (buffer(taken=16), {"learner": learner(LearnerActivity.COMPUTING, 299.0)}),
+        (buffer(WORKING, leased=2, taken=16), {"learner": None, "idle_s": 12.0}),
+        (buffer(holding("gen-1", 200.0), leased=1), {"learner": None}),
+        (buffer(finished=True), {}),
+        (None, {"learner": learner(LearnerActivity.ENDED), "learner_age_s": 900.0}),
+    ],
+    ids=["waits", "computes", "no word", "buffer alone", "finished", "ended and gone"],
+)
+def test_a_run_that_moves_or_is_over_is_healthy(stats, fields):
+    assert told(stats, **fields) == []
+
+
+def test_many_holders_are_told_by_the_four_that_hold_longest():
+    many = [holding(f"gen-{i}", 399.5 + i, 1.0) for i in range(6)]
+    (found,) = told(buffer(*many, leased=12, buffered=4))
+    assert found.endswith(
+        "2 held by gen-2 (version 43), oldest 402 s; 4 held by 2 other generators"
+    )
+    assert "gen-5" in found.split(";")[1]

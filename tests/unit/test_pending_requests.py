@@ -1,0 +1,104 @@
+"""Requests that wait at a buffer: in order, on time, and at no cost while nothing is granted."""
+
+from buffers.zmq import messages as m
+from buffers.zmq.pending_requests import PendingRequest, PendingRequests
+
+FAR_S = 1e9
+
+
+def _lease(number: int, deadline_s: float = FAR_S) -> PendingRequest:
+    request = m.LeaseRequest(f"session{number}/0", f"gen-{number}", 5.0)
+    return PendingRequest(b"sender", number.to_bytes(8, "little"), request, deadline_s)
+
+
+def _take(deadline_s: float = FAR_S) -> PendingRequest:
+    return PendingRequest(b"learner", b"take", m.TakeRequest(1, 0, 1, 5.0), deadline_s)
+
+
+class _Buffer:
+    """Grants `room` leases, never to those it `refuses`, and has no batch for a take."""
+
+    def __init__(self, room: int, refuses: tuple[PendingRequest, ...] = ()) -> None:
+        self.room = room
+        self.refuses = refuses
+        self.asked: list[PendingRequest] = []
+        self.granted: list[PendingRequest] = []
+
+    def admits(self) -> bool:
+        return self.room > 0
+
+    def attempt(self, pending: PendingRequest) -> bool:
+        self.asked.append(pending)
+        is_granted = isinstance(pending.request, m.LeaseRequest) and pending not in self.refuses
+        if is_granted:
+            self.room -= 1
+            self.granted.append(pending)
+        return is_granted
+
+
+def test_who_asked_first_is_answered_first_and_only_as_many_as_there_is_room_for() -> None:
+    pending_requests, leases = PendingRequests(), [_lease(number) for number in range(5)]
+    for pending in leases:
+        pending_requests.add(pending)
+    first, second = _Buffer(2), _Buffer(9)
+    pending_requests.retry(first.attempt, first.admits)
+    pending_requests.retry(second.attempt, second.admits)
+    assert first.granted == leases[:2]
+    assert second.granted == leases[2:]
+
+
+def test_a_thousand_leases_cost_no_attempt_while_admission_is_closed() -> None:
+    pending_requests, take, buffer = PendingRequests(), _take(), _Buffer(0)
+    for number in range(1000):
+        pending_requests.add(_lease(number))
+    pending_requests.add(take)
+    pending_requests.retry(buffer.attempt, buffer.admits)
+    assert buffer.asked == [take]
+
+
+def test_one_that_is_refused_keeps_its_place_and_does_not_hold_up_the_others() -> None:
+    pending_requests, cordoned, other = PendingRequests(), _lease(0), _lease(1)
+    pending_requests.add(cordoned)
+    pending_requests.add(other)
+    pending_requests.add(last := _lease(2))
+    buffer = _Buffer(1, refuses=(cordoned,))
+    pending_requests.retry(buffer.attempt, buffer.admits)
+    assert buffer.granted == [other]
+    buffer = _Buffer(2)
+    pending_requests.retry(buffer.attempt, buffer.admits)
+    assert buffer.granted == [cordoned, last]
+
+
+def test_who_waited_long_enough_is_overdue_once_and_never_granted() -> None:
+    pending_requests, early, late = PendingRequests(), _lease(0, 10.0), _lease(1, 20.0)
+    pending_requests.add(late)
+    pending_requests.add(early)
+    assert pending_requests.next_deadline_s() == 10.0
+    assert list(pending_requests.overdue(9.9)) == []
+    assert list(pending_requests.overdue(10.0)) == [early]
+    assert pending_requests.next_deadline_s() == 20.0
+    buffer = _Buffer(5)
+    pending_requests.retry(buffer.attempt, buffer.admits)
+    assert buffer.granted == [late]
+    assert pending_requests.next_deadline_s() is None
+    assert list(pending_requests.overdue(FAR_S)) == []
+
+
+def test_nobody_who_has_left_is_kept_however_long_admission_stays_closed() -> None:
+    pending_requests, buffer = PendingRequests(), _Buffer(0)
+    pending_requests.add(_lease(0))
+    for now_s in range(1000):
+        pending_requests.add(_lease(now_s + 1, now_s + 5.0))
+        pending_requests.retry(buffer.attempt, buffer.admits)
+        list(pending_requests.overdue(float(now_s)))
+    assert len(pending_requests) == 1 + 5
+
+
+def test_the_leases_of_a_session_that_left_are_forgotten() -> None:
+    pending_requests, left, stays = PendingRequests(), _lease(0), _lease(1)
+    pending_requests.add(left)
+    pending_requests.add(stays)
+    pending_requests.forget_leases("session0")
+    buffer = _Buffer(5)
+    pending_requests.retry(buffer.attempt, buffer.admits)
+    assert buffer.granted == [stays]

@@ -1,0 +1,291 @@
+"""Requests of an engine over HTTP, on a server that does as the test says."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from actors.engines.model import ModelFacts
+from actors.engines.served.engine import ServedEngine
+from actors.engines.served.http import ConnectionLostError, Http, RefusedError, SlowAnswerError
+from actors.engines.served.metrics import readings
+from actors.engines.served.process import ServerProcess
+from actors.engines.served.server import Labels, Request, VersionSpan, completion, versions_of
+from actors.engines.served.start import probe, wait_until_up
+from actors.engines.vllm.served_start import open_served
+from streamrl.config.vllm import VllmSettings
+from streamrl.errors import ConfigError, RolloutError, TransportError
+from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
+from tests.engines import run_config
+from tests.ports import free_port
+from tests.standins.http_server import serve
+
+ONE = SamplingParams(max_new_tokens=1)
+
+
+def an_answer(logprob: float = -0.5) -> Completion:
+    return completion([3], [logprob], np.zeros(1, np.int32), "stop")
+
+
+class FakeServer:
+    """Answers each request with what `answers` has next; a load resolves `at_load` to None."""
+
+    def __init__(self, *answers: Completion | Exception | asyncio.Future | None) -> None:
+        self._answers = list(answers)
+        self.asked: list[Request] = []
+        self.aborted: list[str] = []
+        self.is_gone = False
+        self.num_refusals = 0
+        self.at_load: asyncio.Future[None] | None = None
+
+    async def sample(self, request: Request) -> Completion | None:
+        self.asked.append(request)
+        if not self._answers:
+            await asyncio.Event().wait()
+        answer = self._answers.pop(0)
+        if isinstance(answer, asyncio.Future):
+            answer = await answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def receive(self, update: WeightUpdate) -> None: ...
+
+    async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
+        if self.at_load is not None:
+            self.at_load.set_result(None)
+        on_loaded()
+        return 0.25
+
+    async def readings(self) -> Mapping[str, float]:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise RefusedError("/metrics", 503, "busy")
+        if self.is_gone:
+            raise ConnectionLostError("nobody there")
+        return {"num_active": 1.0, "num_waiting": 2.0, "num_tokens": 30.0}
+
+    async def close(self) -> None: ...
+
+
+def engine_on(
+    server: FakeServer, *, max_num_seqs: int = 4, retry_timeout_s: float = 5.0
+) -> ServedEngine:
+    facts = ModelFacts(shapes={}, eos=frozenset([1]), vocab_size=10)
+    return ServedEngine(
+        server, facts, max_num_seqs=max_num_seqs, max_model_len=16, retry_timeout_s=retry_timeout_s
+    )
+
+
+async def test_a_lost_connection_is_asked_again_under_another_id():
+    server = FakeServer(ConnectionLostError("reset"), ConnectionLostError("reset"), an_answer())
+    engine = engine_on(server)
+    assert (await engine.generate([5], ONE)).token_ids.tolist() == [3]
+    ids = [request.id for request in server.asked]
+    assert len(set(ids)) == 3
+    assert not any(a != b and b.startswith(a) for a in ids for b in ids)
+    await engine.close()
+    assert server.aborted == ids[:2]
+
+
+async def test_a_request_given_up_for_an_update_begins_anew():
+    given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    server = FakeServer(given_up, an_answer())
+    server.at_load = given_up
+    engine = engine_on(server)
+    running = asyncio.create_task(engine.generate([5], ONE))
+    async with asyncio.timeout(10):
+        while not server.asked:
+            await asyncio.sleep(0)
+    update = WeightUpdate(policy_version=7, history="h", manifest=(), endpoint=None)  # type: ignore[arg-type]
+    assert (await engine.load_weights(update)).pause_s == 0.25
+    assert (await running).finish_reason == FinishReason.STOP
+    first, again = [request.cache_salt for request in server.asked]
+    assert first != again
+    assert engine.policy_version == 7
+    await engine.close()
+
+
+async def test_a_request_given_up_without_an_update_fails():
+    engine = engine_on(FakeServer(None))
+    with pytest.raises(RolloutError, match="gave a request up without an update"):
+        await engine.generate([5], ONE)
+    await engine.close()
+
+
+async def test_a_server_that_stays_away_ends_every_request():
+    server = FakeServer()
+    engine = engine_on(server, retry_timeout_s=0.2)
+    waiting = [asyncio.create_task(engine.generate([5], ONE)) for _ in range(3)]
+    await asyncio.sleep(0)
+    server.is_gone = True
+    async with asyncio.timeout(10):
+        for task in waiting:
+            with pytest.raises(TransportError, match=r"is gone .*nobody there"):
+                await task
+    with pytest.raises(TransportError, match="is gone"):
+        await engine.generate([5], ONE)
+    await engine.close()
+
+
+async def test_a_refused_request_is_the_only_one_to_fail():
+    server = FakeServer(RolloutError("too long"), an_answer())
+    engine = engine_on(server)
+    with pytest.raises(RolloutError, match="too long"):
+        await engine.generate([5], ONE)
+    assert len((await engine.generate([5], ONE)).token_ids) == 1
+    await engine.close()
+
+
+async def test_requests_beyond_twice_the_slots_wait_on_this_side():
+    server = FakeServer()
+    server.num_refusals = 1
+    engine = engine_on(server, max_num_seqs=2)
+    waiting = [asyncio.create_task(engine.generate([5], ONE)) for _ in range(7)]
+    async with asyncio.timeout(10):
+        while len(server.asked) < 4 or engine.gauges()["num_active"] != 1:
+            await asyncio.sleep(0.001)
+    assert engine.gauges()["num_waiting"] == 2 + 3
+    waiting[0].cancel()
+    async with asyncio.timeout(10):
+        while len(server.asked) < 5:
+            await asyncio.sleep(0.001)
+    assert server.aborted == [server.asked[0].id]
+    await engine.close()
+    for task in waiting[1:]:
+        with pytest.raises(RolloutError, match="closed"):
+            await task
+
+
+def test_weights_of_somebody_else_are_noticed():
+    labels = Labels("me")
+    spans = [VersionSpan("me/3", 0, 2), VersionSpan("me/4", 2, 3)]
+    assert versions_of(spans, 3, labels).tolist() == [3, 3, 4]
+    with pytest.raises(RolloutError, match="does not say which weights"):
+        versions_of(spans, 4, labels)
+    for label in ("default", "other/3", "me/", "3"):
+        with pytest.raises(TransportError, match="was started again, or serves two"):
+            versions_of([VersionSpan(label, 0, 1)], 1, labels)
+    assert Labels.new().label(1) != Labels.new().label(1)
+
+
+def test_an_answer_whose_parts_do_not_fit_fails_alone():
+    with pytest.raises(RolloutError, match="makes no sense"):
+        completion([3, 4], [-0.5], np.zeros(2, np.int32), "stop")
+    with pytest.raises(RolloutError, match="makes no sense"):
+        completion([3], [-0.5], np.zeros(1, np.int32), "tired")
+
+
+def test_the_probe_refuses_log_probabilities_before_truncation():
+    probe(lambda request: an_answer(-1e-7))
+    with pytest.raises(ConfigError, match=r"had -0\.500 instead of 0"):
+        probe(lambda request: an_answer())
+
+
+def test_readings_sum_the_series_of_a_name():
+    page = '# TYPE a gauge\na{x="1",mode="decode"} 2.0\na{x="2",mode="decode"} 3.5\n'
+    page += 'a{mode="p"} 9\nab 7'
+    names = {"n": ("a", 'mode="decode"'), "m": ("ab", ""), "none": ("c", "")}
+    assert readings(page, names) == {"n": 5.5, "m": 7.0, "none": 0.0}
+
+
+async def test_http_tells_refusal_silence_and_loss_apart():
+    async def slow(_: object) -> tuple[int, object]:
+        await asyncio.sleep(30)
+        return 200, {}
+
+    async def refusing(_: object) -> tuple[int, object]:
+        return 503, {"error": {"message": "queue full", "code": 503}}
+
+    async def wrong(_: object) -> tuple[int, object]:
+        return 200, {"something": "else"}
+
+    port = free_port()
+    handlers = {"/slow": slow, "/refusing": refusing, "/wrong": wrong}
+    server = await serve(handlers, "127.0.0.1", port)
+    http = Http(f"http://127.0.0.1:{port}/", api_key="k")
+    with pytest.raises(SlowAnswerError):
+        await http.post("/slow", {}, dict, timeout_s=0.1)
+    with pytest.raises(RefusedError, match="/refusing was answered with 503: queue full"):
+        await http.tell("/refusing", {})
+    with pytest.raises(RefusedError, match="unexpected answer"):
+        await http.post("/wrong", {}, list[int])
+    await http.close()
+    server.close()
+    nobody = Http(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ConnectionLostError):
+        await nobody.tell("/slow", {})
+    settings = VllmSettings(start_timeout_s=0.1)
+    with pytest.raises(ConfigError, match=r"no inference server at http.* in 0.1 s"):
+        wait_until_up(nobody, "/health", settings)
+    await nobody.close()
+
+
+def test_a_server_process_that_ends_leaves_its_last_words(tmp_path):
+    process = ServerProcess(["sh", "-c", "echo out of memory; exit 3"], tmp_path / "logs" / "log")
+    process._process.wait(20)
+    with pytest.raises(TransportError, match="ended with 3: out of memory"):
+        process.require_alive()
+
+
+OWNER = """
+import pathlib, sys, time
+from actors.engines.served.process import ServerProcess
+script = "import os, subprocess, sys, time; print(os.getpid(), flush=True); " \\
+    "subprocess.Popen(['sleep', '600']); time.sleep(600)"
+ServerProcess([sys.executable, "-c", script], pathlib.Path(sys.argv[1]))
+time.sleep(600)
+"""
+
+
+def test_a_server_process_ends_with_its_owner_however_that_ended(tmp_path: Path):
+    log = tmp_path / "log"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(log)])
+    deadline = time.monotonic() + 30
+    family: list[psutil.Process] = []
+    while len(family) < 3 and time.monotonic() < deadline:
+        family = psutil.Process(owner.pid).children(recursive=True)
+        time.sleep(0.01)
+    assert len(family) == 3, "the guard, the server and the server's own child"
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
+@pytest.fixture
+def bare_server() -> Iterator[str]:
+    """The URL of a server that is healthy and knows nothing else, in a thread of its own."""
+    loop, port = asyncio.new_event_loop(), free_port()
+
+    async def healthy(_: object) -> tuple[int, object]:
+        return 200, {}
+
+    loop.run_until_complete(serve({"/health": healthy}, "127.0.0.1", port))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{port}"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_a_vllm_started_otherwise_is_refused_with_the_command_that_is_right(bare_server, tmp_path):
+    config = run_config(tmp_path, vllm={"url": bare_server, "start_timeout_s": 5.0})
+    with pytest.raises(ConfigError) as refused:
+        open_served(config)
+    told = str(refused.value)
+    assert "/init_weight_transfer_engine was answered with 404" in told
+    assert f"VLLM_SERVER_DEV_MODE=1 vllm serve {tmp_path} --dtype float32" in told
+    assert """--weight-transfer-config '{"backend": "streamrl"}'""" in told
