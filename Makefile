@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python deploy/install.py
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-vllm check format bench clean
+.PHONY: quickstart test test-vllm check docs format bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/core.stamp
@@ -32,6 +32,12 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory docs
+
+# `site/index.html`. The generated pages are written anew; a test fails if one was stale.
+docs: $(VENV)/dev.stamp
+	$(BIN)/python -m docs.generate
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
@@ -41,7 +47,7 @@ bench: $(VENV)/dev.stamp
 	@for bench in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(VLLM) .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Debian ships Python without venv: say what to do, or do it where we may.
 $(BIN)/python:
