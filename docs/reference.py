@@ -58,14 +58,15 @@ def _section(model: type[BaseModel], path: str) -> str:
     depth = min(4, path.replace("[]", "").count(".") + 2)
     summary = " ".join((model.__doc__ or "").split())
     rows = "".join(_row(path, name, field) for name, field in model.model_fields.items())
-    return f"{'#' * depth} `{path}`\n\n{summary}\n\n{_HEADER}{rows}".replace("\n\n\n", "\n\n")
+    paragraphs = [f"{'#' * depth} `{path}`", *([summary] if summary else []), _HEADER + rows]
+    return "\n\n".join(paragraphs)
 
 
 def _row(path: str, name: str, field: FieldInfo) -> str:
     nested = list(_models(field.annotation))
     meaning = _cell(field.description or "")
     if nested and not meaning:
-        meaning = _cell((nested[0].__doc__ or "").split("\n\n")[0])
+        meaning = _cell((nested[0].__doc__ or "").split("\n\n")[0]) or "A section of its own."
     cells = (
         f"`{name}`",
         " or ".join(dict.fromkeys(_types(field.annotation))),
