@@ -17,7 +17,7 @@ from torch import Tensor
 from streamrl.algorithms.groups import Groups
 from streamrl.algorithms.moments import Moments, whiten
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.rewards import AdvantageConfig
+from streamrl.config.algorithm.advantages import AdvantageConfig
 
 __all__ = [
     "ADVANTAGES",

@@ -9,17 +9,22 @@ totals add up to those of the step. Called by the learner between forward and ba
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.aggregation import token_mean
 from streamrl.algorithms.kl import kl_penalty
-from streamrl.algorithms.loss_input import LossInput, LossOutput
-from streamrl.algorithms.losses import POLICY_LOSSES
-from streamrl.algorithms.terms import entropy_bonus, kl_loss, sft_loss
-from streamrl.config.algorithm import AlgorithmSection
+from streamrl.algorithms.losses import (
+    POLICY_LOSSES,
+    LossInput,
+    LossOutput,
+    entropy_bonus,
+    kl_loss,
+    sft_loss,
+    token_mean,
+)
+from streamrl.config.algorithm import AlgorithmSettings
 
 
 def policy_objective(
     batch: LossInput,
-    config: AlgorithmSection,
+    config: AlgorithmSettings,
     reference_logprobs: Tensor | None = None,
     exact_kl: Tensor | None = None,
     entropy: Tensor | None = None,
@@ -55,7 +60,7 @@ def policy_objective(
 
 def _kl(
     batch: LossInput,
-    config: AlgorithmSection,
+    config: AlgorithmSettings,
     reference_logprobs: Tensor | None,
     exact_kl: Tensor | None,
 ) -> Tensor:

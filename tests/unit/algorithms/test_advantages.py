@@ -14,7 +14,7 @@ from streamrl.algorithms.advantages import (
 )
 from streamrl.algorithms.moments import Moments
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.rewards import ADVANTAGE_NAMES
+from streamrl.config.algorithm.advantages import ADVANTAGE_NAMES
 from tests.unit.algorithms.strategies import for_any
 
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")

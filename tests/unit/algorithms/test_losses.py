@@ -21,7 +21,8 @@ from streamrl.algorithms.losses import (
     value_loss,
 )
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.losses import LOSS_NAMES, ValueConfig
+from streamrl.config.algorithm.losses import LOSS_NAMES
+from streamrl.config.algorithm.value import ValueSettings
 from tests.unit.algorithms.strategies import for_any
 
 MODES = (
@@ -224,7 +225,7 @@ def test_totals_count_only_what_the_mask_keeps() -> None:
 def test_the_value_loss_stops_rewarding_moves_beyond_the_clip() -> None:
     values = torch.tensor([2.0, 0.1], requires_grad=True)
     old, returns = torch.zeros(2), torch.tensor([3.0, 3.0])
-    output = value_loss(values, old, returns, Sequences.from_lengths([2]), ValueConfig())
+    output = value_loss(values, old, returns, Sequences.from_lengths([2]), ValueSettings())
     (gradient,) = torch.autograd.grad(output.loss, values)
     assert gradient[0] == 0
     assert gradient[1] < 0

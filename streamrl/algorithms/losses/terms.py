@@ -7,10 +7,11 @@ without its coefficient. Called by `streamrl.algorithms.objective` and by the cr
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.aggregation import BatchTotals, aggregate, token_mean
-from streamrl.algorithms.loss_input import LossInput, LossOutput
+from streamrl.algorithms.losses.aggregation import BatchTotals, aggregate, token_mean
+from streamrl.algorithms.losses.input import LossInput, LossOutput
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.losses import LossConfig, ValueConfig
+from streamrl.config.algorithm.losses import LossConfig
+from streamrl.config.algorithm.value import ValueSettings
 
 
 def entropy_bonus(entropy: Tensor, batch: LossInput, config: LossConfig) -> Tensor:
@@ -40,7 +41,7 @@ def value_loss(
     old_values: Tensor,
     returns: Tensor,
     sequences: Sequences,
-    config: ValueConfig,
+    config: ValueSettings,
     totals: BatchTotals | None = None,
     loss_mask: Tensor | None = None,
 ) -> LossOutput:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.losses import AggregationMode, LossConfig
+from streamrl.config.algorithm.losses import AggregationMode, LossConfig
 
 __all__ = ["BatchTotals", "aggregate", "token_mean"]
 

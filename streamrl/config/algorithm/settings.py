@@ -1,29 +1,23 @@
 """The `algorithm:` section: which advantage, which loss, which correction, and their numbers.
 
 Invariant: every name in it is a name that `streamrl.algorithms` knows, checked without importing
-torch. The records of the parts live in `config.rollout_is`, `config.losses` and `config.rewards`.
+torch.
 """
 
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from streamrl.config.losses import (
-    LOSS_NAMES,
-    RATIO_FREE_LOSSES,
-    KlLossConfig,
-    LossConfig,
-    ValueConfig,
+from streamrl.config.algorithm.advantages import ADVANTAGE_NAMES, AdvantageConfig
+from streamrl.config.algorithm.kl import KlLossSettings, KlRewardSettings
+from streamrl.config.algorithm.losses import LOSS_NAMES, RATIO_FREE_LOSSES, LossConfig
+from streamrl.config.algorithm.rewards import PfPpoSettings, RewardSettings, SampleWeightSettings
+from streamrl.config.algorithm.rollout_is import (
+    ROLLOUT_IS_PRESETS,
+    RolloutISSettings,
+    rollout_is_preset,
 )
-from streamrl.config.rewards import (
-    ADVANTAGE_NAMES,
-    AdvantageConfig,
-    KlRewardConfig,
-    PfPpoConfig,
-    RewardConfig,
-    SampleWeightConfig,
-)
-from streamrl.config.rollout_is import ROLLOUT_IS_PRESETS, RolloutISConfig, rollout_is_preset
+from streamrl.config.algorithm.value import ValueSettings
 from streamrl.config.section import Section
 from streamrl.errors import did_you_mean
 
@@ -32,7 +26,7 @@ def _preset_or_record(value: object) -> object:
     return rollout_is_preset(value) if isinstance(value, str) else value
 
 
-class AlgorithmSection(Section):
+class AlgorithmSettings(Section):
     """Everything between trajectories and the gradient."""
 
     advantage: str = "grpo"
@@ -43,9 +37,9 @@ class AlgorithmSection(Section):
     """Policy loss, by name."""
     loss_config: LossConfig = LossConfig()
     """Numbers of the loss."""
-    rollout_is: Annotated[RolloutISConfig, BeforeValidator(_preset_or_record)] = ROLLOUT_IS_PRESETS[
-        "token_is"
-    ]
+    rollout_is: Annotated[RolloutISSettings, BeforeValidator(_preset_or_record)] = (
+        ROLLOUT_IS_PRESETS["token_is"]
+    )
     """Importance sampling for stale or mismatched generation: a preset's name or a record."""
     proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
     """The policy that ratios are taken to: a pass of its own, the behavior policy, or between."""
@@ -55,17 +49,17 @@ class AlgorithmSection(Section):
     """Weight of the entropy bonus."""
     sft_coef: float = Field(default=0.0, ge=0)
     """Weight of the negative log-likelihood of trajectories with a positive reward."""
-    kl_loss: KlLossConfig = KlLossConfig()
+    kl_loss: KlLossSettings = KlLossSettings()
     """KL to the reference policy in the loss."""
-    kl_reward: KlRewardConfig = KlRewardConfig()
+    kl_reward: KlRewardSettings = KlRewardSettings()
     """KL to the reference policy in the reward."""
-    value: ValueConfig = ValueConfig()
+    value: ValueSettings = ValueSettings()
     """The critic of advantage gae."""
-    reward: RewardConfig = RewardConfig()
+    reward: RewardSettings = RewardSettings()
     """Shaping of rewards."""
-    sample_weight: SampleWeightConfig = SampleWeightConfig()
+    sample_weight: SampleWeightSettings = SampleWeightSettings()
     """Weights per trajectory."""
-    pf_ppo: PfPpoConfig | None = None
+    pf_ppo: PfPpoSettings | None = None
     """Resampling of trajectories by reward; null for none."""
 
     @model_validator(mode="after")

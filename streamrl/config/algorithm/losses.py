@@ -1,15 +1,14 @@
-"""Settings of the policy loss and of the terms added to it.
+"""`algorithm.loss` and `algorithm.loss_config`: the policy loss and its numbers.
 
 The name tuples are the vocabulary of the YAML; the tables in `streamrl.algorithms` carry exactly
 these names (a test compares them). Knows nothing of torch.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from streamrl.config.section import Section
-from streamrl.errors import did_you_mean
 
 LOSS_NAMES = (
     "ppo",
@@ -30,9 +29,6 @@ LOSS_NAMES = (
 RATIO_FREE_LOSSES = ("gpg", "reinforce", "dro")
 """Losses without a ratio to the proximal policy: only importance weights correct them."""
 
-KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-KL_KINDS = (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full")
-
 AggregationMode = Literal[
     "token-mean",
     "token-sum",
@@ -40,15 +36,6 @@ AggregationMode = Literal[
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]
-
-
-def _known_kl(kind: str) -> str:
-    if kind not in KL_KINDS:
-        raise ValueError(f"{kind!r} is unknown; {did_you_mean(kind, KL_KINDS)}")
-    return kind
-
-
-KlKind = Annotated[str, AfterValidator(_known_kl)]
 
 
 class LossConfig(Section):
@@ -86,31 +73,3 @@ class LossConfig(Section):
     """topr: weight of the others."""
     dro_beta: float = Field(default=0.5, gt=0)
     """dro: weight of the squared log-ratio."""
-
-
-class KlLossConfig(Section):
-    """KL to the reference policy as a term of the loss; `coef` 0 switches it off."""
-
-    coef: float = Field(default=0.0, ge=0)
-    """Weight of the term; 0.001 is usual."""
-    kind: KlKind = "low_var_kl"
-    """Estimator; a trailing + keeps its value and takes the gradient of k2."""
-
-    @property
-    def is_exact(self) -> bool:
-        return self.coef > 0 and self.kind == "full"
-
-
-class ValueConfig(Section):
-    """The critic's loss; used by advantage gae."""
-
-    clip_range: float | None = Field(default=0.5, gt=0)
-    """How far a value may move from the old one before its loss stops falling; null: no limit."""
-    coef: float = Field(default=1.0, ge=0)
-    """Weight of the value loss."""
-    loss_agg_mode: AggregationMode = "token-mean"
-    """How per-token value losses become one number."""
-    lr: float | None = Field(default=None, gt=0)
-    """Learning rate of the critic; null: that of the policy."""
-    critic_warmup: int = Field(default=0, ge=0)
-    """First steps in which only the critic is trained."""
