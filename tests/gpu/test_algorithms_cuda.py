@@ -19,9 +19,9 @@ from streamrl.algorithms.rollout_is import (  # noqa: E402
     rollout_is_weights,
 )
 from streamrl.algorithms.sequences import Sequences  # noqa: E402
-from streamrl.config.algorithm.advantages import ADVANTAGE_NAMES  # noqa: E402
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS  # noqa: E402
 from streamrl.config.algorithm.kl import KL_ESTIMATORS  # noqa: E402
-from streamrl.config.algorithm.losses import LOSS_NAMES  # noqa: E402
+from streamrl.config.algorithm.losses import LOSS_SETTINGS  # noqa: E402
 from streamrl.config.algorithm.rewards import SampleWeightSettings  # noqa: E402
 
 LENGTHS = [7, 0, 300, 41, 1]
@@ -71,7 +71,7 @@ def test_rejection_rules() -> None:
     assert found.keep.cpu().equal(expected.keep)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+@pytest.mark.parametrize("name", ADVANTAGE_SETTINGS)
 def test_advantages(name: str) -> None:
     def batch(device: torch.device) -> AdvantageInput:
         return AdvantageInput(
@@ -88,7 +88,7 @@ def test_advantages(name: str) -> None:
     torch.testing.assert_close(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSS_SETTINGS)
 def test_losses_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randperm", torch.arange)
 

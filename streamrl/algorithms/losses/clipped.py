@@ -11,12 +11,18 @@ from streamrl.algorithms.losses.finish import (
     unclamped_ratio,
 )
 from streamrl.algorithms.losses.input import LossInput, LossOutput
-from streamrl.config.algorithm.losses import LossConfig
+from streamrl.config.algorithm.losses import (
+    CispoSettings,
+    GeoMeanSettings,
+    GspoSettings,
+    PpoSettings,
+    SapoSettings,
+)
 
 _GSPO_LOG_BOUND = 10.0
 
 
-def ppo(batch: LossInput, config: LossConfig) -> LossOutput:
+def ppo(batch: LossInput, config: PpoSettings) -> LossOutput:
     """Clipped surrogate (arXiv 1707.06347) with dual clip (arXiv 1912.09729)."""
     log_ratio, ratio = clamped_ratio(batch)
     plain, bounded = clip_terms(ratio, batch.advantages, config)
@@ -30,7 +36,7 @@ def ppo(batch: LossInput, config: LossConfig) -> LossOutput:
     return finish(batch, config, loss, log_ratio, clipped, lower)
 
 
-def gspo(batch: LossInput, config: LossConfig) -> LossOutput:
+def gspo(batch: LossInput, config: GspoSettings) -> LossOutput:
     """Ratio of whole sequences (GSPO, arXiv 2507.18071); always seq-mean-token-mean."""
     log_ratio = batch.log_ratio
     shared = batch.sequences.expand(counted_mean(log_ratio.detach(), batch))
@@ -41,7 +47,7 @@ def gspo(batch: LossInput, config: LossConfig) -> LossOutput:
     return finish(batch, config, loss, log_ratio, clipped, mode="seq-mean-token-mean")
 
 
-def geo_mean(batch: LossInput, config: LossConfig) -> LossOutput:
+def geo_mean(batch: LossInput, config: GeoMeanSettings) -> LossOutput:
     """Geometric mean of the token ratios (GMPO, arXiv 2507.20673); mean over sequences.
 
     Weights enter as their geometric mean over the sequence.
@@ -65,7 +71,7 @@ def geo_mean(batch: LossInput, config: LossConfig) -> LossOutput:
     return LossOutput(loss, loss_metrics(batch, log_ratio, above, below))
 
 
-def cispo(batch: LossInput, config: LossConfig) -> LossOutput:
+def cispo(batch: LossInput, config: CispoSettings) -> LossOutput:
     """Clipped ratio as a constant weight of log p (CISPO, arXiv 2506.13585)."""
     log_ratio, ratio = clamped_ratio(batch)
     bounded = ratio.detach().clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
@@ -73,7 +79,7 @@ def cispo(batch: LossInput, config: LossConfig) -> LossOutput:
     return finish(batch, config, loss, log_ratio, ratio.detach() != bounded)
 
 
-def sapo(batch: LossInput, config: LossConfig) -> LossOutput:
+def sapo(batch: LossInput, config: SapoSettings) -> LossOutput:
     """A soft gate instead of a clip (SAPO, arXiv 2511.20347); always seq-mean-token-mean."""
     log_ratio, ratio = clamped_ratio(batch)
     tau = torch.full_like(ratio, config.tau_neg).masked_fill_(batch.advantages > 0, config.tau_pos)

@@ -6,10 +6,10 @@ from torch import Tensor
 from streamrl.algorithms.losses.aggregation import token_mean
 from streamrl.algorithms.losses.finish import clip_terms, finish, unclamped_ratio
 from streamrl.algorithms.losses.input import LossInput, LossOutput
-from streamrl.config.algorithm.losses import LossConfig
+from streamrl.config.algorithm.losses import ClipCovSettings, KlCovSettings
 
 
-def clip_cov(batch: LossInput, config: LossConfig) -> LossOutput:
+def clip_cov(batch: LossInput, config: ClipCovSettings) -> LossOutput:
     """Drop the loss of random tokens of high covariance of A and log p (arXiv 2505.22617)."""
     log_ratio = batch.log_ratio
     plain, bounded = clip_terms(unclamped_ratio(log_ratio), batch.advantages, config)
@@ -23,7 +23,7 @@ def clip_cov(batch: LossInput, config: LossConfig) -> LossOutput:
     return finish(batch, config, loss, log_ratio, dropped)
 
 
-def kl_cov(batch: LossInput, config: LossConfig) -> LossOutput:
+def kl_cov(batch: LossInput, config: KlCovSettings) -> LossOutput:
     """Penalize |D| on the tokens of highest covariance (arXiv 2505.22617).
 
     Its `ppo_kl` is the mean of |D|, as the original reports it.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from streamrl.algorithms.losses.aggregation import aggregate, token_mean
 from streamrl.algorithms.losses.input import LossInput, LossOutput
-from streamrl.config.algorithm.losses import AggregationMode, LossConfig
+from streamrl.config.algorithm.losses import AggregationMode, ClipRangeSettings, LossSettings
 
 _LOG_RATIO_BOUND = 20.0
 _OVERFLOW_LOG = 80.0
@@ -21,7 +21,9 @@ def unclamped_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=_OVERFLOW_LOG).exp()
 
 
-def clip_terms(ratio: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+def clip_terms(
+    ratio: Tensor, advantages: Tensor, config: ClipRangeSettings
+) -> tuple[Tensor, Tensor]:
     bounded = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     return -advantages * ratio, -advantages * bounded
 
@@ -36,7 +38,7 @@ def counted_mean(per_token: Tensor, batch: LossInput) -> Tensor:
 
 def finish(
     batch: LossInput,
-    config: LossConfig,
+    config: LossSettings,
     per_token: Tensor,
     log_ratio: Tensor,
     clipped: Tensor | None = None,

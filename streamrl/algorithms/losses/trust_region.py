@@ -5,10 +5,10 @@ from torch import Tensor
 
 from streamrl.algorithms.losses.finish import clamped_ratio, finish
 from streamrl.algorithms.losses.input import LossInput, LossOutput
-from streamrl.config.algorithm.losses import LossConfig
+from streamrl.config.algorithm.losses import DppoSettings
 
 
-def dppo_tv(batch: LossInput, config: LossConfig) -> LossOutput:
+def dppo_tv(batch: LossInput, config: DppoSettings) -> LossOutput:
     """Trust region on the change of the token's probability (DPPO, arXiv 2602.04879)."""
     change = batch.logprobs.detach().exp() - batch.proximal_logprobs.exp()
     inside = torch.where(
@@ -17,7 +17,7 @@ def dppo_tv(batch: LossInput, config: LossConfig) -> LossOutput:
     return _truncated_reinforce(batch, config, inside)
 
 
-def dppo_kl(batch: LossInput, config: LossConfig) -> LossOutput:
+def dppo_kl(batch: LossInput, config: DppoSettings) -> LossOutput:
     """Trust region on the KL of "this token or another" (DPPO, arXiv 2602.04879)."""
     new_log, old_log = batch.logprobs.detach(), batch.proximal_logprobs
     new, old = new_log.exp(), old_log.exp()
@@ -31,7 +31,7 @@ def dppo_kl(batch: LossInput, config: LossConfig) -> LossOutput:
     return _truncated_reinforce(batch, config, inside)
 
 
-def _truncated_reinforce(batch: LossInput, config: LossConfig, inside: Tensor) -> LossOutput:
+def _truncated_reinforce(batch: LossInput, config: DppoSettings, inside: Tensor) -> LossOutput:
     """-A min(r, C) log p, the ratio a constant, on the tokens inside the trust region."""
     log_ratio, ratio = clamped_ratio(batch)
     ratio = ratio.detach()

@@ -4,13 +4,23 @@ Invariant: every name in it is a name that `streamrl.algorithms` knows, checked 
 torch.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
-from streamrl.config.algorithm.advantages import ADVANTAGE_NAMES, AdvantageConfig
+from streamrl.config.algorithm.advantages import (
+    ADVANTAGE_SETTINGS,
+    AdvantageSettings,
+    UserAdvantageSettings,
+)
+from streamrl.config.algorithm.choice import check_choice, choose_record
 from streamrl.config.algorithm.kl import KlLossSettings, KlRewardSettings
-from streamrl.config.algorithm.losses import LOSS_NAMES, RATIO_FREE_LOSSES, LossConfig
+from streamrl.config.algorithm.losses import (
+    LOSS_SETTINGS,
+    RATIO_FREE_LOSSES,
+    LossSettings,
+    UserLossSettings,
+)
 from streamrl.config.algorithm.rewards import PfPpoSettings, RewardSettings, SampleWeightSettings
 from streamrl.config.algorithm.rollout_is import (
     ROLLOUT_IS_PRESETS,
@@ -19,7 +29,6 @@ from streamrl.config.algorithm.rollout_is import (
 )
 from streamrl.config.algorithm.value import ValueSettings
 from streamrl.config.section import Section
-from streamrl.errors import did_you_mean
 
 
 def _preset_or_record(value: object) -> object:
@@ -29,14 +38,19 @@ def _preset_or_record(value: object) -> object:
 class AlgorithmSettings(Section):
     """Everything between trajectories and the gradient."""
 
+    # The defaults of the two records depend on a field beside them: validation makes them of {}.
+
     advantage: str = "grpo"
-    """Estimator of the advantage, by name."""
-    advantage_config: AdvantageConfig = AdvantageConfig()
-    """Numbers of the estimator."""
+    """Estimator of the advantage: gae, reinforce, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk, rloo, remax, opo, gpg, or
+    PATH.py:FUNCTION."""
+    advantage_config: SerializeAsAny[AdvantageSettings] = Field(default_factory=dict)  # type: ignore[assignment]
+    """Numbers of the estimator: the record of the one that is chosen."""
     loss: str = "ppo"
-    """Policy loss, by name."""
-    loss_config: LossConfig = LossConfig()
-    """Numbers of the loss."""
+    """Policy loss: ppo, gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl, topr,
+    reinforce, dro, or PATH.py:FUNCTION."""
+    loss_config: SerializeAsAny[LossSettings] = Field(default_factory=dict)  # type: ignore[assignment]
+    """Numbers of the loss: the record of the one that is chosen."""
     rollout_is: Annotated[RolloutISSettings, BeforeValidator(_preset_or_record)] = (
         ROLLOUT_IS_PRESETS["token_is"]
     )
@@ -62,16 +76,30 @@ class AlgorithmSettings(Section):
     pf_ppo: PfPpoSettings | None = None
     """Resampling of trajectories by reward; null for none."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.advantage not in ADVANTAGE_NAMES:
-            hint = did_you_mean(self.advantage, ADVANTAGE_NAMES)
-            raise ValueError(f"advantage: {self.advantage!r} is unknown; {hint}")
-        if self.loss not in LOSS_NAMES:
-            raise ValueError(
-                f"loss: {self.loss!r} is unknown; {did_you_mean(self.loss, LOSS_NAMES)}"
-            )
-        return self
+    @field_validator("advantage")
+    @classmethod
+    def _is_an_advantage(cls, name: str) -> str:
+        return check_choice(name, ADVANTAGE_SETTINGS)
+
+    @field_validator("loss")
+    @classmethod
+    def _is_a_loss(cls, name: str) -> str:
+        return check_choice(name, LOSS_SETTINGS)
+
+    @field_validator("advantage_config", mode="before")
+    @classmethod
+    def _is_of_the_advantage(cls, value: Any, info: ValidationInfo) -> AdvantageSettings:
+        if "advantage" not in info.data:
+            return AdvantageSettings()
+        name = info.data["advantage"]
+        return choose_record("advantage", name, ADVANTAGE_SETTINGS, UserAdvantageSettings, value)
+
+    @field_validator("loss_config", mode="before")
+    @classmethod
+    def _is_of_the_loss(cls, value: Any, info: ValidationInfo) -> LossSettings:
+        if "loss" not in info.data:
+            return LossSettings()
+        return choose_record("loss", info.data["loss"], LOSS_SETTINGS, UserLossSettings, value)
 
     @property
     def needs_reference(self) -> bool:

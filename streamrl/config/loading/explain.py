@@ -38,6 +38,8 @@ def _sentence(
             )
         case "missing":
             return f"{field}: is required and was not given"
+        case "unknown_key":
+            return f"{field}: {detail['msg']}"
         case "value_error":
             sentence = detail["msg"].removeprefix("Value error, ")
             return f"{field}: {sentence}" if path else sentence

@@ -58,7 +58,10 @@ def test_rollout_is_is_a_preset_or_a_record() -> None:
         ({"kl_loss": {"kind": "k4"}}, "kl_loss.kind: 'k4' is unknown"),
         ({"loss_config": {"clip_ratio_c": 1.0}}, "loss_config.clip_ratio_c: was 1.0"),
         ({"loss_config": {"loss_agg_mode": "mean"}}, "token-mean"),
-        ({"advantage_config": {"gamma": 1.1}}, "advantage_config.gamma: was 1.1"),
+        (
+            {"advantage": "gae", "advantage_config": {"gamma": 1.1}},
+            "advantage_config.gamma: was 1.1",
+        ),
         ({"reward": {"agentic": {}, "norm_mean": "batch"}}, "set one or the other"),
         ({"reward": {"difficulty_low": 0.9, "difficulty_high": 0.1}}, "difficulty_low: is 0.9"),
         ({"reward": {"length": {"max_length": 4, "buffer": 5}}}, "at most max_length"),
