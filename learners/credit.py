@@ -21,7 +21,7 @@ from streamrl.algorithms.rewards import (
     shape_rewards,
     token_rewards,
 )
-from streamrl.config.algorithm import AlgorithmSection
+from streamrl.config.algorithm import AlgorithmSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Credit:
 class CreditAssigner:
     """What looks at rewards only; remembers running moments and the weight of the KL."""
 
-    def __init__(self, config: AlgorithmSection) -> None:
+    def __init__(self, config: AlgorithmSettings) -> None:
         self._config = config
         self._running = RunningMoments()
         self._kl = kl_controller(config.kl_reward)

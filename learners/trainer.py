@@ -20,8 +20,7 @@ from learners.critic import Critic
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.packing import pack
 from learners.policy import Policy
-from streamrl.algorithms.aggregation import BatchTotals
-from streamrl.algorithms.loss_input import LossInput
+from streamrl.algorithms.losses import BatchTotals, LossInput
 from streamrl.algorithms.objective import policy_objective
 from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rewards import pf_ppo_resample
