@@ -1,11 +1,11 @@
 """The configuration reference as Markdown, read from the pydantic models.
 
-Invariant: every field of every section stands in it once, with its type, default, range and
-meaning; a section that several settings share, such as a loss's own record, has its own heading.
+Invariant: every field of every section stands in it, with its type, default, range and meaning. A
+section whose record another setting chooses, such as `loss_config`, has a heading for each record.
 """
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,7 +14,14 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS, AdvantageSettings
+from streamrl.config.algorithm.losses import LOSS_SETTINGS, LossSettings
+
 _HEADER = "| setting | type | default | range | meaning |\n|---|---|---|---|---|\n"
+_RECORDS: Mapping[type[BaseModel], Mapping[str, type[BaseModel]]] = {
+    AdvantageSettings: ADVANTAGE_SETTINGS,
+    LossSettings: LOSS_SETTINGS,
+}
 _BOUNDS = {
     annotated_types.Gt: ("gt", ">"),
     annotated_types.Ge: ("ge", "≥"),
@@ -35,34 +42,50 @@ _NAMES: dict[Any, str] = {
 def sections(model: type[BaseModel], path: str = "") -> Iterator[str]:
     """One Markdown section for the model, then those of the models in its fields, in order."""
     if path:
-        yield _section(model, path)
-    for name, field in model.model_fields.items():
-        here = f"{path}.{name}" if path else name
-        nested = list(_models(field.annotation))
-        for inner in nested:
-            yield from sections(inner, _path_of(here, inner, nested, field))
+        yield _section(model, path, dict(model.model_fields))
+    for choice, record in _choices(model):
+        own = {n: f for n, f in record.model_fields.items() if n not in model.model_fields}
+        if own:
+            yield _section(record, f"{path}, {choice}", own)
+    for here, inner in _nested(model, path):
+        yield from sections(inner, here)
 
 
 def settings(model: type[BaseModel], path: str = "") -> Iterator[str]:
     """The dotted name of every setting that is a value and not a section."""
     for name, field in model.model_fields.items():
+        if not list(_models(field.annotation)):
+            yield f"{path}.{name}" if path else name
+    for here, inner in _nested(model, path):
+        yield from settings(inner, here)
+
+
+def _nested(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, field in model.model_fields.items():
         here = f"{path}.{name}" if path else name
-        nested = list(_models(field.annotation))
-        if not nested:
-            yield here
-        for inner in nested:
-            yield from settings(inner, _path_of(here, inner, nested, field))
+        suffix = "[]" if get_origin(field.annotation) is tuple else ""
+        for inner in _models(field.annotation):
+            yield here + suffix, inner
 
 
-def _section(model: type[BaseModel], path: str) -> str:
-    depth = min(4, path.replace("[]", "").count(".") + 2)
-    summary = " ".join((model.__doc__ or "").split())
-    rows = "".join(_row(path, name, field) for name, field in model.model_fields.items())
-    paragraphs = [f"{'#' * depth} `{path}`", *([summary] if summary else []), _HEADER + rows]
+def _choices(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The records that a name beside the section chooses from, each with the names that do."""
+    for record in dict.fromkeys(_RECORDS.get(model, {}).values()):
+        names = [name for name, chosen in _RECORDS[model].items() if chosen is record]
+        yield " and ".join(names), record
+
+
+def _section(model: type[BaseModel], path: str, fields: Mapping[str, FieldInfo]) -> str:
+    setting, _, choice = path.partition(", ")
+    depth = min(4, setting.replace("[]", "").count(".") + 2 + bool(choice))
+    summary = " ".join((model.__doc__ or "").split()).removeprefix(f"{choice}: ")
+    rows = "".join(_row(name, field) for name, field in fields.items())
+    title = f"`{setting}`, {choice}" if choice else f"`{setting}`"
+    paragraphs = [f"{'#' * depth} {title}", *([summary] if summary else []), _HEADER + rows]
     return "\n\n".join(paragraphs)
 
 
-def _row(path: str, name: str, field: FieldInfo) -> str:
+def _row(name: str, field: FieldInfo) -> str:
     nested = list(_models(field.annotation))
     meaning = _cell(field.description or "")
     if nested and not meaning:
@@ -75,15 +98,6 @@ def _row(path: str, name: str, field: FieldInfo) -> str:
         meaning,
     )
     return f"| {' | '.join(cells)} |\n"
-
-
-def _path_of(path: str, inner: type[BaseModel], nested: list[Any], field: FieldInfo) -> str:
-    """Where the settings of `inner` stand: those of a tagged union are told apart by the tag."""
-    if len(nested) == 1:
-        return f"{path}[]" if get_origin(field.annotation) is tuple else path
-    tag = field.discriminator if isinstance(field.discriminator, str) else None
-    names = (get_args(inner.model_fields[tag].annotation) if tag else ()) or (inner.__name__,)
-    return f"{path} ({', '.join(map(str, names))})"
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -131,9 +145,9 @@ def _ranges(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[str]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
-    value = field.get_default(call_default_factory=True)
-    if isinstance(value, BaseModel):
+    if list(_models(field.annotation)) and field.default is not None:
         return "see below"
+    value = field.get_default(call_default_factory=True)
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, tuple):

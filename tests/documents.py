@@ -1,4 +1,4 @@
-"""What the README and the pages of `docs/` contain: fenced blocks, their files and their commands."""
+"""What the README and `docs/` contain: fenced blocks, their files and their commands."""
 
 import re
 from dataclasses import dataclass
