@@ -11,10 +11,10 @@ from streamrl.config.section import Section
 
 class DataSettings(Section):
     source: str
-    """A .jsonl or .parquet file, the name of a procedural task (addition, reverse, copy, sort), or
-    reasoning_gym:NAME."""
+    """A .jsonl, .json or .parquet file, the name of a procedural task (addition, reverse, copy,
+    sort), reasoning_gym:NAME, or PATH.py:NAME."""
     source_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a procedural task."""
+    """Arguments of a procedural task, of reasoning_gym or of PATH.py:NAME."""
     eval_source: str | None = None
     """Held-out prompts; a procedural task without one holds out prompts of its own."""
     num_eval_prompts: Positive = 256
