@@ -1,8 +1,10 @@
-"""From trajectory groups to what the algorithms and the policy are given.
+"""Trajectory groups as tensors: the batch of a step, and its micro-batches.
 
-A `TrainingBatch` is the whole step's facts, flat over response tokens; a `MicroBatch` is a part
-that shares one forward pass, its tokens packed. Shapes: S trajectories, R response tokens of all of
-them, N tokens (prompts included) of a micro-batch.
+A `TrainingBatch` holds what was recorded, flat over response tokens; a `MicroBatch` is the part of
+it that shares one forward pass, its tokens packed.
+Invariant: a batch does not depend on how it is cut; a micro-batch says which rows of it it holds.
+Shapes: S trajectories, R response tokens of all of them, N tokens (prompts included) of a
+micro-batch.
 """
 
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 
 from learners.attention import Packing
+from learners.packing import pack
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError
 from streamrl.types import GREEDY_REWARD, INVALID_TURNS, Trajectory, TrajectoryGroup
@@ -85,6 +88,18 @@ class TrainingBatch:
         """[R] versions between sampling and training, as a distance."""
         return (self.policy_version - self._responses("policy_versions")).abs()
 
+    def pack(
+        self, max_tokens: int, device: torch.device, chosen: Sequence[int] | None = None
+    ) -> list["MicroBatch"]:
+        """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen.
+
+        Raises:
+            ConfigError: a trajectory alone exceeds `max_tokens`.
+        """
+        indices = range(len(self.trajectories)) if chosen is None else chosen
+        (bins,) = pack([self.lengths[i] for i in indices], max_tokens)
+        return [self.micro_batch([indices[i] for i in members], device) for members in bins]
+
     def micro_batch(self, members: Sequence[int], device: torch.device) -> "MicroBatch":
         """The trajectories with these indices, packed."""
         chosen = [self.trajectories[i] for i in members]
@@ -126,5 +141,5 @@ class MicroBatch:
     members: torch.Tensor
     """[S] which of the step's trajectories these are."""
     responses: torch.Tensor
-    """[R] where these response tokens stand among those of the step."""
+    """[R] which of the step's response tokens these are."""
     sequences: Sequences
