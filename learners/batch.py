@@ -105,8 +105,8 @@ class TrainingBatch:
         chosen = [self.trajectories[i] for i in members]
         ids = np.concatenate([t.token_ids for t in chosen])
         is_response = np.concatenate([t.response_mask for t in chosen])
-        # The first token of a packed stretch is predicted by nothing before it.
-        places = torch.from_numpy(np.flatnonzero(is_response))
+        # The first token of a trajectory is never a response: no token before it predicts it.
+        positions = torch.from_numpy(np.flatnonzero(is_response))
         ends = self.sequences.lengths.cumsum(0)
         spans = [
             torch.arange(int(ends[i] - self.sequences.lengths[i]), int(ends[i])) for i in members
@@ -115,8 +115,8 @@ class TrainingBatch:
         return MicroBatch(
             token_ids=token_ids[None].to(device),
             packing=Packing(tuple(t.num_tokens for t in chosen), device),
-            predictors=(places - 1).to(device),
-            targets=token_ids[places].to(device),
+            predictors=(positions - 1).to(device),
+            targets=token_ids[positions].to(device),
             members=torch.tensor(list(members)),
             responses=torch.cat(spans),
             sequences=Sequences.from_lengths(self.sequences.lengths[list(members)]),
@@ -135,7 +135,7 @@ class MicroBatch:
     """[1, N] int64"""
     packing: Packing
     predictors: torch.Tensor
-    """[R] places in N whose hidden states predict the response tokens."""
+    """[R] positions in N whose hidden states predict the response tokens."""
     targets: torch.Tensor
     """[R] int64, the response tokens."""
     members: torch.Tensor

@@ -72,7 +72,7 @@ class Trainer:
         return batch.pack(max_tokens, self.policy.device, chosen)
 
     def _update(self, policy_version: int) -> dict[str, float]:
-        """The policy's and the critic's; the policy waits while the critic warms up."""
+        """The policy's and the critic's; the policy is frozen while the critic warms up."""
         settings = self._config.learner.optimizer
         critic = self.critic.update(policy_version) if self.critic else {}
         policy = update(
@@ -81,6 +81,6 @@ class Trainer:
             learning_rate(policy_version, settings, self._config.run.max_steps),
             settings.max_grad_norm,
             prefix="learner",
-            is_waiting=policy_version < self._config.algorithm.value.critic_warmup,
+            is_frozen=policy_version < self._config.algorithm.value.critic_warmup,
         )
         return {**critic, **policy}
