@@ -28,7 +28,7 @@ from torch.optim import AdamW
 from learners.critic import Critic
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, OtherReleaseError
 from streamrl.types import Books
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 Parameters: TypeAlias = Mapping[str, torch.nn.Parameter]
 
 _PREFIX = "step-"
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def save(config: RunConfig, trainer: Trainer, policy_version: int, books: Books)
     if trainer.critic is not None:
         _save_critic(trainer.critic, unfinished)
     state = {
+        "format": FORMAT,
         "policy_version": policy_version,
         "books": msgspec.to_builtins(books, str_keys=True),
         "credit": trainer.credit.state_dict(),
@@ -103,9 +105,12 @@ def restore(path: Path, trainer: Trainer) -> Restored:
     """Load optimizer, credit and random state into a trainer whose policy has these weights.
 
     Raises:
-        ConfigError: the checkpoint is of another model.
+        ConfigError: the checkpoint is of another model, or of another release of StreamRL.
     """
     state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    if (found := state.get("format", 1)) != FORMAT:
+        what, remedy = f"run.resume: the checkpoint {path}", "start the run anew with --new"
+        raise OtherReleaseError.of(what, found, FORMAT, remedy)
     _load_optimizer(trainer.policy.parameters(), trainer.optimizer, path / "optimizer.safetensors")
     if trainer.critic is not None:
         _load_critic(trainer.critic, path)

@@ -32,6 +32,7 @@ from streamrl.types import (
     BufferStats,
     GroupHeader,
     LearnerActivity,
+    Loan,
     ranges_of,
     replace,
 )
@@ -86,10 +87,10 @@ class Learner:
         self._logged_s = time.perf_counter()
         while self._version < self._config.run.max_steps:
             start = time.perf_counter()
-            headers = await self._take()
-            if headers is None:
+            loan = await self._take()
+            if loan is None:
                 break
-            await self._step(headers, start)
+            await self._step(loan, start)
         # Should the buffer be gone, the checkpoint says all that it would have been told.
         with contextlib.suppress(TimeoutError, TransportError):
             if self._version > self._saved_version:
@@ -122,7 +123,7 @@ class Learner:
         await self._attach()
         return True
 
-    async def _take(self) -> tuple[GroupHeader, ...] | None:
+    async def _take(self) -> Loan | None:
         """The next batch on loan. Waits for enough groups; unblocked by them or by `stop`."""
         num_groups = self._config.learner.groups_per_step
         stopped = asyncio.create_task(self._stopping.wait())
@@ -130,35 +131,29 @@ class Learner:
             while not self._stopping.is_set():
                 self._reporter.begin(LearnerActivity.WAITING)
                 taking = asyncio.create_task(
-                    self._buffer.take(num_groups, self._version, TAKE_WAIT_S)
+                    self._buffer.take(num_groups, self._version, TAKE_WAIT_S, with_payloads=True)
                 )
                 await asyncio.wait({taking, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 if not taking.done():
                     taking.cancel()
                     continue
                 try:
-                    headers = taking.result()
+                    loan = taking.result()
                 except LedgerError as error:
                     if not await self._attached_again(error):
                         raise
                     continue
-                if headers:
-                    return headers
+                if loan:
+                    return loan
                 log.info("waiting for %d groups at version %d", num_groups, self._version)
             return None
         finally:
             stopped.cancel()
 
-    async def _step(self, headers: tuple[GroupHeader, ...], start: float) -> None:
-        self._reporter.begin(LearnerActivity.FETCHING)
-        try:
-            groups = await self._buffer.fetch([header.prompt_index for header in headers])
-        except LedgerError as error:
-            if await self._attached_again(error):
-                return
-            raise
+    async def _step(self, loan: Loan, start: float) -> None:
+        headers = loan.headers
         wait_s = time.perf_counter() - start
-        batch = TrainingBatch.of(groups, self._version)
+        batch = TrainingBatch.of(loan.groups, self._version)
         self._reporter.begin(LearnerActivity.COMPUTING)
         metrics = await self._compute(lambda: self._trainer.step(batch))
         self._version += 1
@@ -166,18 +161,22 @@ class Learner:
         if self._version % self._config.weights.publish_every == 0:
             await self._publish()
         self._reporter.begin(LearnerActivity.REPORTING, policy_version=self._version)
-        self._books = await self._advance(headers)
+        stats = await self._advance(headers)
+        self._books = stats.books
         self._reporter.learn(dropped=self._books.dropped)
-        await self._log(headers, metrics, wait_s)
+        self._log(stats, headers, metrics, wait_s)
         if self._version % self._config.learner.checkpoint.every == 0:
             await self._save()
             await self._acknowledge()
 
-    async def _log(
-        self, headers: tuple[GroupHeader, ...], metrics: Mapping[str, float], wait_s: float
+    def _log(
+        self,
+        stats: BufferStats,
+        headers: tuple[GroupHeader, ...],
+        metrics: Mapping[str, float],
+        wait_s: float,
     ) -> None:
         """Before the step's checkpoint, so that whoever resumes from that finds its lines."""
-        stats = await self._buffer.stats()
         now_s = time.perf_counter()
         step_s, self._logged_s = now_s - self._logged_s, now_s
         prompt_indices = [header.prompt_index for header in headers]
@@ -198,7 +197,7 @@ class Learner:
             step=self._version,
         )
 
-    async def _advance(self, headers: tuple[GroupHeader, ...]) -> Books:
+    async def _advance(self, headers: tuple[GroupHeader, ...]) -> BufferStats:
         try:
             return await self._buffer.advance(self._version)
         except LedgerError as error:
