@@ -27,7 +27,7 @@ from learners.critic import Critic
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, OtherReleaseError
 from streamrl.types import Books
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 Parameters: TypeAlias = Mapping[str, torch.nn.Parameter]
 
 _PREFIX = "step-"
+FORMAT = 2
+"""Of state.json; a checkpoint of another format is refused."""
 
 
 def save(config: RunConfig, trainer: Trainer, state: LearnerState) -> Path:
@@ -51,6 +53,7 @@ def save(config: RunConfig, trainer: Trainer, state: LearnerState) -> Path:
     if trainer.critic is not None:
         _save_critic(trainer.critic, unfinished)
     record = {
+        "format": FORMAT,
         "policy_version": state.policy_version,
         "books": msgspec.to_builtins(state.books, str_keys=True),
         "credit": trainer.credit.state_dict(),
@@ -97,9 +100,12 @@ def restore(path: Path, trainer: Trainer) -> LearnerState:
         The state of the learner itself.
 
     Raises:
-        ConfigError: the checkpoint is of another model.
+        ConfigError: the checkpoint is of another model, or of another release of StreamRL.
     """
     record: dict[str, Any] = json.loads((path / "state.json").read_text())
+    if (written := record.get("format", 1)) != FORMAT:
+        what, remedy = f"run.resume: the checkpoint {path}", "start the run anew with --new"
+        raise OtherReleaseError.of(what, written, FORMAT, remedy)
     _load_optimizer(trainer.policy.parameters(), trainer.optimizer, path / "optimizer.safetensors")
     if trainer.critic is not None:
         _load_critic(trainer.critic, path)

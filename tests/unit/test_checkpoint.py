@@ -13,7 +13,7 @@ from learners.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, OtherReleaseError
 from streamrl.types import Books, DropReason, ranges_of
 from tests.tiny_model import save_llama
 from tests.training import make_batch, make_config
@@ -126,3 +126,20 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     save_llama(Path(other.model.path), intermediate_size=48)
     with pytest.raises(ConfigError, match=r"is of another model: .*mlp.* does not fit"):
         checkpoint.restore(path, make_trainer(other))
+
+
+def test_a_checkpoint_of_another_release_is_refused(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    trainer.step(make_batch(0))
+    path = checkpoint.save(config, trainer, LearnerState(1, BOOKS))
+    state = json.loads((path / "state.json").read_text())
+    del state["format"]
+    old = {"next_sequence": 9, "epoch": 1, "open_runs": [[3, 4]]}
+    (path / "state.json").write_text(json.dumps({**state, "books": old}))
+    with pytest.raises(OtherReleaseError) as refusal:
+        checkpoint.restore(path, make_trainer(config, path))
+    assert str(refusal.value) == (
+        f"run.resume: the checkpoint {path} has format 1, and this release knows format 2: another "
+        "release of StreamRL wrote it; start the run anew with --new, or go on with that release"
+    )

@@ -15,6 +15,7 @@ from learners import status_reporter as module
 from learners.status_reporter import StatusReporter
 from streamrl.errors import TransportError
 from streamrl.types import BufferStats, LearnerActivity, TrajectoryGroup
+from tests.records import lease_one
 from tests.training import make_config
 
 STALL_S = 0.05
@@ -60,12 +61,10 @@ def fast(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.INFO)
 
 
-async def test_a_wait_is_explained_again_when_it_has_doubled_and_its_end_is_logged(
-    tmp_path, caplog
-):
+async def test_a_wait_is_explained_again_when_it_doubles_and_its_end_is_logged(tmp_path, caplog):
     buffer = make_buffer()
     await buffer.attach(3, None)
-    await buffer.lease("gen-1/0", "gen-1", 0.0)
+    await lease_one(buffer, "gen-1/0", "gen-1", 0.0)
     reporter = make_reporter(tmp_path, buffer)
     reporter.set_activity(LearnerActivity.WAITING, policy_version=3, learner_term=1)
 
