@@ -12,8 +12,7 @@ import torch
 from learners.batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.policy import Policy
-from streamrl.algorithms.aggregation import BatchTotals
-from streamrl.algorithms.losses import value_loss
+from streamrl.algorithms.losses import BatchTotals, value_loss
 from streamrl.config import RunConfig
 
 

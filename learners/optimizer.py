@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from streamrl.config.sections import OptimizerSettings
+from streamrl.config.learner import OptimizerSettings
 
 
 def make_optimizer(

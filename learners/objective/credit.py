@@ -22,7 +22,7 @@ from streamrl.algorithms.rewards import (
     shape_rewards,
     token_rewards,
 )
-from streamrl.config.algorithm import AlgorithmSection
+from streamrl.config.algorithm import AlgorithmSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class CreditAssignment:
 class CreditAssigner:
     """Computes credit from rewards; keeps the running moments and the KL coefficient."""
 
-    def __init__(self, config: AlgorithmSection) -> None:
+    def __init__(self, config: AlgorithmSettings) -> None:
         self._config = config
         self._running = RunningMoments()
         self._kl = kl_controller(config.kl_reward)

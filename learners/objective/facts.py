@@ -17,7 +17,7 @@ from learners.critic import Critic
 from learners.objective.credit import CreditAssigner
 from learners.policy import Policy
 from streamrl.algorithms.rollout_is import RolloutIS, rollout_is_weights
-from streamrl.config.algorithm import AlgorithmSection
+from streamrl.config.algorithm import AlgorithmSettings
 
 _PER_TRAJECTORY = frozenset({"rewards", "sample_weights"})
 
@@ -63,7 +63,7 @@ class FactCollector:
 
     def __init__(
         self,
-        config: AlgorithmSection,
+        config: AlgorithmSettings,
         credit: CreditAssigner,
         policy: Policy,
         reference: Policy | None,

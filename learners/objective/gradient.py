@@ -14,8 +14,7 @@ from learners.batch import MicroBatch
 from learners.critic import Critic
 from learners.objective.facts import Facts
 from learners.policy import Policy
-from streamrl.algorithms.aggregation import BatchTotals
-from streamrl.algorithms.loss_input import LossInput
+from streamrl.algorithms.losses import BatchTotals, LossInput
 from streamrl.algorithms.objective import policy_objective
 from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights

@@ -14,7 +14,7 @@ from learners.objective.credit import CreditAssigner
 from learners.optimizer import learning_rate, make_optimizer
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.config.sections import OptimizerSettings
+from streamrl.config.learner import OptimizerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
