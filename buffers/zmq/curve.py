@@ -7,7 +7,6 @@ Invariant: off this machine's loopback nobody serves or connects without them. `
 makes them; `buffers.zmq.server` and `buffers.zmq.client` put them on their sockets.
 """
 
-import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,6 @@ import zmq
 
 from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError
-
-
-def main(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.folder)
-    make_keys(folder)
-    print(f"{folder}: keys for buffer.curve; copy all but server.secret to the other machines")
-    return 0
 
 
 def make_keys(folder: Path) -> None:

@@ -155,6 +155,16 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     finished: bool = False
     draining: bool = False
 
+    @property
+    def capacity(self) -> int:
+        """The number of groups in flight up to which leases are granted."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that are neither trained nor dropped."""
+        return self.books.leased + self.books.buffered + self.books.taken
+
 
 class LearnerActivity(StrEnum):
     """What a learner is at; the value is how a sentence says it."""
