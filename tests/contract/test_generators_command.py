@@ -51,7 +51,7 @@ def test_generators_are_listed_and_given_orders(backend: str, tmp_path: Path, ca
         table = capsys.readouterr().out.splitlines()
         assert table[0].split() == [
             *("generator", "state", "version", "behind", "leases", "oldest", "lease"),
-            *("active", "tokens/s", "heartbeat"),
+            *("prompts", "tokens/s", "heartbeat"),
         ]
         assert table[1].startswith("late")
         assert "catching up" in table[1]

@@ -79,7 +79,7 @@ _COLUMNS: dict[str, Callable[[GeneratorRow], Any]] = {
     "behind": lambda row: row.num_versions_behind,
     "leases": lambda row: row.num_leases,
     "oldest lease": lambda row: _seconds(row.oldest_lease_s),
-    "active": lambda row: row.num_active,
+    "prompts": lambda row: row.num_active,
     "tokens/s": lambda row: None if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
     "heartbeat": lambda row: _seconds(row.heartbeat_age_s),
 }
