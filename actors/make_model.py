@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from actors.prompts import open_prompts
 from streamrl.config import RunConfig
-from streamrl.config.sections import RecipeSettings
+from streamrl.config.model import RecipeSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import PromptSource
 

@@ -7,11 +7,12 @@ find what an older one of its name left on the server.
 
 import argparse
 import asyncio
+import contextlib
 
 from streamrl.cli.buffer.target import open_buffer
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, OtherReleaseError
 from streamrl.run_folder import write_books
 from streamrl.types import BufferStats
 
@@ -26,10 +27,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Write the books, or check that there are none, or delete them, as the arguments say."""
-    stats = await _read(config)
     if arguments.forget:
-        await _forget(config, stats)
-    elif not arguments.require_none:
+        await _forget(config)
+        return
+    stats = await _read(config)
+    if not arguments.require_none:
         write_books(config, stats)
     elif stats.books.learner_term:
         raise ConfigError(
@@ -39,10 +41,15 @@ async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
         )
 
 
-async def _forget(config: RunConfig, stats: BufferStats) -> None:
+async def _forget(config: RunConfig) -> None:
     from buffers.redis.history import forget
 
-    if reporting := ", ".join(status.generator_id for status in stats.generators):
+    reporting = ""
+    # What another release wrote cannot be read, and is deleted all the same.
+    with contextlib.suppress(OtherReleaseError):
+        stats = await _read(config)
+        reporting = ", ".join(status.generator_id for status in stats.generators)
+    if reporting:
         raise ConfigError(
             f"run.name: generators of a run {config.run.name} report to this buffer ({reporting}), "
             f"or did until a moment ago: choose another run.name, or stop them and wait "

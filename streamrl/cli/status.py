@@ -25,7 +25,7 @@ from streamrl.cli.buffer.target import open_buffer
 from streamrl.cli.display.books import balance
 from streamrl.cli.display.generators import print_generators
 from streamrl.config import RunConfig, load_config
-from streamrl.config.sections import RunSettings
+from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.run_folder import LEARNER_FILE, config_of, read_json
 from streamrl.tracking.jsonl import read_last
