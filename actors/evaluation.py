@@ -20,7 +20,7 @@ from streamrl.types import Lease, TrajectoryGroup
 
 
 def newest_model(config: RunConfig) -> Path:
-    """The newest checkpoint of the run, or the model it starts from."""
+    """The newest checkpoint of the run, or the model that the run starts from."""
     checkpoints = sorted((config.run.path / "checkpoints").glob("step-*"))
     return checkpoints[-1] if checkpoints else Path(config.model.path)
 

@@ -69,12 +69,13 @@ def audit_journal(path: Path) -> EventAudit:
 
 
 async def audit_redis(url: str, run: str) -> EventAudit:
-    """Events and snapshot are read one after the other, so the run should be at rest."""
+    """Of a run at rest: its snapshot and its events are read one after the other."""
     require_redis()
     from buffers.redis.history import account, history
 
+    snapshot = await account(url, run)
     result = audit([event async for event in history(url, run)])
-    return _with_faults(result, compare(result, await account(url, run)))
+    return _with_faults(result, compare(result, snapshot))
 
 
 def audit(events: Iterable[Event]) -> EventAudit:
