@@ -1,6 +1,9 @@
 """The documents agree with the code: generated pages, causes, presets, paths, examples of YAML."""
 
+import ast
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,31 @@ def test_every_cause_of_the_diagnosis_has_a_remedy():
         advice = [line for line in entry.splitlines() if line and not line.startswith(">")]
         assert quoted, name
         assert advice, name
+
+
+def test_every_sentence_of_the_diagnosis_stands_in_the_entry_of_its_cause():
+    text = (FOLDER / "troubleshooting.md").read_text(encoding="utf-8")
+    entries = dict(re.findall(r"^### (\w+)\n(.*?)(?=^#)", text, re.DOTALL | re.MULTILINE))
+    missing = [
+        f"{name}: {part}"
+        for name, cause in CAUSES.items()
+        for part in _sentence_parts(cause)
+        if part not in entries[name]
+    ]
+    assert not missing
+
+
+def _sentence_parts(cause: Callable[..., object]) -> list[str]:
+    """The constant parts of the sentences that a cause yields; short ones are left out."""
+    (function,) = ast.parse(inspect.getsource(cause)).body
+    assert isinstance(function, ast.FunctionDef)
+    strings = [
+        node.value.strip(" ;,")
+        for statement in function.body[bool(ast.get_docstring(function)) :]
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return [string for string in strings if len(string) > 5]
 
 
 def test_paths_that_the_documents_name_exist():

@@ -4,14 +4,14 @@ import csv
 import importlib.util
 import math
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from streamrl import wire
-from streamrl.types import FilesEndpoint, SamplingParams, TrajectoryGroup, WeightUpdate
+from streamrl.types import SamplingParams, TrajectoryGroup
 from tests.documents import write_files
 from tests.records import make_group
 
@@ -34,9 +34,7 @@ async def test_an_engine_samples_and_changes_its_version(example: ModuleType):
     first = await engine.generate((1, 2), SamplingParams(max_new_tokens=5))
     assert len(first.token_ids) == 5
     assert first.logprobs == pytest.approx(-math.log(8))
-    await engine.load_weights(
-        WeightUpdate(policy_version=3, manifest=(), endpoint=FilesEndpoint(path="none"))
-    )
+    await engine.load_weights(SimpleNamespace(policy_version=3))
     second = await engine.generate((1, 2), SamplingParams(max_new_tokens=5))
     assert (first.policy_versions.max(), second.policy_versions.min()) == (0, 3)
     assert engine.gauges()["num_tokens"] == 10
@@ -48,11 +46,11 @@ async def test_a_backend_keeps_a_copy_of_what_it_lends(example: ModuleType, tmp_
     ledger = Ledger(groups_per_step=1, max_staleness=0)
     buffer = example.MirroredBuffer(BufferState(ledger, lease_ttl_s=30), tmp_path)
     await buffer.attach(0, None)
-    lease = await buffer.lease("a", "g", 0.0)
+    (lease,) = await buffer.lease(["a"], "g", 0.0)
     group = make_group(lease.prompt_index, lease_id="a")
     await buffer.put("a", group)
-    (header,) = await buffer.take(1, 0, 0.0)
-    assert header.group_id == group.group_id
+    loan = await buffer.take(1, 0, 0.0)
+    assert [header.group_id for header in loan.headers] == [group.group_id]
     mirrored = wire.decode((tmp_path / "0.msgpack").read_bytes(), TrajectoryGroup)
     assert mirrored.group_id == group.group_id
 
