@@ -46,7 +46,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
         torch.set_num_threads(config.generator.num_threads)
     prompts, reward = open_prompts(config.data, config.run.seed), make_reward(config.data)
     renderer = Renderer.from_config(config)
-    make_environment(config.generator.environment, ())
+    make_environment(config.generator.environment)
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:

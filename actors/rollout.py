@@ -14,7 +14,15 @@ from msgspec import structs
 
 from actors.chat import Renderer
 from streamrl.errors import RolloutError
-from streamrl.interfaces import Engine, Environment, Episode, Prompt, PromptSource, Reward
+from streamrl.interfaces import (
+    Engine,
+    Environment,
+    EnvironmentContext,
+    Episode,
+    Prompt,
+    PromptSource,
+    Reward,
+)
 from streamrl.types import (
     GREEDY_REWARD,
     Completion,
@@ -87,7 +95,7 @@ class GroupRunner:
     engine: Engine
     prompts: PromptSource
     renderer: Renderer
-    make_environment: Callable[[tuple[int, ...]], Environment]
+    make_environment: Callable[[], Environment]
     environment: str
     reward: Reward
     sampling: SamplingParams
@@ -120,11 +128,11 @@ class GroupRunner:
 
     async def _group(self, lease: Lease) -> TrajectoryGroup:
         prompt = self.prompts[lease.prompt_index]
-        token_ids = self.renderer.encode(prompt)
-        siblings = [self._episode(token_ids, self.sampling) for _ in range(self.group_size)]
+        context = EnvironmentContext(prompt, self.renderer.encode(prompt), self.renderer)
+        siblings = [self._episode(context, self.sampling) for _ in range(self.group_size)]
         if self.with_greedy_reward:
             greedy = structs.replace(self.sampling, temperature=0.0)
-            siblings = [*siblings, self._episode(token_ids, greedy)]
+            siblings = [*siblings, self._episode(context, greedy)]
         episodes = await _all_or_none(siblings)
         rollouts = episodes[: self.group_size]
         rewards = await self._score(prompt, rollouts)
@@ -145,12 +153,10 @@ class GroupRunner:
     async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float]:
         return await self.reward.score([self._seen(prompt, rollout) for rollout in rollouts])
 
-    async def _episode(
-        self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams
-    ) -> Rollout:
+    async def _episode(self, start: EnvironmentContext, sampling: SamplingParams) -> Rollout:
         """One episode. Waits for the engine, then for the environment, turn by turn."""
-        environment = self.make_environment(prompt_token_ids)
-        observation = await environment.start()
+        environment = self.make_environment()
+        observation = await environment.start(start)
         context: tuple[int, ...] = ()
         segments: tuple[Segment, ...] = ()
         turns: tuple[Turn, ...] = ()

@@ -18,7 +18,7 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
-from streamrl.interfaces import Episode, Prompt, Transition
+from streamrl.interfaces import EnvironmentContext, Episode, Prompt, Transition
 from streamrl.types import (
     Books,
     Completion,
@@ -121,7 +121,7 @@ class Run:
             engine=self.engine,
             prompts=Prompts(),
             renderer=FakeRenderer(),
-            make_environment=lambda ids: make_environment("single_turn", ids),
+            make_environment=lambda: make_environment("single_turn"),
             environment="single_turn",
             reward=LengthReward(),
             sampling=SamplingParams(max_new_tokens=4),
@@ -446,12 +446,11 @@ async def test_the_end_of_the_run_ends_the_generator():
 class CountingEnvironment:
     """Three turns; shows one token between them."""
 
-    def __init__(self, prompt: tuple[int, ...]) -> None:
-        self._prompt = prompt
+    def __init__(self) -> None:
         self._turn = 0
 
-    async def start(self) -> tuple[int, ...]:
-        return self._prompt
+    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
+        return context.prompt_token_ids
 
     async def step(self, completion: Completion) -> Transition:
         self._turn += 1
