@@ -19,8 +19,8 @@ from actors.engines.hf.weights import SpareWeights
 from streamrl.types import LoadReport, TensorSpec, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import locality_of
-from streamrl.weights.protocol import WeightReceiver
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.receiver import WeightReceiver
+from streamrl.weights.transports.receive import TransferReceiver
 
 ROWS, COLUMNS = 2048, 1024
 CHANGED = 0.03

@@ -16,9 +16,9 @@ from streamrl.config.weights import WeightSettings  # noqa: E402
 from streamrl.types import LoadReport, WeightUpdate  # noqa: E402
 from streamrl.weights.layout import Layout, manifest_of  # noqa: E402
 from streamrl.weights.locality import locality_of  # noqa: E402
-from streamrl.weights.protocol import WeightReceiver  # noqa: E402
+from streamrl.weights.receiver import WeightReceiver  # noqa: E402
 from streamrl.weights.sender import WeightSender  # noqa: E402
-from streamrl.weights.transports.broadcast import TransferReceiver  # noqa: E402
+from streamrl.weights.transports.receive import TransferReceiver  # noqa: E402
 
 SHAPES = {"embed": (500, 64), "head": (64, 500), "norm": (64,)}
 BUCKET_BYTES = 70_000

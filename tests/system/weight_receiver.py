@@ -25,9 +25,10 @@ import torch
 from streamrl.errors import WeightTransferError
 from streamrl.types import LoadReport, WeightUpdate
 from streamrl.weights.locality import locality_of
-from streamrl.weights.protocol import FromReceiver, Loaded, Ready, WeightReceiver
+from streamrl.weights.protocol import FromReceiver, Loaded, Ready
+from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.transports import groups
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.transports.receive import TransferReceiver
 
 HOPS = ("announced", "ready", "joined", "begun", "received", "loaded")
 # More than sockets hold, so that a sender notices who does not read; in several buckets.
@@ -61,12 +62,12 @@ class Receiver(WeightReceiver):
         self._fate = fate
         self._transfer = TransferReceiver()
 
-    async def _say(self, message: FromReceiver) -> None:
+    async def _send(self, message: FromReceiver) -> None:
         if isinstance(message, Ready):
             self._fate.meet("announced", self._hello.policy_version + 1)
         if isinstance(message, Loaded):
             self._fate.meet("loaded", self._hello.policy_version)
-        await super()._say(message)
+        await super()._send(message)
 
     async def _load_update(self, update: WeightUpdate) -> LoadReport:
         version = update.policy_version

@@ -29,10 +29,11 @@ from streamrl.types import (
 from streamrl.weights import membership
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import locality_of
-from streamrl.weights.protocol import UNKNOWN_LOCALITY, WeightReceiver
+from streamrl.weights.protocol import UNKNOWN_LOCALITY
+from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender import WeightSender
-from streamrl.weights.transports.broadcast import TransferReceiver
 from streamrl.weights.transports.files import FileSender
+from streamrl.weights.transports.receive import TransferReceiver
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,)}
 
@@ -266,7 +267,7 @@ async def test_a_receiver_that_stopped_answering_is_left_out_within_the_deadline
         good, _ = started.join("good")
         silent, task = started.join("silent")
         await until(lambda: started.sender.gauges()["num_receivers"] == 2)
-        silent.receiver._say = lambda _: asyncio.sleep(0)  # no Ready, no Goodbye
+        silent.receiver._send = lambda _: asyncio.sleep(0)  # no Ready, no Goodbye
         started.publish(1, 1.0)
         await until(lambda: good.has(1.0), deadline_s=4.0)
         assert started.sender.gauges()["num_receivers"] == 1
@@ -338,7 +339,7 @@ async def test_a_file_system_that_is_full_or_stands_still_is_named_and_waited_fo
     "locality", [UNKNOWN_LOCALITY, locality_of("cpu")], ids=["broadcast", "shared"]
 )
 async def test_generators_follow_a_learner_that_starts_again(tmp_path, locality):
-    """The same version number of another history stands for other weights."""
+    """The same version number of another learner stands for other weights."""
     async with run(tmp_path) as started:
         generator, _ = started.join("a", locality)
         started.publish(1, 1.0)
