@@ -55,7 +55,7 @@ class Membership:
             self.fenced -= {hello.receiver_id}
         return known is None or known.hello.session == hello.session
 
-    def on_goodbye(self, name: str) -> None:
+    def on_leave(self, name: str) -> None:
         self._peers.pop(name, None)
         self.fenced -= {name}
 

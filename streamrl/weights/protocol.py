@@ -1,6 +1,6 @@
 """The messages of the weight protocol: who sends which when, over one ZeroMQ socket each.
 
-    receiver -> sender   Hello (every HELLO_S), Ready, Loaded, Failed, Goodbye
+    receiver -> sender   Hello (every HELLO_S), Ready, Loaded, Failed, Leave
     sender -> receiver   Announce, Transfer
 
 One update takes two messages per receiver, or four where it is broadcast:
@@ -77,12 +77,12 @@ class Failed(Struct, frozen=True, tag="failed"):
     reason: str
 
 
-class Goodbye(Struct, frozen=True, tag="goodbye"):
+class Leave(Struct, frozen=True, tag="leave"):
     """The receiver ends."""
 
     receiver_id: str
 
 
 Answer: TypeAlias = Ready | Loaded | Failed
-FromReceiver: TypeAlias = Hello | Ready | Loaded | Failed | Goodbye
+FromReceiver: TypeAlias = Hello | Ready | Loaded | Failed | Leave
 FromSender: TypeAlias = Announce | Transfer

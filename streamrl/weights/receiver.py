@@ -23,8 +23,8 @@ from streamrl.weights.protocol import (
     Failed,
     FromReceiver,
     FromSender,
-    Goodbye,
     Hello,
+    Leave,
     Loaded,
     Ready,
     Transfer,
@@ -61,9 +61,9 @@ class WeightReceiver:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send_hellos())
-                tasks.create_task(self._receive())
+                tasks.create_task(self._receive_messages())
         finally:
-            await self._send(Goodbye(self._hello.receiver_id))
+            await self._send(Leave(self._hello.receiver_id))
             self._socket.close()
 
     async def _send_hellos(self) -> None:
@@ -72,7 +72,7 @@ class WeightReceiver:
             await self._send(self._hello)
             await asyncio.sleep(HELLO_S)
 
-    async def _receive(self) -> None:
+    async def _receive_messages(self) -> None:
         """Waits for a message of the learner, without a limit."""
         while True:
             try:

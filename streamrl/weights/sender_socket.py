@@ -21,8 +21,8 @@ from streamrl.weights.protocol import (
     Failed,
     FromReceiver,
     FromSender,
-    Goodbye,
     Hello,
+    Leave,
     Loaded,
     Ready,
     Transfer,
@@ -90,8 +90,8 @@ class SenderSocket:
                     if not self._membership.on_hello(address, message):
                         self._expect_no_answer(receiver_id)
                     self._on_hello()
-                case Goodbye(receiver_id):
-                    self._membership.on_goodbye(receiver_id)
+                case Leave(receiver_id):
+                    self._membership.on_leave(receiver_id)
                     self._expect_no_answer(receiver_id)
                 case Ready(name, attempt) | Loaded(name, attempt) | Failed(name, attempt):
                     answer = self._asked.get(attempt, {}).get(name)

@@ -1,14 +1,14 @@
 """A receiver of weights as a process of its own, which kills or freezes itself at a chosen hop.
 
-    announced   it was announced an update and has not said Ready
-    ready       it was told where the bytes are to be had and has not joined the group
-    joined      it has joined and has received nothing
+    announced   it has got Announce and has not sent Ready
+    ready       it has got Transfer, with the endpoint, and has received nothing
+    joined      it has joined the group of a broadcast and has received nothing
     begun       it has received the first tensor
     received    it has received everything and has not loaded it
-    loaded      it has loaded it and has not said so
+    loaded      it has loaded it and has not sent Loaded
 
-Whatever it loads is a line of its record: the version, and whether every value was right. What it
-failed to load is a line of the record's neighbor.
+Each load is a line of its record: the version, and whether every value was right. Each failed load
+is a line of the file beside it.
 """
 
 import asyncio
