@@ -46,7 +46,7 @@ class _Outcome:
 
 
 class Rounds:
-    """Sends what is in the buffers, which are on `device`; `request` asks for another round."""
+    """Sends what is in the buffers, which are on `device`; `request_round` asks for another one."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class Rounds:
         buffers: SendBuffers,
         device: torch.device,
         folder: Path,
-        request: Callable[[], None],
+        request_round: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._buffers = buffers
         self._layout = buffers.layout
-        self._request = request
+        self._request_round = request_round
         self._learner_id = uuid.uuid4().hex[:12]
         shares = buffers.exported is not None
         self._routes = Routes(settings, self._learner_id, locality_of(device), shares=shares)
         self._membership = Membership(self._learner_id)
-        self.socket = SenderSocket(settings.address, self._membership, on_hello=request)
+        self.socket = SenderSocket(settings.address, self._membership, on_hello=request_round)
         host = urlsplit(self.socket.address).hostname or "127.0.0.1"
         self._broadcast = BroadcastSender(settings, host, device)
         self._files = FileSender(settings, buffers.layout, folder, self._learner_id)
@@ -115,7 +115,7 @@ class Rounds:
         wait_s = self._settings.deadline_s / 2
         outcome = await self._conclude(peers, attempt, held.policy_version, wait_s)
         if self._routes.on_shared_answers(peers, outcome.failed):
-            self._request()
+            self._request_round()
 
     async def _send_broadcasts(self, peers: Sequence[Peer], held: Written) -> None:
         """To those that are ready in time, a group after the other."""
@@ -146,7 +146,7 @@ class Rounds:
         self._note(transfer_s=time.perf_counter() - start)
         outcome = await self._conclude(peers, attempt, version, wait_s)
         if self._membership.regroup(outcome.loaded, outcome.failed, outcome.silent):
-            self._request()
+            self._request_round()
 
     async def _send_files(
         self, peers: Sequence[Peer], held: Written, tasks: asyncio.TaskGroup
@@ -174,7 +174,7 @@ class Rounds:
         await asyncio.to_thread(self._files.on_answers, outcome.loaded, outcome.failed)
         if outcome.loaded:
             # A version may have been published since.
-            self._request()
+            self._request_round()
         self._routes.on_file_answers([peer], outcome.loaded)
 
     async def _transfer(self, endpoints: Mapping[Peer, Endpoint], version: int) -> int:
