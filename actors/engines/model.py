@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from actors.engines.manifest import Shapes
 from actors.engines.prompt import eos_set
-from streamrl.config.sections import ModelSettings
+from streamrl.config.model import ModelSettings
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import Labels, Request, VersionSpan, completion, versions_of
 from actors.engines.served.start import probe, wait_until_up
 from actors.engines.vllm.served_start import open_served
-from streamrl.config.vllm import VllmSettings
+from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
 from tests.engines import run_config

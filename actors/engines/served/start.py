@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.server import Request
 from streamrl.config import RunConfig
-from streamrl.config.server import ServerSettings
+from streamrl.config.engines.server import ServerSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, SamplingParams
 

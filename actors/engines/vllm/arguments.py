@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from actors.engines.vllm.plugin import BACKEND, OWNED_VARIABLE, register
 from streamrl.config import RunConfig
-from streamrl.config.vllm import OURS
+from streamrl.config.engines.vllm import OURS
 from streamrl.errors import ConfigError
 from streamrl.types import SamplingParams
 

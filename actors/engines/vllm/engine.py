@@ -38,7 +38,7 @@ from actors.engines.vllm.arguments import engine_arguments, vllm_sampling
 from actors.engines.vllm.gauges import Gauges
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
-from streamrl.config.vllm import VllmSettings
+from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, FinishReason, LoadReport, SamplingParams, WeightUpdate
 
