@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from streamrl.errors import TransportError
-from streamrl.run_folder import last_words
+from streamrl.run_folder import last_log_line
 
 _GRACE_S = 15.0
 # As a file, so that it imports nothing and watches from the first moment on.
@@ -41,7 +41,7 @@ class ServerProcess:
         code = self._process.poll()
         if code is not None:
             raise TransportError(
-                f"the inference server ended with {code}: {last_words(self._log_file).strip()} "
+                f"the inference server ended with {code}: {last_log_line(self._log_file)} "
                 f"(see {self._log_file})"
             )
 
