@@ -3,7 +3,7 @@
     lease_groups      leases for all the engine has room for, once the weights are new enough
     one task a group  wait for the lease's version, generate, score, put
     heartbeat         renew the leases held, report, hear of leases lost, of orders, of the end
-    receiver.run      load what the learner announces (`streamrl.weights.protocol`)
+    receiver.run      load what the learner announces (`streamrl.weights.receiver`)
 
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
 group that fails costs itself. Nothing here waits for the learner, only for admission.
@@ -44,7 +44,7 @@ from streamrl.types import (
     WeightUpdate,
     replace,
 )
-from streamrl.weights.protocol import WeightReceiver
+from streamrl.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from streamrl.interfaces import Engine
 from streamrl.types import FilesEndpoint, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transports.shared_memory import endpoint_of
 from tests.ports import free_port
 from tests.tiny_model import make_llama
 
@@ -209,7 +208,7 @@ def update_to(model: LlamaForCausalLM, version: int, path: Path) -> WeightUpdate
     save_file(parameters, path)
     return WeightUpdate(
         policy_version=version,
-        history="test",
+        learner_id="test",
         manifest=manifest_of(parameters),
         endpoint=FilesEndpoint(path=str(path)),
     )
@@ -227,10 +226,10 @@ class SharingLearner:
         self._buffers.write(dict(model.named_parameters()), version)
         with self._buffers.reading() as held:
             assert held is not None
-            endpoint = endpoint_of(self._buffers, held, verify=True)
+            endpoint = self._buffers.endpoint(held, verify=True)
         return WeightUpdate(
             policy_version=version,
-            history="test",
+            learner_id="test",
             manifest=self._buffers.layout.manifest,
             endpoint=endpoint,
         )

@@ -12,7 +12,7 @@ from streamrl.config.weights import WeightSettings
 from streamrl.interfaces import Engine
 from streamrl.types import BroadcastEndpoint, LoadReport, SamplingParams, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.protocol import WeightReceiver
+from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender import WeightSender
 from tests.engines import make_model, open_engine
 from tests.vllm.test_pause_modes import PROMPTS, logprob_errors

@@ -24,7 +24,7 @@ from actors.engines.prompt import eos_set, require_known_tokens, room_for
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, LoadReport, SamplingParams, WeightUpdate
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.transports.receive import TransferReceiver
 
 log = logging.getLogger(__name__)
 

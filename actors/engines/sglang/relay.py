@@ -37,7 +37,7 @@ from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
 from streamrl.weights.layout import dtype_name
 from streamrl.weights.transports import groups
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.transports.receive import TransferReceiver
 
 PauseMode = Literal["abort", "retract", "in_place"]
 NamedTensor = tuple[str, torch.Tensor]

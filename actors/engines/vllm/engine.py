@@ -110,7 +110,7 @@ class VllmEngine:
 
         def switch() -> None:
             self._policy_version = update.policy_version
-            self._cache_salt = f"{update.history}/{update.policy_version}"
+            self._cache_salt = f"{update.learner_id}/{update.policy_version}"
 
         pause_s = await self._loader.load(str(update.policy_version), switch)
         self._pause_s += pause_s

@@ -31,7 +31,7 @@ from actors.engines.staging import StagedWeights
 from actors.engines.vllm.weights import Report
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, WeightUpdate, replace
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.transports.receive import TransferReceiver
 
 log = logging.getLogger(__name__)
 # It warns at each update of modules that have buffers but nothing to load; that no parameter is

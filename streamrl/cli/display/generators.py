@@ -7,7 +7,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
+from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, reports
 from streamrl.types import BufferStats, GeneratorStatus, SchedulingState
 
 _MAX_WIDTH = 200
@@ -30,8 +30,7 @@ class GeneratorRow(Struct, frozen=True, kw_only=True):
 
 def generator_rows(stats: BufferStats) -> Iterator[GeneratorRow]:
     """The generators that report, then those of which only a scheduling state is known; by id."""
-    reports = zip(stats.generators, stats.heartbeat_ages_s, strict=True)
-    for status, age_s in sorted(reports, key=lambda report: report[0].generator_id):
+    for status, age_s in sorted(reports(stats), key=lambda report: report[0].generator_id):
         yield GeneratorRow(
             id=status.generator_id,
             state=_state(status, age_s, stats.scheduling_states),
