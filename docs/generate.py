@@ -49,10 +49,10 @@ that names the setting, the value and what is allowed. Values are read by the ru
 def _migration() -> str:
     introduction = """# Names from verl, ROLL and TRL
 
-Settings of three other systems and what they are called here. A configuration that uses one of these
-names is refused with the name that it has here: `streamrl check FILE` names all of them at once. Names
-of metrics are shared: what verl logs under `mismatch/` is [logged here](importance-sampling.md#metrics)
-under the same name.
+Settings of three other systems and what they are called here. A configuration that uses one of
+these names is refused with the name that it has here: `streamrl check FILE` names all of them at
+once. Names of metrics are shared: what verl logs under `mismatch/` has the
+[same name here](importance-sampling.md#metrics).
 
 What has no counterpart as a setting says so: StreamRL always fills micro-batches by tokens, always
 packs sequences, and always records log-probabilities and versions.
