@@ -71,8 +71,8 @@ def config_of(folder: Path) -> RunConfig:
     return load_config(path, environment={}).config
 
 
-def last_words(log_file: Path) -> str:
-    """The last line of a log that says anything."""
+def last_log_line(log_file: Path) -> str:
+    """The last line of a log that is not empty."""
     try:
         lines = log_file.read_text(errors="replace").splitlines()
     except OSError:

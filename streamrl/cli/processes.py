@@ -17,7 +17,7 @@ from pathlib import Path
 
 from streamrl.config import PARENT_VARIABLE
 from streamrl.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, StreamRLError
-from streamrl.run_folder import last_words
+from streamrl.run_folder import last_log_line
 
 MAX_RESTARTS = 5
 
@@ -94,7 +94,7 @@ class Child:
                 self.process.send_signal(number)
 
     def last_words(self) -> str:
-        return last_words(self.log_file)
+        return last_log_line(self.log_file)
 
 
 def call(*arguments: str) -> str:

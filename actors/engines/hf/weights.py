@@ -1,17 +1,16 @@
 """A second set of parameters, filled while the first one samples, swapped in between two tokens.
 
-Invariant: an update never touches a parameter in use; `swap` exchanges storage pointers, so
-sampling pauses for microseconds however large the model is. The price is memory for one more copy.
+Invariant: an update never writes to a parameter in use; `swap` exchanges storage pointers, so
+sampling pauses for microseconds however large the model is. It costs memory for one more copy.
 
-Both sets stand in memory of their own, laid out as the update's bytes are, so that an update in the
-engine's own precision is received straight into place.
+Each set has memory of its own with the layout of the update's bytes, so an update in the engine's
+precision is received in place.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from actors.engines.manifest import require_same_parameters
 from streamrl.types import TensorSpec, replace
 from streamrl.weights.layout import Layout, dtype_name
 
@@ -38,12 +37,6 @@ class SpareWeights:
         self._active = dict(model.named_parameters())
         self._used: _Copy | None = None
         self._spare: _Copy | None = None
-
-    def check(self, manifest: tuple[TensorSpec, ...]) -> None:
-        """Refuse a manifest that is not this model's."""
-        require_same_parameters(
-            manifest, {name: tuple(parameter.shape) for name, parameter in self._active.items()}
-        )
 
     def landing(self, manifest: tuple[TensorSpec, ...]) -> torch.Tensor | None:
         """Where the update's bytes can be received in place, if it is in the engine's precision.

@@ -76,27 +76,27 @@ class Relay:
             RefusedError, TransportError: SGLang's weights may be half old, half new.
         """
         start = time.perf_counter()
-        await self._http.tell("/pause_generation", PauseGenerationReqInput(mode=self._mode()))
+        await self._http.send("/pause_generation", PauseGenerationReqInput(mode=self._mode()))
         name = f"streamrl-{uuid.uuid4().hex[:12]}"
         try:
             group = await self._form(name)
         except (RefusedError, WeightTransferError) as error:
-            await self._http.tell("/continue_generation", ContinueGenerationReqInput())
+            await self._http.send("/continue_generation", ContinueGenerationReqInput())
             raise WeightTransferError(
                 f"SGLang did not join a group at {self._store.host}:{self._store.port} (see "
                 f"generator.sglang.reach_host): {error}"
             ) from error
         try:
-            await self._http.tell("/begin_weight_update", BeginWeightUpdateReqInput())
+            await self._http.send("/begin_weight_update", BeginWeightUpdateReqInput())
             await self._broadcast(group, name, label)
-            await self._http.tell("/end_weight_update", EndWeightUpdateReqInput())
+            await self._http.send("/end_weight_update", EndWeightUpdateReqInput())
         finally:
             await asyncio.to_thread(group.close)
-        await self._http.tell(
+        await self._http.send(
             "/destroy_weights_update_group", DestroyWeightsUpdateGroupReqInput(group_name=name)
         )
         on_loaded()
-        await self._http.tell("/continue_generation", ContinueGenerationReqInput())
+        await self._http.send("/continue_generation", ContinueGenerationReqInput())
         return time.perf_counter() - start
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Relay:
             self._store.join, prefix_of(name), world_size, "gloo", self._timeout_s
         )
         path = "/init_weights_update_group"
-        group, _ = await asyncio.gather(joining, self._http.tell(path, invitation))
+        group, _ = await asyncio.gather(joining, self._http.send(path, invitation))
         return group
 
     async def _broadcast(self, group: groups.Group, name: str, label: str) -> None:
@@ -142,7 +142,7 @@ class Relay:
             flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
             await asyncio.gather(
                 asyncio.to_thread(group.broadcast, flat),
-                self._http.tell("/update_weights_from_distributed", order),
+                self._http.send("/update_weights_from_distributed", order),
             )
 
 
