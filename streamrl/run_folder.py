@@ -72,12 +72,13 @@ def config_of(folder: Path) -> RunConfig:
 
 
 def last_log_line(log_file: Path) -> str:
-    """The last line of a log that is not empty."""
+    """The last line of a log that is not blank, or that there is none."""
     try:
         lines = log_file.read_text(errors="replace").splitlines()
-    except OSError:
-        return "it left no log"
-    return next((line for line in reversed(lines) if line.strip()), "it left no log")
+    except OSError as error:
+        return f"cannot read {log_file}: {error.strerror}"
+    stripped = (line.strip() for line in reversed(lines))
+    return next((line for line in stripped if line), f"{log_file} is empty")
 
 
 def write_books(config: RunConfig, stats: BufferStats) -> None:

@@ -55,7 +55,7 @@ def death(name: str, exit_code: int | None, log_file: Path) -> TransportError:
     """The error for a process that has ended, with the last line of its log.
 
     >>> str(death("vLLM", -4, Path("nowhere")))
-    'vLLM ended with SIGILL: it left no log (see nowhere)'
+    'vLLM ended with SIGILL: cannot read nowhere: No such file or directory (see nowhere)'
     """
     match exit_code:
         case None:
@@ -64,4 +64,4 @@ def death(name: str, exit_code: int | None, log_file: Path) -> TransportError:
             ended = f"ended with {signal.Signals(-exit_code).name}"
         case _:
             ended = f"ended with {exit_code}"
-    return TransportError(f"{name} {ended}: {last_log_line(log_file).strip()} (see {log_file})")
+    return TransportError(f"{name} {ended}: {last_log_line(log_file)} (see {log_file})")
