@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from streamrl.config import RunConfig
-from streamrl.config.sections import DataSettings
+from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
 

@@ -1,6 +1,6 @@
 """The generator: leases prompts, runs their groups, puts them, and follows the weights.
 
-    lease_groups      a lease whenever the engine has room and the weights are new enough
+    lease_groups      leases for all the engine has room for, once the weights are new enough
     one task a group  wait for the lease's version, generate, score, put
     heartbeat         renew the leases held, report, hear of leases lost, of orders, of the end
     receiver.run      load what the learner announces (`streamrl.weights.protocol`)
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 import uuid
 from dataclasses import dataclass
@@ -118,21 +119,26 @@ class Generator:
         group, an update or the buffer unblocks. Ends when cancelled."""
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._has_room() and self._is_current())
-            lease_id = f"{self._session}/{next(self._numbers)}"
-            lease = await self._buffer.lease(lease_id, self._id, LEASE_WAIT_S)
-            if lease is not None and self._version_gate.has_failed:
-                # An update failed meanwhile; others can begin this group at once.
-                await self._buffer.release(lease_id, DropReason.RELEASED)
-            elif lease is not None:
-                task = tasks.create_task(self._generate(lease))
-                self._groups[lease_id] = _Group(
-                    lease, task, time.monotonic(), lease.min_policy_version
-                )
+                await self._changed.wait_for(lambda: self._num_free() > 0 and self._is_current())
+            numbers = itertools.islice(self._numbers, self._num_free())
+            lease_ids = [f"{self._session}/{number}" for number in numbers]
+            for lease in await self._buffer.lease(lease_ids, self._id, LEASE_WAIT_S):
+                await self._begin(lease, tasks)
 
-    def _has_room(self) -> bool:
-        in_flight = len(self._groups) * self._config.generator.group_size
-        return in_flight < self._config.generator.max_num_seqs
+    async def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
+        if self._version_gate.has_failed:
+            # An update failed meanwhile; others can begin this group at once.
+            await self._buffer.release(lease.lease_id, DropReason.RELEASED)
+        else:
+            task = tasks.create_task(self._generate(lease))
+            self._groups[lease.lease_id] = _Group(
+                lease, task, time.monotonic(), lease.min_policy_version
+            )
+
+    def _num_free(self) -> int:
+        """Groups that the engine has room for; the last one may have to wait for some of it."""
+        sizes = self._config.generator
+        return math.ceil(sizes.max_num_seqs / sizes.group_size) - len(self._groups)
 
     def _is_current(self) -> bool:
         return self._version_gate.is_done(self._engine.policy_version)

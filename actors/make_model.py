@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from actors.prompts import open_prompts
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
-from streamrl.config.sections import RecipeSettings
+from streamrl.config.model import RecipeSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import PromptSource
 

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from actors.engines.manifest import Shapes
 from actors.engines.prompt import eos_set
-from streamrl.config.sections import ModelSettings
+from streamrl.config.model import ModelSettings
 
 
 @dataclass(frozen=True)

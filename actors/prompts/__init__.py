@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.prompts.files import FilePrompts
 from actors.prompts.tasks import TASKS, TaskPrompts
-from streamrl.config.sections import DataSettings
+from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import PromptSource
 

@@ -11,7 +11,7 @@ from typing import Any
 from actors.rewards.builtin import exact_match, numeric_answer, regex, task
 from actors.rewards.functions import FunctionReward
 from actors.rewards.user import load_user_reward
-from streamrl.config.sections import DataSettings
+from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Reward
 

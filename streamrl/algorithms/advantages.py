@@ -10,6 +10,7 @@ turns of a trajectory. Computed in float64.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,20 @@ from torch import Tensor
 from streamrl.algorithms.groups import Groups
 from streamrl.algorithms.moments import Moments, whiten
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.rewards import AdvantageConfig
+from streamrl.config.algorithm.advantages import (
+    ADVANTAGE_SETTINGS,
+    AdvantageSettings,
+    DiscountSettings,
+    GaeSettings,
+    GpgAdvantageSettings,
+    GroupNormSettings,
+)
+from streamrl.errors import ConfigError
+from streamrl.user_code import is_user_code, load_user_code
 
 __all__ = [
     "ADVANTAGES",
+    "ADVANTAGE_SETTINGS",
     "AdvantageConfig",
     "AdvantageInput",
     "discounted_sum",
@@ -67,40 +78,48 @@ class AdvantageInput:
         return whiten(values, moments if self.reduce is None else self.reduce(moments))
 
 
-Advantage = Callable[[AdvantageInput, AdvantageConfig], Tensor]
+class AdvantageConfig(GaeSettings, GroupNormSettings, GpgAdvantageSettings):
+    """The numbers of all estimators in one record, which every estimator accepts: for Python code
+    that sweeps over them. A configuration has the record of one estimator."""
 
 
-def gae(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+Advantage = Callable[[AdvantageInput, Any], Tensor]
+"""(batch, settings) -> [R]; the settings are an `ADVANTAGE_SETTINGS[name]`, an `AdvantageConfig`,
+or for a user's own a `UserAdvantageSettings`."""
+
+
+def gae(batch: AdvantageInput, config: GaeSettings) -> Tensor:
     """Generalized advantage estimation (arXiv 1506.02438), whitened."""
     return batch.whiten(_gae(batch, config)).to(batch.token_rewards.dtype)
 
 
-def gae_returns(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def gae_returns(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """[R] what the critic is trained towards: advantage before whitening, plus value."""
+    assert isinstance(config, GaeSettings), "only gae has a critic"
     returns = _gae(batch, config) + _required(batch.values, "values", "gae")
     return returns.to(batch.token_rewards.dtype)
 
 
-def reinforce(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def reinforce(batch: AdvantageInput, config: DiscountSettings) -> Tensor:
     """The discounted return."""
     rewards = batch.token_rewards.double()
     total = discounted_sum(rewards, batch.sequences, config.gamma)
     return total.to(batch.token_rewards.dtype)
 
 
-def reinforce_plus_plus(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def reinforce_plus_plus(batch: AdvantageInput, config: DiscountSettings) -> Tensor:
     """The discounted return, whitened (REINFORCE++, arXiv 2501.03262)."""
     total = discounted_sum(batch.token_rewards.double(), batch.sequences, config.gamma)
     return batch.whiten(total).to(batch.token_rewards.dtype)
 
 
-def reinforce_plus_plus_baseline(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def reinforce_plus_plus_baseline(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the group mean, whitened over tokens (arXiv 2501.03262)."""
     centered = batch.sequences.expand(_centered(batch, Groups.of(batch.groups)))
     return batch.whiten(centered).to(batch.token_rewards.dtype)
 
 
-def grpo(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def grpo(batch: AdvantageInput, config: GroupNormSettings) -> Tensor:
     """(s - mean) / (std + 1e-6) over the group (arXiv 2402.03300); a group of one keeps s."""
     groups = Groups.of(batch.groups)
     advantages = _centered(batch, groups)
@@ -110,12 +129,12 @@ def grpo(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
     return batch.to_tokens(advantages)
 
 
-def dr_grpo(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def dr_grpo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s - mean (Dr. GRPO, arXiv 2503.20783)."""
     return batch.to_tokens(_centered(batch, Groups.of(batch.groups)))
 
 
-def grpo_passk(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def grpo_passk(batch: AdvantageInput, config: GroupNormSettings) -> Tensor:
     """Only the best of a group gets credit: its lead over the second (arXiv 2503.19595).
 
     Raises:
@@ -132,27 +151,27 @@ def grpo_passk(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
     return batch.to_tokens(torch.zeros_like(scores).index_copy_(0, best, lead))
 
 
-def rloo(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def rloo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the mean of the siblings (RLOO, arXiv 2402.14740); a group of one keeps s."""
     groups = Groups.of(batch.groups)
     sizes = groups.sizes[groups.index]
     return batch.to_tokens(_centered(batch, groups) * sizes / (sizes - 1).clamp(min=1))
 
 
-def remax(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def remax(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """Reward to go less the greedy rollout's reward (ReMax, arXiv 2310.10505)."""
     to_go = discounted_sum(batch.token_rewards.double(), batch.sequences, 1.0)
     baseline = batch.sequences.expand(_required(batch.baseline, "baseline", "remax"))
     return (to_go - baseline).to(batch.token_rewards.dtype)
 
 
-def opo(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def opo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the group mean weighted by length (OPO, arXiv 2505.23585); a group of one keeps s."""
     lengths = batch.sequences.lengths.to(batch.token_rewards.device).double()
     return batch.to_tokens(_centered(batch, Groups.of(batch.groups), weights=lengths))
 
 
-def gpg(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def gpg(batch: AdvantageInput, config: GpgAdvantageSettings) -> Tensor:
     """(S / nonzero)(s - mean) / f_norm (GPG, arXiv 2504.02546); nonzero counts rewards not 0."""
     scores = batch.returns
     scale = len(scores) / scores.count_nonzero().clamp(min=1) / config.f_norm
@@ -174,10 +193,31 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
-def estimate_advantages(name: str, batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
-    """[R] by the named estimator, then whitened and clipped as the config asks."""
+def advantage_estimator(name: str) -> Advantage:
+    """The estimator that `algorithm.advantage` names.
+
+    Raises:
+        ConfigError: a user's own that cannot be loaded.
+    """
+    if is_user_code(name):
+        return load_user_code("algorithm.advantage", name)
+    return ADVANTAGES[name]
+
+
+def estimate_advantages(name: str, batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
+    """[R] by the named estimator, then whitened and clipped as the config asks.
+
+    Raises:
+        ConfigError: a user's own returns something else than one number per token.
+    """
     with torch.no_grad():
-        advantages = ADVANTAGES[name](batch, config)
+        advantages = advantage_estimator(name)(batch, config)
+        if not isinstance(advantages, Tensor) or advantages.shape != batch.token_rewards.shape:
+            shape = tuple(getattr(advantages, "shape", ()))
+            raise ConfigError(
+                f"algorithm.advantage: {name} returned {type(advantages).__name__} of shape "
+                f"{shape}; it must return a tensor of shape ({len(batch.token_rewards)},)"
+            )
         if config.whiten:
             advantages = batch.whiten(advantages)
         return advantages if config.clip is None else advantages.clamp(-config.clip, config.clip)
@@ -206,7 +246,7 @@ def _centered(batch: AdvantageInput, groups: Groups, weights: Tensor | None = No
     return torch.where(groups.alone, scores, scores - groups.mean(scores, weights))
 
 
-def _gae(batch: AdvantageInput, config: AdvantageConfig) -> Tensor:
+def _gae(batch: AdvantageInput, config: GaeSettings) -> Tensor:
     """[R] before whitening, float64."""
     values = _required(batch.values, "values", "gae").double()
     sequences = batch.sequences

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform
-from streamrl.config.losses import KL_KINDS
-from streamrl.config.rewards import KlRewardConfig
+from streamrl.config.algorithm.kl import KL_KINDS, KlRewardSettings
 from streamrl.errors import did_you_mean
 
 _LOG_RATIO_BOUND = 20.0
@@ -145,7 +144,7 @@ class AdaptiveKL(FixedKL):
         self.value *= 1 + error * n_steps / self.horizon
 
 
-def kl_controller(config: KlRewardConfig) -> FixedKL:
+def kl_controller(config: KlRewardSettings) -> FixedKL:
     """The controller that the configuration names."""
     if config.controller == "adaptive":
         return AdaptiveKL(config.coef, config.target, config.horizon)

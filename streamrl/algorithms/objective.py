@@ -3,23 +3,29 @@
     rl_loss_coef * policy loss + kl coef * KL - entropy_coef * entropy + sft_coef * SFT
 
 Invariant: a term with coefficient 0 is not computed. Loss and metrics of micro-batches that share
-totals add up to those of the step. Called by the learner between forward and backward.
+totals add up to those of the step.
 """
 
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.aggregation import token_mean
 from streamrl.algorithms.kl import kl_penalty
-from streamrl.algorithms.loss_input import LossInput, LossOutput
-from streamrl.algorithms.losses import POLICY_LOSSES
-from streamrl.algorithms.terms import entropy_bonus, kl_loss, sft_loss
-from streamrl.config.algorithm import AlgorithmSection
+from streamrl.algorithms.losses import (
+    LossInput,
+    LossOutput,
+    entropy_bonus,
+    kl_loss,
+    policy_loss,
+    sft_loss,
+    token_mean,
+)
+from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.errors import ConfigError
 
 
 def policy_objective(
     batch: LossInput,
-    config: AlgorithmSection,
+    config: AlgorithmSettings,
     reference_logprobs: Tensor | None = None,
     exact_kl: Tensor | None = None,
     entropy: Tensor | None = None,
@@ -35,7 +41,7 @@ def policy_objective(
         ValueError: a term that the config switches on lacks its input.
     """
     numbers = config.loss_config
-    policy = POLICY_LOSSES[config.loss](batch, numbers)
+    policy = _policy_loss(batch, config)
     terms = [("actor/pg_loss", config.rl_loss_coef, policy.loss)]
     if config.kl_loss.coef:
         kl = _kl(batch, config, reference_logprobs, exact_kl)
@@ -53,9 +59,19 @@ def policy_objective(
     return LossOutput(loss, metrics | {"actor/loss": loss.detach()})
 
 
+def _policy_loss(batch: LossInput, config: AlgorithmSettings) -> LossOutput:
+    output = policy_loss(config.loss)(batch, config.loss_config)
+    if not isinstance(output, LossOutput):
+        raise ConfigError(
+            f"algorithm.loss: {config.loss} returned {type(output).__name__}; it must return "
+            "LossOutput(loss, metrics)"
+        )
+    return output
+
+
 def _kl(
     batch: LossInput,
-    config: AlgorithmSection,
+    config: AlgorithmSettings,
     reference_logprobs: Tensor | None,
     exact_kl: Tensor | None,
 ) -> Tensor:

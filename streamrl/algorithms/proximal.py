@@ -13,7 +13,7 @@ into current/proximal, which is clipped, and proximal/behavior, which weighs. Th
 import torch
 from torch import Tensor
 
-from streamrl.config.algorithm import AlgorithmSection
+from streamrl.config.algorithm import AlgorithmSettings
 
 
 def proximal_logprobs(
@@ -40,7 +40,7 @@ def proximal_logprobs(
     return torch.lerp(behavior.to(lag.dtype), logprobs.detach().to(lag.dtype), lag / (lag + 1))
 
 
-def weighed_logprobs(config: AlgorithmSection, logprobs: Tensor, proximal: Tensor) -> Tensor:
+def weighed_logprobs(config: AlgorithmSettings, logprobs: Tensor, proximal: Tensor) -> Tensor:
     """[R] the train side of `rollout_is_weights`: the proximal policy, or the current one.
 
     Without a proximal policy of its own the current one is compared with the behavior policy;

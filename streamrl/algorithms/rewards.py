@@ -16,12 +16,12 @@ from torch import Tensor
 from streamrl.algorithms.groups import Groups
 from streamrl.algorithms.moments import Moments, whiten
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.rewards import (
-    LengthRewardConfig,
+from streamrl.config.algorithm.rewards import (
+    LengthRewardSettings,
     NormScope,
-    PfPpoConfig,
-    RewardConfig,
-    SampleWeightConfig,
+    PfPpoSettings,
+    RewardSettings,
+    SampleWeightSettings,
 )
 
 _STD_FLOOR = 1e-6
@@ -66,7 +66,7 @@ def shape_rewards(
     rewards: Tensor,
     groups: Tensor,
     sequences: Sequences,
-    config: RewardConfig,
+    config: RewardSettings,
     running: RunningMoments | None = None,
     num_invalid_turns: Tensor | None = None,
 ) -> ShapedRewards:
@@ -137,7 +137,7 @@ def normalize_agentic(scores: Tensor, groups: Tensor, method: str) -> Tensor:
     return standard.clamp(-1.0, 3.0) if method == "asym_clip" else standard
 
 
-def overlong_penalty(lengths: Tensor, config: LengthRewardConfig) -> Tensor:
+def overlong_penalty(lengths: Tensor, config: LengthRewardSettings) -> Tensor:
     """[S] from 0, `buffer` tokens before `max_length`, to the full penalty there (DAPO)."""
     excess = lengths.double() - (config.max_length - config.buffer)
     return config.penalty * (excess / config.buffer).clamp(0.0, 1.0)
@@ -171,7 +171,7 @@ def difficulty_mask(
 
 
 def sample_weights(
-    lengths: Tensor, config: SampleWeightConfig, difficulty: Tensor | None = None
+    lengths: Tensor, config: SampleWeightSettings, difficulty: Tensor | None = None
 ) -> Tensor:
     """[S] weights of mean 1: 0.5 + 1.5 difficulty, times 1.5 down to 0.5 by length.
 
@@ -190,7 +190,7 @@ def sample_weights(
     return weights / weights.mean()
 
 
-def pf_ppo_chances(scores: Tensor, config: PfPpoConfig) -> Tensor:
+def pf_ppo_chances(scores: Tensor, config: PfPpoSettings) -> Tensor:
     """[S] relative chances to be drawn (PF-PPO, arXiv 2409.06957)."""
     match config.method:
         case "pow":
@@ -203,7 +203,7 @@ def pf_ppo_chances(scores: Tensor, config: PfPpoConfig) -> Tensor:
 
 
 def pf_ppo_resample(
-    scores: Tensor, config: PfPpoConfig, generator: torch.Generator | None = None
+    scores: Tensor, config: PfPpoSettings, generator: torch.Generator | None = None
 ) -> Tensor:
     """[S] int64: which trajectories make up the resampled batch, with replacement."""
     chances = pf_ppo_chances(scores, config)

@@ -7,11 +7,12 @@ one of its name has left on the server.
 
 import argparse
 import asyncio
+import contextlib
 
 from buffers.connect import connect
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, OtherReleaseError
 from streamrl.run_folder import write_books
 from streamrl.types import BufferStats
 
@@ -26,10 +27,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Write the books, or what the arguments ask for instead."""
-    stats = await _read(config)
     if arguments.forget:
-        await _forget(config, stats)
-    elif not arguments.require_none:
+        await _forget(config)
+        return
+    stats = await _read(config)
+    if not arguments.require_none:
         write_books(config, stats)
     elif stats.books.learner_term:
         raise ConfigError(
@@ -39,10 +41,15 @@ async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
         )
 
 
-async def _forget(config: RunConfig, stats: BufferStats) -> None:
+async def _forget(config: RunConfig) -> None:
     from buffers.redis.history import forget
 
-    if at_work := ", ".join(status.generator_id for status in stats.generators):
+    at_work = ""
+    # What another release wrote cannot be read, and is deleted all the same.
+    with contextlib.suppress(OtherReleaseError):
+        stats = await _read(config)
+        at_work = ", ".join(status.generator_id for status in stats.generators)
+    if at_work:
         raise ConfigError(
             f"run.name: generators of a run {config.run.name} are at work at this buffer "
             f"({at_work}), or were until a moment ago: choose another run.name, or stop them and "

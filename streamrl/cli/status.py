@@ -25,7 +25,7 @@ from buffers.try_stats import try_stats
 from streamrl.cli.buffer import connected
 from streamrl.cli.view import books_rows
 from streamrl.config import RunConfig, load_config
-from streamrl.config.sections import RunSettings
+from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.run_folder import LEARNER_FILE, config_of, read_json
 from streamrl.tracking.jsonl import read_last

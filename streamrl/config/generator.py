@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from streamrl.config.engines.sglang import SglangSettings
+from streamrl.config.engines.vllm import VllmSettings
 from streamrl.config.numbers import Dtype, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
-from streamrl.config.sglang import SglangSettings
-from streamrl.config.vllm import VllmSettings
 
 
 class GeneratorSettings(Section):

@@ -1,171 +1,34 @@
-"""`RunConfig`: everything one run is made from, and the contradictions between its sections.
+"""`run`: the name of a run, its folder, its length and its seed."""
 
-Invariant: a `RunConfig` that exists can run; a setting that would deadlock, overflow or silently do
-nothing together with another one is refused with a sentence naming both. Every daemon of a run is
-started with the same file.
-"""
+from pathlib import Path
+from typing import Annotated, Literal
 
-from collections.abc import Callable
+from pydantic import Field
 
-from pydantic import model_validator
-
-from streamrl.config.algorithm import AlgorithmSection
-from streamrl.config.generator import GeneratorSettings
+from streamrl.config.numbers import Positive, Seconds
 from streamrl.config.section import Section
-from streamrl.config.sections import (
-    BufferSettings,
-    DataSettings,
-    LearnerSettings,
-    ModelSettings,
-    ParitySettings,
-    RunSettings,
-    TrackingSettings,
-)
-from streamrl.config.weights import WeightSettings
 
 
-class RunConfig(Section):
-    """One section per owner; only `data.source` and `model.path` have no default."""
-
-    run: RunSettings = RunSettings()
-    model: ModelSettings
-    data: DataSettings
-    generator: GeneratorSettings = GeneratorSettings()
-    buffer: BufferSettings = BufferSettings()
-    learner: LearnerSettings = LearnerSettings()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    weights: WeightSettings = WeightSettings()
-    parity: ParitySettings = ParitySettings()
-    tracking: TrackingSettings = TrackingSettings()
+class RunSettings(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
+    """Name of the run and of its folder."""
+    folder: Path = Path("runs")
+    """Where run folders are made."""
+    max_steps: Positive = 100
+    """Optimizer steps until the run ends."""
+    seed: int = 0
+    """Seed of the prompt stream, of sampling and of initialization."""
+    resume: Literal["never", "auto"] | Path = "never"
+    """`auto` goes on from the newest checkpoint of the run folder, if there is one; a path names
+    the checkpoint."""
+    evaluate: bool = True
+    """Whether `streamrl launch` scores the final checkpoint on held-out prompts."""
+    stall_s: Seconds = 300.0
+    """A step that waits or computes longer has its cause named: in the learner's log, again each
+    time the wait has doubled, and by `streamrl status`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What the daemons write to their logs."""
 
     @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest prompt plus completion."""
-        longest = self.data.max_prompt_length + self.generator.max_new_tokens
-        return self.generator.max_model_len or longest
-
-    @model_validator(mode="after")
-    def _has_no_contradiction(self) -> "RunConfig":
-        for find in _CONTRADICTIONS:
-            if sentence := find(self):
-                raise ValueError(sentence)
-        return self
-
-
-def _micro_batch_too_small(c: RunConfig) -> str | None:
-    longest = c.data.max_prompt_length + c.generator.max_new_tokens
-    if longest <= c.learner.max_tokens_per_micro_batch:
-        return None
-    return (
-        f"learner.max_tokens_per_micro_batch {c.learner.max_tokens_per_micro_batch} cannot hold "
-        f"one trajectory: data.max_prompt_length {c.data.max_prompt_length} + "
-        f"generator.max_new_tokens {c.generator.max_new_tokens} = {longest}"
-    )
-
-
-def _model_len_too_short(c: RunConfig) -> str | None:
-    longest = c.data.max_prompt_length + c.generator.max_new_tokens
-    if c.max_model_len >= longest:
-        return None
-    return (
-        f"generator.max_model_len {c.max_model_len} is shorter than data.max_prompt_length "
-        f"{c.data.max_prompt_length} + generator.max_new_tokens {c.generator.max_new_tokens}"
-    )
-
-
-def _min_tokens_above_max(c: RunConfig) -> str | None:
-    if c.generator.min_new_tokens <= c.generator.max_new_tokens:
-        return None
-    return (
-        f"generator.min_new_tokens {c.generator.min_new_tokens} is above generator.max_new_tokens "
-        f"{c.generator.max_new_tokens}"
-    )
-
-
-def _greedy_siblings(c: RunConfig) -> str | None:
-    if c.generator.temperature > 0:
-        return None
-    return (
-        f"generator.temperature 0 makes the generator.group_size {c.generator.group_size} siblings "
-        "of a prompt alike and leaves nothing to learn from; it must be > 0 for training"
-    )
-
-
-def _weights_too_rare(c: RunConfig) -> str | None:
-    if c.weights.publish_every <= c.buffer.max_staleness + 1:
-        return None
-    return (
-        f"weights.publish_every {c.weights.publish_every} with buffer.max_staleness "
-        f"{c.buffer.max_staleness} would deadlock: generators would wait for a version that is not "
-        f"published; publish_every may be at most {c.buffer.max_staleness + 1}"
-    )
-
-
-def _nccl_without_gpu(c: RunConfig) -> str | None:
-    on_cpu = [
-        f"{owner}.device"
-        for owner, device in (("learner", c.learner.device), ("generator", c.generator.device))
-        if device == "cpu"
-    ]
-    if c.weights.backend != "nccl" or not on_cpu:
-        return None
-    return f"weights.backend nccl needs GPUs at both ends, but {on_cpu[0]} is cpu"
-
-
-def _shared_between_gpu_and_cpu(c: RunConfig) -> str | None:
-    crosses = c.learner.device.startswith("cuda") and c.generator.device == "cpu"
-    if c.weights.backend != "shared" or not crosses:
-        return None
-    return (
-        "weights.backend shared needs generators on the learner's GPU, but learner.device is "
-        f"{c.learner.device} and generator.device is cpu; auto, or gloo, crosses"
-    )
-
-
-def _warmup_longer_than_run(c: RunConfig) -> str | None:
-    if c.learner.optimizer.warmup_steps <= c.run.max_steps:
-        return None
-    return (
-        f"learner.optimizer.warmup_steps {c.learner.optimizer.warmup_steps} is longer than "
-        f"run.max_steps {c.run.max_steps}"
-    )
-
-
-def _warmup_without_a_critic(c: RunConfig) -> str | None:
-    warmup = c.algorithm.value.critic_warmup
-    if not warmup or (c.algorithm.needs_values and warmup < c.run.max_steps):
-        return None
-    if not c.algorithm.needs_values:
-        return (
-            f"algorithm.value.critic_warmup {warmup} has no critic to warm up: "
-            f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
-        )
-    return (
-        f"algorithm.value.critic_warmup {warmup} leaves none of run.max_steps {c.run.max_steps} "
-        "to the policy"
-    )
-
-
-def _alone_in_its_group(c: RunConfig) -> str | None:
-    if c.generator.group_size > 1 or c.algorithm.advantage not in _COMPARE_SIBLINGS:
-        return None
-    return (
-        f"algorithm.advantage {c.algorithm.advantage} compares siblings, and with "
-        "generator.group_size 1 every advantage would be 0; use reinforce_plus_plus, or a group"
-    )
-
-
-_COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
-
-_CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
-    _micro_batch_too_small,
-    _model_len_too_short,
-    _min_tokens_above_max,
-    _greedy_siblings,
-    _weights_too_rare,
-    _nccl_without_gpu,
-    _shared_between_gpu_and_cpu,
-    _warmup_longer_than_run,
-    _warmup_without_a_critic,
-    _alone_in_its_group,
-)
+    def path(self) -> Path:
+        return self.folder / self.name

@@ -12,6 +12,7 @@ from streamrl.config import to_yaml
 from streamrl.types import GeneratorStatus
 from tests.contract.limits_config import GROUPS_PER_STEP, limits_config
 from tests.contract.test_buffer_limits import SHARED, fill, serving
+from tests.records import lease_one
 
 
 async def hold_groups(url: str, *, train: bool) -> None:
@@ -23,7 +24,7 @@ async def hold_groups(url: str, *, train: bool) -> None:
         await buffer.take(GROUPS_PER_STEP, 0, 10.0)
         await buffer.advance(1)
     else:
-        await buffer.lease("s/1", "slow", 0.0)
+        await lease_one(buffer, "s/1", "slow", 0.0)
         status = GeneratorStatus(
             generator_id="slow",
             session="s",

@@ -19,8 +19,10 @@ from streamrl.algorithms.rollout_is import (  # noqa: E402
     rollout_is_weights,
 )
 from streamrl.algorithms.sequences import Sequences  # noqa: E402
-from streamrl.config.losses import KL_ESTIMATORS, LOSS_NAMES  # noqa: E402
-from streamrl.config.rewards import ADVANTAGE_NAMES, SampleWeightConfig  # noqa: E402
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS  # noqa: E402
+from streamrl.config.algorithm.kl import KL_ESTIMATORS  # noqa: E402
+from streamrl.config.algorithm.losses import LOSS_SETTINGS  # noqa: E402
+from streamrl.config.algorithm.rewards import SampleWeightSettings  # noqa: E402
 
 LENGTHS = [7, 0, 300, 41, 1]
 NUM_TOKENS = sum(LENGTHS)
@@ -69,7 +71,7 @@ def test_rejection_rules() -> None:
     assert found.keep.cpu().equal(expected.keep)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+@pytest.mark.parametrize("name", ADVANTAGE_SETTINGS)
 def test_advantages(name: str) -> None:
     def batch(device: torch.device) -> AdvantageInput:
         return AdvantageInput(
@@ -86,7 +88,7 @@ def test_advantages(name: str) -> None:
     torch.testing.assert_close(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSS_SETTINGS)
 def test_losses_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randperm", torch.arange)
 
@@ -127,7 +129,7 @@ def test_reward_shaping() -> None:
     torch.testing.assert_close(found, normalize(rewards, groups, "group", "batch"))
     placed = token_rewards(rewards.to(CUDA), sequences).cpu()
     torch.testing.assert_close(placed, token_rewards(rewards, sequences))
-    lengths, config = sequences.lengths, SampleWeightConfig(length=True)
+    lengths, config = sequences.lengths, SampleWeightSettings(length=True)
     weights = sample_weights(lengths.to(CUDA), config).cpu()
     torch.testing.assert_close(weights, sample_weights(lengths, config))
 

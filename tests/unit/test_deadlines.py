@@ -16,6 +16,7 @@ from streamrl.errors import RolloutError
 from streamrl.types import FilesEndpoint, LoadReport, WeightUpdate
 from streamrl.weights import protocol
 from streamrl.weights.protocol import WeightReceiver
+from tests.records import lease_one
 from tests.unit.test_generator import Run
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ async def test_a_group_that_never_ends_has_failed_at_its_deadline(hangs: str, en
         case "reward":
             runner = dataclasses.replace(runner, reward=endless)
     await run.learner.attach(0, None)
-    lease = await run.learner.lease("a", "g", 0.0)
+    lease = await lease_one(run.learner, "a", "g", 0.0)
     async with asyncio.timeout(10):
         with pytest.raises(RolloutError, match=r"generator\.group_deadline_s, which is 0\.05 s"):
             await runner.run(lease)
@@ -62,7 +63,7 @@ async def test_a_timeout_of_the_users_own_is_not_called_the_deadline():
     runner = dataclasses.replace(run.runner, deadline_s=60.0, reward=Impatient())
     await run.learner.attach(0, None)
     with pytest.raises(TimeoutError, match="of the judge"):
-        await runner.run(await run.learner.lease("a", "g", 0.0))
+        await runner.run(await lease_one(run.learner, "a", "g", 0.0))
 
 
 async def test_rewards_that_never_end_take_no_thread_from_weight_updates(endless):

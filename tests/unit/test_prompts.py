@@ -11,7 +11,7 @@ from actors.chat import PromptTooLongError, Renderer
 from actors.make_model import make_tokenizer
 from actors.prompts import open_held_out, open_prompts
 from actors.prompts.tasks import TASKS
-from streamrl.config.sections import DataSettings
+from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
 

@@ -11,7 +11,7 @@ from actors.make_model import make_tokenizer
 from actors.prompts import open_prompts
 from actors.rewards import make_reward
 from actors.rewards.builtin import extract_number
-from streamrl.config.sections import DataSettings
+from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode, Prompt
 from streamrl.types import FinishReason

@@ -9,12 +9,12 @@ from msgspec import structs
 from transformers import LlamaForCausalLM
 
 from learners.batch import TrainingBatch
-from learners.credit import CreditAssigner
 from learners.critic import Critic
+from learners.objective.credit import CreditAssigner
 from learners.optimizer import learning_rate, make_optimizer
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.config.sections import OptimizerSettings
+from streamrl.config.learner import OptimizerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
@@ -137,7 +137,7 @@ def test_exact_kl_is_the_sum_over_the_vocabulary():
     with torch.no_grad():
         reference.model.get_output_embeddings().weight.mul_(1.5)
     micro_batch = batch.micro_batch(range(len(batch.trajectories)), policy.device)
-    found = policy.exact_kl(policy.responses(micro_batch), reference, micro_batch)
+    found = policy.exact_kl(policy.hidden_states(micro_batch), reference, micro_batch)
     mine, other = make_llama(), make_llama()
     with torch.no_grad():
         other.get_output_embeddings().weight.mul_(1.5)
@@ -164,7 +164,7 @@ def test_the_critic_learns_what_is_expected():
     assert losses[-1] < 0.1 * losses[0]
     batch = make_batch()
     micro_batch = batch.micro_batch(range(len(batch.trajectories)), policy.device)
-    values = batch.sequences.mean(critic.estimate([micro_batch], batch.sequences.num_tokens))
+    values = batch.sequences.mean(critic.batch_values([micro_batch], batch.sequences.num_tokens))
     assert float((values - batch.rewards).abs().mean()) < 0.2
     for name, parameter in policy.parameters().items():
         assert torch.equal(parameter, before[name]), f"{name} moved while the critic warmed up"

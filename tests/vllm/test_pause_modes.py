@@ -12,7 +12,7 @@ import torch
 from actors.engines import make_engine
 from actors.engines.served.engine import ServedEngine
 from streamrl.config import RunConfig
-from streamrl.config.vllm import VllmSettings
+from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, SamplingParams

@@ -14,7 +14,7 @@ from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import Labels, Request, Server
 from streamrl.config import RunConfig
-from streamrl.config.server import ServerSettings
+from streamrl.config.engines.server import ServerSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, SamplingParams
 

@@ -10,7 +10,7 @@ from typing import Any
 from actors.engines.served.server import Request
 from actors.engines.sglang.messages import GenerateReqInput, SamplingParams
 from streamrl.config import RunConfig
-from streamrl.config.sglang import OURS
+from streamrl.config.engines.sglang import OURS
 from streamrl.errors import ConfigError
 
 # Of its context SGLang leaves two positions unused, and takes no prompt within six of its end.

@@ -32,7 +32,7 @@ from actors.engines.sglang.messages import (
     UpdateWeightsFromDistributedReqInput,
 )
 from actors.engines.staging import StagedWeights
-from streamrl.config.sglang import SglangSettings
+from streamrl.config.engines.sglang import SglangSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
 from streamrl.weights.layout import dtype_name

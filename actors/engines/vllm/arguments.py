@@ -17,7 +17,7 @@ from actors.engines.model import ModelFacts
 from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.plugin import BACKEND, register
 from streamrl.config import RunConfig
-from streamrl.config.vllm import OURS
+from streamrl.config.engines.vllm import OURS
 from streamrl.errors import ConfigError
 from streamrl.types import SamplingParams
 

@@ -41,7 +41,7 @@ from actors.engines.vllm.gauges import Gauges
 from actors.engines.vllm.processes import VllmProcesses
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
-from streamrl.config.vllm import VllmSettings
+from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
 

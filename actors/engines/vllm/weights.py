@@ -13,7 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from streamrl.config.vllm import VllmSettings
+from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
 

@@ -14,14 +14,14 @@ from streamrl.algorithms.advantages import (
 )
 from streamrl.algorithms.moments import Moments
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.rewards import ADVANTAGE_NAMES
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from tests.unit.algorithms.strategies import for_any
 
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def test_the_table_has_the_names_of_the_config() -> None:
-    assert tuple(ADVANTAGES) == ADVANTAGE_NAMES
+    assert tuple(ADVANTAGES) == tuple(ADVANTAGE_SETTINGS)
 
 
 @for_any
@@ -40,7 +40,7 @@ def test_the_discounted_sum_agrees_with_the_recursion(lengths: list[int], gamma:
     torch.testing.assert_close(total, torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+@pytest.mark.parametrize("name", ADVANTAGE_SETTINGS)
 def test_advantages_do_not_depend_on_the_order_of_trajectories(name: str) -> None:
     batch = _batch()
     forwards = ADVANTAGES[name](batch, AdvantageConfig(gamma=0.9, lam=0.8))
@@ -49,7 +49,7 @@ def test_advantages_do_not_depend_on_the_order_of_trajectories(name: str) -> Non
     torch.testing.assert_close(torch.cat(parts[::-1]), forwards)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+@pytest.mark.parametrize("name", ADVANTAGE_SETTINGS)
 def test_advantages_have_the_type_of_the_rewards_and_no_gradient(name: str) -> None:
     batch = _batch(torch.float32)
     assert batch.values is not None

@@ -28,8 +28,8 @@ from streamrl.algorithms.rewards import (
 )
 from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.losses import ValueConfig
-from streamrl.config.rewards import RewardConfig, SampleWeightConfig
+from streamrl.config.algorithm.rewards import RewardSettings, SampleWeightSettings
+from streamrl.config.algorithm.value import ValueSettings
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
 Pairs = dict[str, tuple[Any, Any]]
@@ -75,7 +75,7 @@ def _agg_loss(case: Case) -> Pairs:
 def _value_loss(case: Case) -> Pairs:
     padded, params = Padded(case), case["params"]
     values = padded.flat("vpreds").requires_grad_()
-    config = ValueConfig(
+    config = ValueSettings(
         clip_range=params["cliprange_value"], loss_agg_mode=params["loss_agg_mode"]
     )
     returns, old_values = padded.flat("returns"), padded.flat("values")
@@ -143,7 +143,7 @@ def _reward_postprocess(case: Case) -> Pairs:
     scope = params["reward_norm"]
     # With estimator grpo ROLL normalizes by the group's mean and deviation, whatever is set.
     plain = params["adv_estimator"] == "grpo"
-    config = RewardConfig(
+    config = RewardSettings(
         norm_mean=scope if plain or not params["reward_scale"] else None,
         norm_std=scope if plain or not params["reward_shift"] else None,
         clip=params["reward_clip"],
@@ -184,7 +184,7 @@ def _difficulty_mask(case: Case) -> Pairs:
 
 def _sample_weights(case: Case) -> Pairs:
     params, padded = case["params"], Padded(case)
-    config = SampleWeightConfig(
+    config = SampleWeightSettings(
         difficulty=params["difficulty_loss_weight"], length=params["length_loss_weight"]
     )
     difficulty = tensor(case["in"]["difficulty"])

@@ -11,8 +11,7 @@ from streamrl.algorithms.kl import (
     kl_penalty,
 )
 from streamrl.algorithms.logprobs import LogitTransform
-from streamrl.config.losses import KL_ESTIMATORS, KL_KINDS
-from streamrl.config.rewards import KlRewardConfig
+from streamrl.config.algorithm.kl import KL_ESTIMATORS, KL_KINDS, KlRewardSettings
 
 
 @pytest.mark.parametrize("kind", [name for name in KL_KINDS if name.endswith("+")])
@@ -82,7 +81,7 @@ def test_unknown_kinds_and_missing_distributions_are_refused() -> None:
 
 def test_the_adaptive_controller_follows_the_kl_and_resumes() -> None:
     controller = kl_controller(
-        KlRewardConfig(coef=0.1, controller="adaptive", target=0.05, horizon=100)
+        KlRewardSettings(coef=0.1, controller="adaptive", target=0.05, horizon=100)
     )
     assert isinstance(controller, AdaptiveKL)
     controller.update(current_kl=1.0, n_steps=10)
@@ -95,7 +94,7 @@ def test_the_adaptive_controller_follows_the_kl_and_resumes() -> None:
 
 
 def test_the_fixed_controller_stays() -> None:
-    controller = kl_controller(KlRewardConfig(coef=0.1))
+    controller = kl_controller(KlRewardSettings(coef=0.1))
     controller.update(current_kl=9.0, n_steps=10)
     assert type(controller) is FixedKL
     assert controller.value == 0.1

@@ -21,7 +21,8 @@ from streamrl.algorithms.losses import (
     value_loss,
 )
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.losses import LOSS_NAMES, ValueConfig
+from streamrl.config.algorithm.losses import LOSS_SETTINGS
+from streamrl.config.algorithm.value import ValueSettings
 from tests.unit.algorithms.strategies import for_any
 
 MODES = (
@@ -34,7 +35,7 @@ MODES = (
 PICKS_TOKENS = ("clip_cov", "kl_cov")
 NO_TIES = LossConfig(kl_cov_ratio=1.0)
 """Penalizes every token: which of two equal covariances is the larger is a matter of rounding."""
-CUTTABLE = tuple(name for name in LOSS_NAMES if name not in PICKS_TOKENS)
+CUTTABLE = tuple(name for name in LOSS_SETTINGS if name not in PICKS_TOKENS)
 
 
 @st.composite
@@ -61,10 +62,10 @@ def loss_inputs(draw: st.DrawFn) -> LossInput:
 
 
 def test_the_table_has_the_names_of_the_config() -> None:
-    assert tuple(POLICY_LOSSES) == LOSS_NAMES
+    assert tuple(POLICY_LOSSES) == tuple(LOSS_SETTINGS)
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSS_SETTINGS)
 @for_any
 @given(batch=loss_inputs())
 def test_gradients_are_finite_for_log_ratios_of_25(name: str, batch: LossInput) -> None:
@@ -100,7 +101,7 @@ def test_micro_batches_with_shared_totals_add_up_to_the_batch(
         torch.testing.assert_close(summed, value)
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSS_SETTINGS)
 @for_any
 @given(batch=loss_inputs())
 def test_empty_sequences_change_nothing(name: str, batch: LossInput) -> None:
@@ -118,7 +119,7 @@ def test_empty_sequences_change_nothing(name: str, batch: LossInput) -> None:
     torch.testing.assert_close(plain.loss, other.loss)
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSS_SETTINGS)
 @for_any
 @given(batch=loss_inputs())
 def test_a_masked_token_is_as_good_as_absent(name: str, batch: LossInput) -> None:
@@ -146,7 +147,7 @@ def test_a_masked_token_is_as_good_as_absent(name: str, batch: LossInput) -> Non
     assert not gradient[~mask].any()
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSS_SETTINGS)
 @for_any
 @given(batch=loss_inputs())
 def test_a_vetoed_sequence_contributes_exactly_nothing(name: str, batch: LossInput) -> None:
@@ -167,7 +168,7 @@ def test_a_vetoed_sequence_contributes_exactly_nothing(name: str, batch: LossInp
     assert all(torch.equal(value, values[0]) for value in values)
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSS_SETTINGS)
 def test_on_policy_every_loss_descends_along_the_policy_gradient(name: str) -> None:
     """At ratio 1 the gradient is -A per token, up to a positive factor per loss."""
     torch.manual_seed(3)
@@ -224,7 +225,7 @@ def test_totals_count_only_what_the_mask_keeps() -> None:
 def test_the_value_loss_stops_rewarding_moves_beyond_the_clip() -> None:
     values = torch.tensor([2.0, 0.1], requires_grad=True)
     old, returns = torch.zeros(2), torch.tensor([3.0, 3.0])
-    output = value_loss(values, old, returns, Sequences.from_lengths([2]), ValueConfig())
+    output = value_loss(values, old, returns, Sequences.from_lengths([2]), ValueSettings())
     (gradient,) = torch.autograd.grad(output.loss, values)
     assert gradient[0] == 0
     assert gradient[1] < 0

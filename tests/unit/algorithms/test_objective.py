@@ -7,13 +7,13 @@ from streamrl.algorithms.losses import POLICY_LOSSES, LossConfig, LossInput
 from streamrl.algorithms.objective import policy_objective
 from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.algorithm import AlgorithmSection
+from streamrl.config.algorithm import AlgorithmSettings
 
 
 def test_the_objective_is_the_weighted_sum_of_its_terms() -> None:
     batch = _batch()
     reference, entropy = torch.full((3,), -1.5), torch.tensor([1.0, 2.0, 3.0])
-    config = AlgorithmSection.model_validate(
+    config = AlgorithmSettings.model_validate(
         {
             "rl_loss_coef": 0.5,
             "entropy_coef": 0.1,
@@ -36,7 +36,7 @@ def test_the_objective_is_the_weighted_sum_of_its_terms() -> None:
 
 
 def test_terms_without_coefficient_need_no_inputs() -> None:
-    output = policy_objective(_batch(), AlgorithmSection())
+    output = policy_objective(_batch(), AlgorithmSettings())
     assert set(output.metrics) == {
         "actor/ppo_kl",
         "actor/pg_clipfrac",
@@ -56,12 +56,12 @@ def test_terms_without_coefficient_need_no_inputs() -> None:
 )
 def test_a_term_that_lacks_its_input_says_so(section: dict[str, object], missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
-        policy_objective(_batch(), AlgorithmSection.model_validate(section))
+        policy_objective(_batch(), AlgorithmSettings.model_validate(section))
 
 
 def test_the_exact_kl_enters_as_given() -> None:
     section = {"kl_loss": {"coef": 2.0, "kind": "full"}, "rl_loss_coef": 0.0}
-    config = AlgorithmSection.model_validate(section)
+    config = AlgorithmSettings.model_validate(section)
     output = policy_objective(_batch(), config, exact_kl=torch.tensor([1.0, 2.0, 3.0]))
     assert output.loss.item() == pytest.approx(4.0)
 
@@ -79,13 +79,13 @@ def test_the_loglinear_proximal_policy_lies_between_as_far_as_the_versions_say()
 
 def test_without_a_proximal_policy_weights_compare_the_current_one() -> None:
     current, proximal = torch.zeros(1), torch.ones(1)
-    decoupled = AlgorithmSection()
+    decoupled = AlgorithmSettings()
     assert torch.equal(weighed_logprobs(decoupled, current, proximal), proximal)
     assert not decoupled.ratio_holds_correction
-    clipped = AlgorithmSection(proximal="behavior", loss="ppo")
+    clipped = AlgorithmSettings(proximal="behavior", loss="ppo")
     assert torch.equal(weighed_logprobs(clipped, current, proximal), current)
     assert clipped.ratio_holds_correction
-    assert not AlgorithmSection(proximal="behavior", loss="reinforce").ratio_holds_correction
+    assert not AlgorithmSettings(proximal="behavior", loss="reinforce").ratio_holds_correction
 
 
 def _batch() -> LossInput:

@@ -18,12 +18,12 @@ from streamrl.algorithms.rewards import (
     token_rewards,
 )
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.rewards import (
-    AgenticNormalizationConfig,
-    LengthRewardConfig,
-    PfPpoConfig,
-    RewardConfig,
-    SampleWeightConfig,
+from streamrl.config.algorithm.rewards import (
+    AgenticNormalizationSettings,
+    LengthRewardSettings,
+    PfPpoSettings,
+    RewardSettings,
+    SampleWeightSettings,
 )
 
 
@@ -42,11 +42,11 @@ def test_running_moments_survive_a_checkpoint_and_cover_all_rewards_seen() -> No
 
 def test_shaping_happens_in_the_documented_order() -> None:
     """Penalty, then normalization, then clip, then length."""
-    config = RewardConfig(
+    config = RewardSettings(
         format_penalty=1.0,
         norm_mean="batch",
         clip=1.0,
-        length=LengthRewardConfig(max_length=8, buffer=4, penalty=0.5),
+        length=LengthRewardSettings(max_length=8, buffer=4, penalty=0.5),
     )
     rewards = torch.tensor([4.0, 4.0, 4.0])
     shaped = shape_rewards(
@@ -63,7 +63,7 @@ def test_shaping_happens_in_the_documented_order() -> None:
 
 
 def test_agentic_normalization_replaces_the_scopes() -> None:
-    config = RewardConfig(agentic=AgenticNormalizationConfig(method="mean"))
+    config = RewardSettings(agentic=AgenticNormalizationSettings(method="mean"))
     rewards, groups = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1])
     shaped = shape_rewards(rewards, groups, Sequences.from_lengths([1, 1, 1]), config)
     assert shaped.rewards.tolist() == [-1.0, 1.0, 0.0]
@@ -92,7 +92,7 @@ def test_scopes_combine_freely_and_running_needs_its_state() -> None:
 
 
 def test_the_overlong_penalty_grows_over_the_buffer() -> None:
-    config = LengthRewardConfig(max_length=10, buffer=4)
+    config = LengthRewardSettings(max_length=10, buffer=4)
     lengths = torch.tensor([0, 6, 7, 10, 99])
     assert overlong_penalty(lengths, config).tolist() == [0.0, 0.0, 0.25, 1.0, 1.0]
 
@@ -114,15 +114,15 @@ def test_groups_of_one_difficulty_are_not_trained_on() -> None:
 
 def test_sample_weights_have_mean_one_and_favor_the_hard_and_the_short() -> None:
     lengths = torch.tensor([1, 5, 9])
-    by_length = sample_weights(lengths, SampleWeightConfig(length=True))
+    by_length = sample_weights(lengths, SampleWeightSettings(length=True))
     torch.testing.assert_close(by_length, torch.tensor([1.5, 1.0, 0.5], dtype=torch.float64))
     hard = torch.tensor([0.0, 0.5, 2.0])
-    by_difficulty = sample_weights(lengths, SampleWeightConfig(difficulty=True), hard)
+    by_difficulty = sample_weights(lengths, SampleWeightSettings(difficulty=True), hard)
     assert float(by_difficulty.mean()) == pytest.approx(1.0)
     assert by_difficulty.tolist() == sorted(by_difficulty.tolist())
-    assert sample_weights(lengths, SampleWeightConfig()).tolist() == [1.0, 1.0, 1.0]
+    assert sample_weights(lengths, SampleWeightSettings()).tolist() == [1.0, 1.0, 1.0]
     with pytest.raises(ValueError, match="difficulty"):
-        sample_weights(lengths, SampleWeightConfig(difficulty=True))
+        sample_weights(lengths, SampleWeightSettings(difficulty=True))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_sample_weights_have_mean_one_and_favor_the_hard_and_the_short() -> None
 )
 def test_pf_ppo_draws_by_the_chances_of_its_method(method: str, chances: list[float]) -> None:
     scores = torch.tensor([-2.0, 1.0, 0.0, 2.0])
-    config = PfPpoConfig(method=method)
+    config = PfPpoSettings(method=method)
     torch.testing.assert_close(pf_ppo_chances(scores, config), torch.tensor(chances) + 1e-8)
     draws = torch.cat(
         [

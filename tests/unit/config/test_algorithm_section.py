@@ -6,13 +6,17 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from streamrl.config.algorithm import AlgorithmSection
-from streamrl.config.rollout_is import ROLLOUT_IS_PRESETS, RejectionRule, RolloutISConfig
-from streamrl.config.section import explain
+from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.rollout_is import (
+    ROLLOUT_IS_PRESETS,
+    RejectionRule,
+    RolloutISSettings,
+)
+from streamrl.config.loading.explain import explain
 
 
 def test_defaults_are_grpo_with_ppo_and_token_importance_sampling() -> None:
-    section = AlgorithmSection()
+    section = AlgorithmSettings()
     assert (section.advantage, section.loss, section.proximal) == ("grpo", "ppo", "recompute")
     assert section.rollout_is == ROLLOUT_IS_PRESETS["token_is"]
     assert section.loss_config.loss_agg_mode == "token-mean"
@@ -21,13 +25,13 @@ def test_defaults_are_grpo_with_ppo_and_token_importance_sampling() -> None:
 
 
 def test_rollout_is_is_a_preset_or_a_record() -> None:
-    named = AlgorithmSection.model_validate({"rollout_is": "sequence_clip"})
+    named = AlgorithmSettings.model_validate({"rollout_is": "sequence_clip"})
     assert named.rollout_is == ROLLOUT_IS_PRESETS["sequence_clip"]
     record = {"level": "token", "mode": "truncate", "threshold": 2.0}
-    spelled = AlgorithmSection.model_validate({"rollout_is": record})
-    assert spelled.rollout_is == RolloutISConfig()
-    assert AlgorithmSection.model_validate({"kl_reward": {"coef": 0.1}}).needs_reference
-    assert AlgorithmSection(advantage="gae").needs_values
+    spelled = AlgorithmSettings.model_validate({"rollout_is": record})
+    assert spelled.rollout_is == RolloutISSettings()
+    assert AlgorithmSettings.model_validate({"kl_reward": {"coef": 0.1}}).needs_reference
+    assert AlgorithmSettings(advantage="gae").needs_values
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,10 @@ def test_rollout_is_is_a_preset_or_a_record() -> None:
         ({"kl_loss": {"kind": "k4"}}, "kl_loss.kind: 'k4' is unknown"),
         ({"loss_config": {"clip_ratio_c": 1.0}}, "loss_config.clip_ratio_c: was 1.0"),
         ({"loss_config": {"loss_agg_mode": "mean"}}, "token-mean"),
-        ({"advantage_config": {"gamma": 1.1}}, "advantage_config.gamma: was 1.1"),
+        (
+            {"advantage": "gae", "advantage_config": {"gamma": 1.1}},
+            "advantage_config.gamma: was 1.1",
+        ),
         ({"reward": {"agentic": {}, "norm_mean": "batch"}}, "set one or the other"),
         ({"reward": {"difficulty_low": 0.9, "difficulty_high": 0.1}}, "difficulty_low: is 0.9"),
         ({"reward": {"length": {"max_length": 4, "buffer": 5}}}, "at most max_length"),
@@ -66,18 +73,18 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(
     section: dict[str, object], said: str
 ) -> None:
     with pytest.raises(ValidationError) as caught:
-        AlgorithmSection.model_validate(section)
-    assert said in str(explain(caught.value, AlgorithmSection))
+        AlgorithmSettings.model_validate(section)
+    assert said in str(explain(caught.value, AlgorithmSettings))
 
 
 def test_two_sided_thresholds_zero_outside() -> None:
-    config = RolloutISConfig.model_validate({"threshold": "0.5_5.0"})
+    config = RolloutISSettings.model_validate({"threshold": "0.5_5.0"})
     assert (config.lower, config.threshold, config.mode) == (0.5, 5.0, "clip")
-    assert RolloutISConfig.model_validate({"threshold": "3"}).threshold == 3.0
+    assert RolloutISSettings.model_validate({"threshold": "3"}).threshold == 3.0
 
 
 def test_rejection_rules_have_a_short_form() -> None:
-    config = RolloutISConfig.model_validate(
+    config = RolloutISSettings.model_validate(
         {"rejection": [{"token_k1": "0.4_1.5"}, {"seq_mean_k3": 0.1}]}
     )
     ratio, divergence = config.rejection
@@ -88,7 +95,7 @@ def test_rejection_rules_have_a_short_form() -> None:
 
 def test_records_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        AlgorithmSection().loss = "gspo"
+        AlgorithmSettings().loss = "gspo"
 
 
 def test_reading_the_configuration_needs_no_torch() -> None:

@@ -1,22 +1,4 @@
-"""Rollout importance sampling: weights for data sampled by an older or different policy.
-
-With d = train - behavior log-probability of a token, the weight is exp(d), or of a sequence
-exp(sum d) or exp(mean d), bounded above (truncated IS) or zeroed outside two bounds. Source: verl's
-rollout importance sampling (github.com/volcengine/verl) and "Your Efficient RL
-Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025); IcePop (Ling team, 2025).
-
-Invariant: weights are finite, detached and in [0, threshold] (before batch normalization); tokens
-of a vetoed or non-finite sequence weigh exactly 0. Called by the learner once per step.
-
-Different from verl on purpose:
-- the standard deviation takes two passes in float64 (the one-pass formula reads 0 for a true 1e-4);
-- `rollout_is_applied_*` and `staleness_*` metrics stand beside those of the raw weights, which
-  look healthy even where three quarters of the sequences are clipped away;
-- empty sequences are in no mean, minimum or fraction;
-- a sequence with a NaN or infinite log-probability is dropped (`nonfinite_sequence_fraction`)
-  instead of poisoning the batch;
-- thresholds are validated, and ones at or below 1 need an explicit `threshold_lower`.
-"""
+"""Weights, kept tokens and metrics of one batch: the entry of rollout importance sampling."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,29 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.rollout_is_shard import Shard, measure_shard
-from streamrl.algorithms.rollout_is_statistics import (
+from streamrl.algorithms.rollout_is.shard import Shard, measure_shard
+from streamrl.algorithms.rollout_is.statistics import (
     Reduce,
     RolloutISStatistics,
     weight_percentiles,
 )
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.rollout_is import (
-    ROLLOUT_IS_PRESETS,
-    RejectionRule,
-    RolloutISConfig,
-    rollout_is_preset,
-)
-
-__all__ = [
-    "ROLLOUT_IS_PRESETS",
-    "RejectionRule",
-    "RolloutIS",
-    "RolloutISConfig",
-    "RolloutISStatistics",
-    "rollout_is_preset",
-    "rollout_is_weights",
-]
+from streamrl.config.algorithm.rollout_is import RolloutISSettings
 
 _CPU_CHUNK_TOKENS = 1 << 16
 """So many float64 scratch values stay in a core's second-level cache."""
@@ -65,7 +32,7 @@ class RolloutIS:
     statistics: RolloutISStatistics | None = None
     """What the metrics were computed from, to be merged over micro-batches and ranks."""
 
-    def loss_terms(self, config: RolloutISConfig) -> tuple[Tensor | None, Tensor | None]:
+    def loss_terms(self, config: RolloutISSettings) -> tuple[Tensor | None, Tensor | None]:
         """(importance_weights, loss_mask) [R] for a LossInput, as `normalize_by` asks.
 
         `all`: tokens that do not contribute weigh 0 and still count in the denominators.
@@ -84,7 +51,7 @@ def rollout_is_weights(
     train_logprobs: Tensor,
     behavior_logprobs: Tensor,
     sequences: Sequences,
-    config: RolloutISConfig,
+    config: RolloutISSettings,
     staleness: Tensor | None = None,
     reduce: Reduce | None = None,
 ) -> RolloutIS:
@@ -122,7 +89,7 @@ def rollout_is_weights(
         return _assemble(shards, config, reduce)
 
 
-def _assemble(shards: list[Shard], config: RolloutISConfig, reduce: Reduce | None) -> RolloutIS:
+def _assemble(shards: list[Shard], config: RolloutISSettings, reduce: Reduce | None) -> RolloutIS:
     statistics = shards[0].statistics
     for shard in shards[1:]:
         statistics = statistics.merge(shard.statistics)
@@ -148,7 +115,7 @@ def _exact_percentiles(shards: list[Shard]) -> Tensor:
     return weight_percentiles(log_weights, torch.cat(counts) if counts else None)
 
 
-def _mean_weight(statistics: RolloutISStatistics, config: RolloutISConfig) -> float:
+def _mean_weight(statistics: RolloutISStatistics, config: RolloutISSettings) -> float:
     """What batch normalization divides by: the mean over tokens, or over sequences."""
     moments = statistics.applied if config.level == "token" else statistics.applied_units
     mean = float(moments.mean)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.losses import AggregationMode, LossConfig
+from streamrl.config.algorithm.losses import AggregationMode, LossSettings
 
 __all__ = ["BatchTotals", "aggregate", "token_mean"]
 
@@ -51,7 +51,7 @@ def aggregate(
     mode: AggregationMode,
     totals: BatchTotals | None = None,
     loss_mask: Tensor | None = None,
-    config: LossConfig | None = None,
+    config: LossSettings | None = None,
 ) -> Tensor:
     """The loss as a scalar.
 
@@ -81,7 +81,7 @@ def aggregate(
             counted = sequences.sum(loss_mask).clamp(min=1)
             return (sequences.sum(per_token) / counted).sum() / num_sequences
         case "seq-mean-token-sum-norm":
-            config = LossConfig() if config is None else config
+            config = LossSettings() if config is None else config
             scale = config.loss_scale_factor or max(totals.longest, 1)
             return per_token.sum() / (scale * (num_sequences if config.norm_by_sequences else 1))
     raise ValueError(f"mode: {mode!r} is not an aggregation mode")

@@ -1,51 +1,19 @@
-"""Settings of what happens to rewards on their way to advantages.
+"""`algorithm.reward`, `sample_weight` and `pf_ppo`: from rewards to what is trained.
 
-The order is fixed and stands in `streamrl.algorithms.rewards`. Knows nothing of torch.
+The order is fixed and stands in `streamrl.algorithms.rewards`.
 """
 
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from streamrl.config.losses import KL_ESTIMATORS, KlKind
 from streamrl.config.section import Section
-
-ADVANTAGE_NAMES = (
-    "gae",
-    "reinforce",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "grpo",
-    "dr_grpo",
-    "grpo_passk",
-    "rloo",
-    "remax",
-    "opo",
-    "gpg",
-)
 
 NormScope = Literal["batch", "group", "running"]
 
 
-class AdvantageConfig(Section):
-    """Numbers of the advantage estimators; each reads those it needs."""
-
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per response token."""
-    lam: float = Field(default=1.0, ge=0, le=1)
-    """gae: near 1 less bias, near 0 less variance."""
-    norm_adv_by_std: bool = True
-    """grpo, grpo_passk: divide by the standard deviation of the group."""
-    f_norm: float = Field(default=1.0, gt=0)
-    """gpg: divisor of the advantages."""
-    whiten: bool = False
-    """Standardize the advantages over the batch, whatever the estimator."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound on the absolute advantage, after whitening."""
-
-
-class AgenticNormalizationConfig(Section):
-    """Normalization of episode scores in agentic tasks; replaces the scopes of RewardConfig."""
+class AgenticNormalizationSettings(Section):
+    """Normalization of episode scores in agentic tasks; replaces the scopes of RewardSettings."""
 
     grouping: Literal["state", "batch", "inductive"] = "state"
     """Which episodes are compared: same start state, all, or same environment (task tag)."""
@@ -53,7 +21,7 @@ class AgenticNormalizationConfig(Section):
     """What is done with a group's scores; asym_clip is mean_std bounded to [-1, 3]."""
 
 
-class LengthRewardConfig(Section):
+class LengthRewardSettings(Section):
     """Soft punishment of overlong responses (DAPO, arXiv 2503.14476, eq. 13)."""
 
     max_length: int = Field(gt=0)
@@ -73,12 +41,12 @@ class LengthRewardConfig(Section):
         return self
 
 
-class RewardConfig(Section):
+class RewardSettings(Section):
     """Shaping of trajectory rewards, in the order of the fields."""
 
     format_penalty: float = Field(default=0.0, ge=0)
     """Subtracted per turn that the environment could not parse."""
-    agentic: AgenticNormalizationConfig | None = None
+    agentic: AgenticNormalizationSettings | None = None
     """Normalization for agentic tasks; null uses norm_mean and norm_std."""
     norm_mean: NormScope | None = None
     """Scope of the mean that is subtracted; null subtracts nothing (`scale` only)."""
@@ -86,7 +54,7 @@ class RewardConfig(Section):
     """Scope of the standard deviation that divides; null divides by nothing (`shift` only)."""
     clip: float | None = Field(default=None, gt=0)
     """Bound on the absolute reward."""
-    length: LengthRewardConfig | None = None
+    length: LengthRewardSettings | None = None
     """Punishment of overlong responses; null for none."""
     whiten: bool = False
     """Standardize token rewards over the batch before the return."""
@@ -107,31 +75,7 @@ class RewardConfig(Section):
         return self
 
 
-class KlRewardConfig(Section):
-    """KL to the reference policy, subtracted from the reward of each token; `coef` 0 is off."""
-
-    coef: float = Field(default=0.0, ge=0)
-    """Weight, or with the adaptive controller its first value."""
-    kind: KlKind = "kl"
-    """Estimator of the per-token KL; `full` exists in the loss only."""
-    controller: Literal["fixed", "adaptive"] = "fixed"
-    """Whether the weight follows the measured KL."""
-    target: float = Field(default=0.1, gt=0)
-    """adaptive: the KL aimed for."""
-    horizon: int = Field(default=10_000, gt=0)
-    """adaptive: trajectories over which the weight may change by a fifth."""
-
-    @field_validator("kind")
-    @classmethod
-    def _is_an_estimator(cls, kind: str) -> str:
-        if kind == "full":
-            raise ValueError(
-                f"was 'full', which kl_loss alone computes; use one of {KL_ESTIMATORS}"
-            )
-        return kind
-
-
-class SampleWeightConfig(Section):
+class SampleWeightSettings(Section):
     """Weights per trajectory in the loss, scaled to mean 1."""
 
     difficulty: bool = False
@@ -140,7 +84,7 @@ class SampleWeightConfig(Section):
     """Longer responses weigh less: from 1.5 for the shortest to 0.5 for the longest."""
 
 
-class PfPpoConfig(Section):
+class PfPpoSettings(Section):
     """Resampling of trajectories by reward (PF-PPO, arXiv 2409.06957)."""
 
     method: Literal["pow", "max_min", "max_random"] = "pow"

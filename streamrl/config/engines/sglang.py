@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from streamrl.config.engines.server import ServerSettings
 from streamrl.config.numbers import Positive
-from streamrl.config.server import ServerSettings
 
 
 class SglangSettings(ServerSettings):

@@ -4,7 +4,7 @@ With d = log(train / behavior) clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(
 (Schulman, "Approximating KL divergence", 2020), per token or as sum, mean or maximum over a
 sequence. Bounds of k1 are ratios behavior / train: the other way round from those of a weight.
 
-Invariant: a token is kept if every rule passes. Called by `streamrl.algorithms.rollout_is_shard`.
+Invariant: a token is kept if every rule passes. Called by `streamrl.algorithms.rollout_is.shard`.
 """
 
 import math
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.rollout_is_statistics import SAFETY_BOUND, largest
+from streamrl.algorithms.rollout_is.statistics import SAFETY_BOUND, largest
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.rollout_is import RejectionRule
+from streamrl.config.algorithm.rollout_is import RejectionRule
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,6 @@
-"""Settings of rollout importance sampling, and the presets to start from.
+"""`algorithm.rollout_is`: rollout importance sampling, and the presets to start from.
 
-Invariant: a config that exists has 0 < lower < upper wherever bounds are in force. Read by
-`streamrl.algorithms.rollout_is` and by the `algorithm:` section; knows nothing of torch.
+Invariant: a record that exists has 0 < lower < upper wherever bounds are in force.
 """
 
 from typing import Any, Literal, Self
@@ -61,7 +60,7 @@ class RejectionRule(Section):
         return 1.0 / self.upper if self.lower is None else self.lower
 
 
-class RolloutISConfig(Section):
+class RolloutISSettings(Section):
     """How the weight exp(train - behavior) is aggregated, bounded and applied."""
 
     threshold: float | None = Field(default=2.0, gt=0)
@@ -125,20 +124,22 @@ class RolloutISConfig(Section):
 
 
 ROLLOUT_IS_PRESETS = {
-    "off": RolloutISConfig(threshold=None, veto_threshold=None),
-    "metrics_only": RolloutISConfig(apply=False),
-    "token_is": RolloutISConfig(veto_threshold=None),
-    "token_is_veto": RolloutISConfig(),
-    "token_clip": RolloutISConfig(mode="clip", veto_threshold=None),
-    "sequence_is": RolloutISConfig(level="sequence", veto_threshold=None),
-    "sequence_is_veto": RolloutISConfig(level="sequence"),
-    "sequence_clip": RolloutISConfig(level="sequence", mode="clip"),
-    "geometric_clip": RolloutISConfig(level="geometric", mode="clip", threshold=1.01),
-    "icepop": RolloutISConfig(mode="clip", threshold=5.0, threshold_lower=0.5, veto_threshold=None),
+    "off": RolloutISSettings(threshold=None, veto_threshold=None),
+    "metrics_only": RolloutISSettings(apply=False),
+    "token_is": RolloutISSettings(veto_threshold=None),
+    "token_is_veto": RolloutISSettings(),
+    "token_clip": RolloutISSettings(mode="clip", veto_threshold=None),
+    "sequence_is": RolloutISSettings(level="sequence", veto_threshold=None),
+    "sequence_is_veto": RolloutISSettings(level="sequence"),
+    "sequence_clip": RolloutISSettings(level="sequence", mode="clip"),
+    "geometric_clip": RolloutISSettings(level="geometric", mode="clip", threshold=1.01),
+    "icepop": RolloutISSettings(
+        mode="clip", threshold=5.0, threshold_lower=0.5, veto_threshold=None
+    ),
 }
 
 
-def rollout_is_preset(name: str) -> RolloutISConfig:
+def rollout_is_preset(name: str) -> RolloutISSettings:
     """The preset of that name; ValueError with the nearest name otherwise."""
     if name not in ROLLOUT_IS_PRESETS:
         raise ValueError(f"preset {name!r} is unknown; {did_you_mean(name, ROLLOUT_IS_PRESETS)}")

@@ -7,23 +7,24 @@ without its coefficient. Called by `streamrl.algorithms.objective` and by the cr
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.aggregation import BatchTotals, aggregate, token_mean
-from streamrl.algorithms.loss_input import LossInput, LossOutput
+from streamrl.algorithms.losses.aggregation import BatchTotals, aggregate, token_mean
+from streamrl.algorithms.losses.input import LossInput, LossOutput
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.losses import LossConfig, ValueConfig
+from streamrl.config.algorithm.losses import LossSettings
+from streamrl.config.algorithm.value import ValueSettings
 
 
-def entropy_bonus(entropy: Tensor, batch: LossInput, config: LossConfig) -> Tensor:
+def entropy_bonus(entropy: Tensor, batch: LossInput, config: LossSettings) -> Tensor:
     """Aggregated entropy [R]; the objective subtracts it."""
     return _aggregate(entropy, batch, config)
 
 
-def kl_loss(per_token: Tensor, batch: LossInput, config: LossConfig) -> Tensor:
+def kl_loss(per_token: Tensor, batch: LossInput, config: LossSettings) -> Tensor:
     """Aggregated KL [R] to the reference policy, from `kl_penalty` or `full_kl`."""
     return _aggregate(per_token, batch, config)
 
 
-def sft_loss(batch: LossInput, config: LossConfig) -> Tensor:
+def sft_loss(batch: LossInput, config: LossSettings) -> Tensor:
     """Aggregated -log p over trajectories with a positive reward; the others count as 0.
 
     Raises:
@@ -40,7 +41,7 @@ def value_loss(
     old_values: Tensor,
     returns: Tensor,
     sequences: Sequences,
-    config: ValueConfig,
+    config: ValueSettings,
     totals: BatchTotals | None = None,
     loss_mask: Tensor | None = None,
 ) -> LossOutput:
@@ -60,6 +61,6 @@ def value_loss(
     return LossOutput(loss, {"critic/vf_clipfrac": fraction, "critic/vf_loss": loss.detach()})
 
 
-def _aggregate(per_token: Tensor, batch: LossInput, config: LossConfig) -> Tensor:
+def _aggregate(per_token: Tensor, batch: LossInput, config: LossSettings) -> Tensor:
     mode, mask = config.loss_agg_mode, batch.loss_mask
     return aggregate(per_token, batch.sequences, mode, batch.batch_totals, mask, config)

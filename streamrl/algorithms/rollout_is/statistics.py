@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.algorithms.moments import Moments
-from streamrl.config.rollout_is import RolloutISConfig
+from streamrl.config.algorithm.rollout_is import RolloutISSettings
 
 SAFETY_BOUND = 20.0
 """Log-ratios are clamped to +-20 before exp; exp(20) is 4.9e8."""
@@ -104,7 +104,7 @@ class RolloutISStatistics:
         return merged
 
     def metrics(
-        self, config: RolloutISConfig, percentiles: Tensor | None = None
+        self, config: RolloutISSettings, percentiles: Tensor | None = None
     ) -> dict[str, float]:
         """All metrics under their public names, prefix `mismatch/`.
 
@@ -119,7 +119,7 @@ class RolloutISStatistics:
             for name, value in host._named(config, percentiles.cpu()).items()
         }
 
-    def _named(self, config: RolloutISConfig, percentiles: Tensor) -> dict[str, Tensor]:
+    def _named(self, config: RolloutISSettings, percentiles: Tensor) -> dict[str, Tensor]:
         sums = dict(zip(self.sum_names, self.sums, strict=True))
         maxima = dict(zip(self.max_names, self.maxima, strict=True))
         num_tokens, num_sequences = sums["num_tokens"], sums["num_sequences"]
@@ -138,7 +138,7 @@ class RolloutISStatistics:
         return {k: v for k, v in named.items() if not k.startswith(hidden)} | self._by_staleness()
 
     def _distribution(
-        self, config: RolloutISConfig, extremes: dict[str, Tensor], percentiles: Tensor
+        self, config: RolloutISSettings, extremes: dict[str, Tensor], percentiles: Tensor
     ) -> dict[str, Tensor]:
         """Spread of the weights."""
         floor = -SAFETY_BOUND if config.level == "token" else -torch.inf

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.moments import Moments
-from streamrl.algorithms.rejection import reject
-from streamrl.algorithms.rollout_is_statistics import (
+from streamrl.algorithms.rollout_is.rejection import reject
+from streamrl.algorithms.rollout_is.statistics import (
     SAFETY_BOUND,
     STALENESS_BUCKETS,
     STALENESS_EDGES,
@@ -21,7 +21,7 @@ from streamrl.algorithms.rollout_is_statistics import (
     log_ratio_histogram,
 )
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.rollout_is import RolloutISConfig
+from streamrl.config.algorithm.rollout_is import RolloutISSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ def measure_shard(
     train: Tensor,
     behavior: Tensor,
     sequences: Sequences,
-    config: RolloutISConfig,
+    config: RolloutISSettings,
     staleness: Tensor | None,
 ) -> Shard:
     """Measure the sequences that hold finite tokens; the others get weight 0 and no say."""
@@ -69,7 +69,7 @@ def measure_shard(
 class _Level:
     """The unit that has one weight: a token, or a sequence with as many votes as tokens."""
 
-    def __init__(self, config: RolloutISConfig, sequences: Sequences) -> None:
+    def __init__(self, config: RolloutISSettings, sequences: Sequences) -> None:
         self.name = config.level
         self.by_token = config.level == "token"
         self.sequences = sequences
@@ -104,7 +104,7 @@ def _measure(
     log_ratio_sums: Tensor,
     train_sums: Tensor,
     sequences: Sequences,
-    config: RolloutISConfig,
+    config: RolloutISSettings,
     staleness: Tensor | None,
     dtype: torch.dtype,
 ) -> Shard:
@@ -162,7 +162,7 @@ def _measure(
 
 
 def _veto(
-    log_ratio: Tensor, sequences: Sequences, config: RolloutISConfig
+    log_ratio: Tensor, sequences: Sequences, config: RolloutISSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """vetoed [S]: sequences with a token that the training policy finds all but impossible."""
     floor = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
@@ -213,7 +213,7 @@ def _raw_sums(
     log_weights: Tensor,
     sequence_weights: Tensor,
     level: _Level,
-    config: RolloutISConfig,
+    config: RolloutISSettings,
 ) -> dict[str, Tensor]:
     """Mean weight and the shares beyond the bounds, before anything is done about them.
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.aggregation import BatchTotals
+from streamrl.algorithms.losses.aggregation import BatchTotals
 from streamrl.algorithms.sequences import Sequences
 
 

@@ -1,0 +1,41 @@
+"""Rollout importance sampling: weights for data sampled by an older or different policy.
+
+With d = train - behavior log-probability of a token, the weight is exp(d), or of a sequence
+exp(sum d) or exp(mean d), bounded above (truncated IS) or zeroed outside two bounds. Source: verl's
+rollout importance sampling (github.com/volcengine/verl) and "Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025); IcePop (Ling team, 2025).
+
+Invariant: weights are finite, detached and in [0, threshold] (before batch normalization); tokens
+of a vetoed or non-finite sequence weigh exactly 0. Called by the learner once per step.
+
+Different from verl on purpose:
+- the standard deviation takes two passes in float64 (the one-pass formula reads 0 for a true 1e-4);
+- `rollout_is_applied_*` and `staleness_*` metrics stand beside those of the raw weights, which
+  look healthy even where three quarters of the sequences are clipped away;
+- empty sequences are in no mean, minimum or fraction;
+- a sequence with a NaN or infinite log-probability is dropped (`nonfinite_sequence_fraction`)
+  instead of poisoning the batch;
+- thresholds are validated, and ones at or below 1 need an explicit `threshold_lower`.
+"""
+
+from streamrl.algorithms.rollout_is.statistics import RolloutISStatistics
+from streamrl.algorithms.rollout_is.weights import RolloutIS, rollout_is_weights
+from streamrl.config.algorithm.rollout_is import (
+    ROLLOUT_IS_PRESETS,
+    RejectionRule,
+    RolloutISSettings,
+    rollout_is_preset,
+)
+
+RolloutISConfig = RolloutISSettings
+"""The record `algorithm.rollout_is` under its name in the Python surface."""
+
+__all__ = [
+    "ROLLOUT_IS_PRESETS",
+    "RejectionRule",
+    "RolloutIS",
+    "RolloutISConfig",
+    "RolloutISStatistics",
+    "rollout_is_preset",
+    "rollout_is_weights",
+]

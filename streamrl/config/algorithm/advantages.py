@@ -1,0 +1,73 @@
+"""`algorithm.advantage` and `algorithm.advantage_config`: the estimator, and a record of numbers
+for each.
+
+Invariant: `ADVANTAGE_SETTINGS` names the record of every estimator; `ADVANTAGES` in
+`streamrl.algorithms.advantages` has the same keys (a test compares them).
+"""
+
+from collections.abc import Mapping
+
+from pydantic import ConfigDict, Field
+
+from streamrl.config.numbers import Probability
+from streamrl.config.section import Section
+
+
+class AdvantageSettings(Section):
+    """What every estimator has: what is done with its advantages afterwards."""
+
+    whiten: bool = False
+    """Standardize the advantages over the batch, whatever the estimator."""
+    clip: float | None = Field(default=None, gt=0)
+    """Bound on the absolute advantage, after whitening."""
+
+
+class DiscountSettings(AdvantageSettings):
+    """reinforce, reinforce_plus_plus: estimators that discount rewards."""
+
+    gamma: Probability = 1.0
+    """Discount per response token."""
+
+
+class GaeSettings(DiscountSettings):
+    """gae: generalized advantage estimation."""
+
+    lam: Probability = 1.0
+    """Near 1 less bias, near 0 less variance."""
+
+
+class GroupNormSettings(AdvantageSettings):
+    """grpo, grpo_passk: estimators that may divide by the spread of a group."""
+
+    norm_adv_by_std: bool = True
+    """Divide by the standard deviation of the group."""
+
+
+class GpgAdvantageSettings(AdvantageSettings):
+    """gpg: the group policy gradient."""
+
+    f_norm: float = Field(default=1.0, gt=0)
+    """Divisor of the advantages."""
+
+
+class UserAdvantageSettings(AdvantageSettings):
+    """An estimator of the user's own (PATH.py:NAME). Other keys are kept as they are written and
+    read as attributes, `settings.beta`; `model_extra` is the mapping of all of them."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+ADVANTAGE_SETTINGS: Mapping[str, type[AdvantageSettings]] = {
+    "gae": GaeSettings,
+    "reinforce": DiscountSettings,
+    "reinforce_plus_plus": DiscountSettings,
+    "reinforce_plus_plus_baseline": AdvantageSettings,
+    "grpo": GroupNormSettings,
+    "dr_grpo": AdvantageSettings,
+    "grpo_passk": GroupNormSettings,
+    "rloo": AdvantageSettings,
+    "remax": AdvantageSettings,
+    "opo": AdvantageSettings,
+    "gpg": GpgAdvantageSettings,
+}
+"""The record of numbers of each estimator, by its name."""

@@ -1,0 +1,154 @@
+"""`algorithm.loss` and `algorithm.loss_config`: the policy loss, and a record of numbers for each.
+
+Invariant: `LOSS_SETTINGS` names the record of every loss; a record holds what its loss reads, and
+the aggregation that the other terms of the objective share. `POLICY_LOSSES` in
+`streamrl.algorithms.losses` has the same keys (a test compares them).
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from streamrl.config.section import Section
+
+AggregationMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
+
+
+class LossSettings(Section):
+    """What every loss has: how numbers per token become one. Losses without other numbers add
+    nothing to it."""
+
+    loss_agg_mode: AggregationMode = "token-mean"
+    """How per-token losses become one number; gspo, sapo and geo_mean take a mean per sequence
+    instead and leave this to the other terms (KL, entropy, SFT)."""
+    loss_scale_factor: float | None = Field(default=None, gt=0)
+    """Fixed length that seq-mean-token-sum-norm divides by; null means the longest response."""
+    norm_by_sequences: bool = True
+    """Whether seq-mean-token-sum-norm also divides by the number of sequences."""
+
+
+class ClipRangeSettings(LossSettings):
+    """Losses that clip the ratio to the proximal policy."""
+
+    clip_ratio_low: float = Field(default=0.2, ge=0)
+    """How far the ratio may fall below 1."""
+    clip_ratio_high: float = Field(default=0.2, ge=0)
+    """How far the ratio may rise above 1."""
+
+
+class PpoSettings(ClipRangeSettings):
+    """ppo: the clipped surrogate with dual clip."""
+
+    clip_ratio_c: float | None = Field(default=3.0, gt=1)
+    """Dual clip: largest ratio counted where the advantage is negative; null switches it off."""
+
+
+class GspoSettings(ClipRangeSettings):
+    """gspo: the clipped ratio of whole sequences."""
+
+
+class GeoMeanSettings(ClipRangeSettings):
+    """geo_mean: the geometric mean of clipped ratios; the range is that of the log-ratio."""
+
+
+class CispoSettings(ClipRangeSettings):
+    """cispo: the clipped ratio as a constant weight."""
+
+
+class SapoSettings(LossSettings):
+    """sapo: a soft gate instead of a clip."""
+
+    tau_pos: float = Field(default=1.0, gt=0)
+    """Sharpness of the gate where the advantage is positive."""
+    tau_neg: float = Field(default=1.05, gt=0)
+    """Sharpness of the gate elsewhere."""
+
+
+class ClipCovSettings(ClipRangeSettings):
+    """clip_cov: drops the loss of random tokens of high covariance."""
+
+    clip_cov_ratio: float = Field(default=2e-4, gt=0, le=1)
+    """Share of the tokens whose loss is dropped."""
+    clip_cov_lb: float = 1.0
+    """Only tokens whose covariance is above this are dropped."""
+    clip_cov_ub: float = 5.0
+    """Only tokens whose covariance is below this are dropped."""
+
+
+class KlCovSettings(LossSettings):
+    """kl_cov: penalizes the tokens of highest covariance."""
+
+    kl_cov_ratio: float = Field(default=2e-4, gt=0, le=1)
+    """Share of the tokens, by covariance, that get the penalty."""
+    kl_cov_coef: float = Field(default=0.1, ge=0)
+    """Weight of the penalty."""
+
+
+class DppoSettings(LossSettings):
+    """dppo_tv and dppo_kl: a trust region on the divergence of each token."""
+
+    clip_ratio_low: float = Field(default=0.2, ge=0)
+    """Divergence allowed where a token becomes less likely."""
+    clip_ratio_high: float = Field(default=0.2, ge=0)
+    """Divergence allowed where a token becomes likelier."""
+    clip_ratio_c: float | None = Field(default=3.0, gt=1)
+    """Largest weight of a token, its ratio to the proximal policy; null for no bound."""
+
+
+class ToprSettings(LossSettings):
+    """topr: positive trajectories as in SFT, negative ones tapered."""
+
+    topr_positive_weight: float = Field(default=1.0, ge=0)
+    """Weight of the trajectories with a positive reward."""
+    topr_negative_weight: float = Field(default=1.0, ge=0)
+    """Weight of the others."""
+
+
+class DroSettings(LossSettings):
+    """dro: a quadratic penalty on the log-ratio."""
+
+    dro_beta: float = Field(default=0.5, gt=0)
+    """Weight of the squared log-ratio."""
+
+
+class GpgSettings(LossSettings):
+    """gpg: has no numbers of its own."""
+
+
+class ReinforceSettings(LossSettings):
+    """reinforce: has no numbers of its own."""
+
+
+class UserLossSettings(LossSettings):
+    """A loss of the user's own (PATH.py:NAME). Other keys are kept as they are written and read as
+    attributes, `settings.beta`; `model_extra` is the mapping of all of them."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
+    "ppo": PpoSettings,
+    "gspo": GspoSettings,
+    "gpg": GpgSettings,
+    "clip_cov": ClipCovSettings,
+    "kl_cov": KlCovSettings,
+    "geo_mean": GeoMeanSettings,
+    "cispo": CispoSettings,
+    "sapo": SapoSettings,
+    "dppo_tv": DppoSettings,
+    "dppo_kl": DppoSettings,
+    "topr": ToprSettings,
+    "reinforce": ReinforceSettings,
+    "dro": DroSettings,
+}
+"""The record of numbers of each loss, by its name."""
+
+RATIO_FREE_LOSSES = ("gpg", "reinforce", "dro")
+"""Losses without a ratio to the proximal policy: only importance weights correct them."""

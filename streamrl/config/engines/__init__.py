@@ -1,0 +1,1 @@
+"""The settings of one inference engine each: `generator.vllm` and `generator.sglang`."""

@@ -1,0 +1,43 @@
+"""The resolved configuration as text: for a person, and for a file."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from streamrl.config.loading.load import LoadedConfig
+from streamrl.config.run_config import RunConfig
+
+
+def render(loaded: LoadedConfig) -> str:
+    """The resolved configuration as YAML; behind each value, where it came from."""
+    lines = list(_render(loaded.config.model_dump(mode="json"), (), loaded.origins))
+    width = max(len(text) for text, _ in lines)
+    return "".join(f"{text:<{width}}  {origin}".rstrip() + "\n" for text, origin in lines)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved configuration, as a file that `load_config` reads back to the same."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _render(
+    value: Any, path: tuple[str, ...], origins: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    indent = "  " * len(path)
+    for key, item in value.items():
+        here = (*path, key)
+        if isinstance(item, dict) and item:
+            yield f"{indent}{key}:", ""
+            yield from _render(item, here, origins)
+        else:
+            dumped = yaml.safe_dump(item, default_flow_style=True, width=10**9)
+            shown = dumped.removesuffix("...\n").strip()
+            yield f"{indent}{key}: {shown}", f"# {_origin_of(here, origins)}"
+
+
+def _origin_of(path: tuple[str, ...], origins: Mapping[str, str]) -> str:
+    for length in range(len(path), 0, -1):
+        if origin := origins.get(".".join(path[:length])):
+            return origin
+    return "default"

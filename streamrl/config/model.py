@@ -1,0 +1,48 @@
+"""`model`: the language model that is trained, and how to make a small one."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from streamrl.config.numbers import NotNegative, Positive, Probability
+from streamrl.config.section import Section
+
+
+class RecipeSettings(Section):
+    """A small Llama and its character tokenizer, made locally and warm-started (make-model)."""
+
+    hidden_size: Positive = 128
+    """Width of the residual stream."""
+    intermediate_size: Positive = 384
+    """Width of the MLP."""
+    num_layers: Positive = 3
+    """Decoder layers."""
+    num_heads: Positive = 4
+    """Attention heads."""
+    alphabet: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?"
+    """Characters of the tokenizer; one token each."""
+    warm_start_steps: NotNegative = 400
+    """Upper bound of supervised steps; 0 leaves the model random."""
+    warm_start_accuracy: Probability = 0.3
+    """Supervised steps end when this sampled exact match is reached."""
+    initializer_range: Annotated[float, Field(gt=0)] = 0.06
+    """Standard deviation of the random weights; narrow models learn faster from wider ones."""
+    batch_size: Positive = 128
+    """Examples per supervised step."""
+    lr: Annotated[float, Field(gt=0)] = 2e-3
+    """Learning rate of the supervised steps."""
+
+
+class ModelSettings(Section):
+    path: str
+    """Folder (or hub name) of a Hugging Face causal language model."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer, if it is not with the model."""
+    trust_remote_code: bool = False
+    """Allow models that bring their own code."""
+    recipe: RecipeSettings | None = None
+    """How `streamrl make-model` makes the model when `path` does not exist."""
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.tokenizer or self.path

@@ -1,0 +1,85 @@
+"""Code of the user's own, named in a configuration as PATH.py:NAME.
+
+Invariant: a file is run once per process, under its own name, so it may import what stands beside
+it; whatever is wrong with it is one sentence that begins with the field that names it.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from streamrl.errors import ConfigError, did_you_mean
+
+
+def is_user_code(entry: str) -> bool:
+    """Whether the entry names a file of the user's rather than something built in.
+
+    >>> is_user_code("rewards.py:score"), is_user_code("exact_match")
+    (True, False)
+    """
+    return ".py" in entry
+
+
+def check_user_code(entry: str) -> None:
+    """
+    Raises:
+        ValueError: the entry is not of the form PATH.py:NAME.
+    """
+    file, _, name = entry.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"was {entry!r}; code of your own is named PATH.py:NAME")
+
+
+def load_user_code(field: str, entry: str) -> Callable[..., Any]:
+    """The function or class at PATH.py:NAME.
+
+    Args:
+        field: the setting that names it, such as `data.reward`; errors begin with it.
+
+    Raises:
+        ConfigError: no such file or name, or the file cannot be run.
+    """
+    try:
+        check_user_code(entry)
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}") from error
+    file, _, name = entry.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"{field}: there is no file {path}")
+    # Whatever the user's file raises, the sentence must say whose file it was.
+    try:
+        module = _run(path.resolve())
+    except Exception as error:
+        raise ConfigError(f"{field}: {path}: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [
+            n
+            for n, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value))
+            and value.__module__ == module.__name__
+        ]
+        raise ConfigError(f"{field}: {path} has no function {name!r}; {did_you_mean(name, own)}")
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+@cache
+def _run(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    # Dataclasses look their module up by name; a name that is taken stays with its owner.
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
