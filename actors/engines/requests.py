@@ -1,7 +1,7 @@
 """Requests in flight, each a task, so that closing an engine ends all of them.
 
-Invariant: whoever waits for a request gets its result, its error, or, where the request was
-canceled by `cancel_all`, the error that `raise_if_over` raises.
+Invariant: `run` returns the request's result, raises its error or, after `cancel_all`, the error of
+`raise_if_over`.
 """
 
 import asyncio

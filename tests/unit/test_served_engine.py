@@ -173,7 +173,7 @@ def test_weights_of_somebody_else_are_noticed():
     labels = Labels("me")
     spans = [VersionSpan("me/3", 0, 2), VersionSpan("me/4", 2, 3)]
     assert versions_of(spans, 3, labels).tolist() == [3, 3, 4]
-    with pytest.raises(RolloutError, match="does not say which weights"):
+    with pytest.raises(RolloutError, match="leaves out which weights"):
         versions_of(spans, 4, labels)
     for label in ("default", "other/3", "me/", "3"):
         with pytest.raises(TransportError, match="was started again, or serves two"):

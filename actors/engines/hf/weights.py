@@ -17,7 +17,7 @@ from streamrl.weights.layout import Layout, dtype_name
 
 @dataclass(frozen=True)
 class _Copy:
-    """A set of parameters: the bytes, and the views of them by name."""
+    """A set of parameters: its bytes, and views of them by name."""
 
     manifest: tuple[TensorSpec, ...]
     data: torch.Tensor
@@ -31,7 +31,7 @@ class _Copy:
 
 
 class SpareWeights:
-    """Parameters by name; those the learner does not send (none, as a rule) stay as they are."""
+    """Parameters by name; those the learner does not send keep their values."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._active = dict(model.named_parameters())
@@ -39,9 +39,9 @@ class SpareWeights:
         self._spare: _Copy | None = None
 
     def landing(self, manifest: tuple[TensorSpec, ...]) -> torch.Tensor | None:
-        """Where the update's bytes can be received in place, if it is in the engine's precision.
+        """The memory to receive the update in place, None if it is in another precision.
 
-        Comes before `stage`, once for each update.
+        Called before `stage`, once for each update.
         """
         own = tuple(
             replace(spec, dtype=dtype_name(self._active[spec.name].dtype)) for spec in manifest
@@ -51,14 +51,14 @@ class SpareWeights:
         return self._spare.data if own == manifest else None
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep the tensor, cast to the engine's precision, for the next swap."""
-        assert self._spare is not None, "landing() comes first"
+        """Keeps the tensor, cast to the engine's precision, for the next swap."""
+        assert self._spare is not None, "landing() was called"
         view = self._spare.views[name]
         if tensor.data_ptr() != view.data_ptr():
             view.copy_(tensor)
 
     def swap(self) -> None:
-        """What was staged becomes active; what was active becomes the next staging area."""
+        """Makes the staged set active, and the active one the next staging area."""
         assert self._spare is not None, "nothing was staged"
         for name, staged in self._spare.views.items():
             self._active[name].data = staged

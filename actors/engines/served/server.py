@@ -160,5 +160,5 @@ def versions_of(spans: Iterable[VersionSpan], num_tokens: int, labels: Labels) -
     for span in spans:
         versions[span.start : span.end] = labels.version(span.version)
     if (versions < 0).any():
-        raise RolloutError("the server's answer does not say which weights sampled every token")
+        raise RolloutError("the server's answer leaves out which weights sampled a token")
     return versions
