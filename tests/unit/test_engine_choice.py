@@ -1,4 +1,4 @@
-"""Which engine a configuration gets, and what it is told if it cannot have it."""
+"""Which engine a configuration gets, and the error if it cannot have it."""
 
 from pathlib import Path
 

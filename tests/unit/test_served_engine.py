@@ -1,4 +1,4 @@
-"""Requests of an engine over HTTP, on a server that does as the test says."""
+"""Requests of an engine over HTTP, on a server that each test controls."""
 
 import asyncio
 import signal
@@ -201,7 +201,7 @@ def test_readings_sum_the_series_of_a_name():
     assert readings(page, names) == {"n": 5.5, "m": 7.0, "none": 0.0}
 
 
-async def test_http_tells_refusal_silence_and_loss_apart(tmp_path):
+async def test_http_distinguishes_refusal_silence_and_loss(tmp_path):
     async def slow(_: object) -> tuple[int, object]:
         await asyncio.sleep(30)
         return 200, {}
@@ -233,10 +233,11 @@ async def test_http_tells_refusal_silence_and_loss_apart(tmp_path):
     await nobody.close()
 
 
-def test_a_server_process_that_ends_is_reported_with_its_last_log_line(tmp_path):
-    process = ServerProcess(["sh", "-c", "echo out of memory; exit 3"], tmp_path / "logs" / "log")
+@pytest.mark.parametrize(("end", "code"), [("exit 3", "3"), ("kill -ILL $$", "SIGILL")])
+def test_a_server_process_that_ends_is_reported_with_its_last_log_line(tmp_path, end, code):
+    process = ServerProcess(["sh", "-c", f"echo out of memory; {end}"], tmp_path / "logs" / "log")
     process._process.wait(20)
-    with pytest.raises(TransportError, match="ended with 3: out of memory"):
+    with pytest.raises(TransportError, match=f"ended with {code}: out of memory"):
         process.require_alive()
 
 

@@ -25,6 +25,8 @@ def main(command: list[str]) -> int:
     threading.Thread(target=_wait_for_owner, args=(process,), daemon=True).start()
     code = process.wait()
     _signal(process, signal.SIGKILL)
+    if code < 0:
+        _end_by(-code)
     return code
 
 
@@ -41,6 +43,13 @@ def _wait_for_owner(process: "subprocess.Popen[bytes]") -> None:
 def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
+
+
+def _end_by(number: int) -> None:
+    """Ends this process by the signal that ended the command, so that its owner sees the signal."""
+    with contextlib.suppress(OSError):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":
