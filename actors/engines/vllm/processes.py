@@ -15,7 +15,7 @@ from pathlib import Path
 
 from actors.engines.served.process import death
 from actors.engines.vllm.plugin import ERROR_LOG_VARIABLE
-from streamrl.errors import ConfigError, TransportError
+from streamrl.errors import TransportError
 
 _END_S = 2.0
 
@@ -32,7 +32,7 @@ class VllmProcesses:
         """Around the call that starts vLLM's processes.
 
         Raises:
-            ConfigError: vLLM did not start, with the last line of its errors.
+            TransportError: vLLM did not start, with the last line of its errors.
         """
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         self._log_file.write_text("")
@@ -41,7 +41,7 @@ class VllmProcesses:
         try:
             yield
         except Exception as error:
-            raise ConfigError(f"generator.engine vllm: {error}; {self.death()}") from error
+            raise TransportError(f"{error}; {self.death()}") from error
         self._processes = tuple(p for p in multiprocessing.active_children() if p not in before)
 
     def death(self) -> TransportError:
