@@ -220,7 +220,8 @@ def test_agentic_rewards_are_compared_as_the_configuration_says(grouping, compar
     )
     together = np.repeat(list(compared), 2)
     means = np.array([scores[together == label].mean() for label in together])
-    assert torch.allclose(advantages, batch.sequences.expand(torch.from_numpy(scores - means).float()))
+    expected = batch.sequences.expand(torch.from_numpy(scores - means).float())
+    assert torch.allclose(advantages, expected)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
