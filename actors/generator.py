@@ -1,9 +1,9 @@
 """The generator: leases prompts, runs their groups, puts them, and follows the weights.
 
-    lease_groups      a lease whenever the engine has room and the weights are new enough
+    lease_groups      leases for all the engine has room for, once the weights are new enough
     one task a group  wait for the lease's version, generate, score, put
     heartbeat         renew the leases held, report, hear of leases lost, of orders, of the end
-    receiver.run      load what the learner announces (`streamrl.weights.protocol`)
+    receiver.run      load what the learner announces (`streamrl.weights.receiver`)
 
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
 group that fails costs itself. Nothing here waits for the learner, only for admission.
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 import uuid
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from streamrl.types import (
     WeightUpdate,
     replace,
 )
-from streamrl.weights.protocol import WeightReceiver
+from streamrl.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -118,24 +119,29 @@ class Generator:
         group, an update or the buffer unblocks. Ends when cancelled."""
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._has_room() and self._is_current())
-            lease_id = f"{self._session}/{next(self._numbers)}"
-            lease = await self._buffer.lease(lease_id, self._id, LEASE_WAIT_S)
-            if lease is not None and self._version_gate.has_failed:
-                # An update failed meanwhile; others can begin this group at once.
-                await self._buffer.release(lease_id, DropReason.RELEASED)
-            elif lease is not None:
-                task = tasks.create_task(self._generate(lease))
-                self._groups[lease_id] = _Group(
-                    lease, task, time.monotonic(), lease.min_policy_version
-                )
+                await self._changed.wait_for(lambda: self._num_free() > 0 and self._is_current())
+            numbers = itertools.islice(self._numbers, self._num_free())
+            lease_ids = [f"{self._session}/{number}" for number in numbers]
+            for lease in await self._buffer.lease(lease_ids, self._id, LEASE_WAIT_S):
+                await self._begin(lease, tasks)
 
-    def _has_room(self) -> bool:
-        in_flight = len(self._groups) * self._config.generator.group_size
-        return in_flight < self._config.generator.max_num_seqs
+    async def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
+        if self._version_gate.has_failed:
+            # An update failed meanwhile; others can begin this group at once.
+            await self._buffer.release(lease.lease_id, DropReason.RELEASED)
+        else:
+            task = tasks.create_task(self._generate(lease))
+            self._groups[lease.lease_id] = _Group(
+                lease, task, time.monotonic(), lease.min_policy_version
+            )
+
+    def _num_free(self) -> int:
+        """Groups that the engine has room for; the last one may have to wait for some of it."""
+        sizes = self._config.generator
+        return math.ceil(sizes.max_num_seqs / sizes.group_size) - len(self._groups)
 
     def _is_current(self) -> bool:
-        return self._version_gate.is_done(self._engine.policy_version)
+        return self._version_gate.is_open(self._engine.policy_version)
 
     async def _generate(self, lease: Lease) -> None:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
@@ -186,9 +192,9 @@ class Generator:
         try:
             report = await self._engine.load_weights(update)
         except WeightTransferError:
-            self._version_gate.fail()
+            self._version_gate.on_load_failed()
             raise
-        self._version_gate.load()
+        self._version_gate.on_loaded()
         await self._announce()
         return report
 
@@ -211,7 +217,7 @@ class Generator:
         for lease_id in self._groups.keys() & set(held):
             group = self._groups[lease_id]
             group.min_policy_version = min(group.min_policy_version, reply.policy_version)
-        self._version_gate.hear(reply.policy_version)
+        self._version_gate.on_learner_version(reply.policy_version)
         if reply.scheduling_state is not self._scheduling_state:
             log.info("now %s by order", reply.scheduling_state)
             self._scheduling_state = reply.scheduling_state

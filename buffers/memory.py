@@ -20,6 +20,7 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
+    Loan,
     SchedulingState,
     TrajectoryGroup,
 )
@@ -45,11 +46,13 @@ class MemoryBuffer:
         """Another client of the same buffer."""
         return MemoryBuffer(self._state, self._changed, self._clock)
 
-    async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
-        def attempt() -> Lease | None:
-            return self._state.lease(lease_id, generator_id, self._clock())
+    async def lease(
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
+    ) -> tuple[Lease, ...]:
+        def attempt() -> tuple[Lease, ...]:
+            return self._state.lease(lease_ids, generator_id, self._clock())
 
-        return await self._when(attempt, wait_s)
+        return await self._wait_for(attempt, wait_s)
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         self._state.put(lease_id, GroupHeader.of(group), group, self._clock())
@@ -70,20 +73,27 @@ class MemoryBuffer:
         return self._state.stats(self._clock())
 
     async def take(
-        self, num_groups: int, policy_version: int, wait_s: float
-    ) -> tuple[GroupHeader, ...]:
-        def attempt() -> tuple[GroupHeader, ...] | None:
-            return self._state.take(num_groups, policy_version, self._learner_term) or None
+        self,
+        num_groups: int,
+        policy_version: int,
+        wait_s: float,
+        *,
+        with_payloads: bool = False,
+    ) -> Loan:
+        def attempt() -> tuple[GroupHeader, ...]:
+            return self._state.take(num_groups, policy_version, self._learner_term)
 
-        return await self._when(attempt, wait_s) or ()
+        headers = await self._wait_for(attempt, wait_s)
+        wanted = [header.prompt_index for header in headers] if with_payloads else []
+        return Loan(headers=headers, groups=self._state.fetch(wanted))
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         return self._state.fetch(prompt_indices)
 
-    async def advance(self, policy_version: int) -> Books:
-        books = self._state.advance(policy_version, self._learner_term)
+    async def advance(self, policy_version: int) -> BufferStats:
+        self._state.advance(policy_version, self._learner_term)
         await self._announce()
-        return books
+        return await self.stats()
 
     async def acknowledge(self, policy_version: int) -> None:
         self._state.acknowledge(policy_version, self._learner_term)
@@ -111,14 +121,14 @@ class MemoryBuffer:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _when(self, attempt: Callable[[], Answer | None], wait_s: float) -> Answer | None:
-        """Waits until `attempt` answers; unblocked by any change, an expiry, or `wait_s`."""
+    async def _wait_for(self, attempt: Callable[[], Answer], wait_s: float) -> Answer:
+        """Waits for an answer that is not empty; any change, an expiry, or `wait_s` unblocks."""
         deadline = self._clock() + wait_s
         async with self._changed:
             while True:
                 self._state.expire(self._clock())
                 answer = attempt()
-                if answer is not None or self._clock() >= deadline:
+                if answer or self._clock() >= deadline:
                     return answer
                 expiry_s = self._state.ledger.next_expiry_s() or deadline
                 with contextlib.suppress(TimeoutError):

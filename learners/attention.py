@@ -1,9 +1,11 @@
-"""Attention over packed trajectories: linear layers see every token once and no padding.
+"""Attention over packed trajectories: linear layers compute every token once and no padding.
 
 A packed forward pass has batch size 1 and N tokens of S trajectories. On a GPU in half precision
 torch's variable-length kernel attends within each trajectory. Elsewhere trajectories of similar
-length (within a factor of two) are laid side by side for one scaled_dot_product_attention call, so
-padding exists only there, and less than half of it. Registered with transformers under `NAME`.
+length (within a factor of two) share one padded scaled_dot_product_attention call; less than half
+of its tokens are padding. Registered with transformers under `NAME`.
+
+Invariant: a token attends to tokens of its own trajectory only, itself and earlier ones.
 Shapes: N tokens, Q query heads, H key-value heads, D head width, B trajectories of a bucket, L
 their longest.
 """
@@ -21,7 +23,7 @@ NAME = "streamrl_packed"
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the trajectories stand: `lengths` of consecutive stretches of the N tokens."""
+    """The bounds of the trajectories: `lengths` of consecutive stretches of the N tokens."""
 
     lengths: tuple[int, ...]
     device: torch.device
@@ -38,13 +40,13 @@ class Packing:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """[N] place of each token in its trajectory."""
+        """[N] position of each token in its trajectory."""
         return torch.cat([torch.arange(length) for length in self.lengths]).to(self.device)
 
     @cached_property
     def buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         """Per bucket: token indices [B, L], padded with the trajectory's last one, and the flat
-        places in [B * L] that are no padding."""
+        indices in [B * L] that are no padding."""
         starts = self.ends[:-1].tolist()
         by_size: dict[int, list[int]] = {}
         for i, length in enumerate(self.lengths):
@@ -62,7 +64,7 @@ class Packing:
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """[N] where each token stands in the buckets' outputs, one after the other."""
+        """[N] index of each token in the concatenated outputs of the buckets."""
         token_of = torch.cat([indices.flatten()[real] for indices, real in self.buckets])
         return token_of.argsort()
 

@@ -1,8 +1,10 @@
-"""From trajectory groups to what the algorithms and the policy are given.
+"""Trajectory groups as tensors: the batch of a step, and its micro-batches.
 
-A `TrainingBatch` is the whole step's facts, flat over response tokens; a `MicroBatch` is a part
-that shares one forward pass, its tokens packed. Shapes: S trajectories, R response tokens of all of
-them, N tokens (prompts included) of a micro-batch.
+A `TrainingBatch` holds what was recorded, flat over response tokens; a `MicroBatch` is the part of
+it that shares one forward pass, its tokens packed.
+Invariant: a batch does not depend on how it is cut; a micro-batch says which rows of it it holds.
+Shapes: S trajectories, R response tokens of all of them, N tokens (prompts included) of a
+micro-batch.
 """
 
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 
 from learners.attention import Packing
+from learners.packing import pack
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError
 from streamrl.types import GREEDY_REWARD, INVALID_TURNS, Trajectory, TrajectoryGroup
@@ -85,13 +88,25 @@ class TrainingBatch:
         """[R] versions between sampling and training, as a distance."""
         return (self.policy_version - self._responses("policy_versions")).abs()
 
+    def pack(
+        self, max_tokens: int, device: torch.device, chosen: Sequence[int] | None = None
+    ) -> list["MicroBatch"]:
+        """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen.
+
+        Raises:
+            ConfigError: a trajectory alone exceeds `max_tokens`.
+        """
+        indices = range(len(self.trajectories)) if chosen is None else chosen
+        (bins,) = pack([self.lengths[i] for i in indices], max_tokens)
+        return [self.micro_batch([indices[i] for i in members], device) for members in bins]
+
     def micro_batch(self, members: Sequence[int], device: torch.device) -> "MicroBatch":
         """The trajectories with these indices, packed."""
         chosen = [self.trajectories[i] for i in members]
         ids = np.concatenate([t.token_ids for t in chosen])
         is_response = np.concatenate([t.response_mask for t in chosen])
-        # The first token of a packed stretch is predicted by nothing before it.
-        places = torch.from_numpy(np.flatnonzero(is_response))
+        # The first token of a trajectory is never a response: no token before it predicts it.
+        positions = torch.from_numpy(np.flatnonzero(is_response))
         ends = self.sequences.lengths.cumsum(0)
         spans = [
             torch.arange(int(ends[i] - self.sequences.lengths[i]), int(ends[i])) for i in members
@@ -100,8 +115,8 @@ class TrainingBatch:
         return MicroBatch(
             token_ids=token_ids[None].to(device),
             packing=Packing(tuple(t.num_tokens for t in chosen), device),
-            predictors=(places - 1).to(device),
-            targets=token_ids[places].to(device),
+            predictors=(positions - 1).to(device),
+            targets=token_ids[positions].to(device),
             members=torch.tensor(list(members)),
             responses=torch.cat(spans),
             sequences=Sequences.from_lengths(self.sequences.lengths[list(members)]),
@@ -120,11 +135,11 @@ class MicroBatch:
     """[1, N] int64"""
     packing: Packing
     predictors: torch.Tensor
-    """[R] places in N whose hidden states predict the response tokens."""
+    """[R] positions in N whose hidden states predict the response tokens."""
     targets: torch.Tensor
     """[R] int64, the response tokens."""
     members: torch.Tensor
     """[S] which of the step's trajectories these are."""
     responses: torch.Tensor
-    """[R] where these response tokens stand among those of the step."""
+    """[R] which of the step's response tokens these are."""
     sequences: Sequences

@@ -1,4 +1,4 @@
-"""Checkpoints: everything a learner needs to go on as if nothing had happened.
+"""Checkpoints: everything a learner needs to repeat the next step exactly.
 
     checkpoints/step-00000020/
         model.safetensors, config.json, tokenizer...    loads in transformers, vLLM, SGLang
@@ -6,8 +6,7 @@
         critic.safetensors, critic_optimizer.safetensors   with advantage gae
         state.json                                      version, books, credit, random state
 
-Invariant: a folder under its final name is complete and on disk; groups are acknowledged only then.
-No pickle. Called by `learners.learner`.
+Invariant: a folder under its final name is complete and on disk. No pickle.
 """
 
 import base64
@@ -16,7 +15,6 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,9 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 
 from learners.critic import Critic
+from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, OtherReleaseError
 from streamrl.types import Books
 
 log = logging.getLogger(__name__)
@@ -36,20 +35,14 @@ log = logging.getLogger(__name__)
 Parameters: TypeAlias = Mapping[str, torch.nn.Parameter]
 
 _PREFIX = "step-"
+FORMAT = 2
+"""Of state.json; a checkpoint of another format is refused."""
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What the learner itself continues from; the trainer's part is loaded into the trainer."""
-
-    policy_version: int
-    books: Books
-
-
-def save(config: RunConfig, trainer: Trainer, policy_version: int, books: Books) -> Path:
-    """Write the checkpoint of this version and drop those beyond `learner.checkpoint.keep`."""
+def save(config: RunConfig, trainer: Trainer, state: LearnerState) -> Path:
+    """Write the checkpoint of this state; delete those beyond `learner.checkpoint.keep`."""
     folder = config.run.path / "checkpoints"
-    path = folder / f"{_PREFIX}{policy_version:08d}"
+    path = folder / f"{_PREFIX}{state.policy_version:08d}"
     unfinished = folder / f".{path.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -59,13 +52,14 @@ def save(config: RunConfig, trainer: Trainer, policy_version: int, books: Books)
     save_file(_optimizer_tensors(policy, trainer.optimizer), unfinished / "optimizer.safetensors")
     if trainer.critic is not None:
         _save_critic(trainer.critic, unfinished)
-    state = {
-        "policy_version": policy_version,
-        "books": msgspec.to_builtins(books, str_keys=True),
+    record = {
+        "format": FORMAT,
+        "policy_version": state.policy_version,
+        "books": msgspec.to_builtins(state.books, str_keys=True),
         "credit": trainer.credit.state_dict(),
         "torch_random_state": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
     }
-    (unfinished / "state.json").write_text(json.dumps(state))
+    (unfinished / "state.json").write_text(json.dumps(record))
     _sync(unfinished)
     if path.exists():
         shutil.rmtree(path)
@@ -86,8 +80,8 @@ def find(config: RunConfig) -> Path | None:
         case "never":
             return None
         case "auto":
-            found = list_checkpoints(config.run.path / "checkpoints")
-            return found[-1] if found else None
+            checkpoints = list_checkpoints(config.run.path / "checkpoints")
+            return checkpoints[-1] if checkpoints else None
         case path:
             if not (Path(path) / "state.json").is_file():
                 raise ConfigError(f"run.resume: {path} is no checkpoint (it has no state.json)")
@@ -99,22 +93,28 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / "state.json").is_file())
 
 
-def restore(path: Path, trainer: Trainer) -> Restored:
+def restore(path: Path, trainer: Trainer) -> LearnerState:
     """Load optimizer, credit and random state into a trainer whose policy has these weights.
 
+    Returns:
+        The state of the learner itself.
+
     Raises:
-        ConfigError: the checkpoint is of another model.
+        ConfigError: the checkpoint is of another model, or of another release of StreamRL.
     """
-    state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    record: dict[str, Any] = json.loads((path / "state.json").read_text())
+    if (written := record.get("format", 1)) != FORMAT:
+        what, remedy = f"run.resume: the checkpoint {path}", "start the run anew with --new"
+        raise OtherReleaseError.of(what, written, FORMAT, remedy)
     _load_optimizer(trainer.policy.parameters(), trainer.optimizer, path / "optimizer.safetensors")
     if trainer.critic is not None:
         _load_critic(trainer.critic, path)
-    trainer.credit.load_state_dict(state["credit"])
-    random_state = bytearray(base64.b64decode(state["torch_random_state"]))
+    trainer.credit.load_state_dict(record["credit"])
+    random_state = bytearray(base64.b64decode(record["torch_random_state"]))
     torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
-    return Restored(
-        policy_version=state["policy_version"],
-        books=msgspec.convert(state["books"], Books, str_keys=True, strict=False),
+    return LearnerState(
+        policy_version=record["policy_version"],
+        books=msgspec.convert(record["books"], Books, str_keys=True, strict=False),
     )
 
 
@@ -163,7 +163,7 @@ def _require_fit(
 
 
 def _sync(folder: Path) -> None:
-    """Bytes to disk, then the folder that names them."""
+    """Write the files to disk, then the folder that names them."""
     for file in (*(f for f in folder.iterdir() if f.is_file()), folder):
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -1,8 +1,7 @@
 """The critic of advantage gae: a value for every response token, and its own optimizer.
 
 Invariant: it starts as a copy of the initial policy's decoder with a value head of zeros, so the
-first values are 0; denominators are those of the whole step, like the policy's. Called by
-`learners.trainer`; saved and restored by `learners.checkpoint`.
+first values are 0; denominators are those of the whole step, like the policy's.
 Shapes: R response tokens of a micro-batch or of the step.
 """
 
@@ -18,7 +17,7 @@ from streamrl.config import RunConfig
 
 
 class Critic:
-    """`body` is a policy of which only the decoder is used."""
+    """The value network; `body` is a policy of which only the decoder is used."""
 
     def __init__(self, config: RunConfig, body: Policy) -> None:
         settings = config.learner.optimizer
@@ -34,21 +33,22 @@ class Critic:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name; the decoder's, and those of `value_head`."""
-        unused = self._body.model.get_output_embeddings()
-        tied = self._body.model.get_input_embeddings()
-        skipped = set() if unused.weight is tied.weight else set(unused.parameters())
+        lm_head = self._body.model.get_output_embeddings()
+        embeddings = self._body.model.get_input_embeddings()
+        is_tied = lm_head.weight is embeddings.weight
+        skipped = set() if is_tied else set(lm_head.parameters())
         body = {n: p for n, p in self._body.parameters().items() if p not in skipped}
         head = {f"value_head.{name}": p for name, p in self._head.named_parameters()}
         return body | head
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[R] expected return before each response token, float32, with gradient."""
-        hidden = self._body.responses(micro_batch)
+        hidden = self._body.hidden_states(micro_batch)
         return self._head(hidden.to(self._head.weight.dtype))[:, 0].float()  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def estimate(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
-        """[R] of the whole step, on the CPU."""
+    def batch_values(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
+        """[R of the whole batch] on the CPU; `num_tokens` is R."""
         values = torch.zeros(num_tokens)
         for micro_batch in micro_batches:
             values[micro_batch.responses] = self.values(micro_batch).cpu()
@@ -76,7 +76,7 @@ class Critic:
         return output.metrics
 
     def update(self, policy_version: int) -> dict[str, float]:
-        """One step of its own optimizer, counted like the policy's."""
+        """One step of its own optimizer, at the policy's learning rate schedule."""
         return update(
             self.optimizer,
             self.parameters().values(),

@@ -1,7 +1,7 @@
-"""The learner daemon: a policy, its trainer, its end of the weight channel. `streamrl learner`.
+"""`streamrl learner`: the learner daemon, made from a configuration.
 
-Waits for the buffer and for groups; generators may come and go. Ends after `run.max_steps`, or at
-a signal once the step at hand is durable.
+Ends after `run.max_steps`, or at a signal once the step at hand is durable. Waits for the buffer
+and for groups; generators may join and leave at any time.
 """
 
 import argparse
@@ -14,8 +14,9 @@ import torch
 from buffers.connect import connect
 from learners import checkpoint
 from learners.critic import Critic
-from learners.learner import Learner, nothing_restored
+from learners.learner import Learner
 from learners.policy import Policy
+from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
 from streamrl import service
@@ -45,37 +46,44 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     _warn_of_truncation(config)
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
-    torch.manual_seed(config.run.seed)
-    found = checkpoint.find(config)
-    policy = Policy.from_config(config, found)
-    reference = Policy.from_config(config) if config.algorithm.needs_reference else None
-    critic = None
-    if config.algorithm.needs_values:
-        critic = Critic(config, Policy.from_config(config))
-    trainer = Trainer(config, policy, reference, critic)
-    start = checkpoint.restore(found, trainer) if found else nothing_restored()
-    log.info("starting from %s at version %d", found or config.model.path, start.policy_version)
-    sender = _make_sender(config, policy)
+    trainer, state = _load(config)
+    sender = _make_sender(config, trainer.policy)
     buffer = connect(config)
-    tracker = open_trackers(config, first_step=start.policy_version + 1)
-    record = JsonlTracker(config.run.path / TRAINED_FILE, first_step=start.policy_version + 1)
+    first_step = state.policy_version + 1
+    tracker = open_trackers(config, first_step=first_step)
+    trained_log = JsonlTracker(config.run.path / TRAINED_FILE, first_step=first_step)
     reporter = StatusReporter(config, buffer, sender)
-    learner = Learner(config, trainer, buffer, sender, tracker, record, reporter, start)
+    session = LearnerSession(config, buffer, reporter, state)
+    learner = Learner(config, trainer, session, sender, tracker, trained_log, reporter)
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
     try:
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(sender.run())
-            beating = tasks.create_task(reporter.run())
+            reporting = tasks.create_task(reporter.run())
             await learner.run()
             sending.cancel()
-            beating.cancel()
+            reporting.cancel()
     finally:
         signaled.cancel()
         sender.close()
         tracker.close()
-        record.close()
+        trained_log.close()
         await buffer.close()
+
+
+def _load(config: RunConfig) -> tuple[Trainer, LearnerState]:
+    """From the checkpoint that `run.resume` means, or from `model.path`."""
+    torch.manual_seed(config.run.seed)
+    path = checkpoint.find(config)
+    policy = Policy.from_config(config, path)
+    algorithm = config.algorithm
+    reference = Policy.from_config(config) if algorithm.needs_reference else None
+    critic = Critic(config, Policy.from_config(config)) if algorithm.needs_values else None
+    trainer = Trainer(config, policy, reference, critic)
+    state = checkpoint.restore(path, trainer) if path else LearnerState()
+    log.info("starting from %s at version %d", path or config.model.path, state.policy_version)
+    return trainer, state
 
 
 def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:

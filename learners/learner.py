@@ -1,76 +1,60 @@
-"""The learner's loop: take, train, publish, advance, and now and then make it durable.
+"""The learner's loop: take, train, publish, advance, save.
 
 Invariant: policy version v stands for v completed steps, here, in the buffer and at the generators;
-a group is acknowledged only once a checkpoint that contains it is on disk. Compute has a thread of
-its own, so the loop, the weight channel and signals work during a long step.
+a group is acknowledged only once a checkpoint that contains it is on disk.
+Waits for groups: unblocked by generators that put enough of them, or by `stop`. Steps have a thread
+of their own, so that the weight channel, status and signals work meanwhile.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from learners import checkpoint
 from learners.batch import TrainingBatch
+from learners.session import LearnerSession
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import (
-    ConfigError,
-    FencedError,
-    LedgerError,
-    LostMemoryError,
-    TransportError,
-)
-from streamrl.interfaces import Tracker, TrajectoryBuffer
+from streamrl.errors import TransportError
+from streamrl.interfaces import Tracker
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
-from streamrl.types import (
-    Books,
-    BufferStats,
-    GroupHeader,
-    LearnerActivity,
-    ranges_of,
-    replace,
-)
+from streamrl.types import BufferStats, LearnerActivity, Loan
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
 
-TAKE_WAIT_S = 10.0
 SHUTDOWN_GRACE_S = 3.0
 
 Result = TypeVar("Result")
 
 
 class Learner:
-    """One learner's life, from the version it starts with; `record` gets what each step trained."""
+    """Trains from the version of its session; `trained_log` gets the prompts of each step."""
 
     def __init__(
         self,
         config: RunConfig,
         trainer: Trainer,
-        buffer: TrajectoryBuffer,
+        session: LearnerSession,
         sender: WeightSender,
         tracker: Tracker,
-        record: Tracker,
+        trained_log: Tracker,
         reporter: StatusReporter,
-        start: checkpoint.Restored,
     ) -> None:
         self._config = config
         self._trainer = trainer
-        self._buffer = buffer
+        self._session = session
         self._sender = sender
         self._tracker = tracker
-        self._record = record
+        self._trained_log = trained_log
         self._reporter = reporter
+        self._version = self._saved_version = session.state.policy_version
         self._logged_s = time.perf_counter()
-        self._version = start.policy_version
-        self._books = start.books
-        self._saved_version = start.policy_version
-        self._incarnation = ""
         self._stopping = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
@@ -79,118 +63,57 @@ class Learner:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Steps until `run.max_steps`, or until stopped."""
-        await self._attach()
+        """Make steps until `run.max_steps` or until stopped, then save."""
+        await self._session.attach()
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
         self._logged_s = time.perf_counter()
         while self._version < self._config.run.max_steps:
-            start = time.perf_counter()
-            headers = await self._take()
-            if headers is None:
+            start_s = time.perf_counter()
+            loan = await self._session.take(self._stopping)
+            if loan is None:
                 break
-            await self._step(headers, start)
-        # Should the buffer be gone, the checkpoint says all that it would have been told.
-        with contextlib.suppress(TimeoutError, TransportError):
-            if self._version > self._saved_version:
+            wait_s = time.perf_counter() - start_s
+            metrics = await self._train(loan)
+            # Before the buffer grants leases of the next version, which need these weights.
+            if self._version % self._config.weights.publish_every == 0:
+                await self._publish()
+            stats = await self._session.advance(self._version, loan)
+            # Before the checkpoint, so that whoever resumes from it finds the step's lines.
+            self._log(loan, {**metrics, "learner/wait_s": wait_s}, stats)
+            if self._version % self._config.learner.checkpoint.every == 0:
                 await self._save()
-            async with asyncio.timeout(SHUTDOWN_GRACE_S):
-                await self._acknowledge()
-                if self._version >= self._config.run.max_steps:
-                    await self._buffer.finish()
-        self._thread.shutdown()
-        self._reporter.begin(LearnerActivity.ENDED)
+                await self._session.acknowledge(self._saved_version)
+        await self._finish()
 
-    async def _attach(self) -> None:
-        self._reporter.begin(LearnerActivity.ATTACHING, policy_version=self._version)
-        stats = await self._buffer.attach(self._version, self._books)
-        _require_same_settings(stats, self._config)
-        self._incarnation = stats.incarnation
-        self._reporter.learn(learner_term=stats.books.learner_term, dropped=stats.books.dropped)
-
-    async def _attached_again(self, error: LedgerError) -> bool:
-        """Whether the refusal was that of a buffer that lost its memory; it has it from here now.
-
-        What this learner took and did not train is given back by it.
-        """
-        if isinstance(error, FencedError):
-            return False
-        is_other = (await self._buffer.stats()).incarnation != self._incarnation
-        if not is_other and not isinstance(error, LostMemoryError):
-            return False
-        log.warning("the buffer came back with an older state (%s); attaching again", error)
-        await self._attach()
-        return True
-
-    async def _take(self) -> tuple[GroupHeader, ...] | None:
-        """The next batch on loan. Waits for enough groups; unblocked by them or by `stop`."""
-        num_groups = self._config.learner.groups_per_step
-        stopped = asyncio.create_task(self._stopping.wait())
-        try:
-            while not self._stopping.is_set():
-                self._reporter.begin(LearnerActivity.WAITING)
-                taking = asyncio.create_task(
-                    self._buffer.take(num_groups, self._version, TAKE_WAIT_S)
-                )
-                await asyncio.wait({taking, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                if not taking.done():
-                    taking.cancel()
-                    continue
-                try:
-                    headers = taking.result()
-                except LedgerError as error:
-                    if not await self._attached_again(error):
-                        raise
-                    continue
-                if headers:
-                    return headers
-                log.info("waiting for %d groups at version %d", num_groups, self._version)
-            return None
-        finally:
-            stopped.cancel()
-
-    async def _step(self, headers: tuple[GroupHeader, ...], start: float) -> None:
-        self._reporter.begin(LearnerActivity.FETCHING)
-        try:
-            groups = await self._buffer.fetch([header.prompt_index for header in headers])
-        except LedgerError as error:
-            if await self._attached_again(error):
-                return
-            raise
-        wait_s = time.perf_counter() - start
-        batch = TrainingBatch.of(groups, self._version)
-        self._reporter.begin(LearnerActivity.COMPUTING)
+    async def _train(self, loan: Loan) -> dict[str, float]:
+        """One step; metrics under their public names."""
+        self._reporter.set_activity(LearnerActivity.COMPUTING)
+        batch = TrainingBatch.of(loan.groups, self._version)
         metrics = await self._compute(lambda: self._trainer.step(batch))
         self._version += 1
-        # Announced before the buffer admits groups of the next version, which need these weights.
-        if self._version % self._config.weights.publish_every == 0:
-            await self._publish()
-        self._reporter.begin(LearnerActivity.REPORTING, policy_version=self._version)
-        self._books = await self._advance(headers)
-        self._reporter.learn(dropped=self._books.dropped)
-        await self._log(headers, metrics, wait_s)
-        if self._version % self._config.learner.checkpoint.every == 0:
-            await self._save()
-            await self._acknowledge()
+        return metrics
 
-    async def _log(
-        self, headers: tuple[GroupHeader, ...], metrics: Mapping[str, float], wait_s: float
-    ) -> None:
-        """Before the step's checkpoint, so that whoever resumes from that finds its lines."""
-        stats = await self._buffer.stats()
+    async def _publish(self) -> None:
+        """Copy the weights, in the compute thread, and announce the version."""
+        parameters, version = dict(self._trainer.policy.parameters()), self._version
+        self._reporter.set_activity(LearnerActivity.PUBLISHING, policy_version=version)
+        await self._compute(lambda: self._sender.snapshot(parameters, version))
+        self._sender.publish()
+
+    def _log(self, loan: Loan, metrics: Mapping[str, float], stats: BufferStats) -> None:
         now_s = time.perf_counter()
         step_s, self._logged_s = now_s - self._logged_s, now_s
-        prompt_indices = [header.prompt_index for header in headers]
-        self._record.log({"prompt_indices": prompt_indices}, step=self._version)
+        prompt_indices = [header.prompt_index for header in loan.headers]
+        self._trained_log.log({"prompt_indices": prompt_indices}, step=self._version)
         self._tracker.log(
             {
                 **metrics,
-                **staleness_metrics(headers, self._version - 1),
-                **books_metrics(self._books),
+                **staleness_metrics(loan.headers, self._version - 1),
+                **books_metrics(stats.books),
                 **buffer_metrics(stats),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,
-                "learner/wait_s": wait_s,
                 "learner/step_s": step_s,
                 "learner/stalls": self._reporter.num_stalls,
                 "time_s": time.time(),
@@ -198,74 +121,27 @@ class Learner:
             step=self._version,
         )
 
-    async def _advance(self, headers: tuple[GroupHeader, ...]) -> Books:
-        try:
-            return await self._buffer.advance(self._version)
-        except LedgerError as error:
-            self._books = books_with(self._books, [header.prompt_index for header in headers])
-            if not await self._attached_again(error):
-                raise
-            return await self._buffer.advance(self._version)
-
-    async def _acknowledge(self) -> None:
-        try:
-            await self._buffer.acknowledge(self._saved_version)
-        except LedgerError as error:
-            if not await self._attached_again(error):
-                raise
-
-    async def _publish(self) -> None:
-        parameters = dict(self._trainer.policy.parameters())
-        version = self._version
-        self._reporter.begin(LearnerActivity.PUBLISHING, policy_version=version)
-        await self._compute(lambda: self._sender.snapshot(parameters, version))
-        self._sender.publish()
-
     async def _save(self) -> None:
         start = time.perf_counter()
-        self._reporter.begin(LearnerActivity.SAVING)
-        version, books = self._version, self._books
-        path = await self._compute(
-            lambda: checkpoint.save(self._config, self._trainer, version, books)
-        )
-        self._saved_version = version
+        self._reporter.set_activity(LearnerActivity.SAVING)
+        state = self._session.state
+        path = await self._compute(lambda: checkpoint.save(self._config, self._trainer, state))
+        self._saved_version = state.policy_version
         log.info("saved %s in %.2f s", path, time.perf_counter() - start)
 
+    async def _finish(self) -> None:
+        """Save the last version and notify the buffer, if it is still there."""
+        if self._version > self._saved_version:
+            await self._save()
+        # Without the notice, the next learner attaches at the checkpoint's version.
+        with contextlib.suppress(TimeoutError, TransportError):
+            async with asyncio.timeout(SHUTDOWN_GRACE_S):
+                await self._session.acknowledge(self._saved_version)
+                if self._version >= self._config.run.max_steps:
+                    await self._session.finish()
+        self._thread.shutdown()
+        self._reporter.set_activity(LearnerActivity.ENDED)
+
     async def _compute(self, work: Callable[[], Result]) -> Result:
-        """In the compute thread. Waits for it to finish, signals or not: a step is never torn."""
+        """Run in the compute thread. Waits for it to end, signals or not: a step is never torn."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def nothing_restored() -> checkpoint.Restored:
-    """Where a run begins."""
-    return checkpoint.Restored(policy_version=0, books=Books())
-
-
-def books_with(books: Books, prompt_indices: Iterable[int]) -> Books:
-    """The account after a step that the buffer did not hear of: these are trained, too.
-
-    They count as granted once more, since the leases under which they were are forgotten with it.
-    """
-    trained = set(prompt_indices)
-    following = max(books.next_prompt_index, *(prompt_index + 1 for prompt_index in trained))
-    still_open = {*books.open_prompt_indices, *range(books.next_prompt_index, following)} - trained
-    return replace(
-        books,
-        granted=books.granted + len(trained),
-        trained=books.trained + len(trained),
-        next_prompt_index=following,
-        revision=books.revision + 1,
-        open_ranges=ranges_of(still_open),
-    )
-
-
-def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
-    for name, theirs, ours in (
-        ("learner.groups_per_step", stats.groups_per_step, config.learner.groups_per_step),
-        ("buffer.max_staleness", stats.max_staleness, config.buffer.max_staleness),
-    ):
-        if theirs != ours:
-            raise ConfigError(
-                f"{name}: the buffer was started with {theirs}, this learner with {ours}; "
-                "start every daemon of a run with one configuration"
-            )

@@ -39,17 +39,18 @@ def update(
     max_grad_norm: float | None,
     *,
     prefix: str,
-    is_waiting: bool = False,
+    is_frozen: bool = False,
 ) -> dict[str, float]:
-    """Clip, step, clear; a gradient that is not finite changes nothing and is counted.
+    """Clip the gradient, step, clear it; metrics under `prefix`.
 
-    With `is_waiting` the gradient is thrown away. Metrics under `prefix`.
+    A gradient that is not finite changes nothing and is counted. With `is_frozen` no gradient
+    changes anything.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
     norm = float(clip_grad_norm_(parameters, max_grad_norm or math.inf))
     is_finite = math.isfinite(norm)
-    if is_finite and not is_waiting:
+    if is_finite and not is_frozen:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {

@@ -1,10 +1,12 @@
-"""Which trajectories share a forward pass: every micro-batch within its limit, all about equal.
+"""Packing: which trajectories share a micro-batch.
 
 Invariant: each trajectory is in exactly one micro-batch, no micro-batch exceeds the limit, and
-every rank gets the same number of them (one that ran out would leave the others waiting).
-Karmarkar-Karp, which verl and ROLL use, balances without knowing the limit and exceeds it about one
-time in twenty; longest first into the cheapest bin with room keeps it and comes as close where it
-matters.
+every rank gets the same number of them (with fewer, a rank would leave the others' collectives
+waiting).
+
+Longest first into the cheapest bin with room. Karmarkar-Karp, which verl and ROLL use, balances
+without knowing the limit and exceeds it about one time in twenty; this keeps the limit and comes
+close in balance.
 """
 
 import heapq
@@ -16,7 +18,7 @@ Cost = Callable[[int], float]
 
 
 def tokens(length: int) -> float:
-    """Cost in tokens: right where linear layers dominate."""
+    """Cost in tokens; exact where linear layers dominate."""
     return float(length)
 
 
@@ -31,11 +33,12 @@ def pack(
 ) -> list[list[list[int]]]:
     """Indices into `lengths`, as [rank][micro-batch][trajectory].
 
-    Uses as few micro-batches as longest-first fits into, and balances their cost. One may be empty
-    where there are fewer trajectories than micro-batches that ranks must have alike.
+    Uses as few micro-batches as longest-first needs, and balances their cost. With several ranks a
+    micro-batch may be empty.
 
     Raises:
-        ConfigError: a trajectory alone exceeds `max_tokens`, or there are fewer than ranks.
+        ConfigError: a trajectory alone exceeds `max_tokens`, or there are fewer trajectories than
+            ranks.
     """
     if not lengths or len(lengths) < num_ranks:
         raise ConfigError(f"{len(lengths)} trajectories cannot be shared by {num_ranks} ranks")
@@ -75,7 +78,7 @@ def _fill(
 def _share(
     bins: list[list[int]], lengths: Sequence[int], num_ranks: int, cost: Cost
 ) -> list[list[list[int]]]:
-    """The same number of bins to every rank: dearest first to the rank that has spent least."""
+    """The same number of bins to every rank: most expensive first, to the rank with least cost."""
     spent = [sum(cost(lengths[i]) for i in b) for b in bins]
     order = sorted(range(len(bins)), key=lambda b: -spent[b])
     per_rank = len(bins) // num_ranks

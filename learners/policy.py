@@ -1,9 +1,11 @@
-"""The policy being trained: a transformers model that answers with log-probabilities of responses.
+"""A policy: a transformers model that returns the log-probabilities of response tokens.
 
 Invariant: hidden states are gathered at response positions before the LM head, and logits of the
 whole batch never exist; temperature and soft cap are those the behavior policy sampled with.
+Shapes: R response tokens, H hidden size.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from streamrl.errors import ConfigError
 
 
 class Policy:
-    """The model and how it is run; master weights are float32."""
+    """The model, its precision and its temperature; master weights are float32."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, dtype: torch.dtype) -> None:
         model.set_attn_implementation(attention.NAME)
@@ -58,44 +60,8 @@ class Policy:
         """By name, tied ones once."""
         return dict(self.model.named_parameters())
 
-    def responses(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Hidden states [R, H] that predict the response tokens."""
-        return self._hidden_states(micro_batch)[micro_batch.predictors]
-
-    def logprobs(
-        self, micro_batch: MicroBatch, *, with_entropy: bool, hidden: torch.Tensor | None = None
-    ) -> TokenLogprobs:
-        """Log-probability (and entropy) [R] of each response token, in nats.
-
-        `hidden` is what `responses` returned, if the caller has it.
-        """
-        head: Any = self.model.get_output_embeddings()
-        return token_logprobs(
-            self.responses(micro_batch) if hidden is None else hidden,
-            head.weight,
-            micro_batch.targets,
-            bias=getattr(head, "bias", None),
-            transform=self._transform,
-            with_entropy=with_entropy,
-        )
-
-    def exact_kl(
-        self, hidden: torch.Tensor, reference: "Policy", micro_batch: MicroBatch
-    ) -> torch.Tensor:
-        """[R] KL to the reference over the whole vocabulary, in nats, with gradient."""
-        with torch.no_grad():
-            theirs = reference.responses(micro_batch)
-        mine, other = (p.model.get_output_embeddings() for p in (self, reference))
-        return full_kl(hidden, mine.weight, theirs, other.weight, self._transform)
-
-    def save(self, folder: Path, tokenizer_path: str, *, trust_remote_code: bool) -> None:
-        """A folder that transformers, vLLM and SGLang load."""
-        self.model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(
-            tokenizer_path, trust_remote_code=trust_remote_code
-        ).save_pretrained(folder)
-
-    def _hidden_states(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def hidden_states(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """[R, H] in the model's compute dtype: those that predict the response tokens."""
         packing = micro_batch.packing
         decoder: Any = self.model.get_decoder()
         casts = self._dtype != torch.float32
@@ -107,7 +73,51 @@ class Policy:
                 packing=packing,
             )
         hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
+        return hidden[micro_batch.predictors]
+
+    def logprobs(
+        self, micro_batch: MicroBatch, *, with_entropy: bool, hidden: torch.Tensor | None = None
+    ) -> TokenLogprobs:
+        """Log-probability (and entropy) [R] of each response token, in nats.
+
+        `hidden` is what `hidden_states` returned, if the caller has it.
+        """
+        head: Any = self.model.get_output_embeddings()
+        return token_logprobs(
+            self.hidden_states(micro_batch) if hidden is None else hidden,
+            head.weight,
+            micro_batch.targets,
+            bias=getattr(head, "bias", None),
+            transform=self._transform,
+            with_entropy=with_entropy,
+        )
+
+    @torch.no_grad()
+    def batch_logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
+        """[R of the whole batch] in nats, on the CPU; `num_tokens` is R."""
+        logprobs = torch.zeros(num_tokens)
+        for micro_batch in micro_batches:
+            computed = self.logprobs(micro_batch, with_entropy=False).logprobs
+            logprobs[micro_batch.responses] = computed.float().cpu()
+        return logprobs
+
+    def exact_kl(
+        self, hidden: torch.Tensor, reference: "Policy", micro_batch: MicroBatch
+    ) -> torch.Tensor:
+        """[R] KL to the reference over the whole vocabulary, in nats, with gradient."""
+        with torch.no_grad():
+            reference_hidden = reference.hidden_states(micro_batch)
+        head, reference_head = (p.model.get_output_embeddings() for p in (self, reference))
+        return full_kl(
+            hidden, head.weight, reference_hidden, reference_head.weight, self._transform
+        )
+
+    def save(self, folder: Path, tokenizer_path: str, *, trust_remote_code: bool) -> None:
+        """A folder that transformers, vLLM and SGLang load."""
+        self.model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(
+            tokenizer_path, trust_remote_code=trust_remote_code
+        ).save_pretrained(folder)
 
 
 def device_of(name: str) -> torch.device:

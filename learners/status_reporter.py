@@ -1,10 +1,13 @@
-"""The learner's word of itself: what it is at and since when, and why when that lasts too long.
+"""Reports the learner's activity: each second to a file, and to the log when it stalls.
 
-Beats beside the loop, so a long step, a dead buffer or a wait for groups is told while it lasts:
-each second in `learner.json` of the run's folder, which `streamrl status` reads, and in the log
-once it has lasted `run.stall_s`, again each time that has doubled, and when it is over.
+The file is `learner.json` of the run's folder, which `streamrl status` reads. The log explains an
+activity that has lasted `run.stall_s`, explains it again each time its duration has doubled, and
+says when it ends. A task of its own, so that a long step, a dead buffer or a wait for groups is
+reported while it lasts.
 
-Invariant: telling never holds the learner up; a buffer that does not answer is a finding.
+Invariant: a report never delays the learner; a buffer that does not answer is a finding.
+Waits REPORT_S between two reports, and for the buffer's stats to explain a stall, which
+`try_stats` bounds.
 """
 
 import asyncio
@@ -25,19 +28,19 @@ from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
+REPORT_S = 1.0
 
 
 class StatusReporter:
-    """One learner's; the loop calls `begin` and `learn`, the daemon runs `run`."""
+    """Of one learner, which updates the status; the daemon runs `run`."""
 
     def __init__(self, config: RunConfig, buffer: TrajectoryBuffer, sender: WeightSender) -> None:
         self._file = config.run.path / LEARNER_FILE
         self._stall_s = config.run.stall_s
         self._buffer = buffer
         self._sender = sender
-        self._began_s = time.monotonic()
-        self._tell_at_s = self._stall_s
+        self._start_s = time.monotonic()
+        self._report_stall_after_s = self._stall_s
         self._status = LearnerStatus(
             policy_version=0,
             learner_term=0,
@@ -48,61 +51,64 @@ class StatusReporter:
 
     @property
     def num_stalls(self) -> int:
-        """How often the learner was at one thing for `run.stall_s` or longer."""
+        """Activities that lasted `run.stall_s` or longer."""
         return self._status.num_stalls
 
-    def begin(self, activity: LearnerActivity, **known: Any) -> None:
-        """From here on the learner is at this; going on with the same is no beginning."""
-        if activity is not self._status.activity:
-            if self._tell_at_s > self._stall_s:
-                log.info("goes on after %.0f s", time.monotonic() - self._began_s)
-            self._began_s, self._tell_at_s = time.monotonic(), self._stall_s
-        self.learn(activity=activity, **known)
+    @property
+    def _activity_s(self) -> float:
+        return time.monotonic() - self._start_s
 
-    def learn(self, **known: Any) -> None:
-        """Fields of its status that are other now."""
-        self._status = replace(self._status, **known)
+    def set_activity(self, activity: LearnerActivity, **fields: Any) -> None:
+        """Update the activity and other fields; its duration is counted from the first call."""
+        if activity is not self._status.activity:
+            if self._report_stall_after_s > self._stall_s:
+                log.info("the learner goes on after %.0f s", self._activity_s)
+            self._start_s, self._report_stall_after_s = time.monotonic(), self._stall_s
+        self.update(activity=activity, **fields)
+
+    def update(self, **fields: Any) -> None:
+        """Replace fields of the status."""
+        self._status = replace(self._status, **fields)
 
     async def run(self) -> None:
-        """Until cancelled. Waits BEAT_S between two beats, and a few seconds for the buffer where
-        a stall is to be explained."""
+        """Report until cancelled, and once more then."""
         try:
             while True:
-                await asyncio.sleep(BEAT_S)
+                await asyncio.sleep(REPORT_S)
                 self._write()
-                if time.monotonic() - self._began_s >= self._tell_at_s:
-                    await self._tell()
+                if self._activity_s >= self._report_stall_after_s:
+                    await self._report_stall()
         finally:
             self._write()
 
-    async def _tell(self) -> None:
-        began_s = self._began_s
+    async def _report_stall(self) -> None:
+        start_s = self._start_s
         stats, unreachable = await try_stats(self._buffer)
-        if self._began_s != began_s:
+        if self._start_s != start_s:
             return
-        if self._tell_at_s == self._stall_s:
-            self.learn(num_stalls=self._status.num_stalls + 1)
-        self._tell_at_s = 2 * (time.monotonic() - began_s)
+        if self._report_stall_after_s == self._stall_s:
+            self.update(num_stalls=self._status.num_stalls + 1)
+        self._report_stall_after_s = 2 * self._activity_s
         reading = Reading(
-            stall_s=self._stall_s, stats=stats, unreachable=unreachable, learner=self._now()
+            stall_s=self._stall_s, stats=stats, unreachable=unreachable, learner=self._current()
         )
-        told = "; ".join(finding.sentence for finding in diagnose(reading))
-        log.warning("stalled for %.0f s: %s", reading.waited_s, told or "for no reason known")
+        causes = "; ".join(finding.sentence for finding in diagnose(reading))
+        log.warning("stalled for %.0f s: %s", reading.waited_s, causes or "no cause is known")
 
-    def _now(self) -> LearnerStatus:
+    def _current(self) -> LearnerStatus:
         return replace(
             self._status,
-            activity_s=time.monotonic() - self._began_s,
+            activity_s=self._activity_s,
             time_s=time.time(),
             num_receivers=int(self._sender.gauges()["num_receivers"]),
             behind=self._sender.behind(),
         )
 
     def _write(self) -> None:
-        """Complete or not at all; without a disk the learner goes on."""
+        """Replace the file as a whole; the learner does not depend on it."""
         unfinished = self._file.with_name(f".{self._file.name}.unfinished")
         try:
-            unfinished.write_text(json.dumps(msgspec.to_builtins(self._now(), str_keys=True)))
+            unfinished.write_text(json.dumps(msgspec.to_builtins(self._current(), str_keys=True)))
             unfinished.replace(self._file)
         except OSError as error:
             log.debug("cannot write %s: %s", self._file, error)

@@ -22,6 +22,18 @@ class ConfigError(StreamRLError):
     """The configuration, or a file it names, cannot be used as it stands."""
 
 
+class OtherReleaseError(ConfigError):
+    """A journal, a checkpoint or a run in Redis has another format than this release's."""
+
+    @classmethod
+    def of(cls, what: str, found: object, known: int, remedy: str) -> "OtherReleaseError":
+        """`what` has the format `found`; this release knows the format `known`."""
+        return cls(
+            f"{what} has format {found}, and this release knows format {known}: another release "
+            f"of StreamRL wrote it; {remedy}, or go on with that release"
+        )
+
+
 class UnknownGeneratorError(ConfigError):
     """A person named a generator that the buffer has not heard of."""
 

@@ -19,10 +19,10 @@ from streamrl.types import (
     DropReason,
     FinishReason,
     GeneratorStatus,
-    GroupHeader,
     HeartbeatReply,
     Lease,
     LoadReport,
+    Loan,
     SamplingParams,
     SchedulingState,
     TrajectoryGroup,
@@ -33,10 +33,14 @@ from streamrl.types import (
 class GeneratorBuffer(Protocol):
     """The generators' side of the buffer. Every call may be repeated after a lost answer."""
 
-    async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
-        """The right to generate one group, or None if admission stayed closed for `wait_s`.
+    async def lease(
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
+    ) -> tuple[Lease, ...]:
+        """The right to generate one group for each of the first ids, as many as are admitted.
 
-        `lease_id` is chosen by the caller; asking again with the same id returns the same lease.
+        Waits for one at least; () if admission stayed closed for `wait_s`. The caller chooses the
+        ids; asking again with the same ones returns the same leases, and may add some. Where
+        several generators report, one call grants at most this one's share of what is admitted.
         For a generator that is not active admission is closed.
         """
         ...
@@ -75,20 +79,25 @@ class LearnerBuffer(Protocol):
         ...
 
     async def take(
-        self, num_groups: int, policy_version: int, wait_s: float
-    ) -> tuple[GroupHeader, ...]:
-        """On loan, the oldest groups, to be trained at `policy_version`; () if too few in `wait_s`.
+        self,
+        num_groups: int,
+        policy_version: int,
+        wait_s: float,
+        *,
+        with_payloads: bool = False,
+    ) -> Loan:
+        """The oldest groups, to be trained at `policy_version`; empty if too few in `wait_s`.
 
         Taking again for the same version returns the same loan.
         """
         ...
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
-        """The payloads of taken groups, in the order asked for."""
+        """The payloads of taken groups, in the order asked for; for one rank of several."""
         ...
 
-    async def advance(self, policy_version: int) -> Books:
-        """The optimizer step that made this version has used the taken groups."""
+    async def advance(self, policy_version: int) -> BufferStats:
+        """The optimizer step that made this version has used the taken groups; what holds now."""
         ...
 
     async def acknowledge(self, policy_version: int) -> None:

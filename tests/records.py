@@ -4,7 +4,17 @@ import hypothesis.strategies as st
 import msgspec
 import numpy as np
 
-from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, Turn
+from streamrl.interfaces import GeneratorBuffer
+from streamrl.types import FinishReason, Lease, Trajectory, TrajectoryGroup, Turn
+
+
+async def lease_one(
+    buffer: GeneratorBuffer, lease_id: str, generator_id: str, wait_s: float
+) -> Lease | None:
+    """A call for one lease."""
+    leases = await buffer.lease([lease_id], generator_id, wait_s)
+    assert len(leases) <= 1
+    return leases[0] if leases else None
 
 
 def make_trajectory(

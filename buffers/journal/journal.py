@@ -15,7 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from buffers.journal.schema import FREE, LETTERS, open_to_write, read_snapshot, transaction
+from buffers.journal.schema import (
+    FORMAT,
+    FREE,
+    LETTERS,
+    open_to_write,
+    read_snapshot,
+    transaction,
+)
 from buffers.ledger.entries import Entry, LedgerSnapshot, State
 from buffers.ledger.events import Event
 from buffers.ledger.state import BufferState
@@ -24,7 +31,6 @@ from streamrl.types import DropReason, GroupHeader, SchedulingState
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
 _PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?)"
 _PUT_HISTORY = """INSERT INTO history VALUES (?, ?, ?, ?)
     ON CONFLICT (number) DO UPDATE SET path = path || excluded.path"""
@@ -219,8 +225,6 @@ class Journal:
         if row is None:
             return False
         known = json.loads(row[0])
-        if known.pop("format") != FORMAT:
-            raise ConfigError(f"{self._path} was written by another release of StreamRL")
         changed = {name: (known.get(name), now) for name, now in settings.items()}
         changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
         for name, (then, now) in changed.items():

@@ -10,6 +10,7 @@ Invariant: every change is one transaction, and a failed one has changed nothing
 `buffers.audit` reads, also while the buffer runs.
 """
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -19,9 +20,10 @@ import msgspec
 
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import BY_BOOKS, Event
-from streamrl.errors import ConfigError, StorageError
+from streamrl.errors import ConfigError, OtherReleaseError, StorageError
 from streamrl.types import DropReason
 
+FORMAT = 2
 MAX_LOG_BYTES = 64 * 2**20
 FREE = "free"
 LETTERS = {
@@ -68,7 +70,11 @@ def journal_path(run: Path) -> Path:
 
 @contextmanager
 def open_to_read(path: Path) -> Iterator[sqlite3.Connection]:
-    """One moment of the file, whatever is written meanwhile."""
+    """One moment of the file, whatever is written meanwhile.
+
+    Raises:
+        OtherReleaseError: the file has another format.
+    """
     if not path.exists():
         raise ConfigError(f"{path} does not exist: the run has no journal (buffer.journal)")
     with (
@@ -76,7 +82,18 @@ def open_to_read(path: Path) -> Iterator[sqlite3.Connection]:
         closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db,
     ):
         db.execute("BEGIN")
+        _require_format(db, path)
         yield db
+
+
+def _require_format(db: sqlite3.Connection, path: Path) -> None:
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'settings'").fetchone():
+        return
+    row = db.execute("SELECT data FROM settings").fetchone()
+    found = json.loads(row[0])["format"] if row else FORMAT
+    if found != FORMAT:
+        what, remedy = f"the journal {path}", "start the run anew with --new"
+        raise OtherReleaseError.of(what, found, FORMAT, remedy)
 
 
 def read_history(db: sqlite3.Connection) -> Iterator[Event]:
@@ -100,6 +117,10 @@ def read_snapshot(db: sqlite3.Connection) -> LedgerSnapshot:
 
 
 def open_to_write(path: Path, durability: str) -> sqlite3.Connection:
+    """The file with its tables; one of another format is left as it is, and refused."""
+    if path.exists():
+        with open_to_read(path):
+            pass
     with explained(path):
         # The server is made in one thread and serves in another, never in two at a time.
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)

@@ -29,8 +29,8 @@ class GeneratorRegistry:
         self.scheduling_states: dict[str, SchedulingState] = {}
         self._all_heard_until_s = 0.0
 
-    def __bool__(self) -> bool:
-        return bool(self._reports)
+    def __len__(self) -> int:
+        return len(self._reports)
 
     @property
     def statuses(self) -> tuple[GeneratorStatus, ...]:

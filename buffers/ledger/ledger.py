@@ -71,7 +71,7 @@ class Ledger:
         self.expire(now_s)
         entry = self._entries.find(lease_id)
         if entry is None:
-            if not self.admits():
+            if not self.num_admitted():
                 return None
             trained_at = self.version + self._in_flight() // self.groups_per_step
             min_policy_version = max(0, trained_at - self.max_staleness)
@@ -84,16 +84,20 @@ class Ledger:
             expires_at_s=entry.expires_at_s,
         )
 
-    def admits(self) -> bool:
-        """Whether one more lease fits under the staleness bound and before the run's end."""
-        room = self._loans.capacity
+    def num_admitted(self) -> int:
+        """How many more leases fit under the staleness bound and before the run's end."""
+        if self.learner_term == 0 or self.finished:
+            return 0
+        capacity, in_flight = self._loans.capacity, self._in_flight()
         if self.final_version is not None:
-            room = min(room, (self.final_version - self.version) * self.groups_per_step)
+            capacity = min(capacity, (self.final_version - self.version) * self.groups_per_step)
+        free = max(0, capacity - in_flight)
         # A rest that fills no batch would wait in flight for good.
-        is_closed = self.draining and self._in_flight() % self.groups_per_step == 0
-        return (
-            self.learner_term > 0 and not (self.finished or is_closed) and self._in_flight() < room
-        )
+        return min(free, -in_flight % self.groups_per_step) if self.draining else free
+
+    def knows(self, lease_id: str) -> bool:
+        """Whether this lease is open here, with its group or without."""
+        return self._entries.find(lease_id) is not None
 
     def renew(self, lease_ids: Iterable[str], now_s: float, ttl_s: float) -> tuple[str, ...]:
         """Extend these leases; those that are no longer honored are returned."""

@@ -8,6 +8,7 @@ from itertools import chain
 
 from buffers.ledger.entries import Entries, Entry, State
 from streamrl.errors import ConfigError, LedgerError
+from streamrl.types import admission_capacity
 
 
 class Loans:
@@ -21,7 +22,7 @@ class Loans:
     @property
     def capacity(self) -> int:
         """Groups that admission lets in at a time."""
-        return (self._max_staleness + 1) * self._groups_per_step
+        return admission_capacity(self._max_staleness, self._groups_per_step)
 
     def check(self, num_groups: int, version: int, current: int) -> None:
         """Refuse a loan out of turn, and one that admission can never fill."""

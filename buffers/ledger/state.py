@@ -4,8 +4,9 @@ Invariant: a payload is held exactly while the ledger has its group. Calls retur
 wait; a backend (`buffers.memory`, `buffers.zmq.server`) does the waiting and owns the clock.
 """
 
+import math
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from buffers.ledger.entries import Entry, LedgerSnapshot
@@ -39,13 +40,14 @@ class BufferState(Generic[Payload]):
         self.registry = GeneratorRegistry()
         self._doubtful_until_s: float | None = None
 
-    def lease(self, lease_id: str, generator_id: str, now_s: float) -> Lease | None:
-        """A generator that is not active is granted nothing new."""
-        if self.registry.scheduling_state(generator_id) is not SchedulingState.ACTIVE:
-            self.ledger.expire(now_s)
-            if lease_id not in self.ledger.live_leases():
-                return None
-        return self.ledger.lease(lease_id, now_s, self.lease_ttl_s)
+    def lease(self, lease_ids: Sequence[str], generator_id: str, now_s: float) -> tuple[Lease, ...]:
+        """Those of these leases that are open, and new ones as far as this call may have some."""
+        self.ledger.expire(now_s)
+        num_new = self._share(generator_id)
+        new = [lease_id for lease_id in lease_ids if not self.ledger.knows(lease_id)][:num_new]
+        asked = (i for i in lease_ids if i in new or self.ledger.knows(i))
+        leases = (self.ledger.lease(lease_id, now_s, self.lease_ttl_s) for lease_id in asked)
+        return tuple(lease for lease in leases if lease is not None)
 
     def put(self, lease_id: str, header: GroupHeader, payload: Payload, now_s: float) -> None:
         if self.ledger.put(lease_id, header, now_s):
@@ -96,10 +98,9 @@ class BufferState(Generic[Payload]):
             raise LedgerError(f"no group is held for the prompts {missing}")
         return tuple(self._payloads[prompt_index][0] for prompt_index in prompt_indices)
 
-    def advance(self, policy_version: int, learner_term: int) -> Books:
+    def advance(self, policy_version: int, learner_term: int) -> None:
         self.ledger.advance(policy_version, learner_term)
         self._forget_freed()
-        return self.ledger.books()
 
     def acknowledge(self, policy_version: int, learner_term: int) -> None:
         self.ledger.acknowledge(policy_version, learner_term)
@@ -169,6 +170,15 @@ class BufferState(Generic[Payload]):
                 size = entry.header.num_bytes
                 self._payloads[entry.prompt_index] = (payloads[entry.prompt_index], size)
                 self._num_bytes += size
+
+    def _share(self, generator_id: str) -> int:
+        """New leases that one call may be granted: this generator's share of what is admitted.
+
+        So that one with a large engine leaves some to those whose call comes a moment later.
+        """
+        if self.registry.scheduling_state(generator_id) is not SchedulingState.ACTIVE:
+            return 0
+        return math.ceil(self.ledger.num_admitted() / max(1, len(self.registry)))
 
     def _enter(self, status: GeneratorStatus, now_s: float) -> None:
         for lease in status.held:

@@ -24,7 +24,7 @@ from redis import exceptions
 
 from buffers.quarantine import Quarantine
 from buffers.redis import replies
-from buffers.redis.connection import Command, RedisConnection, namespace, script
+from buffers.redis.connection import Command, RedisConnection, namespace, other_schema, script
 from buffers.redis.memory_limit import RedisMemoryLimit
 from buffers.redis.notifications import POLL_S, Change, RedisNotifications
 from buffers.zmq import messages
@@ -38,6 +38,7 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
+    Loan,
     PackedGroup,
     SchedulingState,
     TrajectoryGroup,
@@ -83,12 +84,14 @@ class RedisBuffer:
         self._puts = asyncio.Semaphore(MAX_PUTS)
         self._learner_term = 0
 
-    async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
-        async def attempt() -> tuple[Lease | None, float]:
-            reply = await self._call("lease", lease_id, generator_id)
-            return replies.lease(lease_id, reply), replies.next_expiry_s(reply, POLL_S)
+    async def lease(
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
+    ) -> tuple[Lease, ...]:
+        async def attempt() -> tuple[tuple[Lease, ...], float]:
+            leases, expires_in_s = await self._call("lease", generator_id, *lease_ids)
+            return replies.leases(leases), replies.next_expiry_s(expires_in_s, POLL_S)
 
-        return await self._when(attempt, wait_s, lambda change: change.room > 0)
+        return await self._wait_for(attempt, wait_s, lambda change: change.room > 0)
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         payload = wire.encode(pack(group))
@@ -133,16 +136,29 @@ class RedisBuffer:
         return stats
 
     async def take(
-        self, num_groups: int, policy_version: int, wait_s: float
-    ) -> tuple[GroupHeader, ...]:
-        async def attempt() -> tuple[tuple[GroupHeader, ...] | None, float]:
+        self,
+        num_groups: int,
+        policy_version: int,
+        wait_s: float,
+        *,
+        with_payloads: bool = False,
+    ) -> Loan:
+        """The payloads are read once the script has named them, in a second round trip.
+
+        A script that returned them would copy each one twice inside Redis, which serves nobody
+        else meanwhile.
+        """
+
+        async def attempt() -> tuple[tuple[GroupHeader, ...], float]:
             (blobs,) = await self._call("take", num_groups, policy_version, self._learner_term)
-            return tuple(wire.decode(blob, GroupHeader) for blob in blobs) or None, POLL_S
+            return tuple(wire.decode(blob, GroupHeader) for blob in blobs), POLL_S
 
         def may_fill(change: Change) -> bool:
             return change.num_buffered >= num_groups or change.learner_term != self._learner_term
 
-        return await self._when(attempt, wait_s, may_fill) or ()
+        headers = await self._wait_for(attempt, wait_s, may_fill)
+        wanted = [header.prompt_index for header in headers] if with_payloads else []
+        return Loan(headers=headers, groups=await self.fetch(wanted))
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         payloads: list[bytes | None] = []
@@ -156,8 +172,9 @@ class RedisBuffer:
             raise LedgerError(f"no group is held for the prompts {missing}")
         return tuple(wire.decode(payload or b"", PackedGroup).group() for payload in payloads)
 
-    async def advance(self, policy_version: int) -> Books:
-        return replies.books(await self._call("advance", policy_version, self._learner_term))
+    async def advance(self, policy_version: int) -> BufferStats:
+        reply = await self._call("advance", policy_version, self._learner_term)
+        return await self._with_refusal(replies.stats(reply))
 
     async def acknowledge(self, policy_version: int) -> None:
         await self._call("acknowledge", policy_version, self._learner_term)
@@ -176,15 +193,18 @@ class RedisBuffer:
             raise UnknownGeneratorError.among(generator_id, (name.decode() for name in known))
 
     async def stats(self) -> BufferStats:
-        stats = replies.stats(await self._call("stats"))
-        books = stats.books
-        num_groups = books.buffered + books.taken + books.trained
-        refusal = await self._memory_limit.refusal(stats.num_bytes // max(1, num_groups))
-        return structs.replace(stats, refusal=refusal)
+        return await self._with_refusal(replies.stats(await self._call("stats")))
 
     async def close(self) -> None:
         await self._notifications.close()
         await self._connection.close()
+
+    async def _with_refusal(self, stats: BufferStats) -> BufferStats:
+        """Why a payload of the mean size would have to wait, if it would."""
+        books = stats.books
+        num_groups = books.buffered + books.taken + books.trained
+        refusal = await self._memory_limit.refusal(stats.num_bytes // max(1, num_groups))
+        return structs.replace(stats, refusal=refusal)
 
     async def _put_payload(self, lease_id: str, header: GroupHeader, payload: bytes) -> None:
         """Waits for room in Redis; unblocked by it or by the deadline. Sends again what expired."""
@@ -214,14 +234,14 @@ class RedisBuffer:
             Quarantine(self._settings.quarantine).keep(lease_id, payload, error)
         await self._call("refuse_malformed", lease_id)
 
-    async def _when(
+    async def _wait_for(
         self,
-        attempt: Callable[[], Awaitable[tuple[Answer | None, float]]],
+        attempt: Callable[[], Awaitable[tuple[Answer, float]]],
         wait_s: float,
         wanted: Callable[[Change], bool],
-    ) -> Answer | None:
-        """Waits until `attempt` answers; unblocked by a wanted change, by the time that a failed
-        attempt names (an expiry, or the poll), or by `wait_s`."""
+    ) -> Answer:
+        """Waits for an answer that is not empty; unblocked by a wanted change, by the time that an
+        empty one names (an expiry, or the poll), or by `wait_s`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         with self._notifications.watch(wanted) as woken:
@@ -229,7 +249,7 @@ class RedisBuffer:
                 woken.clear()
                 answer, retry_s = await attempt()
                 remaining_s = deadline - loop.time()
-                if answer is not None or remaining_s <= 0:
+                if answer or remaining_s <= 0:
                     return answer
                 self._notifications.start()
                 with contextlib.suppress(TimeoutError):
@@ -255,6 +275,8 @@ class RedisBuffer:
             raise _AgainError
         if kind == b"full":
             raise exceptions.OutOfMemoryError
+        if kind == b"schema":
+            raise other_schema(self._connection.url, reply[0])
         raise messages.ErrorReply(kind.decode(), reply[0].decode()).exception()
 
     def _payload_key(self, prompt_index: int) -> str:

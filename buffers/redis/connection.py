@@ -19,11 +19,13 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from buffers.redis.topology import RedisTopology, redacted
-from streamrl.errors import ConfigError, TransportError
+from streamrl.errors import ConfigError, OtherReleaseError, TransportError
 
 log = logging.getLogger(__name__)
 
 Command: TypeAlias = tuple[bytes | str | int | float, ...]
+# Of a run's keys and their values; raised with every change of them.
+SCHEMA = 2
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 SLOWEST_BYTES_PER_S = 10e6
 
@@ -55,11 +57,18 @@ def namespace(run: str) -> str:
     return f"streamrl:{{{run}}}:"
 
 
+def other_schema(url: str, found: int) -> OtherReleaseError:
+    """The refusal of a run whose keys have the schema `found`."""
+    remedy = "start the run anew with --new (or streamrl books --forget)"
+    return OtherReleaseError.of(f"run.name: the run at {url}", found, SCHEMA, remedy)
+
+
 @cache
 def script() -> tuple[str, str]:
     """The ledger's source and its SHA-1, by which the server knows it."""
     folder = resources.files("buffers.redis") / "lua"
     source = "\n".join((folder / f"{n}.lua").read_text() for n in ("entries", "ledger", "calls"))
+    source = f"local SCHEMA = {SCHEMA}\n{source}"
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import Event
-from buffers.redis.connection import RedisConnection, namespace
+from buffers.redis.connection import SCHEMA, RedisConnection, namespace, other_schema
+from buffers.redis.topology import redacted
 from streamrl.types import DropReason
 
 PAGE = 1000
@@ -30,15 +31,21 @@ async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncItera
 
 
 async def account(url: str, run: str, *, deadline_s: float = 60.0) -> LedgerSnapshot:
-    """The totals of the run's account, to be held against its history."""
-    names = ("granted", "unseen", "acknowledged")
+    """The totals of the run's ledger, to be compared with its events.
+
+    Raises:
+        OtherReleaseError: the run has another schema.
+    """
+    names = ("schema", "granted", "unseen", "acknowledged")
     async with _connected(url, run, deadline_s) as connection:
         numbers, dropped = await connection.call(
             "account",
             ("HMGET", f"{namespace(run)}state", *names),
             ("HGETALL", f"{namespace(run)}dropped"),
         )
-    granted, unseen, acknowledged = (int(number or 0) for number in numbers)
+    schema, granted, unseen, acknowledged = (int(number or 0) for number in numbers)
+    if granted and schema != SCHEMA:
+        raise other_schema(redacted(url), schema or 1)
     return LedgerSnapshot(
         granted=granted,
         unseen=unseen,

@@ -29,24 +29,21 @@ _COLUMNS = (
 )
 
 
-def lease(lease_id: str, reply: Sequence[Any]) -> Lease | None:
-    """The lease granted; None if the reply only names the next expiry."""
-    if len(reply) == 1:
-        return None
-    prompt_index, min_policy_version, expires_at_s = reply
-    return Lease(
-        lease_id=lease_id,
-        prompt_index=prompt_index,
-        min_policy_version=min_policy_version,
-        expires_at_s=float(expires_at_s),
+def leases(reply: Sequence[Any]) -> tuple[Lease, ...]:
+    return tuple(
+        Lease(
+            lease_id=lease_id.decode(),
+            prompt_index=prompt_index,
+            min_policy_version=min_policy_version,
+            expires_at_s=float(expires_at_s),
+        )
+        for lease_id, prompt_index, min_policy_version, expires_at_s in reply
     )
 
 
-def next_expiry_s(reply: Sequence[Any], at_most: float) -> float:
+def next_expiry_s(reply: bytes, at_most: float) -> float:
     """Seconds until a refused lease is worth another attempt."""
-    if len(reply) > 1 or not reply[0]:
-        return at_most
-    return min(max(float(reply[0]), 0.01), at_most)
+    return min(max(float(reply), 0.01), at_most) if reply else at_most
 
 
 def books(reply: Sequence[Any]) -> Books:

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,9 +29,9 @@ from streamrl.types import (
     BufferStats,
     DropReason,
     GeneratorStatus,
-    GroupHeader,
     HeartbeatReply,
     Lease,
+    Loan,
     PackedGroup,
     SchedulingState,
     TrajectoryGroup,
@@ -93,9 +93,11 @@ class ZmqBuffer:
         self._read()
         self._watch()
 
-    async def lease(self, lease_id: str, generator_id: str, wait_s: float) -> Lease | None:
-        request = m.LeaseRequest(lease_id, generator_id, wait_s)
-        return (await self._call(request, m.LeaseReply, wait_s))[0].lease
+    async def lease(
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
+    ) -> tuple[Lease, ...]:
+        request = m.LeaseRequest(tuple(lease_ids), generator_id, wait_s)
+        return (await self._call(request, m.LeaseReply, wait_s))[0].leases
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         async with self._puts:
@@ -114,18 +116,24 @@ class ZmqBuffer:
         return reply.stats
 
     async def take(
-        self, num_groups: int, policy_version: int, wait_s: float
-    ) -> tuple[GroupHeader, ...]:
-        request = m.TakeRequest(num_groups, policy_version, self._learner_term, wait_s)
-        return (await self._call(request, m.TakeReply, wait_s))[0].headers
+        self,
+        num_groups: int,
+        policy_version: int,
+        wait_s: float,
+        *,
+        with_payloads: bool = False,
+    ) -> Loan:
+        term = self._learner_term
+        request = m.TakeRequest(num_groups, policy_version, term, wait_s, with_payloads)
+        reply, payloads = await self._call(request, m.TakeReply, wait_s)
+        return Loan(headers=reply.headers, groups=_groups(payloads))
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
-        _, payloads = await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done)
-        return tuple(wire.decode(payload, PackedGroup).group() for payload in payloads)
+        return _groups((await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done))[1])
 
-    async def advance(self, policy_version: int) -> Books:
+    async def advance(self, policy_version: int) -> BufferStats:
         request = m.AdvanceRequest(policy_version, self._learner_term)
-        return (await self._call(request, m.AdvanceReply))[0].books
+        return (await self._call(request, m.StatsReply))[0].stats
 
     async def acknowledge(self, policy_version: int) -> None:
         await self._call(m.AcknowledgeRequest(policy_version, self._learner_term), m.Done)
@@ -262,3 +270,7 @@ class ZmqBuffer:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_result(None)
+
+
+def _groups(payloads: Iterable[memoryview]) -> tuple[TrajectoryGroup, ...]:
+    return tuple(wire.decode(payload, PackedGroup).group() for payload in payloads)

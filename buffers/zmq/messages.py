@@ -1,7 +1,7 @@
 """What a buffer client and a buffer server say to each other.
 
     request = [request id, request record, payload of a put]      DEALER -> ROUTER
-    reply   = [request id, reply record, payloads of a fetch]
+    reply   = [request id, reply record, payloads of a take or fetch]
 
 Records travel as `streamrl.wire` envelopes; a group payload is the envelope of a `PackedGroup`, so
 a server keeps and hands out bytes it need not encode again. Every request may be sent again after a
@@ -27,7 +27,7 @@ from streamrl.types import (
 
 
 class LeaseRequest(Struct, frozen=True, tag="lease"):
-    lease_id: str
+    lease_ids: tuple[str, ...]
     generator_id: str
     wait_s: float
 
@@ -58,6 +58,7 @@ class TakeRequest(Struct, frozen=True, tag="take"):
     policy_version: int
     learner_term: int
     wait_s: float
+    with_payloads: bool
 
 
 class FetchRequest(Struct, frozen=True, tag="fetch"):
@@ -109,11 +110,11 @@ Request: TypeAlias = (
 
 
 class Done(Struct, frozen=True, tag="done"):
-    """The answer to what asks for nothing else, and with payload frames to fetch."""
+    """The answer to what asks for nothing else, and with payload frames to a fetch."""
 
 
 class LeaseReply(Struct, frozen=True, tag="lease"):
-    lease: Lease | None
+    leases: tuple[Lease, ...] = ()
 
 
 class HeartbeatAnswer(Struct, frozen=True, tag="heartbeat"):
@@ -126,11 +127,9 @@ class AttachReply(Struct, frozen=True, tag="attach"):
 
 
 class TakeReply(Struct, frozen=True, tag="take"):
-    headers: tuple[GroupHeader, ...]
+    """Payload frames follow if the request wants them."""
 
-
-class AdvanceReply(Struct, frozen=True, tag="advance"):
-    books: Books
+    headers: tuple[GroupHeader, ...] = ()
 
 
 class StatsReply(Struct, frozen=True, tag="stats"):
@@ -155,12 +154,5 @@ class ErrorReply(Struct, frozen=True, tag="error"):
 
 
 Reply: TypeAlias = (
-    Done
-    | LeaseReply
-    | HeartbeatAnswer
-    | AttachReply
-    | TakeReply
-    | AdvanceReply
-    | StatsReply
-    | ErrorReply
+    Done | LeaseReply | HeartbeatAnswer | AttachReply | TakeReply | StatsReply | ErrorReply
 )

@@ -70,7 +70,7 @@ class PendingRequests:
             for number, pending in self._leases.items()
             if not (
                 isinstance(pending.request, m.LeaseRequest)
-                and pending.request.lease_id.startswith(session)
+                and any(name.startswith(session) for name in pending.request.lease_ids)
             )
         }
 

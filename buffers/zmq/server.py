@@ -184,7 +184,8 @@ class ZmqBufferServer:
             case m.FetchRequest(prompt_indices):
                 return (m.Done(), *state.fetch(prompt_indices))
             case m.AdvanceRequest(policy_version, learner_term):
-                return (m.AdvanceReply(state.advance(policy_version, learner_term)),)
+                state.advance(policy_version, learner_term)
+                return (m.StatsReply(self._stats()),)
             case m.AcknowledgeRequest(policy_version, learner_term):
                 state.acknowledge(policy_version, learner_term)
                 return (m.Done(),)
@@ -203,10 +204,11 @@ class ZmqBufferServer:
     def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> tuple[Any, ...] | None:
         if isinstance(request, m.LeaseRequest):
             self._require_space()
-            lease = self._state.lease(request.lease_id, request.generator_id, self._clock())
-            return None if lease is None else (m.LeaseReply(lease),)
+            leases = self._state.lease(request.lease_ids, request.generator_id, self._clock())
+            return (m.LeaseReply(leases),) if leases else None
         headers = self._state.take(request.num_groups, request.policy_version, request.learner_term)
-        return (m.TakeReply(headers),) if headers else None
+        wanted = [header.prompt_index for header in headers] if request.with_payloads else []
+        return (m.TakeReply(headers), *self._state.fetch(wanted)) if headers else None
 
     def _put(self, lease_id: str, frames: Frames) -> None:
         self._require_space()
@@ -257,7 +259,7 @@ class ZmqBufferServer:
             self._reply(pending.sender, pending.request_id, _EMPTY[type(pending.request)])
 
     def _may_grant(self) -> bool:
-        return self._refusal is not None or self._state.ledger.admits()
+        return self._refusal is not None or self._state.ledger.num_admitted() > 0
 
     def _answer_pending(self, pending: PendingRequest) -> bool:
         try:
@@ -280,4 +282,4 @@ class ZmqBufferServer:
         self._replies.append(_Reply(frames, is_reading))
 
 
-_EMPTY: dict[type, Any] = {m.LeaseRequest: m.LeaseReply(None), m.TakeRequest: m.TakeReply(())}
+_EMPTY: dict[type, Any] = {m.LeaseRequest: m.LeaseReply(), m.TakeRequest: m.TakeReply()}

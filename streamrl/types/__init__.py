@@ -15,8 +15,10 @@ from streamrl.types.buffer import (
     LearnerActivity,
     LearnerStatus,
     Lease,
+    Loan,
     RefusalReason,
     SchedulingState,
+    admission_capacity,
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
 from streamrl.types.index_ranges import IndexRanges, ranges_of
@@ -71,6 +73,7 @@ __all__ = [
     "LearnerStatus",
     "Lease",
     "LoadReport",
+    "Loan",
     "Locality",
     "PackedGroup",
     "ParityReport",
@@ -84,6 +87,7 @@ __all__ = [
     "TrajectoryGroup",
     "Turn",
     "WeightUpdate",
+    "admission_capacity",
     "pack",
     "ranges_of",
     "replace",

@@ -5,6 +5,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from streamrl.types.index_ranges import IndexRanges, members
+from streamrl.types.rollouts import GroupHeader, TrajectoryGroup
 
 
 class DropReason(StrEnum):
@@ -61,6 +62,19 @@ class Lease(Struct, frozen=True, kw_only=True):
     expires_at_s: float
 
 
+class Loan(Struct, frozen=True, kw_only=True):
+    """Groups lent to the learner for one version, oldest first; empty if there were too few.
+
+    `groups` are the payloads of `headers`, in the same order, if the learner asked for them.
+    """
+
+    headers: tuple[GroupHeader, ...] = ()
+    groups: tuple[TrajectoryGroup, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.headers)
+
+
 class Books(Struct, frozen=True, kw_only=True):
     """The ledger's account: every lease ever granted is in exactly one column.
 
@@ -88,9 +102,14 @@ class Books(Struct, frozen=True, kw_only=True):
         return tuple(members(self.open_ranges))
 
     @property
+    def in_flight(self) -> int:
+        """Groups that count for admission: leased, buffered or taken."""
+        return self.leased + self.buffered + self.taken
+
+    @property
     def balanced(self) -> bool:
         """Whether the books close: the columns add up to the leases granted."""
-        columns = self.leased + self.buffered + self.taken + self.trained + self.acknowledged
+        columns = self.in_flight + self.trained + self.acknowledged
         return self.granted == columns + sum(self.dropped.values())
 
 
@@ -155,13 +174,31 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     finished: bool = False
     draining: bool = False
 
+    @property
+    def capacity(self) -> int:
+        """Groups that admission lets in flight at a time."""
+        return admission_capacity(self.max_staleness, self.groups_per_step)
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that count for admission: leased, buffered or taken."""
+        return self.books.in_flight
+
+
+def admission_capacity(max_staleness: int, groups_per_step: int) -> int:
+    """Groups that may be in flight at a time.
+
+    A group is trained `in_flight // groups_per_step` versions after its lease at the latest, so
+    with one more than these it could be older than `max_staleness` by then.
+    """
+    return (max_staleness + 1) * groups_per_step
+
 
 class LearnerActivity(StrEnum):
     """What a learner is at; the value is how a sentence says it."""
 
     ATTACHING = "attaches to the buffer"
     WAITING = "waits for groups"
-    FETCHING = "fetches groups"
     COMPUTING = "computes"
     PUBLISHING = "copies its weights"
     REPORTING = "reports to the buffer"

@@ -2,13 +2,13 @@
 
     python tests/benchmarks/bench_async.py [--steps 200]
 
-The synchronous runs are the same code with `max_staleness: 0`: generation and training take turns,
-and each may use every core, generation as one engine of as many threads or as many engines of one
-thread; asynchrony is compared with the faster of the two. Asynchronous, two generators and the
-learner share the cores, one thread each. Workloads: responses of log-normal length whose longest is
-at least eight times the mean, and short equal lengths, where asynchrony may gain nothing. The times
-are those of the learner's own records, from the first step to the last: starting up is in neither.
-One JSON line per workload; nobody imports this.
+The synchronous runs are the same code with `max_staleness: 0`: generation and training alternate,
+and each uses every core, generation as one engine of as many threads or as many engines of one
+thread; asynchrony is compared with the faster of the two. In the asynchronous run two generators
+and the learner share the cores, one thread each. Workloads: responses of log-normal length whose
+longest is at least eight times the mean, and short equal lengths, where asynchrony may gain
+nothing. Times are from the learner's metrics, from the first step to the last, without startup.
+Prints one JSON line per workload.
 """
 
 import argparse
@@ -60,7 +60,7 @@ weights: {{address: "tcp://127.0.0.1:0"}}
 
 @dataclass(frozen=True)
 class Mode:
-    """Who runs, with how many threads, and how far behind."""
+    """Processes, their threads, and `max_staleness`."""
 
     generators: int
     generator_threads: int
@@ -103,9 +103,9 @@ def run(folder: Path, workload: str, mode_name: str, steps: int, mode: Mode) -> 
         )
     )
     command = [STREAMRL, "launch", str(path), "--no-view"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
+    launch = subprocess.run(command, capture_output=True, text=True, check=False)
+    if launch.returncode:
+        raise SystemExit(launch.stdout + launch.stderr)
     return read_metrics(folder / name / "metrics.jsonl")
 
 

@@ -1,8 +1,9 @@
 """Blocked log-probabilities against the plain way, forward and backward.
 
 8k tokens, a vocabulary of 152k, hidden size 896 (Qwen2.5-0.5B's head), two threads. The plain way
-is `log_softmax((hidden @ weight.T).float())`, which needs about 25 GB: on a machine without that,
-both get as many tokens as fit, and the line says how many. On a GPU both run there.
+is `log_softmax((hidden @ weight.T).float())`, which needs about 25 GB: on a machine with less
+memory both run with as many tokens as fit, and the output says how many. Uses a GPU if there is
+one.
 """
 
 import argparse
@@ -29,28 +30,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tokens", type=int, default=_affordable_tokens())
-    given = parser.parse_args()
-    if given.only:
+    options = parser.parse_args()
+    if options.only:
         torch.set_num_threads(THREADS)
-        way = {"ours": _ours, "plain": _plain}[given.only]
-        work = _work(way, given.tokens, getattr(torch, given.dtype))
+        compute = {"ours": _ours, "plain": _plain}[options.only]
+        work = _work(compute, options.tokens, getattr(torch, options.dtype))
         measure = _measured_on_gpu if CUDA else measured
-        print(json.dumps(measure(work, given.repeats)))
+        print(json.dumps(measure(work, options.repeats)))
         return
-    arguments = ("--dtype", given.dtype, "--tokens", str(given.tokens))
+    arguments = ("--dtype", options.dtype, "--tokens", str(options.tokens))
     contenders = ("ours", "plain")
     figures = contest(__file__, contenders, *arguments, threads=THREADS, repeats=REPEATS, rounds=1)
-    plain, mine = figures["plain"], figures["ours"]
+    plain, ours = figures["plain"], figures["ours"]
     print(
         json.dumps(
             {
                 "benchmark": "logprobs",
                 "device": "cuda" if CUDA else "cpu",
-                "dtype": given.dtype,
-                "tokens": given.tokens,
+                "dtype": options.dtype,
+                "tokens": options.tokens,
                 "tokens_wanted": TOKENS,
-                "ratio": plain["seconds"] / mine["seconds"],
-                "memory_ratio": plain["extra_mib"] / mine["extra_mib"],
+                "ratio": plain["seconds"] / ours["seconds"],
+                "memory_ratio": plain["extra_mib"] / ours["extra_mib"],
                 "target": {"ratio": 1 / 1.15, "memory_ratio": 5.0},
             }
             | figures
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def _affordable_tokens() -> int:
-    """8192, or as often halved as it takes for the plain way to fit."""
+    """8192, halved until the plain way fits into free memory."""
     if CUDA:
         return TOKENS
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -69,7 +70,7 @@ def _affordable_tokens() -> int:
     return tokens
 
 
-def _work(way: Callable[..., Tensor], tokens: int, dtype: torch.dtype) -> Callable[[], None]:
+def _work(compute: Callable[..., Tensor], tokens: int, dtype: torch.dtype) -> Callable[[], None]:
     device = torch.device("cuda" if CUDA else "cpu")
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, HIDDEN, generator=generator).to(device, dtype).requires_grad_()
@@ -80,7 +81,7 @@ def _work(way: Callable[..., Tensor], tokens: int, dtype: torch.dtype) -> Callab
 
     def work() -> None:
         hidden.grad = weight.grad = None
-        (way(hidden, weight, targets) * upstream).sum().backward()
+        (compute(hidden, weight, targets) * upstream).sum().backward()
         if CUDA:
             torch.cuda.synchronize()
 

@@ -91,8 +91,8 @@ def _memory(length: int) -> Costs:
             nonlocal number
             number += GROUPS_PER_STEP
             names = [f"g/{n}" for n in range(number, number + GROUPS_PER_STEP)]
-            found = [(name, await buffer.lease(name, "g", 0.0)) for name in names]
-            return [(name, lease.prompt_index) for name, lease in found if lease]
+            leases = [lease for name in names for lease in await buffer.lease([name], "g", 0.0)]
+            return [(lease.lease_id, lease.prompt_index) for lease in leases]
 
         async def put(leases: list[tuple[str, int]]) -> None:
             for name, prompt_index in leases:
@@ -107,7 +107,8 @@ def _memory(length: int) -> Costs:
             times.append(time.perf_counter())
             await put(leases)
             times.append(time.perf_counter())
-            assert len(await buffer.take(GROUPS_PER_STEP, version, 0.0)) == GROUPS_PER_STEP
+            loan = await buffer.take(GROUPS_PER_STEP, version, 0.0)
+            assert len(loan.headers) == GROUPS_PER_STEP
             times.append(time.perf_counter())
             await buffer.advance(version + 1)
             times.append(time.perf_counter())

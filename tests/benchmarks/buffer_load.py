@@ -113,8 +113,9 @@ async def _put_all(buffer: TrajectoryBuffer, name: str, size: str, count: int) -
 
     async def put_some(worker: int) -> None:
         for number in range(count // IN_FLIGHT):
-            lease = await buffer.lease(f"{name}/{worker}/{number}", name, DEADLINE_S)
-            assert lease is not None, "admission stayed closed"
+            leases = await buffer.lease([f"{name}/{worker}/{number}"], name, DEADLINE_S)
+            assert leases, "admission stayed closed"
+            (lease,) = leases
             named = msgspec.structs.replace(
                 group, prompt_index=lease.prompt_index, group_id=lease.lease_id
             )
@@ -125,9 +126,8 @@ async def _put_all(buffer: TrajectoryBuffer, name: str, size: str, count: int) -
 
 async def _train_all(buffer: TrajectoryBuffer, count: int) -> None:
     for version in range(count // GROUPS_PER_STEP):
-        headers = await buffer.take(GROUPS_PER_STEP, version, DEADLINE_S)
-        groups = await buffer.fetch([header.prompt_index for header in headers])
-        assert len(groups) == GROUPS_PER_STEP
+        loan = await buffer.take(GROUPS_PER_STEP, version, DEADLINE_S, with_payloads=True)
+        assert len(loan.groups) == GROUPS_PER_STEP
         await buffer.advance(version + 1)
         await buffer.acknowledge(version + 1)
 

@@ -21,10 +21,10 @@ async def generate(url: str, name: str) -> None:
     number = 0
     while True:
         number += 1
-        lease = await buffer.lease(f"{name}/{number}", name, 1.0)
-        if lease is not None:
+        leases = await buffer.lease([f"{name}/{number}"], name, 1.0)
+        for lease in leases:
             await buffer.put(lease.lease_id, group_of(lease))
-        elif (await buffer.stats()).finished:
+        if not leases and (await buffer.stats()).finished:
             break
     await buffer.close()
 

@@ -7,7 +7,7 @@ import pytest
 
 from buffers.redis.buffer import RedisBuffer, RedisSettings
 from streamrl.types import GeneratorStatus
-from tests.records import make_group
+from tests.records import lease_one, make_group
 from tests.redis_server import RedisServer, redis_server
 
 Connect = Callable[..., RedisBuffer]
@@ -43,7 +43,7 @@ async def redis_client() -> AsyncIterator[Connect]:
 
 async def fill(buffer: RedisBuffer, *lease_ids: str, num_response: int = 4) -> None:
     for lease_id in lease_ids:
-        lease = await buffer.lease(lease_id, "g", 0.0)
+        lease = await lease_one(buffer, lease_id, "g", 0.0)
         assert lease is not None
         group = make_group(lease.prompt_index, lease_id=lease_id, num_response=num_response)
         await buffer.put(lease_id, group)

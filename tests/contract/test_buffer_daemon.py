@@ -39,7 +39,7 @@ from streamrl.errors import (
 from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason, pack
 from tests.contract.test_buffers import fill, zmq_server
 from tests.ports import free_port
-from tests.records import damaged, make_group
+from tests.records import damaged, lease_one, make_group
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 DEADLINE_S = 30.0
@@ -115,17 +115,17 @@ async def test_nobody_notices_that_a_buffer_was_killed(daemon: Daemon):
     generator, learner = daemon.client(), daemon.client()
     before = await learner.attach(0, None)
     await fill(generator, "s/a", "s/b", "s/c")
-    held = await generator.lease("s/d", "g", 0.0)
-    loan = await learner.take(2, 0, 1.0)
+    held = await lease_one(generator, "s/d", "g", 0.0)
+    loan = (await learner.take(2, 0, 1.0)).headers
     books = (await learner.stats()).books
     daemon.kill()
     daemon.start()
     after = await learner.stats()
     assert after.incarnation != before.incarnation
     assert after.books == books
-    assert await learner.take(2, 0, 1.0) == loan
+    assert (await learner.take(2, 0, 1.0)).headers == loan
     assert [g.prompt_index for g in await learner.fetch([1, 0])] == [1, 0]
-    assert (await learner.advance(1)).trained == 2
+    assert (await learner.advance(1)).books.trained == 2
     assert main(["buffer", "audit", str(daemon.run)]) == 0
     reply = await generator.heartbeat(status(lease_ids=("s/d",)))
     assert (reply.lost_lease_ids, reply.incarnation) == ((), after.incarnation)
@@ -146,7 +146,7 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
 
     async def generate(index: int) -> None:
         for number in range(10_000):
-            lease = await generators[index].lease(f"{index}/{number}", str(index), 60.0)
+            lease = await lease_one(generators[index], f"{index}/{number}", str(index), 60.0)
             assert lease is not None
             group = make_group(
                 lease.prompt_index, lease_id=lease.lease_id, version=lease.min_policy_version
@@ -164,7 +164,7 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
     killing = asyncio.create_task(kill())
     version = 0
     while not killing.done():
-        headers = await learner.take(2, version, 30.0)
+        headers = (await learner.take(2, version, 30.0)).headers
         seen.extend(g.prompt_index for g in await learner.fetch([h.prompt_index for h in headers]))
         version += 1
         await learner.advance(version)
@@ -184,14 +184,14 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
 async def test_on_a_full_disk_clients_wait_and_nothing_is_lost(daemon: Daemon):
     generator, learner, other = daemon.client(), daemon.client(), daemon.client(deadline_s=1.0)
     await learner.attach(0, None)
-    leases = [await generator.lease(f"s/{i}", "g", 0.0) for i in range(4)]
+    leases = [await lease_one(generator, f"s/{i}", "g", 0.0) for i in range(4)]
     await generator.put("s/0", make_group(0, lease_id="s/0"))
     daemon.limit_files(journal_path(daemon.run).with_name("journal.sqlite-wal").stat().st_size)
     large = [make_group(i, lease_id=f"s/{i}", num_response=20_000) for i in (1, 2, 3)]
     waiting = [asyncio.create_task(generator.put(f"s/{i}", large[i - 1])) for i in (1, 2, 3)]
     await until(lambda: "nothing is taken in until it can be" in daemon.log)
     with pytest.raises(StorageError, match=r"journal .* cannot be written"):
-        await other.lease("t/0", "g", 0.0)
+        await lease_one(other, "t/0", "g", 0.0)
     assert not any(task.done() for task in waiting)
     stats = await learner.stats()
     assert stats.books.granted == 4
@@ -202,7 +202,7 @@ async def test_on_a_full_disk_clients_wait_and_nothing_is_lost(daemon: Daemon):
     assert "the journal is written again" in daemon.log
     daemon.kill()
     daemon.start()
-    headers = await learner.take(4, 0, 5.0)
+    headers = (await learner.take(4, 0, 5.0)).headers
     assert [h.prompt_index for h in headers] == [lease.prompt_index for lease in leases if lease]
     (group,) = await learner.fetch([2])
     assert group.num_tokens == large[1].num_tokens
@@ -227,7 +227,7 @@ async def test_a_full_file_system(disk: Path, daemon: Daemon):
     daemon.start(f"run.folder={disk}")
     generator, learner = daemon.client(), daemon.client()
     await learner.attach(0, None)
-    await generator.lease("s/0", "g", 0.0)
+    await lease_one(generator, "s/0", "g", 0.0)
     ballast = disk / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
@@ -256,8 +256,8 @@ async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemo
     daemon.start()
     before = await generator.heartbeat(status())
     await learner.take(2, 0, 1.0)
-    books = await learner.advance(1)
-    held = [await generator.lease(f"s/{name}", "g", 0.0) for name in "cd"]
+    books = (await learner.advance(1)).books
+    held = [await lease_one(generator, f"s/{name}", "g", 0.0) for name in "cd"]
     daemon.kill()
     shutil.rmtree(daemon.run / "buffer")
     shutil.copytree(copy, daemon.run / "buffer")
@@ -272,7 +272,7 @@ async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemo
     assert (stats.books.leased, stats.books.balanced) == (2, True)
     for lease in asserted:
         await generator.put(lease.lease_id, make_group(lease.prompt_index, version=1))
-    assert [h.prompt_index for h in await learner.take(2, 1, 1.0)] == [2, 3]
+    assert [h.prompt_index for h in (await learner.take(2, 1, 1.0)).headers] == [2, 3]
     assert daemon.end() == 0
     assert main(["buffer", "audit", str(daemon.run)]) == 0
     await generator.close()
@@ -287,7 +287,7 @@ async def test_a_fenced_learner_stays_fenced_by_a_buffer_that_was_killed(daemon:
     daemon.start()
     with pytest.raises(FencedError, match="term 2 took over"):
         await old.take(2, 0, 1.0)
-    assert await new.take(2, 0, 0.0) == ()
+    assert (await new.take(2, 0, 0.0)).headers == ()
     await old.close()
     await new.close()
 
@@ -367,7 +367,7 @@ async def test_a_malformed_group_ends_its_lease_once_and_is_kept(tmp_path, paylo
     with zmq_server(tmp_path, journal=True) as server:
         buffer = ZmqBuffer(server.url)
         await buffer.attach(0, None)
-        await buffer.lease("s/a", "g", 0.0)
+        await lease_one(buffer, "s/a", "g", 0.0)
         request = wire.encode(m.PutRequest("s/a"))
         for _ in range(2):
             assert (await send(server.url, request, payload)).kind == kind
@@ -429,7 +429,7 @@ async def test_a_put_without_a_right_to_it_is_refused_and_counted(tmp_path):
         await fill(buffer, "s/a")
         with pytest.raises(DuplicateGroupError):
             await buffer.put("s/a", make_group(0, lease_id="another"))
-        lease = await buffer.lease("s/b", "g", 0.0)
+        lease = await lease_one(buffer, "s/b", "g", 0.0)
         assert lease is not None
         while not (await buffer.stats()).books.dropped:
             await asyncio.sleep(0.02)

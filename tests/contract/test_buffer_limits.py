@@ -30,7 +30,7 @@ from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import DropReason, TrajectoryGroup
 from tests.contract.limits_config import GROUPS_PER_STEP, limits_config
-from tests.records import make_group
+from tests.records import lease_one, make_group
 from tests.redis_server import redis_server
 
 Connect = Callable[[], TrajectoryBuffer]
@@ -119,10 +119,10 @@ async def test_eight_client_processes_train_each_prompt_once(backend: str, tmp_p
         learner = connect(limits_config(url, max_staleness=2))
         await learner.attach(0, None)
         for version in range(num_steps):
-            headers = await learner.take(GROUPS_PER_STEP, version, 60.0)
+            headers = (await learner.take(GROUPS_PER_STEP, version, 60.0)).headers
             groups = await learner.fetch([header.prompt_index for header in headers])
             trained += [group.prompt_index for group in groups]
-            assert (await learner.advance(version + 1)).balanced
+            assert (await learner.advance(version + 1)).books.balanced
             await learner.acknowledge(version + 1)
         await learner.finish()
         for process in processes:
@@ -144,10 +144,10 @@ async def test_a_group_of_64_mb_passes_unchanged(backend: str, tmp_path: Path):
         await learner.attach(0, None)
         # 13 bytes a token; 64 MiB is the default of buffer.max_group_bytes.
         large = make_group(0, lease_id="a", num_response=2_460_000)
-        assert await generator.lease("a", "g", 0.0) is not None
+        assert await lease_one(generator, "a", "g", 0.0) is not None
         await generator.put("a", large)
         await fill(generator, GROUPS_PER_STEP - 1)
-        headers = await learner.take(GROUPS_PER_STEP, 0, 10.0)
+        headers = (await learner.take(GROUPS_PER_STEP, 0, 10.0)).headers
         assert headers[0].lengths == (2_460_003, 2_460_003)
         (back,) = await learner.fetch([0])
         for ours, theirs in zip(large.trajectories, back.trajectories, strict=True):
@@ -165,15 +165,15 @@ async def test_ten_thousand_groups_wait_and_are_lent_oldest_first(backend: str, 
         generator, learner = make(), make()
         await learner.attach(0, None)
         await fill(generator, MANY)
-        assert await generator.lease("one too many", "g", 0.0) is None
+        assert await lease_one(generator, "one too many", "g", 0.0) is None
         books = (await learner.stats()).books
         assert (books.buffered, books.balanced) == (MANY, True)
         for version in range(3):
-            headers = await learner.take(GROUPS_PER_STEP, version, 10.0)
+            headers = (await learner.take(GROUPS_PER_STEP, version, 10.0)).headers
             first = version * GROUPS_PER_STEP
             assert [h.prompt_index for h in headers] == list(range(first, first + GROUPS_PER_STEP))
             assert len(await learner.fetch([h.prompt_index for h in headers])) == GROUPS_PER_STEP
-            books = await learner.advance(version + 1)
+            books = (await learner.advance(version + 1)).books
         assert (books.buffered, books.trained, books.balanced) == (MANY - 30, 30, True)
 
 
@@ -182,7 +182,7 @@ async def fill(buffer: TrajectoryBuffer, count: int) -> None:
     first = make_group(0)
 
     async def one(number: int) -> None:
-        lease = await buffer.lease(f"fill/{number}", "g", 0.0)
+        lease = await lease_one(buffer, f"fill/{number}", "g", 0.0)
         assert lease is not None
         name = f"{lease.prompt_index}:{number}"
         group = msgspec.structs.replace(first, prompt_index=lease.prompt_index, group_id=name)
@@ -201,7 +201,7 @@ async def test_a_batch_that_admission_can_never_fill_is_refused(backend: str, tm
         with pytest.raises(ConfigError, match=r"31 groups can never fill.* admit 30") as refusal:
             await learner.take(capacity + 1, 0, 30.0)
         assert "buffer.max_staleness 2 and learner.groups_per_step 10" in str(refusal.value)
-        assert await learner.take(capacity, 0, 0.05) == ()
+        assert (await learner.take(capacity, 0, 0.05)).headers == ()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -212,11 +212,11 @@ async def test_a_drain_grants_what_completes_a_batch_and_no_more(backend: str, t
         await fill(generator, GROUPS_PER_STEP - 1)
         await operator.drain()
         await operator.drain()
-        last = await generator.lease("last", "g", 0.0)
+        last = await lease_one(generator, "last", "g", 0.0)
         assert last is not None
-        assert await generator.lease("another", "g", 0.05) is None
+        assert await lease_one(generator, "another", "g", 0.05) is None
         await generator.release("last", DropReason.RELEASED)
-        again = await generator.lease("again", "g", 0.0)
+        again = await lease_one(generator, "again", "g", 0.0)
         assert again is not None
         assert again.prompt_index == last.prompt_index
         await generator.put("again", make_group(again.prompt_index, lease_id="again"))
@@ -225,9 +225,9 @@ async def test_a_drain_grants_what_completes_a_batch_and_no_more(backend: str, t
         stats = await operator.stats()
         assert stats.draining
         assert (stats.books.leased, stats.books.buffered, stats.books.taken) == (0, 0, 0)
-        assert await generator.lease("after", "g", 0.05) is None
+        assert await lease_one(generator, "after", "g", 0.05) is None
         await learner.attach(1, None)
-        assert await generator.lease("after", "g", 0.0) is not None
+        assert await lease_one(generator, "after", "g", 0.0) is not None
 
 
 async def test_headers_do_not_grow_with_the_payload(tmp_path: Path):
@@ -239,11 +239,11 @@ async def test_headers_do_not_grow_with_the_payload(tmp_path: Path):
             assert isinstance(learner, ZmqBuffer)
             await learner.attach(0, None)
             for number in range(GROUPS_PER_STEP):
-                lease = await generator.lease(str(number), "g", 0.0)
+                lease = await lease_one(generator, str(number), "g", 0.0)
                 assert lease is not None
                 group = make_group(lease.prompt_index, lease_id="x", num_response=num_response)
                 await generator.put(str(number), group)
-            headers = await learner.take(GROUPS_PER_STEP, 0, 10.0)
+            headers = (await learner.take(GROUPS_PER_STEP, 0, 10.0)).headers
             sizes[num_response] = len(wire.encode(headers))
             assert sum(h.num_bytes for h in headers) > 20 * num_response * GROUPS_PER_STEP
     # Only the numbers themselves take more digits: two lengths and a size, 4 bytes each.

@@ -44,7 +44,7 @@ from streamrl.types import (
     pack,
     ranges_of,
 )
-from tests.records import damaged, make_group
+from tests.records import damaged, lease_one, make_group
 
 Connect = Callable[[], TrajectoryBuffer]
 # One test waits for it; in all others nobody may lose a lease to a machine that is busy elsewhere.
@@ -113,7 +113,7 @@ async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 async def fill(buffer: TrajectoryBuffer, *lease_ids: str, version: int = 0) -> None:
     for lease_id in lease_ids:
-        lease = await buffer.lease(lease_id, "g", 0.0)
+        lease = await lease_one(buffer, lease_id, "g", 0.0)
         assert lease is not None
         group = make_group(lease.prompt_index, lease_id=lease_id, version=version)
         await buffer.put(lease_id, group)
@@ -124,14 +124,14 @@ async def test_groups_go_from_generators_to_the_learner_and_are_freed(connect):
     stats = await learner.attach(0, None)
     assert (stats.groups_per_step, stats.max_staleness) == (2, 1)
     await fill(generator, "a", "b", "c")
-    headers = await learner.take(2, 0, 1.0)
+    headers = (await learner.take(2, 0, 1.0)).headers
     assert [h.prompt_index for h in headers] == [0, 1]
     assert headers[0].lengths == (7, 7)
     groups = await learner.fetch([1, 0])
     assert [g.prompt_index for g in groups] == [1, 0]
     expected = make_group(1, lease_id="b").trajectories[1]
     assert np.array_equal(groups[0].trajectories[1].token_ids, expected.token_ids)
-    books = await learner.advance(1)
+    books = (await learner.advance(1)).books
     assert (books.trained, books.buffered, books.balanced) == (2, 1, True)
     await learner.acknowledge(1)
     stats = await learner.stats()
@@ -142,12 +142,12 @@ async def test_groups_go_from_generators_to_the_learner_and_are_freed(connect):
 
 async def test_a_lease_waits_for_admission_and_is_unblocked_by_the_learner(connect):
     generator, learner = connect(), connect()
-    waiting = asyncio.create_task(generator.lease("a", "g", 5.0))
+    waiting = asyncio.create_task(lease_one(generator, "a", "g", 5.0))
     await learner.attach(0, None)
     assert (await waiting) is not None
     await fill(generator, "b", "c", "d")
-    assert await generator.lease("e", "g", 0.05) is None
-    blocked = asyncio.create_task(generator.lease("e", "g", 5.0))
+    assert await lease_one(generator, "e", "g", 0.05) is None
+    blocked = asyncio.create_task(lease_one(generator, "e", "g", 5.0))
     await generator.put("a", make_group(0, lease_id="a"))
     await learner.take(2, 0, 1.0)
     assert not blocked.done()
@@ -157,22 +157,93 @@ async def test_a_lease_waits_for_admission_and_is_unblocked_by_the_learner(conne
     assert lease.prompt_index == 4
 
 
+async def test_one_call_leases_several_groups_as_far_as_they_are_admitted(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    first = await generator.lease(["a", "b", "c"], "g", 0.0)
+    assert [(lease.lease_id, lease.prompt_index) for lease in first] == [
+        ("a", 0),
+        ("b", 1),
+        ("c", 2),
+    ]
+    assert await generator.lease(["a", "b", "c"], "g", 0.0) == first
+    rest = await generator.lease(["c", "d", "e", "f"], "g", 0.0)
+    assert [lease.lease_id for lease in rest] == ["c", "d"]
+    assert rest[0] == first[2]
+    assert await generator.lease(["e", "f"], "g", 0.05) == ()
+    assert await generator.lease([], "g", 0.0) == ()
+    books = (await learner.stats()).books
+    assert (books.granted, books.leased, books.balanced) == (4, 4, True)
+    await generator.release("d", DropReason.FAILED)
+    assert [lease.lease_id for lease in await generator.lease(["c", "e", "f"], "g", 0.0)] == [
+        "c",
+        "e",
+    ]
+
+
+async def test_a_call_for_several_leases_waits_for_the_first(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    await fill(generator, "a", "b", "c", "d")
+    waiting = asyncio.create_task(generator.lease(["e", "f", "g"], "g", 10.0))
+    await learner.take(2, 0, 1.0)
+    assert not waiting.done()
+    await learner.advance(1)
+    leases = await waiting
+    assert [(lease.lease_id, lease.prompt_index) for lease in leases] == [("e", 4), ("f", 5)]
+    assert {lease.min_policy_version for lease in leases} == {1}
+
+
+async def test_a_call_grants_no_more_than_a_generators_share(connect):
+    one, other, learner = connect(), connect(), connect()
+    await learner.attach(0, None)
+    for name, buffer in (("one", one), ("other", other)):
+        await buffer.heartbeat(status(name))
+    assert len(await one.lease([f"one/{number}" for number in range(9)], "one", 0.0)) == 2
+    assert len(await other.lease([f"other/{number}" for number in range(9)], "other", 0.0)) == 1
+    assert len(await one.lease([f"one/{number}" for number in range(9)], "one", 0.0)) == 3
+    assert await other.lease(["other/9"], "other", 0.0) == ()
+
+
+async def test_a_take_may_bring_the_payloads_and_advance_the_stats(connect):
+    generator, learner = connect(), connect()
+    stats = await learner.attach(0, None)
+    assert (stats.capacity, stats.in_flight) == (4, 0)
+    assert not await learner.take(2, 0, 0.0, with_payloads=True)
+    await fill(generator, "a", "b", "c")
+    loan = await learner.take(2, 0, 1.0, with_payloads=True)
+    assert [header.prompt_index for header in loan.headers] == [0, 1]
+    assert [group.group_id for group in loan.groups] == ["0:a", "1:b"]
+    expected = make_group(1, lease_id="b").trajectories[1]
+    assert np.array_equal(loan.groups[1].trajectories[1].token_ids, expected.token_ids)
+    again = await learner.take(2, 0, 0.0)
+    assert (again.headers, again.groups) == (loan.headers, ())
+    repeated = await learner.take(2, 0, 0.0, with_payloads=True)
+    assert [group.group_id for group in repeated.groups] == ["0:a", "1:b"]
+    waiting = asyncio.create_task(learner.take(2, 1, 10.0, with_payloads=True))
+    await fill(generator, "d")
+    assert [group.group_id for group in (await waiting).groups] == ["2:c", "3:d"]
+    stats = await learner.advance(1)
+    assert stats == await learner.stats()
+    assert (stats.policy_version, stats.books.trained, stats.in_flight) == (1, 2, 2)
+
+
 async def test_a_take_waits_for_a_whole_batch_and_is_unblocked_by_a_put(connect):
     generator, learner = connect(), connect()
     await learner.attach(0, None)
     await fill(generator, "a")
-    assert await learner.take(2, 0, 0.05) == ()
+    assert (await learner.take(2, 0, 0.05)).headers == ()
     waiting = asyncio.create_task(learner.take(2, 0, 5.0))
     await fill(generator, "b")
-    assert len(await waiting) == 2
+    assert len((await waiting).headers) == 2
     assert await learner.take(2, 0, 0.0) == await waiting
 
 
 async def test_calls_may_be_repeated(connect):
     generator, learner = connect(), connect()
     await learner.attach(0, None)
-    first = await generator.lease("a", "g", 0.0)
-    assert await generator.lease("a", "g", 0.0) == first
+    first = await lease_one(generator, "a", "g", 0.0)
+    assert await lease_one(generator, "a", "g", 0.0) == first
     group = make_group(0, lease_id="a")
     await generator.put("a", group)
     await generator.put("a", group)
@@ -188,9 +259,9 @@ async def test_calls_may_be_repeated(connect):
 async def test_a_dead_generators_lease_comes_back(connect):
     dead, alive, learner = connect(), connect(), connect()
     await learner.attach(0, None)
-    lost = await dead.lease("dead/1", "dead", 0.0)
+    lost = await lease_one(dead, "dead/1", "dead", 0.0)
     assert lost is not None
-    kept = await alive.lease("alive/1", "alive", 0.0)
+    kept = await lease_one(alive, "alive/1", "alive", 0.0)
     assert kept is not None
     deadline = time.monotonic() + 30
     while (books := (await learner.stats()).books).dropped.get(DropReason.EXPIRED, 0) < 1:
@@ -199,7 +270,7 @@ async def test_a_dead_generators_lease_comes_back(connect):
         assert reply.lost_lease_ids == ()
         await asyncio.sleep(0.05)
     assert (books.leased, books.balanced) == (1, True)
-    again = await alive.lease("alive/2", "alive", 0.0)
+    again = await lease_one(alive, "alive/2", "alive", 0.0)
     assert again is not None
     assert again.prompt_index == lost.prompt_index
     with pytest.raises(UnknownLeaseError, match="dead/1"):
@@ -219,9 +290,9 @@ async def test_a_new_session_or_leaving_ends_a_generators_leases_at_once(connect
     generator, learner = connect(), connect()
     await learner.attach(0, None)
     await generator.heartbeat(status("g", "first"))
-    await generator.lease("first/1", "g", 0.0)
+    await lease_one(generator, "first/1", "g", 0.0)
     await generator.heartbeat(status("g", "second"))
-    await generator.lease("second/1", "g", 0.0)
+    await lease_one(generator, "second/1", "g", 0.0)
     stats = await learner.stats()
     assert (stats.books.leased, stats.books.dropped) == (1, {DropReason.EXPIRED: 1})
     assert [g.session for g in stats.generators] == ["second"]
@@ -254,8 +325,8 @@ async def test_a_generator_whose_place_was_taken_is_fenced(connect):
     await learner.attach(0, None)
     await generator.heartbeat(status("g", "old"))
     await generator.heartbeat(status("g", "new"))
-    await generator.lease("new/1", "g", 0.0)
-    await generator.lease("old/1", "g", 0.0)
+    await lease_one(generator, "new/1", "g", 0.0)
+    await lease_one(generator, "old/1", "g", 0.0)
     reply = await generator.heartbeat(status("g", "old", lease_ids=("old/1",)))
     assert (reply.is_fenced, reply.lost_lease_ids) == (True, ("old/1",))
     reply = await generator.heartbeat(status("g", "old", is_leaving=True))
@@ -270,16 +341,16 @@ async def test_a_cordoned_generator_is_granted_nothing_and_finishes_what_it_hold
     await learner.attach(0, None)
     for name in "gh":
         await generator.heartbeat(status(name))
-    first = await generator.lease("g/1", "g", 0.0)
+    first = await lease_one(generator, "g/1", "g", 0.0)
     await learner.set_scheduling_state("g", SchedulingState.CORDONED)
-    assert await generator.lease("g/1", "g", 0.0) == first
-    assert await generator.lease("g/2", "g", 0.05) is None
-    assert await generator.lease("h/1", "h", 0.0) is not None
+    assert await lease_one(generator, "g/1", "g", 0.0) == first
+    assert await lease_one(generator, "g/2", "g", 0.05) is None
+    assert await lease_one(generator, "h/1", "h", 0.0) is not None
     reply = await generator.heartbeat(status("g", lease_ids=("g/1",)))
     assert (reply.scheduling_state, reply.lost_lease_ids) == (SchedulingState.CORDONED, ())
     assert (await generator.heartbeat(status("h"))).scheduling_state is SchedulingState.ACTIVE
     await generator.put("g/1", make_group(0, lease_id="g/1"))
-    waiting = asyncio.create_task(generator.lease("g/2", "g", 5.0))
+    waiting = asyncio.create_task(lease_one(generator, "g/2", "g", 5.0))
     assert (await learner.stats()).scheduling_states == {"g": SchedulingState.CORDONED}
     await learner.set_scheduling_state("g", SchedulingState.ACTIVE)
     assert (await waiting) is not None
@@ -326,7 +397,7 @@ async def test_a_newer_learner_fences_the_older_one(connect):
     for call in (old.advance(1), old.acknowledge(0), old.finish(), waiting):
         with pytest.raises(FencedError, match="took over"):
             await call
-    assert [h.prompt_index for h in await new.take(2, 0, 1.0)] == [0, 1]
+    assert [h.prompt_index for h in (await new.take(2, 0, 1.0)).headers] == [0, 1]
 
 
 async def test_a_learner_that_comes_back_gets_what_its_checkpoint_lacks(connect):
@@ -334,12 +405,12 @@ async def test_a_learner_that_comes_back_gets_what_its_checkpoint_lacks(connect)
     await learner.attach(0, None)
     await fill(generator, "a", "b", "c", "d")
     await learner.take(2, 0, 1.0)
-    books = await learner.advance(1)
+    books = (await learner.advance(1)).books
     await learner.take(2, 1, 1.0)
     await learner.advance(2)
     again = connect()
     await again.attach(1, books)
-    assert [h.prompt_index for h in await again.take(2, 1, 1.0)] == [2, 3]
+    assert [h.prompt_index for h in (await again.take(2, 1, 1.0)).headers] == [2, 3]
     assert (await again.stats()).books.acknowledged == 2
 
 
@@ -356,14 +427,14 @@ async def test_a_blank_buffer_continues_from_a_checkpoints_books(connect):
     stats = await learner.attach(3, books)
     assert stats.books.balanced
     assert stats.books.dropped == {DropReason.ORPHANED: 3}
-    leases = [await generator.lease(name, "g", 0.0) for name in "abcd"]
+    leases = [await lease_one(generator, name, "g", 0.0) for name in "abcd"]
     assert [lease.prompt_index for lease in leases if lease] == [4, 5, 8, 9]
 
 
 async def test_wrong_puts_have_a_defined_outcome(connect):
     generator, learner = connect(), connect()
     await learner.attach(0, None)
-    lease = await generator.lease("a", "g", 0.0)
+    lease = await lease_one(generator, "a", "g", 0.0)
     assert lease is not None
     with pytest.raises(LedgerError, match="is for prompt 0; the group says 7"):
         await generator.put("a", make_group(7, lease_id="a"))
@@ -390,7 +461,7 @@ async def test_after_the_end_generators_are_told_and_nothing_is_granted(connect)
     assert not (await generator.heartbeat(status("g"))).finished
     await learner.finish()
     assert (await generator.heartbeat(status("g"))).finished
-    assert await generator.lease("a", "g", 0.05) is None
+    assert await lease_one(generator, "a", "g", 0.05) is None
 
 
 async def test_many_generators_at_once_lose_and_repeat_nothing(connect):
@@ -401,7 +472,7 @@ async def test_many_generators_at_once_lose_and_repeat_nothing(connect):
 
     async def generate(index: int) -> None:
         for number in range(1000):
-            lease = await generators[index].lease(f"{index}/{number}", str(index), 5.0)
+            lease = await lease_one(generators[index], f"{index}/{number}", str(index), 5.0)
             if lease is None:
                 return
             version = lease.min_policy_version
@@ -410,7 +481,7 @@ async def test_many_generators_at_once_lose_and_repeat_nothing(connect):
 
     tasks = [asyncio.create_task(generate(index)) for index in range(8)]
     for version in range(num_steps):
-        headers = await learner.take(2, version, 10.0)
+        headers = (await learner.take(2, version, 10.0)).headers
         seen.extend(
             group.prompt_index for group in await learner.fetch([h.prompt_index for h in headers])
         )
@@ -431,7 +502,7 @@ async def test_a_malformed_group_is_quarantined_and_its_prompt_dropped(tmp_path)
     with zmq_server(tmp_path) as server:
         buffer = ZmqBuffer(server.url)
         await buffer.attach(0, None)
-        await buffer.lease("s/1", "g", 0.0)
+        await lease_one(buffer, "s/1", "g", 0.0)
         group = damaged(make_group(0), behavior_logprobs=np.full(7, np.nan, np.float32))
         with pytest.raises(CorruptMessageError, match="NaN"):
             await buffer.put("s/1", group)
@@ -449,7 +520,7 @@ async def test_a_group_above_the_limit_is_refused(tmp_path):
     with zmq_server(tmp_path, max_group_bytes=1000) as server:
         buffer = ZmqBuffer(server.url)
         await buffer.attach(0, None)
-        await buffer.lease("s/1", "g", 0.0)
+        await lease_one(buffer, "s/1", "g", 0.0)
         with pytest.raises(MessageTooLargeError, match="at most 1000"):
             await buffer.put("s/1", make_group(0, num_response=500))
         await buffer.close()
@@ -496,11 +567,11 @@ async def test_large_groups_pass(tmp_path, journal):
         buffer = ZmqBuffer(server.url, deadline_s=30.0)
         await buffer.attach(0, None)
         for lease_id in ("a", "b"):
-            lease = await buffer.lease(lease_id, "g", 0.0)
+            lease = await lease_one(buffer, lease_id, "g", 0.0)
             assert lease is not None
             large = make_group(lease.prompt_index, lease_id=lease_id, num_response=600_000)
             await buffer.put(lease_id, large)
-        headers = await buffer.take(2, 0, 1.0)
+        headers = (await buffer.take(2, 0, 1.0)).headers
         assert sum(h.num_bytes for h in headers) > 30e6
         groups = await buffer.fetch([h.prompt_index for h in headers])
         assert groups[1].num_tokens == 2 * 600_003

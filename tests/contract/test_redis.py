@@ -12,18 +12,19 @@ import pytest
 from redis import Redis
 
 from buffers.ledger.events import Event
-from buffers.redis.history import forget, history
+from buffers.redis.history import account, forget, history
 from streamrl.cli import books
 from streamrl.config import load_config
 from streamrl.errors import (
     ConfigError,
     LedgerError,
+    OtherReleaseError,
     TransportError,
     UnknownLeaseError,
 )
 from streamrl.types import Books, DropReason
 from tests.contract.conftest import Connect, fill, status
-from tests.records import make_group
+from tests.records import lease_one, make_group
 from tests.redis_server import RedisServer, redis_server
 
 
@@ -33,8 +34,8 @@ async def test_a_server_killed_with_its_memory_loses_nothing(
     buffer = redis_client(own_redis.url)
     await buffer.attach(0, None)
     await fill(buffer, "a", "b", "c")
-    held = await buffer.lease("d", "g", 0.0)
-    headers = await buffer.take(2, 0, 0.0)
+    held = await lease_one(buffer, "d", "g", 0.0)
+    headers = (await buffer.take(2, 0, 0.0)).headers
     before = await buffer.stats()
     own_redis.kill()
     own_redis.start()
@@ -43,10 +44,10 @@ async def test_a_server_killed_with_its_memory_loses_nothing(
         before, incarnation=""
     )
     assert after.incarnation != before.incarnation
-    assert await buffer.lease("d", "g", 0.0) == held
-    assert await buffer.take(2, 0, 0.0) == headers
+    assert await lease_one(buffer, "d", "g", 0.0) == held
+    assert (await buffer.take(2, 0, 0.0)).headers == headers
     assert [group.prompt_index for group in await buffer.fetch([0, 1])] == [0, 1]
-    books = await buffer.advance(1)
+    books = (await buffer.advance(1)).books
     assert (books.trained, books.buffered, books.leased, books.balanced) == (2, 1, 1, True)
 
 
@@ -56,9 +57,9 @@ async def test_calls_that_wait_live_through_a_restart(
     learner, generator = redis_client(own_redis.url), redis_client(own_redis.url)
     await learner.attach(0, None)
     await fill(generator, "a", "b", "c")
-    await generator.lease("d", "g", 0.0)
+    await lease_one(generator, "d", "g", 0.0)
     taking = asyncio.create_task(learner.take(4, 0, 20.0))
-    leasing = asyncio.create_task(generator.lease("e", "g", 20.0))
+    leasing = asyncio.create_task(lease_one(generator, "e", "g", 20.0))
     await asyncio.sleep(0.1)
     own_redis.kill()
     beating = asyncio.create_task(generator.heartbeat(status(lease_ids=("d",))))
@@ -67,7 +68,7 @@ async def test_calls_that_wait_live_through_a_restart(
     own_redis.start()
     assert (await beating).lost_lease_ids == ()
     await generator.put("d", make_group(3, lease_id="d"))
-    assert [header.prompt_index for header in await taking] == [0, 1, 2, 3]
+    assert [header.prompt_index for header in (await taking).headers] == [0, 1, 2, 3]
     await learner.advance(1)
     lease = await leasing
     assert lease is not None
@@ -86,7 +87,7 @@ async def test_a_server_that_stands_still_is_waited_for(
     assert not any(call.done() for call in (filling, taking))
     own_redis.signal(signal.SIGCONT)
     await filling
-    assert len(await taking) == 2
+    assert len((await taking).headers) == 2
     assert (await buffer.stats()).books.granted == 2
 
 
@@ -135,7 +136,7 @@ async def test_who_waits_is_woken_and_does_not_ask_again_and_again(
     await fill(generator, "a")
     start = time.monotonic()
     await fill(generator, "b")
-    assert len(await taking) == 2
+    assert len((await taking).headers) == 2
     assert time.monotonic() - start < 0.5
     server.close()
 
@@ -147,12 +148,12 @@ def num_scripts(server: "Redis") -> int:
 async def test_runs_on_one_server_do_not_see_each_other(redis: RedisServer, redis_client: Connect):
     one, other = redis_client(redis.url, "one"), redis_client(redis.url, "other")
     await one.attach(0, None)
-    assert await other.lease("a", "g", 0.0) is None
+    assert await lease_one(other, "a", "g", 0.0) is None
     await other.attach(0, None)
     await fill(one, "a", "b")
     await fill(other, "a")
-    assert [header.prompt_index for header in await one.take(2, 0, 0.0)] == [0, 1]
-    assert (await one.advance(1)).learner_term == 1
+    assert [header.prompt_index for header in (await one.take(2, 0, 0.0)).headers] == [0, 1]
+    assert (await one.advance(1)).books.learner_term == 1
     assert (await other.stats()).books.buffered == 1
     await forget(redis.url, "one")
     assert (await one.stats()).books == Books()
@@ -169,7 +170,7 @@ async def test_a_run_that_is_under_way_is_not_deleted_for_a_new_one(
     buffer = redis_client(redis.url, "busy")
     await buffer.attach(0, None)
     await buffer.heartbeat(status())
-    with pytest.raises(ConfigError, match=r"at work at this buffer \(g\)"):
+    with pytest.raises(ConfigError, match=r"report to this buffer \(g\)"):
         await books.run(config, asked)
     await buffer.heartbeat(status(is_leaving=True))
     await books.run(config, asked)
@@ -182,7 +183,7 @@ async def test_the_history_tells_what_became_of_every_group(
     buffer = redis_client(redis.url, "history")
     await buffer.attach(0, None)
     await fill(buffer, "a", "b")
-    await buffer.lease("c", "g", 0.0)
+    await lease_one(buffer, "c", "g", 0.0)
     await buffer.release("c", DropReason.FAILED)
     await buffer.take(2, 0, 0.0)
     await buffer.advance(1)
@@ -220,9 +221,9 @@ async def test_a_server_that_comes_back_blank_shows_it_to_everybody(
         learner, generator = redis_client(server.url), redis_client(server.url)
         await learner.attach(0, None)
         await fill(generator, "a", "b", "c")
-        await generator.lease("d", "g", 0.0)
+        await lease_one(generator, "d", "g", 0.0)
         await learner.take(2, 0, 0.0)
-        books = await learner.advance(1)
+        books = (await learner.advance(1)).books
         server.kill()
         server.start()
         with pytest.raises(LedgerError, match="lost memory"):
@@ -233,6 +234,42 @@ async def test_a_server_that_comes_back_blank_shows_it_to_everybody(
         stats = await redis_client(server.url).attach(1, books)
         assert stats.books.balanced
         assert (stats.books.acknowledged, stats.books.dropped) == (2, {DropReason.ORPHANED: 2})
-        lease = await generator.lease("e", "g", 0.0)
+        lease = await lease_one(generator, "e", "g", 0.0)
         assert lease is not None
         assert lease.prompt_index == 2
+
+
+async def test_a_run_of_another_release_is_refused_and_left_as_it_is(
+    redis: RedisServer, redis_client: Connect, tmp_path: Path
+):
+    name = "of-another-release"
+    buffer = redis_client(redis.url, name)
+    with Redis.from_url(redis.url) as server:
+        key = f"streamrl:{{{name}}}:state"
+        server.hset(key, mapping={"version": 3, "epoch": 2, "next_sequence": 9, "granted": 9})
+        before = server.hgetall(key)
+        calls = (
+            lambda: buffer.stats(),
+            lambda: buffer.attach(3, None),
+            lambda: buffer.lease(["a"], "g", 0.0),
+            lambda: buffer.put("a", make_group(0, lease_id="a")),
+            lambda: account(redis.url, name),
+        )
+        for call in calls:
+            with pytest.raises(OtherReleaseError) as refusal:
+                await call()
+            assert str(refusal.value) == (
+                f"run.name: the run at {redis.url} has format 1, and this release knows format 2: "
+                "another release of StreamRL wrote it; start the run anew with --new (or streamrl "
+                "books --forget), or go on with that release"
+            )
+        assert server.hgetall(key) == before
+        assert server.keys(f"streamrl:{{{name}}}:*") == [key.encode()]
+        path = tmp_path / "run.yaml"
+        path.write_text("model: {path: some-model}\ndata: {source: addition}\n")
+        config = load_config(path, [f"buffer.url={redis.url}", f"run.name={name}"], {}).config
+        refused = argparse.Namespace(forget=False, require_none=True)
+        with pytest.raises(OtherReleaseError, match="--new"):
+            await books.run(config, refused)
+        await books.run(config, argparse.Namespace(forget=True, require_none=False))
+        assert not server.keys(f"streamrl:{{{name}}}:*")

@@ -85,14 +85,17 @@ class Twins(RuleBasedStateMachine):
         assert answers[0] == answers[1]
         return None if isinstance(answers[0], Refusal) else answers[0]
 
-    @rule(lease_id=st.sampled_from(LEASE_IDS), generator_id=st.sampled_from(["g", "h", "steady"]))
-    def lease(self, lease_id: str, generator_id: str) -> None:
-        lease = self.both(
-            self.redis.lease(lease_id, generator_id, 0.0),
-            lambda: self.model.lease(lease_id, generator_id, self.now_s),
+    @rule(
+        lease_ids=st.lists(st.sampled_from(LEASE_IDS), unique=True, max_size=6),
+        generator_id=st.sampled_from(["g", "h", "steady"]),
+    )
+    def lease(self, lease_ids: list[str], generator_id: str) -> None:
+        leases = self.both(
+            self.redis.lease(lease_ids, generator_id, 0.0),
+            lambda: self.model.lease(lease_ids, generator_id, self.now_s),
         )
-        if lease is not None:
-            self.prompt_indices[lease_id] = lease.prompt_index
+        for lease in leases:
+            self.prompt_indices[lease.lease_id] = lease.prompt_index
 
     @rule(
         lease_id=st.sampled_from(LEASE_IDS),
@@ -187,23 +190,36 @@ class Twins(RuleBasedStateMachine):
     @rule(num_groups=st.integers(1, 9), ahead=st.sampled_from([0, 0, 0, 1, 2]))
     def take(self, num_groups: int, ahead: int) -> None:
         version = self.model.ledger.version + ahead
+
+        async def asked() -> tuple[GroupHeader, ...]:
+            return (await self.redis.take(num_groups, version, 0.0)).headers
+
         headers = self.both(
-            self.redis.take(num_groups, version, 0.0),
-            lambda: self.model.take(num_groups, version, self.learner_term),
+            asked(), lambda: self.model.take(num_groups, version, self.learner_term)
         )
-        prompt_indices = [header.prompt_index for header in headers or ()]
-        groups = self.runner.run(self.redis.fetch(prompt_indices))
-        assert [wire.encode(g) for g in groups] == [
-            wire.encode(g) for g in self.model.fetch(prompt_indices)
-        ]
+        if headers is None:
+            return
+        prompt_indices = [header.prompt_index for header in headers]
+        kept = [wire.encode(group) for group in self.model.fetch(prompt_indices)]
+        fetched = self.runner.run(self.redis.fetch(prompt_indices))
+        assert [wire.encode(group) for group in fetched] == kept
+        loan = self.runner.run(self.redis.take(num_groups, version, 0.0, with_payloads=True))
+        assert loan.headers == headers
+        assert [wire.encode(group) for group in loan.groups] == kept
 
     @rule(step=st.sampled_from([1, 1, 1, 0, 2]))
     def advance(self, step: int) -> None:
         self.version = self.model.ledger.version + step
-        self.both(
-            self.redis.advance(self.version),
-            lambda: self.model.advance(self.version, self.learner_term),
-        )
+
+        def expected() -> Any:
+            self.model.advance(self.version, self.learner_term)
+            self.model.expire(self.now_s)
+            return comparable(self.model.stats(self.now_s))
+
+        async def asked() -> Any:
+            return comparable(await self.redis.advance(self.version))
+
+        self.both(asked(), expected)
         self.version = self.model.ledger.version
 
     @rule(behind=st.sampled_from([0, 0, 1, -1]))
@@ -218,8 +234,8 @@ class Twins(RuleBasedStateMachine):
     def run_some_steps(self, num_steps: int) -> None:
         """Steady work: without this rule, random calls rarely fill a batch."""
         for _ in range(num_steps):
-            for lease_id in LEASE_IDS:
-                self.lease(lease_id, "steady")
+            for _ in range(3):  # a call grants a share, where several generators report
+                self.lease(LEASE_IDS, "steady")
             for lease_id in LEASE_IDS:
                 self.put(lease_id, age=1, wrong=9, again=False)
             self.take(self.settings["groups_per_step"], 0)

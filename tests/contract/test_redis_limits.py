@@ -16,7 +16,7 @@ from streamrl.errors import (
 )
 from streamrl.types import DropReason, RefusalReason, pack
 from tests.contract.conftest import Connect, fill, status
-from tests.records import damaged, make_group
+from tests.records import damaged, lease_one, make_group
 from tests.redis_server import RedisServer, redis_server
 
 
@@ -27,7 +27,7 @@ async def test_a_full_server_holds_puts_back_until_a_checkpoint_frees_groups(
         buffer = redis_client(server.url, deadline_s=3.0)
         await buffer.attach(0, None)
         await fill(buffer, "a", "b", num_response=80_000)
-        assert len(await buffer.take(2, 0, 0.0)) == 2
+        assert len((await buffer.take(2, 0, 0.0)).headers) == 2
         await buffer.advance(1)
         with pytest.raises(BufferFullError, match=r"maxmemory is 8\.389 MB.*raise it"):
             await fill(buffer, "c", "d", "e", "f", num_response=80_000)
@@ -35,7 +35,7 @@ async def test_a_full_server_holds_puts_back_until_a_checkpoint_frees_groups(
         assert (stats.books.leased, stats.books.trained) == (1, 2)
         patient = redis_client(server.url)
         lease_id = "cdef"[stats.books.buffered]
-        lease = await patient.lease(lease_id, "g", 0.0)
+        lease = await lease_one(patient, lease_id, "g", 0.0)
         assert lease is not None
         group = make_group(lease.prompt_index, lease_id=lease_id, num_response=80_000)
         waiting = asyncio.create_task(patient.put(lease_id, group))
@@ -56,7 +56,7 @@ async def test_the_ledger_works_on_a_server_that_refuses_every_payload(
     buffer = redis_client(own_redis.url, deadline_s=0.5)
     await buffer.attach(0, None)
     await fill(buffer, "a", "b")
-    await buffer.lease("c", "g", 0.0)
+    await lease_one(buffer, "c", "g", 0.0)
     Redis.from_url(own_redis.url).config_set("maxmemory", "100kb")
     with pytest.raises(BufferFullError, match="a group of"):
         await buffer.put("c", make_group(2, lease_id="c"))
@@ -66,7 +66,7 @@ async def test_the_ledger_works_on_a_server_that_refuses_every_payload(
     await buffer.advance(1)
     await buffer.acknowledge(1)
     assert (await buffer.stats()).books.acknowledged == 2
-    assert await buffer.lease("d", "g", 0.0) is not None
+    assert await lease_one(buffer, "d", "g", 0.0) is not None
 
 
 async def test_a_server_that_may_throw_keys_away_is_refused(tmp_path: Path, redis_client: Connect):
@@ -88,7 +88,7 @@ async def test_a_user_with_a_password_needs_only_the_keys_of_the_runs(
         await buffer.attach(0, None)
         taking = asyncio.create_task(buffer.take(2, 0, 10.0))
         await fill(buffer, "a", "b")
-        assert len(await taking) == 2
+        assert len((await taking).headers) == 2
         assert len(await buffer.fetch([0, 1])) == 2
         await buffer.advance(1)
         await buffer.acknowledge(1)
@@ -112,7 +112,7 @@ async def test_a_malformed_group_is_quarantined_and_its_prompt_dropped(
 ):
     buffer = redis_client(redis.url, "malformed", quarantine=tmp_path / "quarantine")
     await buffer.attach(0, None)
-    await buffer.lease("s/1", "g", 0.0)
+    await lease_one(buffer, "s/1", "g", 0.0)
     group = damaged(make_group(0), behavior_logprobs=np.full(7, np.nan, np.float32))
     with pytest.raises(CorruptMessageError, match="NaN"):
         await buffer.put("s/1", group)
@@ -127,7 +127,7 @@ async def test_a_malformed_group_is_quarantined_and_its_prompt_dropped(
 async def test_a_group_above_the_limit_is_refused(redis: RedisServer, redis_client: Connect):
     buffer = redis_client(redis.url, "limit", max_group_bytes=1000)
     await buffer.attach(0, None)
-    await buffer.lease("s/1", "g", 0.0)
+    await lease_one(buffer, "s/1", "g", 0.0)
     with pytest.raises(MessageTooLargeError, match="at most 1000"):
         await buffer.put("s/1", make_group(0, num_response=500))
 
@@ -138,7 +138,7 @@ async def test_large_groups_pass_and_leave_nothing_behind(
     buffer = redis_client(redis.url, "large")
     await buffer.attach(0, None)
     await fill(buffer, "a", "b", num_response=600_000)
-    headers = await buffer.take(2, 0, 1.0)
+    headers = (await buffer.take(2, 0, 1.0)).headers
     assert sum(header.num_bytes for header in headers) > 30e6
     groups = await buffer.fetch([header.prompt_index for header in headers])
     assert groups[1].num_tokens == 2 * 600_003

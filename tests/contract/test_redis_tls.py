@@ -52,9 +52,9 @@ async def test_a_batch_goes_through_tls(redis: RedisServer, redis_client: Connec
         await buffer.attach(0, None)
         taking = asyncio.create_task(buffer.take(2, 0, 10.0))
         await fill(buffer, "a", "b")
-        assert len(await taking) == 2
+        assert len((await taking).headers) == 2
         assert len(await buffer.fetch([0, 1])) == 2
-        assert (await buffer.advance(1)).trained == 2
+        assert (await buffer.advance(1)).books.trained == 2
         await buffer.close()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from buffers.redis.buffer import RedisBuffer, RedisSettings
+from tests.records import lease_one
 from tests.redis_server import RedisServer, redis_server
 from tests.system.test_launch import ONE, Launch, _set, assert_every_step_once
 
@@ -21,7 +22,7 @@ async def leave_a_run_behind(url: str) -> None:
     """Of the name that the launches here have, at version 5."""
     buffer = RedisBuffer(url, "run", RedisSettings(groups_per_step=4, max_staleness=2))
     await buffer.attach(5, None)
-    await buffer.lease("somebody's", "g", 0.0)
+    await lease_one(buffer, "somebody's", "g", 0.0)
     await buffer.close()
 
 

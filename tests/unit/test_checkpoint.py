@@ -10,9 +10,10 @@ from actors.make_model import make_tokenizer
 from learners import checkpoint
 from learners.critic import Critic
 from learners.policy import Policy
+from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, OtherReleaseError
 from streamrl.types import Books, DropReason, ranges_of
 from tests.tiny_model import save_llama
 from tests.training import make_batch, make_config
@@ -56,12 +57,12 @@ def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path, advanta
     trainer = make_trainer(config)
     for seed in range(2):
         trainer.step(make_batch(seed))
-    path = checkpoint.save(config, trainer, 2, BOOKS)
+    path = checkpoint.save(config, trainer, LearnerState(2, BOOKS))
     metrics = trainer.step(make_batch(2))
     random_number = torch.rand(1)
     torch.manual_seed(99)
     again = make_trainer(config, path)
-    assert checkpoint.restore(path, again) == checkpoint.Restored(2, BOOKS)
+    assert checkpoint.restore(path, again) == LearnerState(2, BOOKS)
     repeated = again.step(make_batch(2))
     for name in metrics:
         if name.startswith(("actor/", "critic/", "advantage/")):
@@ -73,7 +74,7 @@ def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path, advanta
 
 def test_a_checkpoint_without_a_critic_does_not_serve_one(tmp_path):
     config = make_run(tmp_path)
-    path = checkpoint.save(config, make_trainer(config), 1, BOOKS)
+    path = checkpoint.save(config, make_trainer(config), LearnerState(1, BOOKS))
     with pytest.raises(ConfigError, match=r"has no critic, which algorithm\.advantage gae"):
         checkpoint.restore(path, make_trainer(make_run(tmp_path, "gae")))
 
@@ -83,7 +84,7 @@ def test_the_newest_are_kept_and_half_written_ones_are_not_seen(tmp_path):
     assert checkpoint.find(config) is None
     trainer = make_trainer(config)
     for version in (1, 2, 10):
-        newest = checkpoint.save(config, trainer, version, Books())
+        newest = checkpoint.save(config, trainer, LearnerState(version))
     folder = config.run.path / "checkpoints"
     (folder / ".step-00000011.unfinished").mkdir()
     (folder / "step-00000012").mkdir()
@@ -96,7 +97,7 @@ def test_the_newest_are_kept_and_half_written_ones_are_not_seen(tmp_path):
 
 def test_where_to_resume_from(tmp_path):
     config = make_run(tmp_path)
-    path = checkpoint.save(config, make_trainer(config), 3, Books())
+    path = checkpoint.save(config, make_trainer(config), LearnerState(3))
     assert checkpoint.find(config) is None
     assert checkpoint.find(make_run(tmp_path, resume=str(path))) == path
     with pytest.raises(ConfigError, match=r"run\.resume: .*nowhere is no checkpoint"):
@@ -107,7 +108,7 @@ def test_a_checkpoint_loads_in_transformers_and_holds_no_pickle(tmp_path):
     config = make_run(tmp_path)
     trainer = make_trainer(config)
     trainer.step(make_batch())
-    path = checkpoint.save(config, trainer, 1, BOOKS)
+    path = checkpoint.save(config, trainer, LearnerState(1, BOOKS))
     suffixes = {file.suffix for file in path.iterdir()}
     assert suffixes == {".json", ".safetensors"}
     assert json.loads((path / "state.json").read_text())["policy_version"] == 1
@@ -120,8 +121,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     config = make_run(tmp_path)
     trainer = make_trainer(config)
     trainer.step(make_batch())
-    path = checkpoint.save(config, trainer, 1, Books())
+    path = checkpoint.save(config, trainer, LearnerState(1))
     other = make_run(tmp_path / "other")
     save_llama(Path(other.model.path), intermediate_size=48)
     with pytest.raises(ConfigError, match=r"is of another model: .*mlp.* does not fit"):
         checkpoint.restore(path, make_trainer(other))
+
+
+def test_a_checkpoint_of_another_release_is_refused(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    trainer.step(make_batch(0))
+    path = checkpoint.save(config, trainer, LearnerState(1, BOOKS))
+    state = json.loads((path / "state.json").read_text())
+    del state["format"]
+    old = {"next_sequence": 9, "epoch": 1, "open_runs": [[3, 4]]}
+    (path / "state.json").write_text(json.dumps({**state, "books": old}))
+    with pytest.raises(OtherReleaseError) as refusal:
+        checkpoint.restore(path, make_trainer(config, path))
+    assert str(refusal.value) == (
+        f"run.resume: the checkpoint {path} has format 1, and this release knows format 2: another "
+        "release of StreamRL wrote it; start the run anew with --new, or go on with that release"
+    )

@@ -15,8 +15,9 @@ from actors.rewards.functions import FunctionReward
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext
 from streamrl.types import FilesEndpoint, LoadReport, WeightUpdate
-from streamrl.weights import protocol
-from streamrl.weights.protocol import WeightReceiver
+from streamrl.weights import receiver as receiving
+from streamrl.weights.receiver import WeightReceiver
+from tests.records import lease_one
 from tests.unit.test_generator import Run
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ async def test_a_group_that_never_ends_has_failed_at_its_deadline(hangs: str, en
         case "reward":
             runner = dataclasses.replace(runner, reward=endless)
     await run.learner.attach(0, None)
-    lease = await run.learner.lease("a", "g", 0.0)
+    lease = await lease_one(run.learner, "a", "g", 0.0)
     async with asyncio.timeout(10):
         with pytest.raises(RolloutError, match=r"generator\.group_deadline_s, which is 0\.05 s"):
             await runner.run(lease)
@@ -63,7 +64,7 @@ async def test_a_timeout_of_the_users_own_is_not_called_the_deadline():
     runner = dataclasses.replace(run.runner, deadline_s=60.0, reward=Impatient())
     await run.learner.attach(0, None)
     with pytest.raises(TimeoutError, match="of the judge"):
-        await runner.run(await run.learner.lease("a", "g", 0.0))
+        await runner.run(await lease_one(run.learner, "a", "g", 0.0))
 
 
 async def test_rewards_that_never_end_take_no_thread_from_weight_updates(endless):
@@ -116,16 +117,16 @@ def test_every_rendezvous_has_a_timeout():
 
 
 async def test_an_engine_that_never_loads_ends_its_generator(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(protocol, "LOAD_S", 0.05)
+    monkeypatch.setattr(receiving, "LOAD_S", 0.05)
 
     async def never(_: WeightUpdate) -> LoadReport:
         await asyncio.Event().wait()
         raise AssertionError
 
     update = WeightUpdate(
-        policy_version=7, history="h", manifest=(), endpoint=FilesEndpoint(path="nowhere")
+        policy_version=7, learner_id="h", manifest=(), endpoint=FilesEndpoint(path="nowhere")
     )
     receiver = WeightReceiver("tcp://127.0.0.1:9", "g", "s", never)
     with pytest.raises(RuntimeError, match=r"not loaded version 7 for 0\.05 s"):
-        await receiver._in_time(update)
+        await receiver._load_in_time(update)
     receiver._socket.close()

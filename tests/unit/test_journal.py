@@ -12,12 +12,12 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from buffers.audit import main as run_audit
 from buffers.journal.journal import Journal
 from buffers.journal.schema import journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
-from streamrl.errors import ConfigError, LedgerError, StorageError
+from streamrl.cli.buffer.audit import main as run_audit
+from streamrl.errors import ConfigError, LedgerError, OtherReleaseError, StorageError
 from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease, SchedulingState
 
 TTL_S = 10.0
@@ -58,8 +58,7 @@ def put(state: BufferState[bytes], lease: Lease, version: int, now_s: float = 0.
 
 def fill(state: BufferState[bytes], *lease_ids: str, version: int = 0) -> None:
     for lease_id in lease_ids:
-        lease = state.lease(lease_id, "g", 0.0)
-        assert lease is not None
+        (lease,) = state.lease([lease_id], "g", 0.0)
         put(state, lease, version)
 
 
@@ -108,10 +107,9 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def lease(self, count: int) -> None:
-        for _ in range(count):
-            lease = self.state.lease(f"lease {self.num_leases}", "steady", self.now_s)
-            self.num_leases += 1
-            self.held += [lease] if lease else []
+        names = [f"lease {self.num_leases + number}" for number in range(count)]
+        self.num_leases += count
+        self.held += self.state.lease(names, "steady", self.now_s)
         self._die_and_come_back()
 
     @rule(count=st.integers(1, 4), age=st.integers(0, 3))
@@ -173,7 +171,7 @@ class JournalMachine(RuleBasedStateMachine):
             if step == saved_after:
                 self.checkpoint = (ledger.version, ledger.books())
             for _ in range(ledger.groups_per_step):
-                if lease := self.state.lease(f"lease {self.num_leases}", "steady", self.now_s):
+                for lease in self.state.lease([f"lease {self.num_leases}"], "steady", self.now_s):
                     put(self.state, lease, ledger.version, self.now_s)
                 self.num_leases += 1
             if self.state.take(ledger.groups_per_step, ledger.version, ledger.learner_term):
@@ -242,7 +240,7 @@ def test_what_was_not_committed_is_not_there_and_nothing_else_is_missing(tmp_pat
 def test_recovered_leases_get_a_whole_new_time_to_live(tmp_path):
     state, journal = open_journal(tmp_path)
     state.attach(0, None)
-    state.lease("a", "g", 0.0)
+    state.lease(["a"], "g", 0.0)
     journal.commit()
     journal.close()
     recovered, journal = open_journal(tmp_path, now_s=1000.0)
@@ -259,8 +257,7 @@ def test_the_file_does_not_grow_with_the_run(tmp_path):
         for _ in range(count):
             version = state.ledger.version
             for number in range(2):
-                lease = state.lease(f"{version}/{number}", "g", 0.0)
-                assert lease is not None
+                (lease,) = state.lease([f"{version}/{number}"], "g", 0.0)
                 state.put(lease.lease_id, header(lease, version), bytes(20_000), 0.0)
             journal.commit()
             state.take(2, version, 1)
@@ -322,8 +319,7 @@ def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
     with closing(sqlite3.connect(journal_path(tmp_path))) as db:
         num_pages = db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {num_pages}")
-    lease = state.lease("b", "g", 0.0)
-    assert lease is not None
+    (lease,) = state.lease(["b"], "g", 0.0)
     state.put("b", header(lease, 0), bytes(100_000), 0.0)
     for _ in range(2):
         with pytest.raises(StorageError, match="database or disk is full"):
@@ -342,3 +338,29 @@ def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
     recovered, journal = open_journal(tmp_path)
     assert dump(recovered) == before
     journal.close()
+
+
+def test_a_journal_of_another_release_is_refused_and_left_as_it_is(tmp_path):
+    path = journal_path(tmp_path)
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("CREATE TABLE settings (id INTEGER PRIMARY KEY, data TEXT)")
+        db.execute("CREATE TABLE image (id INTEGER PRIMARY KEY, data BLOB)")
+        db.execute("INSERT INTO settings VALUES (0, ?)", ('{"format": 1, "run.name": "a"}',))
+        db.commit()
+    before = path.read_bytes()
+    sentence = (
+        f"the journal {path} has format 1, and this release knows format 2: another release of "
+        "StreamRL wrote it; start the run anew with --new, or go on with that release"
+    )
+    with pytest.raises(OtherReleaseError) as refusal:
+        open_journal(tmp_path)
+    assert str(refusal.value) == sentence
+    with pytest.raises(OtherReleaseError) as refusal:
+        run_audit(Namespace(folder=tmp_path))
+    assert str(refusal.value) == sentence
+    assert path.read_bytes() == before
+    with closing(sqlite3.connect(path)) as db:
+        names = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    assert names == {"settings", "image"}

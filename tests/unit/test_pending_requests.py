@@ -7,12 +7,13 @@ FAR_S = 1e9
 
 
 def _lease(number: int, deadline_s: float = FAR_S) -> PendingRequest:
-    request = m.LeaseRequest(f"session{number}/0", f"gen-{number}", 5.0)
+    lease_ids = (f"session{number}/0", f"session{number}/1")
+    request = m.LeaseRequest(lease_ids, f"gen-{number}", 5.0)
     return PendingRequest(b"sender", number.to_bytes(8, "little"), request, deadline_s)
 
 
 def _take(deadline_s: float = FAR_S) -> PendingRequest:
-    return PendingRequest(b"learner", b"take", m.TakeRequest(1, 0, 1, 5.0), deadline_s)
+    return PendingRequest(b"learner", b"take", m.TakeRequest(1, 0, 1, 5.0, False), deadline_s)
 
 
 class _Buffer:

@@ -1,15 +1,15 @@
-"""What a learner tells a buffer that lost its memory: books in which its last step is trained."""
+"""The books that a learner restores a buffer from: in them its last step is trained."""
 
 from copy import deepcopy
 
 import pytest
 
 from buffers.ledger.ledger import Ledger
-from learners.learner import books_with
+from learners.session import books_with
 from streamrl.types import Books, DropReason, GroupHeader, Lease, ranges_of
 
 
-def test_books_with_a_step_that_the_buffer_did_not_hear_of():
+def test_books_with_a_step_that_the_buffer_did_not_record():
     books = Books(granted=6, leased=2, buffered=2, trained=2, next_prompt_index=6, revision=9)
     books = books_with(
         Books(**{**_fields(books), "open_ranges": ranges_of((1, 3, 4, 5))}), prompt_indices=[3, 7]
@@ -77,7 +77,7 @@ def _put(ledger: Ledger, name: str, oldest_version: int) -> None:
 
 
 @pytest.mark.parametrize("has_attached", [False, True])
-def test_a_copy_that_went_other_ways_as_far_takes_the_learners_account(has_attached: bool):
+def test_a_diverged_copy_at_the_same_version_takes_the_learners_books(has_attached: bool):
     ledger = Ledger(groups_per_step=1, max_staleness=0)
     ledger.attach(0)
     for version in (0, 1):

@@ -1,4 +1,4 @@
-"""The learner's word of itself: in its file each beat, in the log once a thing lasts too long."""
+"""The learner's reports: its file at each interval, the log once an activity lasts too long."""
 
 import asyncio
 import json
@@ -15,6 +15,7 @@ from learners import status_reporter as module
 from learners.status_reporter import StatusReporter
 from streamrl.errors import TransportError
 from streamrl.types import BufferStats, LearnerActivity, TrajectoryGroup
+from tests.records import lease_one
 from tests.training import make_config
 
 STALL_S = 0.05
@@ -28,7 +29,7 @@ class Sender:
         return ("gen-1",)
 
 
-class Away(MemoryBuffer):
+class Unreachable(MemoryBuffer):
     async def stats(self) -> BufferStats:
         raise TransportError("nobody listens at zmq://there")
 
@@ -38,13 +39,13 @@ def make_buffer(kind: type[MemoryBuffer] = MemoryBuffer) -> MemoryBuffer:
     return kind(BufferState[TrajectoryGroup](ledger, lease_ttl_s=60.0))
 
 
-def make_pulse(folder: Path, buffer: MemoryBuffer) -> StatusReporter:
+def make_reporter(folder: Path, buffer: MemoryBuffer) -> StatusReporter:
     (folder / "run").mkdir()
     run = {"name": "run", "folder": folder, "stall_s": STALL_S}
     return StatusReporter(make_config(run=run), buffer, Sender())
 
 
-async def beating(reporter: StatusReporter, until: Callable[[], bool]) -> None:
+async def reporting(reporter: StatusReporter, until: Callable[[], bool]) -> None:
     task = asyncio.create_task(reporter.run())
     async with asyncio.timeout(10):
         while not until():
@@ -56,54 +57,55 @@ async def beating(reporter: StatusReporter, until: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "BEAT_S", 0.005)
+    monkeypatch.setattr(module, "REPORT_S", 0.005)
     caplog.set_level(logging.INFO)
 
 
-async def test_a_wait_is_explained_again_when_it_has_doubled_and_ends_aloud(tmp_path, caplog):
+async def test_a_wait_is_explained_again_when_it_doubles_and_its_end_is_logged(tmp_path, caplog):
     buffer = make_buffer()
     await buffer.attach(3, None)
-    await buffer.lease("gen-1/0", "gen-1", 0.0)
-    reporter = make_pulse(tmp_path, buffer)
-    reporter.begin(LearnerActivity.WAITING, policy_version=3, learner_term=1)
+    await lease_one(buffer, "gen-1/0", "gen-1", 0.0)
+    reporter = make_reporter(tmp_path, buffer)
+    reporter.set_activity(LearnerActivity.WAITING, policy_version=3, learner_term=1)
 
     def stalls() -> list[str]:
         return [record.message for record in caplog.records if "stalled" in record.message]
 
-    await beating(reporter, lambda: len(stalls()) == 3)
-    lasted = [float(record.args[0]) for record in caplog.records if "stalled" in record.message]
-    assert lasted[0] >= STALL_S
-    assert lasted[1] >= 2 * lasted[0]
-    assert lasted[2] >= 2 * lasted[1]
+    await reporting(reporter, lambda: len(stalls()) == 3)
+    durations = [float(record.args[0]) for record in caplog.records if "stalled" in record.message]
+    assert durations[0] >= STALL_S
+    assert durations[1] >= 2 * durations[0]
+    assert durations[2] >= 2 * durations[1]
     assert "0 of 2 groups at version 3; 1 leased and not reported yet" in stalls()[0]
     assert "no generator reports" in stalls()[0]
     assert reporter.num_stalls == 1
-    reporter.begin(LearnerActivity.WAITING)
+    reporter.set_activity(LearnerActivity.WAITING)
     assert "goes on" not in caplog.text
-    reporter.begin(LearnerActivity.COMPUTING)
+    reporter.set_activity(LearnerActivity.COMPUTING)
     assert "goes on after" in caplog.records[-1].message
-    await beating(reporter, lambda: len(stalls()) == 4)
+    await reporting(reporter, lambda: len(stalls()) == 4)
     assert "step 4 has computed for" in stalls()[3]
     assert reporter.num_stalls == 2
 
 
-async def test_a_buffer_that_is_away_is_the_finding(tmp_path, caplog):
-    reporter = make_pulse(tmp_path, make_buffer(Away))
-    await beating(reporter, lambda: "stalled" in caplog.text)
+async def test_an_unreachable_buffer_is_the_finding(tmp_path, caplog):
+    reporter = make_reporter(tmp_path, make_buffer(Unreachable))
+    await reporting(reporter, lambda: "stalled" in caplog.text)
     assert "nobody listens at zmq://there" in caplog.text
 
 
-async def test_the_file_tells_what_it_is_at_to_the_end(tmp_path):
-    reporter = make_pulse(tmp_path, make_buffer())
+async def test_the_file_holds_the_activity_to_the_end(tmp_path):
+    reporter = make_reporter(tmp_path, make_buffer())
     file = tmp_path / "run" / "learner.json"
-    reporter.begin(LearnerActivity.SAVING, policy_version=7)
-    await beating(reporter, file.exists)
-    reporter.begin(LearnerActivity.ENDED)
+    reporter.set_activity(LearnerActivity.SAVING, policy_version=7)
+    await reporting(reporter, file.exists)
+    reporter.set_activity(LearnerActivity.ENDED)
     task = asyncio.create_task(reporter.run())
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    told = json.loads(file.read_text())
-    assert told["activity"] == "has ended"
-    assert (told["policy_version"], told["num_receivers"], told["behind"]) == (7, 2, ["gen-1"])
+    status = json.loads(file.read_text())
+    assert status["activity"] == "has ended"
+    assert status["policy_version"] == 7
+    assert (status["num_receivers"], status["behind"]) == (2, ["gen-1"])
     assert [path.name for path in file.parent.iterdir()] == ["learner.json"]

@@ -121,7 +121,7 @@ def test_siblings_that_do_not_share_out_the_tokens_are_refused(lengths):
 def test_a_tagged_union_comes_back_as_the_member_it_was(endpoint):
     update = WeightUpdate(
         policy_version=3,
-        history="h",
+        learner_id="h",
         manifest=(TensorSpec("w", "float32", (2, 3)),),
         endpoint=endpoint,
     )
@@ -155,7 +155,7 @@ def envelope(body: bytes, version: int = wire.SCHEMA_VERSION) -> bytes:
 
 
 def test_another_schema_version_is_named():
-    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 2"):
+    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 3"):
         wire.decode(envelope(b"\xc0", version=999), TrajectoryGroup)
 
 

@@ -21,6 +21,7 @@ local settings = {
   groups_per_step = tonumber(ARGV[4]),
   max_staleness = tonumber(ARGV[5]),
   final_version = tonumber(ARGV[6]),
+  schema = SCHEMA,
 }
 
 local function read_books()
@@ -66,21 +67,31 @@ end
 
 local calls = {}
 
--- A generator that is not active is granted nothing new.
-local function may_lease(lease_id, generator_id)
-  if call('HEXISTS', key('scheduling_states'), generator_id) == 0 then return true end
-  expire(now_s)
-  local entry = find(lease_id)
-  return entry and entry.state == 'leased'
+-- New leases that one call may be granted: this generator's share of what is admitted.
+local function share(generator_id)
+  if call('HEXISTS', key('scheduling_states'), generator_id) == 1 then return 0 end
+  return math.ceil(num_admitted() / math.max(1, call('HLEN', key('registry'))))
 end
 
-function calls.lease(lease_id, generator_id)
-  local entry = may_lease(lease_id, generator_id) and lease(lease_id, now_s, ttl_s)
-  if entry then
-    return { 'ok', entry.prompt_index, entry.min_policy_version, string.format('%.17g', entry.expires_at_s) }
+-- The leases, and where there are none, when the next one of somebody expires.
+function calls.lease(generator_id, ...)
+  expire(now_s)
+  local num_new, leases = share(generator_id), {}
+  for _, lease_id in ipairs({ ... }) do
+    local entry = find(lease_id)
+    if not entry and num_new > 0 then
+      entry = lease(lease_id, now_s, ttl_s)
+      num_new = num_new - 1
+    end
+    if entry then
+      leases[#leases + 1] = {
+        lease_id, entry.prompt_index, entry.min_policy_version,
+        string.format('%.17g', entry.expires_at_s),
+      }
+    end
   end
-  local first = call('ZRANGE', key('expiries'), 0, 0, 'WITHSCORES')[2]
-  return { 'ok', first and string.format('%.17g', tonumber(first) - now_s) or '' }
+  local first = #leases == 0 and call('ZRANGE', key('expiries'), 0, 0, 'WITHSCORES')[2]
+  return { 'ok', leases, first and string.format('%.17g', tonumber(first) - now_s) or '' }
 end
 
 -- A large payload was sent ahead under a key of its own, so that it never passes through Lua.
@@ -185,7 +196,7 @@ end
 
 function calls.advance(version, learner_term)
   advance(tonumber(version), tonumber(learner_term))
-  return { 'ok', read_books() }
+  return calls.stats()
 end
 
 function calls.acknowledge(version, learner_term)
@@ -210,13 +221,18 @@ function calls.stats()
   return read_stats()
 end
 
+load_state(settings)
+if stored.version and stored.schema ~= SCHEMA then
+  return { 'schema', stored.schema or 1 }
+end
 if ARGV[1] == 'put' and ARGV[8] ~= '' then
   -- Before all else: short of memory, Redis refuses only the first write of a script.
   local stored_it = redis.pcall('SET', key('staged:' .. ARGV[7]), ARGV[8])
   if stored_it.err and string.find(stored_it.err, 'OOM') then return { 'full' } end
   if stored_it.err then return stored_it end
 end
-load_state(settings)
+-- A write that adds nothing: after one, Redis lets a script finish even where memory is short.
+call('DEL', key('nothing'))
 local is_done, reply = pcall(calls[ARGV[1]], unpack(ARGV, 7))
 if not is_done then
   if type(reply) ~= 'table' or not reply.kind then error(reply) end

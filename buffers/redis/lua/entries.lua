@@ -18,7 +18,7 @@ local call = redis.call
 local prefix = string.match(KEYS[1], '^(.*:)state$')
 
 local NUMBERS = {
-  'version', 'learner_term', 'finished', 'groups_per_step', 'max_staleness', 'final_version', 'granted',
+  'schema', 'version', 'learner_term', 'finished', 'groups_per_step', 'max_staleness', 'final_version', 'granted',
   'leased', 'buffered', 'taken', 'trained', 'acknowledged', 'next_prompt_index', 'revision',
   'num_bytes', 'draining', 'unseen',
 }
@@ -41,8 +41,6 @@ local function int(number)
 end
 
 local function load_state(settings)
-  -- A write that adds nothing: after one, Redis lets a script finish even where memory is short.
-  call('DEL', key('nothing'))
   local values = call('HMGET', KEYS[1], unpack(NUMBERS))
   for i, name in ipairs(NUMBERS) do
     stored[name] = tonumber(values[i])

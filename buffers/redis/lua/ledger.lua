@@ -46,20 +46,25 @@ local function expire(now_s)
   for _, lease_id in ipairs(overdue) do drop(find(lease_id), 'expired') end
 end
 
-local function admits()
-  local room = (state.max_staleness + 1) * state.groups_per_step
+local function admission_capacity()
+  return (state.max_staleness + 1) * state.groups_per_step
+end
+
+local function num_admitted()
+  if state.learner_term == 0 or state.finished == 1 then return 0 end
+  local capacity = admission_capacity()
   if state.final_version >= 0 then
-    room = math.min(room, (state.final_version - state.version) * state.groups_per_step)
+    capacity = math.min(capacity, (state.final_version - state.version) * state.groups_per_step)
   end
+  local free = math.max(0, capacity - in_flight())
   -- A rest that fills no batch would wait in flight for good.
-  local is_closed = state.draining == 1 and in_flight() % state.groups_per_step == 0
-  return state.learner_term > 0 and state.finished == 0 and not is_closed and in_flight() < room
+  return state.draining == 1 and math.min(free, -in_flight() % state.groups_per_step) or free
 end
 
 local function lease(lease_id, now_s, ttl_s)
   expire(now_s)
   local entry = find(lease_id)
-  if entry or not admits() then return entry end
+  if entry or num_admitted() == 0 then return entry end
   local trained_at = state.version + math.floor(in_flight() / state.groups_per_step)
   return grant(lease_id, math.max(0, trained_at - state.max_staleness), now_s + ttl_s)
 end
@@ -177,7 +182,7 @@ local function check_take(num_groups, version)
     refuse('LedgerError', string.format(
       'take for version %d; the next to be trained is %d', version, following))
   end
-  local capacity = (state.max_staleness + 1) * state.groups_per_step
+  local capacity = admission_capacity()
   if num_groups > capacity then
     refuse('ConfigError', string.format('a batch of %d groups can never fill: '
       .. 'buffer.max_staleness %d and learner.groups_per_step %d admit %d',

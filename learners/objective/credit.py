@@ -3,7 +3,8 @@
     recorded reward -> shaping -> token rewards (less KL) -> advantage estimator
 
 Invariant: a function of the batch, the `algorithm:` section and the state below, which is part of a
-checkpoint. Called by `learners.trainer`, once per step, before anything is packed.
+checkpoint.
+Shapes: R response tokens, S trajectories.
 """
 
 from collections.abc import Mapping
@@ -25,20 +26,22 @@ from streamrl.config.algorithm import AlgorithmSettings
 
 
 @dataclass(frozen=True, eq=False)
-class Credit:
+class CreditAssignment:
+    """What each token and trajectory of a batch is worth."""
+
     advantages: torch.Tensor
     """[R]"""
     returns: torch.Tensor | None
     """[R] what a critic is trained towards; None without one."""
-    is_trained: torch.Tensor | None
-    """[S] bool; trajectories of prompts that are too easy or too hard are not. None: all are."""
+    sequence_mask: torch.Tensor | None
+    """[S] bool; false for prompts that are too easy or too hard. None keeps all."""
     sample_weights: torch.Tensor | None
     """[S], or None for 1."""
     metrics: dict[str, float]
 
 
 class CreditAssigner:
-    """What looks at rewards only; remembers running moments and the weight of the KL."""
+    """Computes credit from rewards; keeps the running moments and the KL coefficient."""
 
     def __init__(self, config: AlgorithmSettings) -> None:
         self._config = config
@@ -51,13 +54,15 @@ class CreditAssigner:
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
-    ) -> Credit:
-        """Credit for the whole step; the log-probabilities [R] are for KL in the reward, the
-        values [R] for gae."""
+    ) -> CreditAssignment:
+        """Credit for the whole batch.
+
+        The log-probabilities [R] are for KL in the reward, the values [R] for gae.
+        """
         config, sequences = self._config, batch.sequences
         shaped = shape_rewards(
             batch.rewards,
-            self._compared(batch),
+            self._normalization_groups(batch),
             sequences,
             config.reward,
             self._running,
@@ -71,12 +76,13 @@ class CreditAssigner:
         if kl is not None:
             self._kl.update(float(kl.mean()), len(sequences))
         baseline = batch.greedy_rewards if config.needs_greedy_rewards else None
-        known = AdvantageInput(rewards, batch.group_indices, sequences, values, baseline)
-        advantages = estimate_advantages(config.advantage, known, config.advantage_config)
-        return Credit(
+        advantage_input = AdvantageInput(rewards, batch.group_indices, sequences, values, baseline)
+        advantages = estimate_advantages(config.advantage, advantage_input, config.advantage_config)
+        returns = None if values is None else gae_returns(advantage_input, config.advantage_config)
+        return CreditAssignment(
             advantages=advantages,
-            returns=None if values is None else gae_returns(known, config.advantage_config),
-            is_trained=self._is_trained(batch),
+            returns=returns,
+            sequence_mask=self._sequence_mask(batch),
             sample_weights=self._sample_weights(batch),
             metrics={**metrics, **_describe(batch, advantages)},
         )
@@ -88,7 +94,7 @@ class CreditAssigner:
         self._running.load_state_dict(state)
         self._kl.value = state["kl_coef"]
 
-    def _compared(self, batch: TrainingBatch) -> torch.Tensor:
+    def _normalization_groups(self, batch: TrainingBatch) -> torch.Tensor:
         """[S] equal for the trajectories whose rewards are normalized together."""
         agentic = self._config.reward.agentic
         match agentic.grouping if agentic else "state":
@@ -98,7 +104,7 @@ class CreditAssigner:
                 return batch.environment_indices
         return batch.group_indices
 
-    def _is_trained(self, batch: TrainingBatch) -> torch.Tensor | None:
+    def _sequence_mask(self, batch: TrainingBatch) -> torch.Tensor | None:
         low, high = self._config.reward.difficulty_low, self._config.reward.difficulty_high
         if low is None and high is None:
             return None
@@ -114,14 +120,14 @@ class CreditAssigner:
 
 
 def _describe(batch: TrainingBatch, advantages: torch.Tensor) -> dict[str, float]:
-    """What a person watches of rewards, lengths and credit."""
+    """Metrics of rewards, lengths and advantages."""
     rewards, lengths = batch.rewards, batch.sequences.lengths.float()
     num_groups = int(batch.group_indices.max()) + 1
     sums = torch.zeros(num_groups).index_add_(0, batch.group_indices, rewards)
     squares = torch.zeros(num_groups).index_add_(0, batch.group_indices, rewards**2)
     sizes = batch.group_indices.bincount()
     spread = squares / sizes - (sums / sizes) ** 2
-    cut = [t.finish_reason == "length" for t in batch.trajectories]
+    truncated = [t.finish_reason == "length" for t in batch.trajectories]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(unbiased=False)),
@@ -131,7 +137,7 @@ def _describe(batch: TrainingBatch, advantages: torch.Tensor) -> dict[str, float
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": sum(cut) / len(cut),
+        "response_length/clip_ratio": sum(truncated) / len(truncated),
         "advantage/mean": float(advantages.mean()) if len(advantages) else 0.0,
         "advantage/abs_mean": float(advantages.abs().mean()) if len(advantages) else 0.0,
     }

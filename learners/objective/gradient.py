@@ -1,0 +1,118 @@
+"""The gradient of a step: for each micro-batch a forward pass, correction, loss, backward pass.
+
+Invariant: the gradient and the metrics are those of the whole batch however it was cut, because
+every denominator counts the tokens and trajectories of all micro-batches.
+Shapes: R response tokens of a micro-batch.
+"""
+
+from functools import reduce
+from operator import add
+
+import torch
+
+from learners.batch import MicroBatch
+from learners.critic import Critic
+from learners.objective.facts import Facts
+from learners.policy import Policy
+from streamrl.algorithms.losses import BatchTotals, LossInput
+from streamrl.algorithms.objective import policy_objective
+from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
+from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
+from streamrl.config import RunConfig
+
+
+class Gradient:
+    """Of the objective in the `algorithm:` section, for the policy and the critic."""
+
+    def __init__(
+        self, config: RunConfig, policy: Policy, reference: Policy | None, critic: Critic | None
+    ) -> None:
+        self._algorithm = config.algorithm
+        self._with_entropy = config.algorithm.entropy_coef > 0 or config.learner.report_entropy
+        self._policy = policy
+        self._reference = reference
+        self._critic = critic
+
+    def accumulate(self, micro_batches: list[MicroBatch], facts: Facts) -> dict[str, float]:
+        """Add the gradient of these micro-batches; metrics of all of them together."""
+        slices = [(m, facts.select(m)) for m in micro_batches]
+        totals = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
+        terms, shards = [], []
+        for micro_batch, rows in slices:
+            policy_terms, statistics = self._backward(micro_batch, rows, totals)
+            terms.append({**policy_terms, **self._critic_backward(micro_batch, rows, totals)})
+            shards += [] if statistics is None else [statistics]
+        metrics = {name: float(sum(term[name] for term in terms)) for name in terms[0]}
+        if not shards:
+            return metrics
+        mismatch = reduce(RolloutISStatistics.merge, shards)
+        return {**metrics, **mismatch.metrics(self._algorithm.rollout_is)}
+
+    def _backward(
+        self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals
+    ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None]:
+        """This micro-batch's share of the metrics, and the statistics of its own correction."""
+        hidden = self._policy.hidden_states(micro_batch)
+        current = self._policy.logprobs(micro_batch, with_entropy=self._with_entropy, hidden=hidden)
+        proximal = self._proximal(facts, current.logprobs)
+        weights, statistics = facts.importance_weights, None
+        if weights is None:
+            train = weighed_logprobs(self._algorithm, current.logprobs, proximal)
+            weights, statistics = self._correct(micro_batch, facts, train)
+        loss_input = LossInput(
+            logprobs=current.logprobs,
+            proximal_logprobs=proximal,
+            advantages=facts.advantages,
+            importance_weights=None if self._algorithm.ratio_holds_correction else weights,
+            sequences=micro_batch.sequences,
+            rewards=facts.rewards,
+            loss_mask=facts.loss_mask,
+            sample_weights=facts.sample_weights,
+            totals=totals,
+        )
+        output = policy_objective(
+            loss_input,
+            self._algorithm,
+            facts.reference_logprobs,
+            exact_kl=self._exact_kl(micro_batch, hidden),
+            entropy=current.entropy,
+        )
+        output.loss.backward()
+        return output.metrics, statistics
+
+    def _proximal(self, facts: Facts, logprobs: torch.Tensor) -> torch.Tensor:
+        if self._algorithm.proximal != "recompute":
+            return proximal_logprobs(
+                self._algorithm.proximal, logprobs, facts.behavior_logprobs, facts.staleness
+            )
+        if facts.proximal_logprobs is None:
+            return logprobs.detach()
+        return facts.proximal_logprobs
+
+    def _correct(
+        self, micro_batch: MicroBatch, facts: Facts, train_logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, RolloutISStatistics | None]:
+        """Importance weights [R], None for 1; statistics for the metrics, None if it is off."""
+        correction = rollout_is_weights(
+            train_logprobs,
+            facts.behavior_logprobs,
+            micro_batch.sequences,
+            self._algorithm.rollout_is,
+            facts.staleness,
+        )
+        weights, _ = correction.loss_terms(self._algorithm.rollout_is)
+        return weights, correction.statistics
+
+    def _exact_kl(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor | None:
+        if self._reference is None or not self._algorithm.kl_loss.is_exact:
+            return None
+        return self._policy.exact_kl(hidden, self._reference, micro_batch)
+
+    def _critic_backward(
+        self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals
+    ) -> dict[str, torch.Tensor]:
+        if self._critic is None or facts.old_values is None or facts.returns is None:
+            return {}
+        return self._critic.backward(
+            micro_batch, facts.old_values, facts.returns, totals, facts.loss_mask
+        )

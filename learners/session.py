@@ -1,0 +1,180 @@
+"""The learner's session with the buffer: attaching, the loan, advancing, and the books.
+
+The buffer's client holds the learner term, the fencing number of the session; a learner that
+another one replaced gets FencedError. The session holds the version and the books of the last step:
+a checkpoint stores them, and a buffer that lost its memory is restored from them.
+
+Invariant: a request that such a buffer refuses is repeated once the session has attached again, in
+one place for all requests. Groups that were taken and not trained return to the buffer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from learners.status_reporter import StatusReporter
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, FencedError, LedgerError, LostMemoryError
+from streamrl.interfaces import TrajectoryBuffer
+from streamrl.types import Books, BufferStats, LearnerActivity, Loan, ranges_of, replace
+
+log = logging.getLogger(__name__)
+
+TAKE_WAIT_S = 10.0
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class LearnerState:
+    """What a learner continues from, besides its trainer's state; by default a new run."""
+
+    policy_version: int = 0
+    books: Books = field(default_factory=Books)
+
+
+class LearnerSession:
+    """One learner's side of the buffer, from the state it starts with."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        buffer: TrajectoryBuffer,
+        reporter: StatusReporter,
+        state: LearnerState,
+    ) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._reporter = reporter
+        self._state = state
+        self._incarnation = ""
+
+    @property
+    def state(self) -> LearnerState:
+        """At the end of the last step that the buffer was notified of."""
+        return self._state
+
+    async def attach(self) -> None:
+        """Become the buffer's learner, at the version of the session.
+
+        Raises:
+            ConfigError: the buffer was started with other settings.
+        """
+        version = self._state.policy_version
+        self._reporter.set_activity(LearnerActivity.ATTACHING, policy_version=version)
+        stats = await self._buffer.attach(version, self._state.books)
+        _require_same_settings(stats, self._config)
+        self._incarnation = stats.incarnation
+        self._reporter.update(learner_term=stats.books.learner_term, dropped=stats.books.dropped)
+
+    async def take(self, stopping: asyncio.Event) -> Loan | None:
+        """The next batch, with its trajectories; None once `stopping` is set.
+
+        Waits until generators have put enough groups.
+        """
+        num_groups, version = self._config.learner.groups_per_step, self._state.policy_version
+
+        async def request() -> Loan | None:
+            take = self._buffer.take(num_groups, version, TAKE_WAIT_S, with_payloads=True)
+            return await _unless_set(stopping, take)
+
+        while not stopping.is_set():
+            loan = await self._call(LearnerActivity.WAITING, request)
+            if loan is None or loan.headers:
+                return loan
+            log.info("waiting for %d groups at version %d", num_groups, version)
+        return None
+
+    async def advance(self, policy_version: int, loan: Loan) -> BufferStats:
+        """Notify the buffer that the step to this version trained the loan.
+
+        Returns:
+            The buffer's stats after that.
+        """
+        trained = [header.prompt_index for header in loan.headers]
+        # The books for a buffer that lost its memory before it recorded this step.
+        books = books_with(self._state.books, trained)
+        self._state = LearnerState(policy_version, books)
+        self._reporter.update(policy_version=policy_version)
+        stats = await self._report(lambda: self._buffer.advance(policy_version))
+        self._state = LearnerState(policy_version, stats.books)
+        self._reporter.update(dropped=stats.books.dropped)
+        return stats
+
+    async def acknowledge(self, policy_version: int) -> None:
+        """Notify the buffer that a checkpoint of this version is durable."""
+        await self._report(lambda: self._buffer.acknowledge(policy_version))
+
+    async def finish(self) -> None:
+        """Notify the buffer that the run is complete."""
+        await self._report(self._buffer.finish)
+
+    async def _report(self, request: Callable[[], Awaitable[Result]]) -> Result:
+        return await self._call(LearnerActivity.REPORTING, request)
+
+    async def _call(
+        self, activity: LearnerActivity, request: Callable[[], Awaitable[Result]]
+    ) -> Result:
+        """The buffer's reply. If it lost its memory, attach again and repeat the request."""
+        while True:
+            self._reporter.set_activity(activity)
+            try:
+                return await request()
+            except LedgerError as error:
+                if not await self._has_lost_memory(error):
+                    raise
+                log.warning("the buffer came back with an older state (%s); attaching again", error)
+            await self.attach()
+
+    async def _has_lost_memory(self, error: LedgerError) -> bool:
+        """Whether the buffer refused because it restarted with an older state."""
+        if isinstance(error, FencedError):
+            return False
+        if isinstance(error, LostMemoryError):
+            return True
+        return (await self._buffer.stats()).incarnation != self._incarnation
+
+
+def books_with(books: Books, prompt_indices: Iterable[int]) -> Books:
+    """The books after a step over these prompts that the buffer has not recorded.
+
+    Each prompt counts as granted once more: its lease is lost with the buffer's memory.
+    """
+    trained = set(prompt_indices)
+    next_prompt_index = max(books.next_prompt_index, *(index + 1 for index in trained))
+    skipped = range(books.next_prompt_index, next_prompt_index)
+    return replace(
+        books,
+        granted=books.granted + len(trained),
+        trained=books.trained + len(trained),
+        next_prompt_index=next_prompt_index,
+        revision=books.revision + 1,
+        open_ranges=ranges_of({*books.open_prompt_indices, *skipped} - trained),
+    )
+
+
+def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
+    for name, theirs, ours in (
+        ("learner.groups_per_step", stats.groups_per_step, config.learner.groups_per_step),
+        ("buffer.max_staleness", stats.max_staleness, config.buffer.max_staleness),
+    ):
+        if theirs != ours:
+            raise ConfigError(
+                f"{name}: the buffer was started with {theirs}, this learner with {ours}; "
+                "start every daemon of a run with one configuration"
+            )
+
+
+async def _unless_set(
+    event: asyncio.Event, coroutine: Coroutine[Any, Any, Result]
+) -> Result | None:
+    """The coroutine's result; None, and the coroutine is cancelled, if the event is set first."""
+    call, is_set = asyncio.create_task(coroutine), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({call, is_set}, return_when=asyncio.FIRST_COMPLETED)
+        return call.result() if call.done() else None
+    finally:
+        call.cancel()
+        is_set.cancel()

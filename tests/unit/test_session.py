@@ -1,0 +1,142 @@
+"""The learner's session with a buffer that waits, loses its memory, or has another learner."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
+from buffers.memory import MemoryBuffer
+from learners.session import LearnerSession, LearnerState
+from streamrl.errors import ConfigError, FencedError
+from streamrl.types import Books, LearnerActivity, Loan, TrajectoryGroup
+from tests.records import make_group
+from tests.training import make_config
+
+WAITING, ATTACHING = LearnerActivity.WAITING, LearnerActivity.ATTACHING
+
+
+def make_state(groups_per_step: int = 2) -> BufferState[TrajectoryGroup]:
+    ledger = Ledger(groups_per_step=groups_per_step, max_staleness=2)
+    return BufferState(ledger, lease_ttl_s=60.0)
+
+
+class RestartingBuffer(MemoryBuffer):
+    """A client of a buffer that comes back empty; the client keeps its learner term."""
+
+    def __init__(self) -> None:
+        super().__init__(make_state())
+
+    def restart(self) -> None:
+        self._state = make_state()
+
+
+class Reporter:
+    def __init__(self) -> None:
+        self.activities: list[LearnerActivity] = []
+        self.fields: dict[str, Any] = {}
+
+    def set_activity(self, activity: LearnerActivity, **fields: Any) -> None:
+        self.activities.append(activity)
+        self.update(**fields)
+
+    def update(self, **fields: Any) -> None:
+        self.fields |= fields
+
+
+def make_session(
+    buffer: MemoryBuffer, reporter: Reporter | None = None, state: LearnerState | None = None
+) -> LearnerSession:
+    config = make_config(learner={"groups_per_step": 2}, buffer={"max_staleness": 2})
+    return LearnerSession(config, buffer, reporter or Reporter(), state or LearnerState())
+
+
+async def fill(buffer: MemoryBuffer, num_groups: int) -> None:
+    """Groups as a generator puts them."""
+    for lease in await buffer.lease([f"gen/{i}" for i in range(num_groups)], "gen", 0.0):
+        await buffer.put(lease.lease_id, make_group(lease.prompt_index))
+
+
+async def take(session: LearnerSession) -> Loan:
+    async with asyncio.timeout(10):
+        loan = await session.take(asyncio.Event())
+    assert loan is not None
+    return loan
+
+
+async def test_a_step_advances_the_version_and_the_books():
+    buffer, reporter = MemoryBuffer(make_state()), Reporter()
+    session = make_session(buffer, reporter)
+    await session.attach()
+    await fill(buffer, 3)
+    loan = await take(session)
+    assert [group.prompt_index for group in loan.groups] == [0, 1]
+    stats = await session.advance(1, loan)
+    assert session.state == LearnerState(1, stats.books)
+    assert (stats.policy_version, stats.books.trained, stats.books.buffered) == (1, 2, 1)
+    await session.acknowledge(1)
+    await session.finish()
+    stats = await buffer.stats()
+    assert (stats.books.acknowledged, stats.finished) == (2, True)
+    assert reporter.fields == {"policy_version": 1, "learner_term": 1, "dropped": {}}
+
+
+async def test_a_wait_for_groups_ends_when_the_learner_stops():
+    session, stopping = make_session(MemoryBuffer(make_state())), asyncio.Event()
+    await session.attach()
+    taking = asyncio.create_task(session.take(stopping))
+    await asyncio.sleep(0.05)
+    assert not taking.done()
+    stopping.set()
+    async with asyncio.timeout(5):
+        assert await taking is None
+
+
+async def test_a_buffer_that_lost_its_memory_is_attached_to_again_and_asked_again():
+    buffer, reporter = RestartingBuffer(), Reporter()
+    books = Books(granted=4, acknowledged=4, next_prompt_index=4, learner_term=3, revision=20)
+    session = make_session(buffer, reporter, LearnerState(2, books))
+    await session.attach()
+    buffer.restart()
+    taking = asyncio.create_task(take(session))
+    while reporter.activities[-1] is not WAITING or reporter.activities.count(ATTACHING) < 2:
+        await asyncio.sleep(0.005)
+    await fill(buffer, 2)
+    loan = await taking
+    assert [header.prompt_index for header in loan.headers] == [4, 5]
+    assert reporter.activities == [ATTACHING, WAITING, ATTACHING, WAITING]
+    assert (await buffer.stats()).policy_version == 2
+
+
+async def test_a_step_that_the_buffer_lost_is_in_its_books_again():
+    buffer = RestartingBuffer()
+    session = make_session(buffer)
+    await session.attach()
+    await fill(buffer, 3)
+    loan = await take(session)
+    buffer.restart()
+    stats = await session.advance(1, loan)
+    books = stats.books
+    assert stats.policy_version == 1
+    assert books.balanced
+    assert (books.acknowledged, books.next_prompt_index) == (2, 2)
+    await session.acknowledge(1)
+    assert session.state.books == books
+
+
+async def test_a_learner_that_was_replaced_does_not_attach_again():
+    buffer = MemoryBuffer(make_state())
+    session = make_session(buffer)
+    await session.attach()
+    await fill(buffer, 2)
+    await buffer.client().attach(0, None)
+    with pytest.raises(FencedError):
+        await take(session)
+    assert (await buffer.stats()).books.learner_term == 2
+
+
+async def test_a_buffer_with_other_settings_is_refused():
+    session = make_session(MemoryBuffer(make_state(groups_per_step=3)))
+    with pytest.raises(ConfigError, match=r"learner\.groups_per_step: .* with 3, this learner"):
+        await session.attach()
