@@ -1,7 +1,6 @@
 """Metrics of the buffer and the generators, under their public names.
 
 Invariant: the same names at every step, so a table of them has no holes; counts are running totals.
-Called by the learner, which writes the one line a step.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
-from actors.engines.vllm.served_start import serve_options
+from actors.engines.vllm.start import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
 from streamrl.types import FilesEndpoint, WeightUpdate
@@ -195,6 +195,7 @@ def open_engine(path: Path, engine: str, url: str | None = None, **generator: ob
 def run_config(path: Path, **generator: object) -> RunConfig:
     return RunConfig.model_validate(
         {
+            "run": {"folder": str(path)},
             "model": {"path": str(path)},
             "data": {"source": "copy", "max_prompt_length": 8},
             "generator": {"max_new_tokens": 1, **generator},

@@ -13,6 +13,7 @@ import pytest
 
 from actors.rewards.functions import FunctionReward
 from streamrl.errors import RolloutError
+from streamrl.interfaces import EnvironmentContext
 from streamrl.types import FilesEndpoint, LoadReport, WeightUpdate
 from streamrl.weights import receiver as receiving
 from streamrl.weights.receiver import WeightReceiver
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class EndlessEnvironment:
-    async def start(self) -> tuple[int, ...]:
+    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -44,7 +45,7 @@ async def test_a_group_that_never_ends_has_failed_at_its_deadline(hangs: str, en
         case "engine":
             run.engine.open.clear()
         case "environment":
-            runner = dataclasses.replace(runner, make_environment=lambda _: EndlessEnvironment())
+            runner = dataclasses.replace(runner, make_environment=EndlessEnvironment)
         case "reward":
             runner = dataclasses.replace(runner, reward=endless)
     await run.learner.attach(0, None)
