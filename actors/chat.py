@@ -1,6 +1,6 @@
 """Prompts to token ids and completions to text: chat template, length, truncation.
 
-Invariant: what the generator feeds and what it stores are the same ids; nothing is tokenized twice.
+Invariant: the ids that the engine gets are the ids that are recorded; nothing is tokenized twice.
 """
 
 from collections.abc import Mapping, Sequence

@@ -141,7 +141,7 @@ class Generator:
         return math.ceil(sizes.max_num_seqs / sizes.group_size) - len(self._groups)
 
     def _is_current(self) -> bool:
-        return self._version_gate.is_done(self._engine.policy_version)
+        return self._version_gate.is_open(self._engine.policy_version)
 
     async def _generate(self, lease: Lease) -> None:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
@@ -192,9 +192,9 @@ class Generator:
         try:
             report = await self._engine.load_weights(update)
         except WeightTransferError:
-            self._version_gate.fail()
+            self._version_gate.on_load_failed()
             raise
-        self._version_gate.load()
+        self._version_gate.on_loaded()
         await self._announce()
         return report
 
@@ -217,7 +217,7 @@ class Generator:
         for lease_id in self._groups.keys() & set(held):
             group = self._groups[lease_id]
             group.min_policy_version = min(group.min_policy_version, reply.policy_version)
-        self._version_gate.hear(reply.policy_version)
+        self._version_gate.on_learner_version(reply.policy_version)
         if reply.scheduling_state is not self._scheduling_state:
             log.info("now %s by order", reply.scheduling_state)
             self._scheduling_state = reply.scheduling_state

@@ -418,19 +418,19 @@ async def test_a_generator_whose_id_another_process_took_leaves():
 
 
 def test_what_is_caught_up_to_is_what_a_learner_has_published():
-    catch_up = VersionGate(publish_every=2, max_staleness=1)
-    assert not catch_up.is_done(0), "no heartbeat was answered yet"
-    catch_up.hear(7)
-    assert [catch_up.is_done(version) for version in (5, 6)] == [False, True]
-    catch_up.hear(8)
-    assert [catch_up.is_done(version) for version in (6, 7)] == [False, True]
-    catch_up.hear(3)
-    assert catch_up.is_done(2), "the learner came back at version 3 and has published 2"
-    catch_up.fail()
-    catch_up.hear(3)
-    assert not catch_up.is_done(9)
-    catch_up.load()
-    assert catch_up.is_done(2)
+    gate = VersionGate(publish_every=2, max_staleness=1)
+    assert not gate.is_open(0), "no heartbeat was answered yet"
+    gate.on_learner_version(7)
+    assert [gate.is_open(version) for version in (5, 6)] == [False, True]
+    gate.on_learner_version(8)
+    assert [gate.is_open(version) for version in (6, 7)] == [False, True]
+    gate.on_learner_version(3)
+    assert gate.is_open(2), "the learner came back at version 3 and has published 2"
+    gate.on_load_failed()
+    gate.on_learner_version(3)
+    assert not gate.is_open(9)
+    gate.on_loaded()
+    assert gate.is_open(2)
 
 
 async def test_the_end_of_the_run_ends_the_generator():
