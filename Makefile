@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py
 INSTALL := $(BIN)/python deploy/install.py
+BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -32,12 +33,12 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory docs
+	$(BUILD_DOCS)
 
-# `site/index.html`. The generated pages are written anew; a test fails if one was stale.
+# Writes the generated pages and `site/index.html`; a test fails while a generated page is stale.
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m docs.generate
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BUILD_DOCS)
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
