@@ -22,7 +22,7 @@ from buffers.journal.schema import (
     FREE,
     journal_path,
     open_to_read,
-    read_history,
+    read_events,
     read_snapshot,
 )
 from buffers.ledger.entries import LedgerSnapshot
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _of_journal(folder: Path) -> Audit:
     with open_to_read(journal_path(folder)) as db:
-        found = audit(read_history(db))
+        found = audit(read_events(db))
         found.faults.extend(compare(found, read_snapshot(db)))
         found.faults.extend(_against_entries(found, db))
     return found
@@ -86,13 +86,14 @@ def _of_journal(folder: Path) -> Audit:
 
 def _of_redis(config: RunConfig) -> Audit:
     require_redis()
-    from buffers.redis.history import account, history
+    from buffers.redis.events import read_events as read_redis_events
+    from buffers.redis.events import read_snapshot as read_redis_snapshot
 
     url, run = config.buffer.url, config.run.name
 
     async def read() -> Audit:
-        found = audit([event async for event in history(url, run)])
-        found.faults.extend(compare(found, await account(url, run)))
+        found = audit([event async for event in read_redis_events(url, run)])
+        found.faults.extend(compare(found, await read_redis_snapshot(url, run)))
         return found
 
     return asyncio.run(read())

@@ -1,8 +1,8 @@
 """`memory://`: the buffer inside one process, for tests and for loops in a single process.
 
-Same promises as every backend (`tests/contract`); nothing survives the process. Groups are kept as
-they are, without encoding. Every client of one `MemoryBuffer` shares its state; a learner's term
-belongs to the client that attached, so `client()` makes further ones.
+Invariant: it keeps the promises of every backend (`tests/contract`); nothing outlasts the process.
+Groups are kept as they are, without encoding. All clients of one `MemoryBuffer` share its state; a
+learner's term belongs to the client that attached, so `client()` makes further ones.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from streamrl.types import (
     TrajectoryGroup,
 )
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class MemoryBuffer:
@@ -56,20 +56,20 @@ class MemoryBuffer:
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         self._state.put(lease_id, GroupHeader.of(group), group, self._clock())
-        await self._announce()
+        await self._notify()
 
     async def release(self, lease_id: str, reason: DropReason) -> None:
         self._state.release(lease_id, reason)
-        await self._announce()
+        await self._notify()
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
         reply = self._state.heartbeat(status, self._clock())
-        await self._announce()
+        await self._notify()
         return reply
 
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
         self._learner_term = self._state.attach(policy_version, books)
-        await self._announce()
+        await self._notify()
         return self._state.stats(self._clock())
 
     async def take(
@@ -92,7 +92,7 @@ class MemoryBuffer:
 
     async def advance(self, policy_version: int) -> BufferStats:
         self._state.advance(policy_version, self._learner_term)
-        await self._announce()
+        await self._notify()
         return await self.stats()
 
     async def acknowledge(self, policy_version: int) -> None:
@@ -108,20 +108,20 @@ class MemoryBuffer:
         self, generator_id: str, scheduling_state: SchedulingState
     ) -> None:
         self._state.set_scheduling_state(generator_id, scheduling_state)
-        await self._announce()
+        await self._notify()
 
     async def stats(self) -> BufferStats:
         self._state.expire(self._clock())
         return self._state.stats(self._clock())
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """It holds no socket and no task."""
 
-    async def _announce(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _wait_for(self, attempt: Callable[[], Answer], wait_s: float) -> Answer:
+    async def _wait_for(self, attempt: Callable[[], Result], wait_s: float) -> Result:
         """Waits for an answer that is not empty; any change, an expiry, or `wait_s` unblocks."""
         deadline = self._clock() + wait_s
         async with self._changed:

@@ -1,11 +1,11 @@
-"""What a buffer client and a buffer server say to each other.
+"""The messages between a buffer client and a buffer server.
 
     request = [request id, request record, payload of a put]      DEALER -> ROUTER
     reply   = [request id, reply record, payloads of a take or fetch]
 
-Records travel as `streamrl.wire` envelopes; a group payload is the envelope of a `PackedGroup`, so
-a server keeps and hands out bytes it need not encode again. Every request may be sent again after a
-lost reply: the ledger answers a repeated one alike.
+Records are encoded as `streamrl.wire` envelopes; a payload is the envelope of a `PackedGroup`, so
+a server stores and returns bytes that it need not encode again. Every request may be sent again
+after a lost reply: the ledger answers a repeated one alike.
 """
 
 from typing import TypeAlias
@@ -46,7 +46,7 @@ class HeartbeatRequest(Struct, frozen=True, tag="heartbeat"):
 
 
 class AttachRequest(Struct, frozen=True, tag="attach"):
-    """`call_id` is the same when it is sent again: a second term would fence who got the first."""
+    """`call_id` is the same when it is sent again: a second term would fence the first."""
 
     policy_version: int
     books: Books | None
@@ -110,7 +110,7 @@ Request: TypeAlias = (
 
 
 class Done(Struct, frozen=True, tag="done"):
-    """The answer to what asks for nothing else, and with payload frames to a fetch."""
+    """The reply to a request that returns nothing, and with payload frames to a fetch."""
 
 
 class LeaseReply(Struct, frozen=True, tag="lease"):
