@@ -29,7 +29,10 @@ RESUMES_WITHIN_S = 120.0
 
 
 class BufferState(Generic[Payload]):
-    """`Payload` is what the backend keeps of a group: the record itself, or its bytes."""
+    """`Payload` is what the backend keeps of a group: the record itself, or its bytes.
+
+    `refusal` is why the backend accepts no group at present; "" if it does.
+    """
 
     def __init__(self, ledger: Ledger, *, lease_ttl_s: float) -> None:
         self.ledger = ledger
@@ -38,6 +41,8 @@ class BufferState(Generic[Payload]):
         self._payloads: dict[int, tuple[Payload, int]] = {}
         self._num_bytes = 0
         self.registry = GeneratorRegistry()
+        self.refusal = ""
+        self._learner_terms: dict[str, int] = {}
         self._resumes_until_s: float | None = None
 
     def lease(self, lease_ids: Sequence[str], generator_id: str, now_s: float) -> tuple[Lease, ...]:
@@ -79,10 +84,14 @@ class BufferState(Generic[Payload]):
     def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
         self.registry.set_scheduling_state(generator_id, scheduling_state)
 
-    def attach(self, policy_version: int, books: Books | None) -> int:
+    def attach(self, policy_version: int, books: Books | None, call_id: str = "") -> int:
+        """The learner's term; a repeated call with the same `call_id` gets the same one."""
+        if call_id and call_id in self._learner_terms:
+            return self._learner_terms[call_id]
         self._resumes_until_s = None
         learner_term = self.ledger.attach(policy_version, books)
         self._delete_freed()
+        self._learner_terms = {**self._learner_terms, call_id: learner_term}
         return learner_term
 
     def take(
@@ -123,8 +132,7 @@ class BufferState(Generic[Payload]):
             self._resumes_until_s = None
         self.registry.forget_silent(now_s, self.lease_ttl_s)
 
-    def stats(self, now_s: float, refusal: str = "") -> BufferStats:
-        """`refusal` is why the backend takes nothing in at present."""
+    def stats(self, now_s: float) -> BufferStats:
         return BufferStats(
             incarnation=self.incarnation,
             policy_version=self.ledger.version,
@@ -137,7 +145,7 @@ class BufferState(Generic[Payload]):
             generators=self.registry.statuses,
             heartbeat_ages_s=self.registry.ages_s(now_s),
             scheduling_states=self.registry.scheduling_states,
-            refusal=refusal,
+            refusal=self.refusal,
             finished=self.ledger.finished,
             draining=self.ledger.draining,
         )

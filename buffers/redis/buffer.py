@@ -22,12 +22,12 @@ import msgspec
 from msgspec import structs
 from redis import exceptions
 
+from buffers import messages
 from buffers.quarantine import Quarantine
 from buffers.redis import replies
 from buffers.redis.connection import Command, RedisConnection, namespace, other_schema, script
 from buffers.redis.memory_limit import RedisMemoryLimit
 from buffers.redis.notifications import POLL_S, Notification, RedisNotifications
-from buffers.zmq import messages
 from streamrl import wire
 from streamrl.errors import LedgerError, UnknownGeneratorError, WireError
 from streamrl.types import (

@@ -10,32 +10,19 @@ sent at a time, so that a slow server does not receive one twice before it has r
 import asyncio
 import itertools
 import logging
-import uuid
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from buffers.zmq import messages as m
+from buffers import messages as m
+from buffers.client import RequestClient
 from buffers.zmq import multipart
 from buffers.zmq.curve import set_client_keys
 from streamrl import wire
 from streamrl.errors import StorageError, TransportError
-from streamrl.types import (
-    Books,
-    BufferStats,
-    DropReason,
-    GeneratorStatus,
-    HeartbeatReply,
-    Lease,
-    Loan,
-    PackedGroup,
-    SchedulingState,
-    TrajectoryGroup,
-    pack,
-)
+from streamrl.types import PackedGroup, TrajectoryGroup, pack
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +36,7 @@ _HANDSHAKE_FAILED = (
 )
 
 
-class ZmqBuffer:
+class ZmqBuffer(RequestClient):
     """Implements `streamrl.interfaces.TrajectoryBuffer` with a `ZmqBufferServer`.
 
     `deadline_s` is the time for a reply, in addition to the call's own `wait_s`; `retry_s` the time
@@ -64,10 +51,10 @@ class ZmqBuffer:
         retry_s: float = 5.0,
         curve: Path | None = None,
     ) -> None:
+        super().__init__()
         self._url = url
         self._deadline_s = deadline_s
         self._retry_s = retry_s
-        self._learner_term = 0
         self._ids = itertools.count()
         self._replies: dict[bytes, asyncio.Future[list[memoryview] | None]] = {}
         self._is_disconnected = self._is_rejected = False
@@ -92,64 +79,9 @@ class ZmqBuffer:
         self._read()
         self._read_monitor()
 
-    async def lease(
-        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
-    ) -> tuple[Lease, ...]:
-        request = m.LeaseRequest(tuple(lease_ids), generator_id, wait_s)
-        return (await self._call(request, m.LeaseReply, wait_s))[0].leases
-
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         async with self._puts:
             await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(pack(group)))
-
-    async def release(self, lease_id: str, reason: DropReason) -> None:
-        await self._call(m.ReleaseRequest(lease_id, reason), m.Done)
-
-    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        return (await self._call(m.HeartbeatRequest(status), m.HeartbeatAnswer))[0].reply
-
-    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
-        request = m.AttachRequest(policy_version, books, uuid.uuid4().hex)
-        reply, _ = await self._call(request, m.AttachReply)
-        self._learner_term = reply.learner_term
-        return reply.stats
-
-    async def take(
-        self,
-        num_groups: int,
-        policy_version: int,
-        wait_s: float,
-        *,
-        with_payloads: bool = False,
-    ) -> Loan:
-        term = self._learner_term
-        request = m.TakeRequest(num_groups, policy_version, term, wait_s, with_payloads)
-        reply, payloads = await self._call(request, m.TakeReply, wait_s)
-        return Loan(headers=reply.headers, groups=_groups(payloads))
-
-    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
-        return _groups((await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done))[1])
-
-    async def advance(self, policy_version: int) -> BufferStats:
-        request = m.AdvanceRequest(policy_version, self._learner_term)
-        return (await self._call(request, m.StatsReply))[0].stats
-
-    async def acknowledge(self, policy_version: int) -> None:
-        await self._call(m.AcknowledgeRequest(policy_version, self._learner_term), m.Done)
-
-    async def finish(self) -> None:
-        await self._call(m.FinishRequest(self._learner_term), m.Done)
-
-    async def drain(self) -> None:
-        await self._call(m.DrainRequest(), m.Done)
-
-    async def set_scheduling_state(
-        self, generator_id: str, scheduling_state: SchedulingState
-    ) -> None:
-        await self._call(m.SchedulingStateRequest(generator_id, scheduling_state), m.Done)
-
-    async def stats(self) -> BufferStats:
-        return (await self._call(m.StatsRequest(), m.StatsReply))[0].stats
 
     async def close(self) -> None:
         if not self._socket.closed:
@@ -159,8 +91,11 @@ class ZmqBuffer:
             self._monitor.close()
             self._socket.close()
 
+    def _group(self, payload: memoryview) -> TrajectoryGroup:
+        return wire.decode(payload, PackedGroup).group()
+
     async def _call(
-        self, request: Any, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
+        self, request: m.Request, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
     ) -> tuple[Reply, list[memoryview]]:
         """The reply and its payload frames. Waits for them, and resends, until the deadline."""
         # The same for every attempt, so that a late reply to an earlier one is a reply too.
@@ -269,7 +204,3 @@ class ZmqBuffer:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_result(None)
-
-
-def _groups(payloads: Iterable[memoryview]) -> tuple[TrajectoryGroup, ...]:
-    return tuple(wire.decode(payload, PackedGroup).group() for payload in payloads)

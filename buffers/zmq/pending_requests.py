@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from buffers.zmq import messages as m
+from buffers import messages as m
 
 
 class PendingRequest(Struct, frozen=True):

@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 import zmq
 from msgspec import Struct
 
+from buffers import messages as m
 from buffers.journal.journal import Journal
 from buffers.ledger.state import BufferState
 from buffers.quarantine import Quarantine
-from buffers.zmq import messages as m
 from buffers.zmq import multipart
 from buffers.zmq.curve import CurveServer
 from buffers.zmq.multipart import Frame
@@ -76,7 +76,6 @@ class ZmqBufferServer:
         self._clock = clock
         self._incomplete_s = clock()
         self._pending_requests = PendingRequests()
-        self._learner_terms: dict[str, int] = {}
         self._context = zmq.Context()
         self._curve = CurveServer(self._context, url, curve)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -103,7 +102,7 @@ class ZmqBufferServer:
                 self._retry_pending()
                 self._commit()
                 self._send_replies()
-            return self._stats()
+            return self._state.stats(self._clock())
         finally:
             self._socket.close()
             self._curve.close()
@@ -160,55 +159,23 @@ class ZmqBufferServer:
             self._state.ledger.refuse(RefusalReason.MALFORMED)
             raise
 
-    def _answer(self, request: Any, frames: Frames) -> tuple[Any, ...] | None:
+    def _answer(self, request: m.Request, frames: Frames) -> m.Answer | None:
         """The reply record and its payload frames; None if the request is pending."""
-        state = self._state
         match request:
             case m.LeaseRequest() | m.TakeRequest():
                 return self._attempt(request)
             case m.PutRequest(lease_id):
                 self._put(lease_id, frames)
                 return (m.Done(),)
-            case m.ReleaseRequest(lease_id, reason):
-                state.release(lease_id, reason)
-                return (m.Done(),)
-            case m.HeartbeatRequest(status):
-                if status.is_leaving:
-                    self._pending_requests.forget_leases(status.session)
-                return (m.HeartbeatAnswer(state.heartbeat(status, self._clock())),)
-            case m.AttachRequest(policy_version, books, call_id):
-                if call_id not in self._learner_terms:
-                    learner_term = state.attach(policy_version, books)
-                    self._learner_terms = {**self._learner_terms, call_id: learner_term}
-                return (m.AttachReply(self._learner_terms[call_id], self._stats()),)
-            case m.FetchRequest(prompt_indices):
-                return (m.Done(), *state.fetch(prompt_indices))
-            case m.AdvanceRequest(policy_version, learner_term):
-                state.advance(policy_version, learner_term)
-                return (m.StatsReply(self._stats()),)
-            case m.AcknowledgeRequest(policy_version, learner_term):
-                state.acknowledge(policy_version, learner_term)
-                return (m.Done(),)
-            case m.FinishRequest(learner_term):
-                state.finish(learner_term)
-                return (m.Done(),)
-            case m.DrainRequest():
-                state.drain()
-                return (m.Done(),)
-            case m.SchedulingStateRequest(generator_id, scheduling_state):
-                state.set_scheduling_state(generator_id, scheduling_state)
-                return (m.Done(),)
-            case _:
-                return (m.StatsReply(self._stats()),)
+            case m.HeartbeatRequest(status) if status.is_leaving:
+                self._pending_requests.forget_leases(status.session)
+        return request.apply(self._state, self._clock())
 
-    def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> tuple[Any, ...] | None:
+    def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> m.Answer | None:
         if isinstance(request, m.LeaseRequest):
             self._require_space()
-            leases = self._state.lease(request.lease_ids, request.generator_id, self._clock())
-            return (m.LeaseReply(leases),) if leases else None
-        headers = self._state.take(request.num_groups, request.policy_version, request.learner_term)
-        wanted = [header.prompt_index for header in headers] if request.with_payloads else []
-        return (m.TakeReply(headers), *self._state.fetch(wanted)) if headers else None
+        answer = request.apply(self._state, self._clock())
+        return None if answer[0].is_empty else answer
 
     def _put(self, lease_id: str, frames: Frames) -> None:
         self._require_space()
@@ -220,9 +187,6 @@ class ZmqBufferServer:
             self._state.ledger.refuse_malformed(lease_id)
             raise
         self._state.put(lease_id, group.header(len(payload)), payload, self._clock())
-
-    def _stats(self) -> BufferStats:
-        return self._state.stats(self._clock(), str(self._refusal or ""))
 
     def _require_space(self) -> None:
         if self._refusal is not None:
@@ -242,6 +206,7 @@ class ZmqBufferServer:
             if self._refusal is not None:
                 log.warning("the journal is written again; nothing was lost")
             self._refusal = None
+        self._state.refusal = str(self._refusal or "")
 
     def _send_replies(self) -> None:
         for reply in self._replies:
