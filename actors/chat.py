@@ -1,6 +1,6 @@
 """Prompts to token ids and completions to text: chat template, length, truncation.
 
-Invariant: what the generator feeds and what it stores are the same ids; nothing is tokenized twice.
+Invariant: the ids that the engine gets are the ids that are recorded; nothing is tokenized twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,6 +64,10 @@ class Renderer:
                     "would take it"
                 )
 
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of the text as it stands, without a chat template or special tokens."""
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -84,7 +88,7 @@ class Renderer:
             add_generation_prompt=True,
             tokenize=False,
         )
-        return tuple(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return self.encode_text(str(rendered))
 
     def _messages(self, content: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         if not isinstance(content, str):

@@ -1,6 +1,6 @@
-"""The generator daemon: one engine, one `Generator`. Started by `streamrl generator`.
+"""The generator daemon, `streamrl generator`: one engine, one `Generator`.
 
-Waits for buffer and learner as long as it takes; leaves when told to or when the run is over.
+Waits for the buffer and the learner without a limit; ends by a signal or when the run is over.
 """
 
 import argparse
@@ -40,13 +40,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> None:
-    """Generate until the run is over or a signal comes."""
+    """Generates until the run is over or a signal arrives."""
     require_model(config)
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
     prompts, reward = open_prompts(config.data, config.run.seed), make_reward(config.data)
     renderer = Renderer.from_config(config)
-    make_environment(config.generator.environment, ())
+    make_environment(config.generator.environment)
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:
@@ -69,7 +69,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
 def make_runner(
     config: RunConfig, engine: Engine, renderer: Renderer, prompts: PromptSource, reward: Reward
 ) -> GroupRunner:
-    """Samples as the configuration says, one response to a prompt."""
+    """Samples one response to a prompt with the settings of `generator`."""
     return GroupRunner(
         engine=engine,
         prompts=prompts,
@@ -85,7 +85,7 @@ def make_runner(
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
-    """What `generator` says of sampling."""
+    """The sampling settings of `generator`."""
     generator = config.generator
     return SamplingParams(
         max_new_tokens=generator.max_new_tokens,
@@ -99,7 +99,10 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 
 
 def require_model(config: RunConfig) -> None:
-    """Say how to get the model if it is one that is made locally and has not been made."""
+    """
+    Raises:
+        ConfigError: the model is made locally, by `streamrl make-model`, and has not been made.
+    """
     if config.model.recipe is not None and not Path(config.model.path).exists():
         raise ConfigError(
             f"model.path: there is no {config.model.path}; run `streamrl make-model` with this "

@@ -1,32 +1,81 @@
 """Environments: what answers the policy's completions.
 
-A new environment is a class with `start` and `step` (see `streamrl.interfaces.Environment`), made
-from a prompt's token ids, and a line in `make_environment`. One instance lives for one episode.
+A built-in environment is a class (see `streamrl.interfaces.Environment`) and a line in `BUILT_IN`;
+a user's own is a class in a file, named as PATH.py:NAME. Either is made without arguments, once per
+episode.
+
+Invariant: a user's environment that fails costs its group (RolloutError, counted as `failed`),
+never the daemon.
 """
 
-from streamrl.errors import ConfigError, did_you_mean
-from streamrl.interfaces import Environment, Transition
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from streamrl.errors import ConfigError, RolloutError, did_you_mean
+from streamrl.interfaces import Environment, EnvironmentContext, Transition
 from streamrl.types import Completion
+from streamrl.user_code import is_user_code, load_user_code
 
 
 class SingleTurn:
     """One question, one answer."""
 
-    def __init__(self, prompt_token_ids: tuple[int, ...]) -> None:
-        self._prompt_token_ids = prompt_token_ids
-
-    async def start(self) -> tuple[int, ...]:
-        return self._prompt_token_ids
+    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
+        return context.prompt_token_ids
 
     async def step(self, completion: Completion) -> Transition:
         return Transition(done=True)
 
 
-def make_environment(name: str, prompt_token_ids: tuple[int, ...]) -> Environment:
-    """A fresh environment that `generator.environment` names."""
-    match name:
-        case "single_turn":
-            return SingleTurn(prompt_token_ids)
-        case _:
-            hint = did_you_mean(name, ["single_turn"])
-            raise ConfigError(f"generator.environment: was {name!r}; {hint}")
+class UserEnvironment:
+    """A user's own, whose errors become those of its rollout.
+
+    Raises:
+        ConfigError: it cannot be made without arguments.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        make = load_user_code("generator.environment", name)
+        # User code may raise anything; the sentence must say whose code it was.
+        try:
+            self._environment: Environment = make()
+        except Exception as error:
+            raise ConfigError(
+                f"generator.environment: {name}: {type(error).__name__}: {error}"
+            ) from error
+
+    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
+        with self._failing_alone():
+            return tuple(await self._environment.start(context))
+
+    async def step(self, completion: Completion) -> Transition:
+        with self._failing_alone():
+            return await self._environment.step(completion)
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise RolloutError(
+                f"environment {self._name}: {type(error).__name__}: {error}"
+            ) from error
+
+
+BUILT_IN: Mapping[str, Callable[[], Environment]] = {"single_turn": SingleTurn}
+
+
+def make_environment(name: str) -> Environment:
+    """A fresh environment that `generator.environment` names.
+
+    Raises:
+        ConfigError: the name is unknown, or a user's own cannot be loaded.
+    """
+    if is_user_code(name):
+        return UserEnvironment(name)
+    if name not in BUILT_IN:
+        raise ConfigError(
+            f"generator.environment: was {name!r}; PATH.py:NAME or {did_you_mean(name, BUILT_IN)}"
+        )
+    return BUILT_IN[name]()

@@ -3,7 +3,7 @@
     lease_groups      leases for all the engine has room for, once the weights are new enough
     one task a group  wait for the lease's version, generate, score, put
     heartbeats        renew the leases, report, handle lost leases, scheduling state and end
-    receiver.run      load the announced updates (`streamrl.weights.protocol`)
+    receiver.run      load the announced updates (`streamrl.weights.receiver`)
 
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
 group that fails does not affect others. Nothing here waits for the learner, only for admission.
@@ -44,7 +44,7 @@ from streamrl.types import (
     WeightUpdate,
     replace,
 )
-from streamrl.weights.protocol import WeightReceiver
+from streamrl.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Generator:
         return math.ceil(sizes.max_num_seqs / sizes.group_size) - len(self._groups)
 
     def _is_current(self) -> bool:
-        return self._version_gate.is_done(self._engine.policy_version)
+        return self._version_gate.is_open(self._engine.policy_version)
 
     async def _generate(self, lease: Lease) -> None:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
@@ -195,9 +195,9 @@ class Generator:
         try:
             report = await self._engine.load_weights(update)
         except WeightTransferError:
-            self._version_gate.fail()
+            self._version_gate.on_load_failed()
             raise
-        self._version_gate.load()
+        self._version_gate.on_loaded()
         await self._notify()
         return report
 
@@ -220,7 +220,7 @@ class Generator:
         for lease_id in self._groups.keys() & set(held):
             group = self._groups[lease_id]
             group.min_policy_version = min(group.min_policy_version, reply.policy_version)
-        self._version_gate.hear(reply.policy_version)
+        self._version_gate.on_learner_version(reply.policy_version)
         if reply.scheduling_state is not self._scheduling_state:
             log.info("scheduling state: %s", reply.scheduling_state)
             self._scheduling_state = reply.scheduling_state

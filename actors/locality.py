@@ -1,6 +1,6 @@
-"""Where a generator's new weights are received, which decides what way they come.
+"""Where a generator receives new weights, which decides by which transport they come.
 
-Not always in this process, and not always on the GPU that samples. Called by the generator.
+Not always in this process, and not always on the GPU that samples.
 """
 
 import torch
@@ -11,13 +11,13 @@ from streamrl.weights.locality import locality_of
 
 
 def weight_locality(generator: GeneratorSettings) -> Locality:
-    """By `generator.engine`; that of its workers if the engine has some on this machine."""
+    """By `generator.engine`; that of the engine's workers if they run on this machine."""
     device = generator.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     match generator.engine:
         case "sglang":
-            # The relay receives, in this process's host memory.
+            # The relay receives into this process's host memory.
             return locality_of("cpu")
         case "vllm" if generator.vllm.url:
             return Locality(device_type=torch.device(device).type)

@@ -1,11 +1,9 @@
-"""`streamrl make-model`: a small Llama with a character tokenizer, warm-started on the run's task.
+"""A small Llama with a character tokenizer, warm-started on the run's task.
 
 No network and no GPU: the model is made from `model.recipe` and trained on prompts with known
-answers until it is right now and then, so that reinforcement learning has something to reinforce.
-`streamrl launch` calls `make_model` when the model's folder does not exist.
+answers until some of its answers are right, so that reinforcement learning has a reward to raise.
 """
 
-import argparse
 import itertools
 import logging
 import shutil
@@ -15,11 +13,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
 
 from actors.prompts import open_prompts
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
 from streamrl.config.model import RecipeSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import PromptSource
@@ -30,18 +26,7 @@ _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 _CHECK_EVERY = 5
 _WARM_UP = 20
 # Prompts far away from those that reinforcement learning starts with.
-_FIRST_SEQUENCE = 2**30
-
-
-def main(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    disable_progress_bar()
-    config = configuration(arguments).config
-    if Path(config.model.path).exists():
-        log.info("%s exists already", config.model.path)
-        return 0
-    make_model(config)
-    return 0
+_FIRST_PROMPT = 2**30
 
 
 def make_model(config: RunConfig) -> None:
@@ -135,7 +120,7 @@ def _batches(
     prompts: PromptSource, tokenizer: PreTrainedTokenizerFast, batch_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids [B, T], padded on the right, and where the answer stands [B, T] bool."""
-    for first in itertools.count(_FIRST_SEQUENCE, batch_size):
+    for first in itertools.count(_FIRST_PROMPT, batch_size):
         rows = [prompts[prompt_index] for prompt_index in range(first, first + batch_size)]
         asked = [tokenizer(str(row.content))["input_ids"] for row in rows]
         answers = [[*tokenizer(row.answer)["input_ids"], tokenizer.eos_token_id] for row in rows]

@@ -1,12 +1,7 @@
-"""`streamrl parity sample`: prompts of the run, sampled by its engine, for the learner to score.
+"""The engine's half of parity: it samples prompts of the run, which the learner then scores."""
 
-Called by `streamrl parity`; by itself where engine and learner live in different environments.
-"""
-
-import argparse
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -15,21 +10,10 @@ from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
 from actors.prompts import open_prompts
 from actors.rollout import GroupRunner
-from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Episode
 from streamrl.types import Lease, ParitySamples, TrajectoryGroup
-
-
-def main(arguments: argparse.Namespace) -> int:
-    config = configuration(arguments).config
-    samples = asyncio.run(sample(config))
-    file = Path(arguments.samples)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(wire.encode(samples))
-    return 0
 
 
 async def sample(config: RunConfig) -> ParitySamples:
@@ -46,13 +30,13 @@ async def sample(config: RunConfig) -> ParitySamples:
     runner = make_runner(config, engine, renderer, prompts, _Unscored())
     try:
         numbers = range(config.parity.num_prompts)
-        found = await asyncio.gather(*(_group(runner, number) for number in numbers))
+        sampled = await asyncio.gather(*(_group(runner, number) for number in numbers))
     finally:
         await engine.close()
-    groups = tuple(group for group in found if group is not None)
+    groups = tuple(group for group in sampled if group is not None)
     if not groups:
         raise ConfigError(
-            f"data.max_prompt_length: none of the first {len(found)} prompts fits, so there is "
+            f"data.max_prompt_length: none of the first {len(sampled)} prompts fits, so there is "
             "nothing to compare"
         )
     return ParitySamples(
@@ -61,7 +45,7 @@ async def sample(config: RunConfig) -> ParitySamples:
 
 
 async def _group(runner: GroupRunner, prompt_index: int) -> TrajectoryGroup | None:
-    """None for a prompt that the run would drop, too. Waits for the engine."""
+    """None for a prompt that a run drops too. Waits for the engine."""
     lease = Lease(
         lease_id=f"parity/{prompt_index}",
         prompt_index=prompt_index,

@@ -1,7 +1,7 @@
-"""From a lease to a trajectory group: run the siblings' episodes side by side, score, record.
+"""From a lease to a trajectory group: run the siblings' episodes concurrently, score, record.
 
-Invariant: a group holds facts of what was sampled and nothing derived; either all siblings make it
-or the group fails as one (RolloutError). Called by `actors.generator`, once per lease.
+Invariant: a group holds facts of what was sampled and nothing derived; if a sibling fails, the
+whole group fails (RolloutError).
 """
 
 import asyncio
@@ -14,7 +14,15 @@ from msgspec import structs
 
 from actors.chat import Renderer
 from streamrl.errors import RolloutError
-from streamrl.interfaces import Engine, Environment, Episode, Prompt, PromptSource, Reward
+from streamrl.interfaces import (
+    Engine,
+    Environment,
+    EnvironmentContext,
+    Episode,
+    Prompt,
+    PromptSource,
+    Reward,
+)
 from streamrl.types import (
     GREEDY_REWARD,
     Completion,
@@ -31,7 +39,7 @@ from streamrl.types import (
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of tokens [n], observed (version -1) or sampled, with what is recorded of each."""
+    """Consecutive tokens [n], observed (version -1) or sampled, with what is recorded of each."""
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -62,7 +70,7 @@ class Rollout:
 
     @property
     def last_response(self) -> list[int]:
-        """What the policy sampled in its last turn."""
+        """The token ids that the policy sampled in its last turn."""
         return [int(token) for token in self.segments[-1].token_ids]
 
     def trajectory(self, reward: float, metrics: Mapping[str, float]) -> Trajectory:
@@ -82,27 +90,26 @@ class Rollout:
 
 @dataclass(frozen=True)
 class GroupRunner:
-    """All that a group needs beside its lease."""
+    """Everything a group needs beside its lease."""
 
     engine: Engine
     prompts: PromptSource
     renderer: Renderer
-    make_environment: Callable[[tuple[int, ...]], Environment]
+    make_environment: Callable[[], Environment]
     environment: str
     reward: Reward
     sampling: SamplingParams
     group_size: int
     max_model_len: int
     with_greedy_reward: bool = False
-    """Also score a greedy completion and record its reward with every sibling."""
+    """Whether to score a greedy completion, too, and record its reward with every sibling."""
     deadline_s: float | None = None
     """`generator.group_deadline_s`."""
 
     async def run(self, lease: Lease) -> TrajectoryGroup:
         """The finished group of the lease's prompt.
 
-        Waits for the siblings' completions, environments and the reward, each of which may be a
-        user's own; they or the deadline unblock.
+        Waits for the siblings' completions, environments and the reward, or for the deadline.
 
         Raises:
             RolloutError: a sibling or the reward failed, or the deadline is over.
@@ -120,37 +127,35 @@ class GroupRunner:
 
     async def _group(self, lease: Lease) -> TrajectoryGroup:
         prompt = self.prompts[lease.prompt_index]
-        token_ids = self.renderer.encode(prompt)
-        siblings = [self._episode(token_ids, self.sampling) for _ in range(self.group_size)]
+        context = EnvironmentContext(prompt, self.renderer.encode(prompt), self.renderer)
+        siblings = [self._episode(context, self.sampling) for _ in range(self.group_size)]
         if self.with_greedy_reward:
             greedy = structs.replace(self.sampling, temperature=0.0)
-            siblings = [*siblings, self._episode(token_ids, greedy)]
+            siblings = [*siblings, self._episode(context, greedy)]
         episodes = await _all_or_none(siblings)
         rollouts = episodes[: self.group_size]
         rewards = await self._score(prompt, rollouts)
-        known = _numbers_for_training(prompt)
+        metrics = _prompt_metrics(prompt)
         if self.with_greedy_reward:
             (greedy_reward,) = await self._score(prompt, episodes[self.group_size :])
-            known = {**known, GREEDY_REWARD: greedy_reward}
+            metrics = {**metrics, GREEDY_REWARD: greedy_reward}
         return TrajectoryGroup(
             group_id=f"{lease.prompt_index}:{lease.lease_id}",
             prompt_index=lease.prompt_index,
             environment=self.environment,
             trajectories=tuple(
-                rollout.trajectory(reward, known)
+                rollout.trajectory(reward, metrics)
                 for rollout, reward in zip(rollouts, rewards, strict=True)
             ),
         )
 
     async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float]:
-        return await self.reward.score([self._seen(prompt, rollout) for rollout in rollouts])
+        return await self.reward.score([self._scored(prompt, rollout) for rollout in rollouts])
 
-    async def _episode(
-        self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams
-    ) -> Rollout:
+    async def _episode(self, start: EnvironmentContext, sampling: SamplingParams) -> Rollout:
         """One episode. Waits for the engine, then for the environment, turn by turn."""
-        environment = self.make_environment(prompt_token_ids)
-        observation = await environment.start()
+        environment = self.make_environment()
+        observation = await environment.start(start)
         context: tuple[int, ...] = ()
         segments: tuple[Segment, ...] = ()
         turns: tuple[Turn, ...] = ()
@@ -174,7 +179,7 @@ class GroupRunner:
             if transition.done or len(context) + len(observation) >= self.max_model_len:
                 return Rollout(segments, turns, metrics)
 
-    def _seen(self, prompt: Prompt, rollout: Rollout) -> Episode:
+    def _scored(self, prompt: Prompt, rollout: Rollout) -> Episode:
         return Episode(
             prompt=prompt,
             response=self.renderer.decode(rollout.last_response),
@@ -184,14 +189,15 @@ class GroupRunner:
         )
 
 
-def _numbers_for_training(prompt: Prompt) -> dict[str, float]:
-    """What the learner wants of a prompt's row: `difficulty`, for `algorithm.sample_weight`."""
+def _prompt_metrics(prompt: Prompt) -> dict[str, float]:
+    """The number of a prompt's row that the learner uses: `difficulty`, for
+    `algorithm.sample_weight`."""
     difficulty = prompt.row.get("difficulty")
     return {"difficulty": float(difficulty)} if isinstance(difficulty, int | float) else {}
 
 
 async def _all_or_none(siblings: Iterable[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
-    """Every sibling's rollout; the first that fails ends the others and is what is raised."""
+    """Every sibling's rollout; the first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(sibling) for sibling in siblings]

@@ -1,37 +1,32 @@
-"""The audit: proves group by group that nothing was lost, skipped or trained twice.
+"""The audit of events: group by group, nothing was lost, skipped or trained twice.
 
     leases granted = acknowledged + dropped (by reason) + waiting (leased, buffered, taken, trained)
 
-Reads a history of `Event`s and needs no ledger, so that it does not repeat the ledger's mistakes;
-then compares what it counted with the account. A learner that died makes groups wait again (taken
-or trained, then buffered); one that goes on from a checkpoint may free what a lost history ended.
-Started by `streamrl buffer audit RUN`: exit code 1 if anything is not in order.
+It follows every `Event` that a journal or Redis keeps and uses no ledger, so that it does not
+repeat the ledger's mistakes; then it compares its sums with the ledger's snapshot. A learner that
+died makes groups wait again (taken or trained, then buffered); one that resumes from a checkpoint
+may free what steps after that checkpoint ended.
 """
 
-import argparse
-import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from buffers.connect import require_redis
 from buffers.journal.schema import (
     FREE,
-    journal_path,
     open_to_read,
     read_events,
     read_snapshot,
 )
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import BY_BOOKS, Event
-from streamrl.config import RunConfig
-from streamrl.run_folder import config_of
 from streamrl.types import DropReason
 
-WAITING = ("leased", "buffered", "taken", "trained")
+_WAITING = ("leased", "buffered", "taken", "trained")
 _ENDED = ("acknowledged", "dropped")
 _FOLLOWS = {
     "leased": ("buffered", "dropped"),
@@ -41,156 +36,164 @@ _FOLLOWS = {
 }
 
 
-class PromptState(Struct):
-    """The last that is known of a prompt; `is_free` means that it may be granted."""
+class PromptState(Struct, frozen=True):
+    """A prompt after its last event; `is_free` means that it may be granted."""
 
     state: str = ""
     lease_id: str = ""
     is_free: bool = True
 
 
-class Audit(Struct):
-    """What the history adds up to; `faults` has a sentence for each thing out of order."""
+class EventAudit(Struct, frozen=True, kw_only=True):
+    """The sums of the events; `faults` has a sentence for each thing out of order."""
 
-    granted: int = 0
-    ended: Counter[str] = field(default_factory=Counter)
-    prompt_states: dict[int, PromptState] = {}
-    faults: list[str] = []
+    granted: int
+    ended: Counter[str]
+    prompts: Mapping[int, PromptState]
+    faults: tuple[str, ...]
 
     @property
     def waiting(self) -> Counter[str]:
-        return Counter(s.state for s in self.prompt_states.values() if s.state in WAITING)
+        return Counter(prompt.state for prompt in self.prompts.values() if _waits(prompt))
 
     @property
     def num_free(self) -> int:
-        return sum(s.is_free for s in self.prompt_states.values())
+        return sum(prompt.is_free for prompt in self.prompts.values())
 
 
-def main(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.folder)
-    config = None if journal_path(folder).exists() else config_of(folder)
-    # A run whose buffer is no daemon of ours has its history on somebody's server.
-    is_elsewhere = config is not None and not config.buffer.has_daemon
-    found = _of_redis(config) if config and is_elsewhere else _of_journal(folder)
-    print("\n".join(report(found)))
-    return 1 if found.faults else 0
+def audit_journal(path: Path) -> EventAudit:
+    """At one moment of the file, whatever is written meanwhile."""
+    with open_to_read(path) as db:
+        result = audit(read_events(db))
+        return _with_faults(result, compare(result, read_snapshot(db)), _compare_rows(result, db))
 
 
-def _of_journal(folder: Path) -> Audit:
-    with open_to_read(journal_path(folder)) as db:
-        found = audit(read_events(db))
-        found.faults.extend(compare(found, read_snapshot(db)))
-        found.faults.extend(_against_entries(found, db))
-    return found
-
-
-def _of_redis(config: RunConfig) -> Audit:
+async def audit_redis(url: str, run: str) -> EventAudit:
+    """Of a run at rest: its snapshot and its events are read one after the other."""
     require_redis()
-    from buffers.redis.events import read_events as read_redis_events
-    from buffers.redis.events import read_snapshot as read_redis_snapshot
+    from buffers.redis import events
 
-    url, run = config.buffer.url, config.run.name
-
-    async def read() -> Audit:
-        found = audit([event async for event in read_redis_events(url, run)])
-        found.faults.extend(compare(found, await read_redis_snapshot(url, run)))
-        return found
-
-    return asyncio.run(read())
+    snapshot = await events.read_snapshot(url, run)
+    result = audit([event async for event in events.read_events(url, run)])
+    return _with_faults(result, compare(result, snapshot))
 
 
-def audit(events: Iterable[Event]) -> Audit:
-    """Follow every event. The order matters within a prompt only."""
-    found = Audit()
+def audit(events: Iterable[Event]) -> EventAudit:
+    """Follow every event; their order matters within a prompt only."""
+    granted, ended = 0, Counter[str]()
+    prompts: dict[int, PromptState] = {}
+    faults: list[str] = []
     for event in events:
-        prompt_state = found.prompt_states.setdefault(event.prompt_index, PromptState())
-        if fault := _fault(event, prompt_state):
-            found.faults.append(f"prompt {event.prompt_index}: {fault}")
-        found.granted += event.state == "leased"
+        prompt = prompts.get(event.prompt_index, PromptState())
+        if fault := _fault(event, prompt):
+            faults.append(f"prompt {event.prompt_index}: {fault}")
+        granted += event.state == "leased"
         if event.lease_id and event.state in _ENDED:
-            found.ended[
-                event.reason if event.state == "dropped" and event.reason else event.state
-            ] += 1
-        prompt_state.state, prompt_state.lease_id = event.state, event.lease_id
-        prompt_state.is_free = event.state == "dropped" and _returns(event.reason)
-    last = max(found.prompt_states, default=-1)
-    skipped = (s for s in range(last) if s not in found.prompt_states)
-    found.faults.extend(f"prompt {s}: was never granted, {last} was" for s in skipped)
-    told = found.waiting.total() + found.ended.total()
-    if found.granted != told:
-        found.faults.append(f"{found.granted} leases were granted, but {told} are accounted for")
-    return found
+            ended[_end(event)] += 1
+        prompts[event.prompt_index] = PromptState(
+            event.state, event.lease_id, event.state == "dropped" and _returns(event.reason)
+        )
+    result = EventAudit(granted=granted, ended=ended, prompts=prompts, faults=tuple(faults))
+    return _with_faults(result, _sum_faults(result))
 
 
-def compare(found: Audit, snapshot: LedgerSnapshot) -> Iterator[str]:
-    """Where the account disagrees with its own history."""
+def compare(result: EventAudit, snapshot: LedgerSnapshot) -> Iterator[str]:
+    """Where the ledger's snapshot disagrees with the events."""
     granted = snapshot.granted - snapshot.unseen
-    if granted != found.granted:
-        yield f"the account has {granted} leases granted, the history {found.granted}"
+    if granted != result.granted:
+        yield f"the ledger has {granted} leases granted, the events {result.granted}"
     if snapshot.unseen:
         return
     ended = {
         "acknowledged": snapshot.acknowledged,
-        **{str(k): n for k, n in snapshot.dropped.items()},
+        **{str(reason): count for reason, count in snapshot.dropped.items()},
     }
-    for name in sorted(ended.keys() | found.ended.keys()):
-        if ended.get(name, 0) != found.ended[name]:
-            yield f"the account has {ended.get(name, 0)} {name}, the history {found.ended[name]}"
+    for name in sorted(ended.keys() | result.ended.keys()):
+        if ended.get(name, 0) != result.ended[name]:
+            yield f"the ledger has {ended.get(name, 0)} {name}, the events {result.ended[name]}"
 
 
-def report(found: Audit) -> Iterator[str]:
-    """The proof in lines, faults last."""
-    yield f"{found.granted} leases granted"
-    for name, count in sorted(found.ended.items()):
+def findings(result: EventAudit) -> Iterator[str]:
+    """The sums in lines."""
+    yield f"{result.granted} leases granted"
+    for name, count in sorted(result.ended.items()):
         yield f"  {count} {name if name == 'acknowledged' else f'dropped ({name})'}"
-    for state in WAITING:
-        yield f"  {found.waiting[state]} {state}"
-    yield f"{len(found.prompt_states)} prompts, {found.num_free} of them to be granted again"
-    yield from found.faults
-    yield f"{len(found.faults)} faults" if found.faults else "in order"
+    for state in _WAITING:
+        yield f"  {result.waiting[state]} {state}"
+    yield f"{len(result.prompts)} prompts, {result.num_free} of them to be granted again"
 
 
-def _fault(event: Event, prompt_state: PromptState) -> str | None:
+def _with_faults(result: EventAudit, *faults: Iterable[str]) -> EventAudit:
+    more = (fault for found in faults for fault in found)
+    return EventAudit(
+        granted=result.granted,
+        ended=result.ended,
+        prompts=result.prompts,
+        faults=(*result.faults, *more),
+    )
+
+
+def _sum_faults(result: EventAudit) -> Iterator[str]:
+    last = max(result.prompts, default=-1)
+    for prompt_index in range(last):
+        if prompt_index not in result.prompts:
+            yield f"prompt {prompt_index}: was never granted, {last} was"
+    total = result.waiting.total() + result.ended.total()
+    if result.granted != total:
+        yield f"{result.granted} leases were granted, but {total} are accounted for"
+
+
+def _fault(event: Event, prompt: PromptState) -> str | None:
+    """What is wrong with the event after what the prompt was before, if anything."""
     lease = f"lease {event.lease_id}" if event.lease_id else "a learner's books"
-    holder = f"lease {prompt_state.lease_id} was {prompt_state.state}"
+    holder = f"lease {prompt.lease_id} was {prompt.state}"
     if not event.lease_id:
-        return f"ended by {lease} while {holder}" if prompt_state.state in WAITING else None
+        return f"ended by {lease} while {holder}" if _waits(prompt) else None
     if event.state == "leased":
-        if prompt_state.state in WAITING:
+        if _waits(prompt):
             return f"{lease} was granted while {holder}"
-        return None if prompt_state.is_free else f"{lease} was granted after {_end(prompt_state)}"
-    if prompt_state.lease_id != event.lease_id:
+        return None if prompt.is_free else f"{lease} was granted after {_ending(prompt)}"
+    if prompt.lease_id != event.lease_id:
         return f"{lease} is {event.state}, but was not granted"
     if event.state == "dropped" and event.reason not in list(DropReason):
         return f"{lease} was dropped with the reason {event.reason}"
-    if event.reason == BY_BOOKS and prompt_state.state in WAITING:
+    if event.reason == BY_BOOKS and _waits(prompt):
         return None
-    if event.state not in _FOLLOWS.get(prompt_state.state, ()):
-        return f"{lease} went from {prompt_state.state} to {event.state}"
+    if event.state not in _FOLLOWS.get(prompt.state, ()):
+        return f"{lease} went from {prompt.state} to {event.state}"
     return None
 
 
-def _end(prompt_state: PromptState) -> str:
-    """How a prompt ended that came up again."""
-    if prompt_state.state == "acknowledged":
+def _ending(prompt: PromptState) -> str:
+    """How a prompt had ended that was granted again."""
+    if prompt.state == "acknowledged":
         return "it had been acknowledged: trained twice"
-    return f"it had been {prompt_state.state} for good"
+    return f"it had been {prompt.state} for good"
+
+
+def _end(event: Event) -> str:
+    return event.reason if event.state == "dropped" and event.reason else event.state
+
+
+def _waits(prompt: PromptState) -> bool:
+    return prompt.state in _WAITING
 
 
 def _returns(reason: str | None) -> bool:
     return reason in list(DropReason) and DropReason(reason).returns_prompt
 
 
-def _against_entries(found: Audit, db: sqlite3.Connection) -> Iterator[str]:
-    """Where the state that a restart would recover is not that of the history."""
-    told = {s: (x.lease_id, x.state) for s, x in found.prompt_states.items() if x.state in WAITING}
-    told |= {s: ("", FREE) for s, x in found.prompt_states.items() if x.is_free}
-    kept = {s: (lease_id, state) for s, lease_id, state in db.execute(_ENTRIES)}
-    for prompt_index in sorted(told.keys() | kept.keys()):
-        if told.get(prompt_index) != kept.get(prompt_index):
+def _compare_rows(result: EventAudit, db: sqlite3.Connection) -> Iterator[str]:
+    """Where the rows that a restart would recover are not what the events give."""
+    prompts = result.prompts
+    expected = {i: (p.lease_id, p.state) for i, p in prompts.items() if _waits(p)}
+    expected |= {i: ("", FREE) for i, p in prompts.items() if p.is_free}
+    rows = {i: (lease_id, state) for i, lease_id, state in db.execute(_ENTRIES)}
+    for prompt_index in sorted(expected.keys() | rows.keys()):
+        if expected.get(prompt_index) != rows.get(prompt_index):
             yield (
-                f"prompt {prompt_index}: is {kept.get(prompt_index)} in the journal, but the "
-                f"history says {told.get(prompt_index)}"
+                f"prompt {prompt_index}: is {rows.get(prompt_index)} in the journal, but the "
+                f"events say {expected.get(prompt_index)}"
             )
     for prompt_index, lease_id in db.execute(_WITHOUT_PAYLOAD):
         yield f"prompt {prompt_index}: the payload of lease {lease_id} is missing"

@@ -20,6 +20,7 @@ from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
 from streamrl import service
+from streamrl.algorithms.objective import require_algorithm
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
@@ -41,6 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
 async def train(config: RunConfig, shutdown: Shutdown) -> None:
     """Train until the run is over or a signal comes."""
     _require_port(config)
+    require_algorithm(config.algorithm)
     _warn_of_truncation(config)
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)

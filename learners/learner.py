@@ -63,7 +63,7 @@ class Learner:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Steps until `run.max_steps`, or until stopped."""
+        """Make steps until `run.max_steps` or until stopped, then save."""
         await self._session.attach()
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)

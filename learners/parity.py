@@ -1,39 +1,18 @@
-"""`streamrl parity score`: what the learner makes of tokens that an engine sampled.
+"""The learner's half of parity: its log-probabilities of tokens that an engine sampled.
 
 The policy computes log-probabilities as a training step does: the same packing, attention,
-precision and temperature. Called by `streamrl parity`.
+precision and temperature.
 """
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
-import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from learners.batch import TrainingBatch
-from learners.policy import Policy
 from learners.trainer import Trainer
-from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
-from streamrl.errors import ConfigError
 from streamrl.types import GapStatistics, ParityReport, ParitySamples
-
-
-def main(arguments: argparse.Namespace) -> int:
-    config = configuration(arguments).config
-    if config.learner.num_threads:
-        torch.set_num_threads(config.learner.num_threads)
-    trainer = Trainer(config, Policy.from_config(config))
-    reports = [score(config, trainer, _read(Path(file))) for file in arguments.samples]
-    file = Path(arguments.out)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    content = msgspec.json.encode({"unit": "nats", "reports": reports})
-    file.write_bytes(msgspec.json.format(content) + b"\n")
-    return 0
 
 
 def score(config: RunConfig, trainer: Trainer, samples: ParitySamples) -> ParityReport:
@@ -75,11 +54,3 @@ def _by_position(
     for number in range(int(bins.max()) + 1):
         here = bins == number
         yield statistics_of(gaps[here], 2**number - 1, int(positions[here].max()))
-
-
-def _read(file: Path) -> ParitySamples:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    return wire.decode(data, ParitySamples, max_bytes=len(data))

@@ -88,7 +88,11 @@ class LearnerSession:
         return None
 
     async def advance(self, policy_version: int, loan: Loan) -> BufferStats:
-        """Notify the buffer that the step to this version trained the loan; its stats after it."""
+        """Notify the buffer that the step to this version trained the loan.
+
+        Returns:
+            The buffer's stats after that.
+        """
         trained = [header.prompt_index for header in loan.headers]
         # The books for a buffer that lost its memory before it recorded this step.
         books = books_with(self._state.books, trained)
@@ -113,7 +117,7 @@ class LearnerSession:
     async def _call(
         self, activity: LearnerActivity, request: Callable[[], Awaitable[Result]]
     ) -> Result:
-        """The buffer's reply; a buffer that lost its memory gets it back and is asked again."""
+        """The buffer's reply. If it lost its memory, attach again and repeat the request."""
         while True:
             self._reporter.set_activity(activity)
             try:

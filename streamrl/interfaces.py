@@ -226,11 +226,33 @@ class Reward(Protocol):
         ...
 
 
+class TextCodec(Protocol):
+    """From text to token ids and back, as the run's tokenizer does it."""
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of the text as it stands, without a chat template or special tokens."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a completion, without special tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class EnvironmentContext:
+    """What an episode starts from."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    """The prompt as the chat template renders it."""
+    codec: TextCodec
+
+
 class Environment(Protocol):
     """One episode; used once."""
 
-    async def start(self) -> tuple[int, ...]:
-        """The first observation, as token ids."""
+    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
+        """The first observation, as token ids; usually `context.prompt_token_ids`."""
         ...
 
     async def step(self, completion: Completion) -> Transition:

@@ -1,4 +1,4 @@
-"""A run's folder, as a launch prepares it and everybody else reads it.
+"""A run's folder: prepared by a launch, read by every command.
 
 runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  learner.json  parity.json
             evaluation.json  report.png  checkpoints/  buffer/journal.sqlite  logs/ROLE.log
@@ -17,11 +17,12 @@ import msgspec
 
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.errors import ConfigError
-from streamrl.types import BufferStats
+from streamrl.types import Books, BufferStats
 
 log = logging.getLogger(__name__)
 
 LEARNER_FILE = "learner.json"
+BOOKS_FILE = "books.json"
 
 
 def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
@@ -71,22 +72,29 @@ def config_of(folder: Path) -> RunConfig:
     return load_config(path, environment={}).config
 
 
-def last_words(log_file: Path) -> str:
-    """The last line of a log that says anything."""
+def last_log_line(log_file: Path) -> str:
+    """The last line of a log that is not blank, or that there is none."""
     try:
         lines = log_file.read_text(errors="replace").splitlines()
-    except OSError:
-        return "it left no log"
-    return next((line for line in reversed(lines) if line.strip()), "it left no log")
+    except OSError as error:
+        return f"cannot read {log_file}: {error.strerror}"
+    stripped = (line.strip() for line in reversed(lines))
+    return next((line for line in stripped if line), f"{log_file} is empty")
 
 
 def write_books(config: RunConfig, stats: BufferStats) -> None:
-    """The books of this reading as `books.json`, without the list of open prompts."""
+    """Write the books of this reading to `books.json`, without the list of open prompts."""
     books = msgspec.to_builtins(stats.books, str_keys=True)
     kept = {key: value for key, value in books.items() if key != "open_ranges"}
-    path = config.run.path / "books.json"
+    path = config.run.path / BOOKS_FILE
     path.write_text(json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
     log.info("books: %s", kept)
+
+
+def read_books(folder: Path) -> Books | None:
+    """The books that the last buffer of the run has written; None before one has ended."""
+    content = read_json(folder / BOOKS_FILE)
+    return msgspec.convert(content, Books, str_keys=True, strict=False) if content else None
 
 
 def _with_ports(config: RunConfig) -> RunConfig:

@@ -1,12 +1,12 @@
-"""The life of a daemon: one event loop, two signals, an exit code that a supervisor understands.
+"""How a daemon runs: one event loop, two signals, an exit code for its supervisor.
 
-    0  the work is done, or a first SIGTERM or SIGINT was followed to the end
-    1  something broke: start it again
+    0  the work is done, or the daemon drained after a first SIGTERM or SIGINT
+    1  it crashed: start it again
     2  the configuration cannot work: a person has to change it
     3  another learner took over: do not start this one again
 
-Invariant: a task that dies takes the daemon with it; nothing limps on. A daemon's `main` calls
-`run` with its coroutine, which awaits `Shutdown.requested` beside its work.
+Invariant: a task that fails ends the daemon. A daemon's `main` calls `run` with its coroutine,
+which waits for `Shutdown.requested` beside its work.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Shutdown:
-    """Set by the first signal: finish what is at hand and go. The second signal ends at once."""
+    """Requested by the first signal, which drains; the second signal exits at once."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -44,16 +44,16 @@ class Shutdown:
     def install(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._receive, number)
+            loop.add_signal_handler(number, self._on_signal, number)
 
     def uninstall(self) -> None:
-        """The work is over, and one signal that comes late does not change how it ended."""
+        """Ignore one signal from here on: the work is done, and its exit code stands."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, lambda late, _: signal.signal(late, signal.SIG_DFL))
 
-    def _receive(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self.requested.is_set():
             log.warning("second %s: stopping at once", signal.Signals(number).name)
             os._exit(EXIT_CRASHED)
@@ -89,10 +89,10 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
 
 
 def keep_freed_memory() -> None:
-    """Have glibc reuse the memory of payloads and tensors instead of giving it back at once.
+    """Make glibc reuse the memory of payloads and tensors instead of returning it to the kernel.
 
-    Each new page costs a fault, and a fault may cost a hundred times what copying into it does
-    (virtual machines): a 1 MB group spent half of its way on them. Elsewhere nothing is changed.
+    Each new page costs a fault, which in virtual machines may cost a hundred times as much as the
+    copy into it: faults were half of the transfer time of a 1 MB group. No effect without glibc.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -101,11 +101,11 @@ def keep_freed_memory() -> None:
 
 
 async def _watch_parent(shutdown: Shutdown) -> None:
-    """A launched daemon drains when its launcher is gone. Polls: no signal tells of that."""
+    """Drain when the launcher has ended. Polls the parent's id, since no signal reports that."""
     parent = os.environ.get(PARENT_VARIABLE)
     while parent is not None and not shutdown.requested.is_set():
         if os.getppid() != int(parent):
-            log.info("the launcher is gone: draining")
+            log.info("the launcher has ended: draining")
             shutdown.requested.set()
         await asyncio.sleep(1.0)
 

@@ -14,13 +14,12 @@ from transformers import LlamaForCausalLM
 
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
-from actors.engines.vllm.served_start import serve_options
+from actors.engines.vllm.start import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
 from streamrl.types import FilesEndpoint, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transports.shared_memory import endpoint_of
 from tests.ports import free_port
 from tests.tiny_model import make_llama
 
@@ -196,6 +195,7 @@ def open_engine(path: Path, engine: str, url: str | None = None, **generator: ob
 def run_config(path: Path, **generator: object) -> RunConfig:
     return RunConfig.model_validate(
         {
+            "run": {"folder": str(path)},
             "model": {"path": str(path)},
             "data": {"source": "copy", "max_prompt_length": 8},
             "generator": {"max_new_tokens": 1, **generator},
@@ -204,12 +204,12 @@ def run_config(path: Path, **generator: object) -> RunConfig:
 
 
 def update_to(model: LlamaForCausalLM, version: int, path: Path) -> WeightUpdate:
-    """An announcement of the model's weights, which it saves to the path."""
+    """An update to the model's weights, which it saves to the path."""
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     save_file(parameters, path)
     return WeightUpdate(
         policy_version=version,
-        history="test",
+        learner_id="test",
         manifest=manifest_of(parameters),
         endpoint=FilesEndpoint(path=str(path)),
     )
@@ -223,14 +223,14 @@ class SharingLearner:
         self._buffers = SendBuffers(Layout(manifest, 2**16), "cpu")
 
     def update_to(self, model: LlamaForCausalLM, version: int) -> WeightUpdate:
-        """An announcement of the model's weights, valid until the second one after it."""
+        """An update to the model's weights, valid until the second one after it."""
         self._buffers.write(dict(model.named_parameters()), version)
         with self._buffers.reading() as held:
             assert held is not None
-            endpoint = endpoint_of(self._buffers, held, verify=True)
+            endpoint = self._buffers.endpoint(held, verify=True)
         return WeightUpdate(
             policy_version=version,
-            history="test",
+            learner_id="test",
             manifest=self._buffers.layout.manifest,
             endpoint=endpoint,
         )

@@ -1,7 +1,7 @@
 """Inference engines behind one interface.
 
-A new engine implements `streamrl.interfaces.Engine`, passes `tests/contract/test_engines.py`, and
-gets a line in `make_engine`.
+A new engine implements `streamrl.interfaces.Engine` (`UpdatableEngine` takes the steps of an update
+that are common), passes `tests/contract/test_engines.py`, and gets a case in `make_engine`.
 """
 
 from importlib.util import find_spec
@@ -12,9 +12,9 @@ from streamrl.interfaces import Engine
 
 
 def make_engine(config: RunConfig, *, seed: int) -> Engine:
-    """The engine that `generator.engine` names, its weights loaded; call it in the event loop.
+    """The engine that `generator.engine` names, with its weights loaded; call it in the event loop.
 
-    `seed` is that of sampling; generators of one run differ in it.
+    `seed` is the seed of sampling, another one for each generator of a run.
     """
     match config.generator.engine:
         case "hf":
@@ -28,9 +28,9 @@ def make_engine(config: RunConfig, *, seed: int) -> Engine:
 
             return open_sglang(config, seed=seed)
         case "vllm" if config.generator.vllm.url:
-            from actors.engines.vllm.served_start import open_served
+            from actors.engines.vllm.start import open_vllm
 
-            return open_served(config)
+            return open_vllm(config)
         case "vllm":
             _require_vllm()
             from actors.engines.vllm.engine import VllmEngine

@@ -1,7 +1,4 @@
-"""Whether an announced update fits the engine's model, said before a byte is received.
-
-Called by every engine's `load_weights`.
-"""
+"""Whether an announced update fits the engine's model, checked before it is received."""
 
 from collections.abc import Mapping
 
@@ -12,7 +9,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def require_same_parameters(manifest: tuple[TensorSpec, ...], own: Shapes) -> None:
-    """Refuse a manifest that is not this model's; `own` is the engine's shapes by name.
+    """Refuses a manifest of another model; `own` is the engine's shapes by name.
 
     Raises:
         WeightTransferError: naming the first parameter that only one end has, or whose shapes

@@ -1,4 +1,4 @@
-"""What every engine does alike: it refuses a bad prompt alone, and knows what ends a sequence."""
+"""Checks of a prompt that all engines share, and the end-of-sequence tokens of a model."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,11 @@ from streamrl.errors import RolloutError
 
 
 def room_for(prompt_token_ids: Sequence[int], max_model_len: int) -> int:
-    """Tokens a completion of this prompt may have, at least one."""
+    """The longest completion of this prompt, in tokens, at least one.
+
+    Raises:
+        RolloutError: the prompt is empty, or fills the context.
+    """
     room = max_model_len - len(prompt_token_ids)
     if not 0 < room < max_model_len:
         raise RolloutError(
@@ -17,7 +21,7 @@ def room_for(prompt_token_ids: Sequence[int], max_model_len: int) -> int:
 
 
 def require_known_tokens(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
-    """Ids beyond the vocabulary would read memory that is not the embedding's."""
+    """Refuses ids outside the vocabulary, which would be read outside the embedding's memory."""
     lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
     if lowest < 0 or highest >= vocab_size:
         raise RolloutError(
@@ -27,7 +31,7 @@ def require_known_tokens(prompt_token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def eos_set(eos_token_id: int | list[int] | None) -> frozenset[int]:
-    """The end-of-sequence tokens, from the forms in which a model's folder names them."""
+    """The end-of-sequence tokens, in each form that a model's folder may have."""
     if eos_token_id is None:
         return frozenset()
     return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)

@@ -1,7 +1,7 @@
-"""A complete update in host memory, where it waits for the engine's pause.
+"""A complete update in host memory, until the engine's pause.
 
 Invariant: `fill` keeps every tensor of one update or raises; memory is reused from one update to
-the next. Used where weights are received in one process and loaded by a library's own calls.
+the next.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,14 +10,14 @@ import torch
 
 
 class StagedWeights:
-    """Host copies by name, in the order they came; pinned if a GPU is to read them."""
+    """Host copies by name, in the order of arrival; pinned if a GPU reads them."""
 
     def __init__(self, *, is_pinned: bool = False) -> None:
         self._is_pinned = is_pinned
         self._host: dict[str, torch.Tensor] = {}
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the tensors, each of which need be valid only until the next is asked for."""
+        """Copies the tensors, each of which has to be valid only until the next is requested."""
         names = set()
         for name, tensor in tensors:
             kept = self._host.get(name)

@@ -1,15 +1,17 @@
-"""The prompt stream: files, procedural tasks, reasoning-gym.
+"""The prompt stream: files, procedural tasks, reasoning-gym, a user's own.
 
-A new source is a class with `__getitem__(prompt_index) -> Prompt` and a line in `open_prompts`.
+A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch in `_open`.
 """
 
 from pathlib import Path
 
 from actors.prompts.files import FilePrompts
 from actors.prompts.tasks import TASKS, TaskPrompts
+from actors.prompts.user import UserPrompts
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import PromptSource
+from streamrl.user_code import is_user_code
 
 
 def open_prompts(data: DataSettings, seed: int) -> PromptSource:
@@ -21,10 +23,11 @@ def open_held_out(data: DataSettings, seed: int) -> PromptSource:
     """Held-out prompts, numbered from 0 to `data.num_eval_prompts` - 1.
 
     Raises:
-        ConfigError: `data.source` is a file and no `data.eval_source` was given.
+        ConfigError: `data.source` is a file or a user's own, and no `data.eval_source` was given.
     """
     source = data.eval_source or data.source
-    if data.eval_source is None and Path(source).suffix in FilePrompts.SUFFIXES:
+    knows_no_held_out = Path(source).suffix in FilePrompts.SUFFIXES or is_user_code(source)
+    if data.eval_source is None and knows_no_held_out:
         raise ConfigError(f"data.eval_source: is needed to evaluate; data.source is {source}")
     return _open(data, source, seed, held_out=data.eval_source is None)
 
@@ -37,6 +40,9 @@ def _open(data: DataSettings, source: str, seed: int, *, held_out: bool) -> Prom
             answer_key=data.answer_key,
             seed=seed if data.shuffle else None,
         )
+    if is_user_code(source):
+        field = "data.eval_source" if source == data.eval_source else "data.source"
+        return UserPrompts(field, source, data.source_kwargs, seed)
     kind, _, name = source.partition(":")
     if kind == "reasoning_gym":
         from actors.prompts.reasoning import ReasoningGymPrompts
@@ -45,7 +51,8 @@ def _open(data: DataSettings, source: str, seed: int, *, held_out: bool) -> Prom
     if source not in TASKS:
         suffixes = ", ".join(FilePrompts.SUFFIXES)
         raise ConfigError(
-            f"data.source: was {source!r}; a file ({suffixes}), reasoning_gym:NAME or a task: "
+            f"data.source: was {source!r}; a file ({suffixes}), reasoning_gym:NAME, PATH.py:NAME "
+            f"or a task: "
             f"{did_you_mean(source, TASKS)}"
         )
     return TaskPrompts(

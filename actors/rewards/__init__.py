@@ -1,7 +1,13 @@
 """Rewards: built-in functions and a user's own Python file.
 
-A built-in is a function `(episode, **kwargs) -> float` and a line in `BUILT_IN`. A user's file is
-named as PATH.py:FUNCTION; see `actors.rewards.user`.
+A built-in is a function `(episode, **kwargs) -> float` and a line in `BUILT_IN`. A user's own has
+the same form and is named as PATH.py:FUNCTION:
+
+    # rewards.py
+    def score(episode):
+        return float(episode.response.strip() == episode.prompt.answer)
+
+With a first parameter named `episodes` it gets the whole group and returns a list.
 """
 
 import inspect
@@ -10,10 +16,10 @@ from typing import Any
 
 from actors.rewards.builtin import exact_match, numeric_answer, regex, task
 from actors.rewards.functions import FunctionReward
-from actors.rewards.user import load_user_reward
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Reward
+from streamrl.user_code import is_user_code, load_user_code
 
 BUILT_IN: Mapping[str, Callable[..., float]] = {
     "exact_match": exact_match,
@@ -25,8 +31,9 @@ BUILT_IN: Mapping[str, Callable[..., float]] = {
 
 def make_reward(data: DataSettings) -> Reward:
     """The reward that `data.reward` names, with `data.reward_kwargs`."""
-    if ".py" in data.reward:
-        return load_user_reward(data.reward, data.reward_kwargs)
+    if is_user_code(data.reward):
+        own = load_user_code("data.reward", data.reward)
+        return FunctionReward(own, data.reward_kwargs, name=data.reward)
     if data.reward not in BUILT_IN:
         raise ConfigError(
             f"data.reward: was {data.reward!r}; PATH.py:FUNCTION or "

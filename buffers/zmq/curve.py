@@ -1,13 +1,12 @@
-"""CURVE keys: they encrypt the messages and authenticate the clients of a buffer.
+"""CURVE keys: they encrypt the connection and authenticate both ends.
 
     FOLDER/  server.secret  server.public     the buffer needs all of them
-             client.secret  client.public     generators and the learner all but server.secret
+             client.secret  client.public     generators and the learner need all but server.secret
 
-Invariant: beyond this machine's loopback no socket is bound or connected without them.
-`streamrl keys new` makes them.
+Invariant: an address that other machines can reach is neither served nor connected to without
+keys.
 """
 
-import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,8 @@ from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError
 
 
-def main(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.folder)
-    make_keys(folder)
-    print(f"{folder}: keys for buffer.curve; copy all but server.secret to the other machines")
-    return 0
-
-
 def make_keys(folder: Path) -> None:
-    """Both pairs, readable by the owner alone.
+    """Make both pairs, readable by the owner only.
 
     Raises:
         ConfigError: keys are there already.
@@ -45,7 +37,7 @@ def make_keys(folder: Path) -> None:
 
 
 class CurveServer:
-    """The server's keys, and the check of the clients' keys."""
+    """The server's side: its own key, and the one that it accepts."""
 
     def __init__(self, context: "zmq.Context[Any]", url: str, folder: Path | None) -> None:
         if folder is None and not is_loopback(url):
@@ -69,7 +61,7 @@ class CurveServer:
         self._authenticator.configure_curve_callback(credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client may connect; the authenticator calls it with the client's key."""
+        """Called by the authenticator for every client that knows the server's key."""
         return key == self._accepted
 
     def close(self) -> None:

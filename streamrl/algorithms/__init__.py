@@ -6,8 +6,9 @@ no formula has a mask. The modules, in the order a step uses them:
     rewards      shape trajectory rewards, put them on tokens
     advantages   ADVANTAGES: gae, grpo, dr_grpo, rloo, reinforce_plus_plus, remax, opo, ...
     proximal     the policy that ratios are taken to: recompute, behavior or loglinear
-    rollout_is   weights for stale or mismatched generation, and the metrics that tell how bad it is
-    losses       POLICY_LOSSES: ppo, gspo, cispo, clip_cov, geo_mean, sapo, topr, ...; aggregate
+    rollout_is   weights for stale or mismatched generation, and the metrics of the mismatch
+    losses       POLICY_LOSSES: ppo, gspo, cispo, clip_cov, geo_mean, sapo, topr, ...; aggregate;
+                 LOSS_SETTINGS and ADVANTAGE_SETTINGS name the record of numbers of each
     objective    policy loss + KL + entropy + SFT, as the `algorithm:` section asks
     logprobs, kl log-probabilities, entropy and exact KL without the logits of a whole batch
 
@@ -19,7 +20,7 @@ Which rollout-IS preset to start from (`algorithm: {rollout_is: <preset>}`):
     sequence_is     the whole sequence's ratio, capped: less bias, more variance; short responses
     sequence_clip   drops sequences outside [1/2, 2]: for long staleness, when truncation drifts
     geometric_clip  drops sequences whose mean ratio per token leaves [1/1.01, 1.01]: strict, for
-                    long responses, where a product of ratios says nothing any more
+                    long responses, where a product of ratios over- or underflows
     icepop          zeroes tokens outside [0.5, 5]: for mixture-of-experts models, whose routers
                     differ between engine and learner
     metrics_only    changes nothing and reports everything: run it before you choose

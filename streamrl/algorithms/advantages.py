@@ -26,7 +26,7 @@ from streamrl.config.algorithm.advantages import (
     GpgAdvantageSettings,
     GroupNormSettings,
 )
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, did_you_mean
 from streamrl.user_code import is_user_code, load_user_code
 
 __all__ = [
@@ -198,9 +198,12 @@ def advantage_estimator(name: str) -> Advantage:
 
     Raises:
         ConfigError: a user's own that cannot be loaded.
+        ValueError: the name is unknown.
     """
     if is_user_code(name):
         return load_user_code("algorithm.advantage", name)
+    if name not in ADVANTAGES:
+        raise ValueError(f"advantage: {name!r} is unknown; {did_you_mean(name, ADVANTAGES)}")
     return ADVANTAGES[name]
 
 

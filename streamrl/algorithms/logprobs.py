@@ -4,8 +4,7 @@ The vocabulary is walked in blocks: forward keeps a running logsumexp, backward 
 block. So the [R, V] logits never exist; the price is one more matrix product. On a GPU with
 liger-kernel installed its fused kernels do the same.
 
-Invariant: the results are those of log_softmax in float32 over whole logits. Called by the learner
-for every pass over a model's last hidden states, gathered at response positions.
+Invariant: the results are those of log_softmax in float32 over whole logits.
 
 Letters: R response tokens, H hidden size, V vocabulary, B tokens of the vocabulary in a block.
 """

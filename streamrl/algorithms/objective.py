@@ -9,6 +9,7 @@ totals add up to those of the step.
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.advantages import advantage_estimator
 from streamrl.algorithms.kl import kl_penalty
 from streamrl.algorithms.losses import (
     LossInput,
@@ -21,6 +22,16 @@ from streamrl.algorithms.losses import (
 )
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.errors import ConfigError
+
+
+def require_algorithm(config: AlgorithmSettings) -> None:
+    """Load what the configuration names, so that it is refused at start and not at a first step.
+
+    Raises:
+        ConfigError: a user's own loss or advantage cannot be loaded.
+    """
+    policy_loss(config.loss)
+    advantage_estimator(config.advantage)
 
 
 def policy_objective(

@@ -24,6 +24,12 @@ from streamrl.config.algorithm.rewards import (
     SampleWeightSettings,
 )
 
+RewardConfig = RewardSettings
+SampleWeightConfig = SampleWeightSettings
+PfPpoConfig = PfPpoSettings
+"""The records of `algorithm.reward`, `sample_weight` and `pf_ppo` under their names in the Python
+surface."""
+
 _STD_FLOOR = 1e-6
 
 

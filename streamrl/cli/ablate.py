@@ -3,9 +3,9 @@
     streamrl ablate configs/ablation/stale_bf16.yaml
         --vary algorithm.rollout_is=metrics_only,token_is --seeds 0,1,2
 
-Every run is a `streamrl launch` of its own under `run.folder`/`run.name`; runs that are complete
-are not repeated, so an ablation that was stopped goes on where it was. Ends with a table
-(`ablation.md`) and `ablation.png`.
+Every run is a `streamrl launch` of its own under `run.folder`/`run.name`; complete runs are not
+repeated, so an ablation that was stopped continues. Writes a table (`ablation.md`) and
+`ablation.png`.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.cli.figure import drawn
-from streamrl.cli.processes import executable
+from streamrl.cli.display.figure import drawn
+from streamrl.cli.display.numbers import metric_mean
+from streamrl.cli.processes.command import executable
 from streamrl.config import RunConfig, load_config
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, StreamRLError
@@ -56,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one value led to; rewards and greedy scores per seed, the rest as means over all."""
+    """The results of one value; rewards and greedy scores per seed, the rest as means over all."""
 
     value: str
     final_rewards: tuple[float, ...]
@@ -129,11 +130,11 @@ def markdown(setting: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
         "staleness mean / max | ESS | k3 KL |"
     )
     yield "|---|---|---|---|---|---|"
-    for found in outcomes:
+    for row in outcomes:
         yield (
-            f"| {found.value} | {_spread(found.final_rewards)} | {_spread(found.greedy_rewards)} | "
-            f"{found.staleness:.1f} / {found.largest_staleness} | {found.ess:.2f} | "
-            f"{found.mismatch_kl:.2g} |"
+            f"| {row.value} | {_spread(row.final_rewards)} | {_spread(row.greedy_rewards)} | "
+            f"{row.staleness:.1f} / {row.largest_staleness} | {row.ess:.2f} | "
+            f"{row.mismatch_kl:.2g} |"
         )
 
 
@@ -141,11 +142,11 @@ def _launch(run: Run, source: str) -> None:
     command = [executable(), "launch", source, "--no-view", "--new"]
     for override in run.overrides:
         command += ["--set", override]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
         raise StreamRLError(
-            f"the run {run.config.run.path} ended with exit code {done.returncode}: "
-            f"{done.stderr.strip()}"
+            f"the run {run.config.run.path} ended with exit code {completed.returncode}: "
+            f"{completed.stderr.strip()}"
         )
 
 
@@ -154,8 +155,8 @@ def _final_reward(lines: Sequence[dict[str, Any]]) -> float:
 
 
 def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
-    values = [line[name] for line in lines if line.get(name) is not None]
-    return statistics.fmean(values) if values else float("nan")
+    value = metric_mean(lines, name)
+    return float("nan") if value is None else value
 
 
 def _spread(values: Sequence[float]) -> str:

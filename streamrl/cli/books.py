@@ -1,15 +1,15 @@
-"""`books.json`: the last reading of a run's books, in its folder.
+"""`streamrl books`: `books.json`, the last reading of a run's books, in its folder.
 
-The buffer daemon writes it as it ends. Where there is none (`redis://`), `streamrl launch` calls
-`streamrl books` after everybody has left, and before a new run, so that no run meets what an older
-one of its name has left on the server.
+The buffer daemon writes it as it ends. Where there is none (`redis://`), `streamrl launch` runs
+this command after the daemons have ended. It also runs it before a new run, so that a run does not
+find what an older one of its name left on the server.
 """
 
 import argparse
 import asyncio
 import contextlib
 
-from buffers.connect import connect
+from streamrl.cli.buffer.target import open_buffer
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, OtherReleaseError
@@ -26,7 +26,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
-    """Write the books, or what the arguments ask for instead."""
+    """Write the books, or check that there are none, or delete them, as the arguments say."""
     if arguments.forget:
         await _forget(config)
         return
@@ -44,23 +44,20 @@ async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
 async def _forget(config: RunConfig) -> None:
     from buffers.redis.events import forget
 
-    at_work = ""
+    reporting = ""
     # What another release wrote cannot be read, and is deleted all the same.
     with contextlib.suppress(OtherReleaseError):
         stats = await _read(config)
-        at_work = ", ".join(status.generator_id for status in stats.generators)
-    if at_work:
+        reporting = ", ".join(status.generator_id for status in stats.generators)
+    if reporting:
         raise ConfigError(
-            f"run.name: generators of a run {config.run.name} are at work at this buffer "
-            f"({at_work}), or were until a moment ago: choose another run.name, or stop them and "
-            f"wait buffer.lease_ttl_s ({config.buffer.lease_ttl_s:g} s)"
+            f"run.name: generators of a run {config.run.name} report to this buffer ({reporting}), "
+            f"or did until a moment ago: choose another run.name, or stop them and wait "
+            f"buffer.lease_ttl_s ({config.buffer.lease_ttl_s:g} s)"
         )
     await forget(config.buffer.url, config.run.name)
 
 
 async def _read(config: RunConfig) -> BufferStats:
-    buffer = connect(config)
-    try:
+    async with open_buffer(config) as buffer:
         return await buffer.stats()
-    finally:
-        await buffer.close()

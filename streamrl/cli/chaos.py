@@ -1,12 +1,12 @@
-"""`streamrl chaos`: a launch whose daemons are killed at random moments, and what is left of it.
+"""`streamrl chaos`: a launch whose daemons are killed at random steps, and the audit of its run.
 
     streamrl chaos configs/quickstart.yaml --seed 1 --kills 20
 
-Runs what `streamrl launch --new` runs, sends SIGKILL to generators, learner and buffer as the seed
-says, lets the supervisor start them again, and when the run has ended proves from its folder that
-nothing was lost and nothing trained twice (`streamrl.cli.proof`). Exit code 1 names what is wrong.
+Runs what `streamrl launch --new` runs and sends SIGKILL to generators, learner and buffer as the
+seed says; the supervisor restarts them. When the run has ended, it is audited as by `streamrl
+buffer audit`. Exit code 1 if anything is not in order.
 
-Invariant: moments are counted in steps reached, so one seed means one plan on any machine.
+Invariant: kills are planned in steps, so one seed means one plan on any machine.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from pathlib import Path
 from rich.console import Console
 
 from streamrl.cli.launch import run_here
-from streamrl.cli.processes import Child
-from streamrl.cli.proof import prove
+from streamrl.cli.processes.child import Child
+from streamrl.cli.verification.run_audit import audit_run
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import prepare
@@ -30,13 +30,13 @@ from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 
 _POLL_S = 0.02
 _LARGEST_DELAY_S = 0.2
-# The rest of the run is for getting over the last kill, and shows that it does.
-_LAST_MOMENT = 0.7
+# The rest of the run shows that it recovers from the last kill.
+_LAST_KILL = 0.7
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Once the run has reached `step`, after `delay_s` more, the process of this role."""
+    """Of the process of this role, `delay_s` after the run has reached `step`."""
 
     step: int
     delay_s: float
@@ -49,39 +49,39 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--kills: was {arguments.kills}; it must be >= 1")
     config = prepare(configuration(arguments).config, resume=False, new=True)
     killer = Killer(config.run.path, config.run.max_steps, arguments, console)
-    finished = run_here(config, console, new=True, companion=killer.run)
-    proof = prove(config)
-    faults = list(proof.faults)
+    finished = run_here(config, console, new=True, background=killer.run)
+    audit = audit_run(config.run.path, complete=config)
+    faults = list(audit.faults)
     if not finished:
         faults.insert(0, "the run was stopped before its end")
-    kills = [asdict(kill) for kill in killer.done]
-    told = {"seed": arguments.seed, "kills": kills, "finding": proof.finding, "faults": faults}
-    (config.run.path / "chaos.json").write_text(json.dumps(told, indent=1) + "\n")
-    made = f"{len(killer.done)} of {arguments.kills} kills"
-    console.print(f"seed {arguments.seed}, {made} before the end: {proof.finding}")
-    for fault in faults:
-        console.print(f"WRONG: {fault}")
+    kills = [asdict(kill) for kill in killer.kills]
+    record = {"seed": arguments.seed, "kills": kills, "findings": audit.findings, "faults": faults}
+    (config.run.path / "chaos.json").write_text(json.dumps(record, indent=1) + "\n")
+    console.print(f"seed {arguments.seed}, {len(kills)} of {arguments.kills} kills before the end")
+    for line in (*audit.findings, *(f"WRONG: {fault}" for fault in faults)):
+        console.print(line)
     return 1 if faults else 0
 
 
 def plan(seed: int, num_kills: int, max_steps: int, roles: Sequence[str]) -> tuple[Kill, ...]:
-    """In order of time. Kinds of daemon take turns in a drawn order, so that none is spared."""
-    drawn = random.Random(seed)
-    moments = sorted(drawn.uniform(0.0, _LAST_MOMENT * max_steps) for _ in range(num_kills))
+    """In order of time. Kinds of daemon take turns in a random order, so that none is spared."""
+    random_numbers = random.Random(seed)
+    steps = sorted(random_numbers.uniform(0.0, _LAST_KILL * max_steps) for _ in range(num_kills))
     kinds: dict[str, list[str]] = {}
     for role in roles:
         kinds.setdefault(role.partition("-")[0], []).append(role)
     victims: list[str] = []
     while len(victims) < num_kills:
-        victims += [drawn.choice(kinds[kind]) for kind in drawn.sample(sorted(kinds), len(kinds))]
+        turn = random_numbers.sample(sorted(kinds), len(kinds))
+        victims += [random_numbers.choice(kinds[kind]) for kind in turn]
     return tuple(
-        Kill(int(moment), round(drawn.uniform(0.0, _LARGEST_DELAY_S), 3), victim)
-        for moment, victim in zip(moments, victims, strict=False)
+        Kill(int(step), round(random_numbers.uniform(0.0, _LARGEST_DELAY_S), 3), victim)
+        for step, victim in zip(steps, victims, strict=False)
     )
 
 
 class Killer:
-    """Follows a run by its record of trained steps, and carries the plan out."""
+    """Follows a run by its record of trained steps, and kills as planned."""
 
     def __init__(
         self, folder: Path, max_steps: int, arguments: argparse.Namespace, console: Console
@@ -90,14 +90,14 @@ class Killer:
         self._max_steps = max_steps
         self._seed: int = arguments.seed
         self._num_kills: int = arguments.kills
-        self._retry_timeout_s: float = arguments.patience
+        self._stall_timeout_s: float = arguments.stall_timeout
         self._console = console
         self._reached = 0
-        self._seen = (-1, time.monotonic())
-        self.done: list[Kill] = []
+        self._last_progress = (-1, time.monotonic())
+        self.kills: list[Kill] = []
 
     async def run(self, children: Sequence[Child]) -> None:
-        """The plan, then watching for a hang until cancelled."""
+        """Carry the plan out, then watch for a stall until cancelled."""
         by_role = {child.role: child for child in children}
         for kill in plan(self._seed, self._num_kills, self._max_steps, tuple(by_role)):
             await self._until_step(kill.step)
@@ -106,31 +106,32 @@ class Killer:
         await self._until_step(self._max_steps + 1)
 
     async def _until_step(self, step: int) -> None:
-        """Polls the record, which other processes write; raises when it stands still."""
+        """Waits for the run to reach the step; polls its record, which another process writes."""
         while self._reached < step:
-            self._look()
+            self._read_progress()
             await asyncio.sleep(_POLL_S)
 
     async def _kill(self, kill: Kill, child: Child) -> None:
-        """Waits for the supervisor to have the victim running, maybe not for long."""
+        """Waits for the supervisor to have started the process."""
         while child.process is None or child.process.returncode is not None:
-            self._look()
+            self._read_progress()
             await asyncio.sleep(_POLL_S)
-        # The supervisor gives up on a child that crashes again and again; this is no crash of its.
+        # The supervisor counts crashes, and these are none.
         child.num_restarts = 0
         child.process.kill()
         await child.process.wait()
-        self.done.append(kill)
-        self._console.print(f"step {max(0, self._seen[0])}: SIGKILL to {kill.role}")
+        self.kills.append(kill)
+        self._console.print(f"step {max(0, self._last_progress[0])}: SIGKILL to {kill.role}")
 
-    def _look(self) -> None:
+    def _read_progress(self) -> None:
+        """Raises StreamRLError if there has been no step for the stall timeout."""
         lines = read_metrics(self._record)
         step = lines[-1]["step"] if lines else 0
         self._reached = max(self._reached, step)
-        if step != self._seen[0]:
-            self._seen = (step, time.monotonic())
-        elif time.monotonic() - self._seen[1] > self._retry_timeout_s:
+        if step != self._last_progress[0]:
+            self._last_progress = (step, time.monotonic())
+        elif time.monotonic() - self._last_progress[1] > self._stall_timeout_s:
             raise StreamRLError(
-                f"the run hangs: no step for {self._retry_timeout_s:g} s since step {step}, after "
-                f"{len(self.done)} kills (see {self._record.parent / 'logs'})"
+                f"the run hangs: no step for {self._stall_timeout_s:g} s since step {step}, after "
+                f"{len(self.kills)} kills (see {self._record.parent / 'logs'})"
             )

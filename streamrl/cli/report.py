@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.cli.figure import drawn
-from streamrl.cli.view import summary
+from streamrl.cli.display.figure import drawn
+from streamrl.cli.display.summary import summary
 from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import read_metrics
 

@@ -1,4 +1,4 @@
-"""`streamrl watch`: follow any run folder, also one that other machines write to."""
+"""`streamrl watch`: the live view of a run folder, also of one that other machines write."""
 
 import argparse
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from streamrl.cli.view import REFRESH_S, render
+from streamrl.cli.display.view import REFRESH_S, render
 from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import read_metrics
 

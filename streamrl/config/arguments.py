@@ -1,4 +1,4 @@
-"""From parsed arguments to a configuration; every command that takes one calls this."""
+"""From parsed arguments to a configuration."""
 
 import argparse
 
@@ -7,7 +7,11 @@ from streamrl.errors import ConfigError
 
 
 def configuration(arguments: argparse.Namespace) -> LoadedConfig:
-    """The configuration the command was given, by position or by name."""
+    """The configuration that the command is given, as an argument or as an option.
+
+    Raises:
+        ConfigError: none is given, or two, or it cannot be used.
+    """
     given = [path for path in (arguments.file, arguments.config) if path]
     if len(given) != 1:
         raise ConfigError("give one configuration file, as CONFIG or --config CONFIG")

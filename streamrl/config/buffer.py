@@ -11,6 +11,8 @@ from streamrl.config.section import Section
 
 
 class BufferSettings(Section):
+    """Where trajectory groups wait between generators and learner."""
+
     url: str = "zmq://127.0.0.1:0"
     """zmq://host:port, where port 0 lets `streamrl launch` pick a free one; redis://, rediss://,
     redis+sentinel://host,host/service, redis+cluster://host,host or rediss+cluster://, with
@@ -18,11 +20,11 @@ class BufferSettings(Section):
     max_staleness: NotNegative = 2
     """Versions a group may be behind when it is trained; 0 is the synchronous algorithm."""
     lease_ttl_s: Seconds = 30.0
-    """A generator not heard of for so long loses its leases."""
+    """A generator that sends no heartbeat for this long loses its leases."""
     max_group_bytes: Positive = 64 * 2**20
-    """Largest group taken in."""
+    """Largest group accepted, in bytes."""
     deadline_s: Seconds = 60.0
-    """How long a client waits for the buffer before it gives up."""
+    """How long a client retries a call to the buffer before it fails."""
     journal: bool = True
     """Whether zmq:// keeps its state in the run folder (buffer/journal.sqlite)."""
     durability: Literal["process", "machine"] = "process"

@@ -10,11 +10,13 @@ from streamrl.config.section import Section
 
 
 class DataSettings(Section):
+    """Prompts, how they are rendered, and what scores the responses."""
+
     source: str
-    """A .jsonl or .parquet file, the name of a procedural task (addition, reverse, copy, sort), or
-    reasoning_gym:NAME."""
+    """A .jsonl, .json or .parquet file, the name of a procedural task (addition, reverse, copy,
+    sort), reasoning_gym:NAME, or PATH.py:NAME."""
     source_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a procedural task."""
+    """Arguments of a procedural task, of reasoning_gym or of PATH.py:NAME."""
     eval_source: str | None = None
     """Held-out prompts; a procedural task without one holds out prompts of its own."""
     num_eval_prompts: Positive = 256
@@ -33,8 +35,9 @@ class DataSettings(Section):
     truncation: Literal["error", "left", "right", "drop"] = "error"
     """What happens to longer ones: refuse, cut that side, or drop the prompt (counted)."""
     shuffle: bool = True
-    """Draw files in a new seeded order each term."""
+    """Read files in a new seeded order each epoch."""
     reward: str = "exact_match"
-    """exact_match, numeric_answer, regex, or PATH.py:FUNCTION."""
+    """exact_match, numeric_answer, regex, task (the scorer of reasoning_gym), or
+    PATH.py:FUNCTION."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reward."""

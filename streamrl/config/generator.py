@@ -11,12 +11,14 @@ from streamrl.config.section import Section
 
 
 class GeneratorSettings(Section):
+    """What one generator samples, and the engine that samples it."""
+
     count: Positive = 1
     """Generators that `streamrl launch` starts; more may join at any time."""
     engine: str = "hf"
     """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
-    """What answers the policy: single_turn."""
+    """What answers the policy, turn by turn: single_turn, or PATH.py:CLASS."""
     group_size: Positive = 8
     """Trajectories per prompt."""
     max_new_tokens: Positive = 256
@@ -29,8 +31,8 @@ class GeneratorSettings(Section):
     """Nucleus mass; 1 is unrestricted."""
     top_k: NotNegative = 0
     """Sample among the k likeliest tokens; 0 is unrestricted."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, beside the model's own."""
+    stop_token_ids: tuple[NotNegative, ...] = ()
+    """Ids of tokens that end a completion, in addition to the model's own."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
     max_num_seqs: Positive = 64
@@ -50,7 +52,9 @@ class GeneratorSettings(Section):
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine, as its own documentation names them."""
     vllm: VllmSettings = VllmSettings()
+    """Settings of engine vllm."""
     sglang: SglangSettings = SglangSettings()
+    """Settings of engine sglang."""
 
     @model_validator(mode="after")
     def _has_no_arguments_for_a_server_elsewhere(self) -> "GeneratorSettings":

@@ -9,6 +9,8 @@ from streamrl.config.section import Section
 
 
 class OptimizerSettings(Section):
+    """AdamW and its learning rate over the steps."""
+
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate of AdamW."""
     betas: tuple[Probability, Probability] = (0.9, 0.95)
@@ -28,6 +30,8 @@ class OptimizerSettings(Section):
 
 
 class CheckpointSettings(Section):
+    """When the learner saves its state, and how many saved states it keeps."""
+
     every: Positive = 50
     """Steps between checkpoints; one is always made at the end."""
     keep: Positive = 2
@@ -35,12 +39,16 @@ class CheckpointSettings(Section):
 
 
 class LearnerSettings(Section):
+    """The batch of a step, and the machine that trains it."""
+
     groups_per_step: Positive = 32
     """Trajectory groups per optimizer step."""
     max_tokens_per_micro_batch: Positive = 8192
     """Tokens (prompt and response) of one forward and backward pass."""
     optimizer: OptimizerSettings = OptimizerSettings()
+    """The optimizer of the policy."""
     checkpoint: CheckpointSettings = CheckpointSettings()
+    """Saved states of the run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; master weights and optimizer stay float32."""
     device: str = "auto"

@@ -34,6 +34,8 @@ class RecipeSettings(Section):
 
 
 class ModelSettings(Section):
+    """The model that is trained, and its tokenizer."""
+
     path: str
     """Folder (or hub name) of a Hugging Face causal language model."""
     tokenizer: str | None = None

@@ -5,18 +5,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from streamrl.config.numbers import Positive, Seconds
+from streamrl.config.numbers import NotNegative, Positive, Seconds
 from streamrl.config.section import Section
 
 
 class RunSettings(Section):
+    """The run as a whole: its name, its folder, its length, its seed."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
     """Name of the run and of its folder."""
     folder: Path = Path("runs")
     """Where run folders are made."""
     max_steps: Positive = 100
     """Optimizer steps until the run ends."""
-    seed: int = 0
+    seed: NotNegative = 0
     """Seed of the prompt stream, of sampling and of initialization."""
     resume: Literal["never", "auto"] | Path = "never"
     """`auto` goes on from the newest checkpoint of the run folder, if there is one; a path names
@@ -24,8 +26,8 @@ class RunSettings(Section):
     evaluate: bool = True
     """Whether `streamrl launch` scores the final checkpoint on held-out prompts."""
     stall_s: Seconds = 300.0
-    """A step that waits or computes longer has its cause named: in the learner's log, again each
-    time the wait has doubled, and by `streamrl status`."""
+    """A step that waits or computes longer is reported with its cause: in the learner's log, again
+    each time the wait has doubled, and by `streamrl status`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What the daemons write to their logs."""
 

@@ -1,8 +1,7 @@
-"""`RunConfig`: everything one run is made from, and the contradictions between its sections.
+"""`RunConfig`: the whole file of one run, and the contradictions between its sections.
 
 Invariant: a `RunConfig` that exists can run; a setting that would deadlock, overflow or silently do
-nothing together with another one is refused with a sentence naming both. Every daemon of a run is
-started with the same file.
+nothing together with another one is refused with a sentence naming both.
 """
 
 from collections.abc import Callable
@@ -26,15 +25,25 @@ class RunConfig(Section):
     """One section per owner; only `data.source` and `model.path` have no default."""
 
     run: RunSettings = RunSettings()
+    """The run as a whole."""
     model: ModelSettings
+    """The model that is trained."""
     data: DataSettings
+    """Prompts and rewards."""
     generator: GeneratorSettings = GeneratorSettings()
+    """Sampling."""
     buffer: BufferSettings = BufferSettings()
+    """Where trajectory groups wait."""
     learner: LearnerSettings = LearnerSettings()
+    """Training."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    """Everything between trajectories and the gradient."""
     weights: WeightSettings = WeightSettings()
+    """How weights reach the generators."""
     parity: ParitySettings = ParitySettings()
+    """How far engine and learner may disagree."""
     tracking: TrackingSettings = TrackingSettings()
+    """Where metrics go."""
 
     @property
     def max_model_len(self) -> int:

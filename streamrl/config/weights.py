@@ -9,6 +9,8 @@ from streamrl.config.section import Section
 
 
 class WeightSettings(Section):
+    """How a version of the weights reaches the generators."""
+
     address: str = "tcp://127.0.0.1:0"
     """Where the learner announces weights; generators connect to it."""
     transport: Literal["broadcast", "files"] = "broadcast"

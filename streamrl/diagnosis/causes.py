@@ -1,12 +1,12 @@
-"""Every cause of a standstill that can be told, each a function of a reading to sentences.
+"""Every known cause of a stalled run, each a function of a reading to sentences.
 
-Invariant: a cause is told only if the reading shows it. Those that come first are nearest to what a
-person can do something about.
+Invariant: a cause is reported only if the reading shows it. Those that come first are nearest to
+what a person can change.
 """
 
 from collections.abc import Callable, Iterator
 
-from streamrl.diagnosis.reading import SILENT_S, Reading, lease_ages_s, reports
+from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, Reading, lease_ages_s, reports
 from streamrl.types import BufferStats, GeneratorStatus, LearnerActivity
 
 _NAMED = 4
@@ -19,12 +19,12 @@ def _buffer_unreachable(reading: Reading) -> Iterator[str]:
 
 def _buffer_refuses(reading: Reading) -> Iterator[str]:
     if reading.stats is not None and reading.stats.refusal:
-        yield f"the buffer takes nothing in: {reading.stats.refusal}"
+        yield f"the buffer accepts no groups: {reading.stats.refusal}"
 
 
 def _learner_busy(reading: Reading) -> Iterator[str]:
     learner = reading.learner
-    if learner is None or not (reading.is_stalled and reading.hears_learner):
+    if learner is None or not (reading.is_stalled and reading.is_learner_reporting):
         return
     lasted, version = _seconds(reading.waited_s), learner.policy_version
     match learner.activity:
@@ -37,29 +37,29 @@ def _learner_busy(reading: Reading) -> Iterator[str]:
 
 
 def _learner_silent(reading: Reading) -> Iterator[str]:
-    """Away, killed, frozen; or none was ever there."""
+    """It is stopped, killed or frozen, or none has attached."""
     stats, learner = reading.stats, reading.learner
-    if reading.is_over or reading.hears_learner:
+    if reading.is_over or reading.is_learner_reporting:
         return
     if learner is not None:
         age = _seconds(reading.learner_age_s)
-        yield f"the learner has not been heard of for {age}: then it {learner.activity}"
+        yield f"the learner has not reported for {age}; its last report: {learner.activity}"
     elif stats is not None and not stats.books.learner_term:
         yield "no learner has attached to the buffer"
     if stats is None or stats.books.taken or not (learner or reading.is_stalled):
         return
     if stats.books.learner_term and stats.books.buffered >= stats.groups_per_step:
         yield (
-            f"{stats.books.buffered} groups wait and nobody takes them: the learner that attached "
-            f"last, at version {stats.policy_version}, is away"
+            f"{stats.books.buffered} groups are buffered and no learner takes them: the learner "
+            f"that attached last, at version {stats.policy_version}, is gone"
         )
 
 
 def _learner_fenced(reading: Reading) -> Iterator[str]:
     stats, learner = reading.stats, reading.learner
-    if stats is None or learner is None or not reading.hears_learner or not learner.learner_term:
+    if stats is None or learner is None or reading.is_over or not reading.is_learner_reporting:
         return
-    if stats.books.learner_term > learner.learner_term and not reading.is_over:
+    if stats.books.learner_term > learner.learner_term > 0:
         yield (
             f"another learner attached to the buffer (number {stats.books.learner_term}, this one "
             f"was number {learner.learner_term}); this one ends at its next call"
@@ -71,8 +71,8 @@ def _too_few_groups(reading: Reading) -> Iterator[str]:
     if stats is None:
         return
     enough, version = stats.groups_per_step, stats.policy_version
-    told = f"{min(stats.books.buffered, enough)} of {enough} groups at version {version}"
-    yield "; ".join([told, *_holders(stats)])
+    ready = f"{min(stats.books.buffered, enough)} of {enough} groups at version {version}"
+    yield "; ".join([ready, *_holders(stats)])
 
 
 def _no_generator(reading: Reading) -> Iterator[str]:
@@ -85,7 +85,7 @@ def _generator_silent(reading: Reading) -> Iterator[str]:
     if reading.is_over:
         return
     for status, age_s in reports(reading.stats):
-        if age_s > SILENT_S:
+        if age_s > HEARTBEAT_TIMEOUT_S:
             yield (
                 f"{status.generator_id} has not reported for {_seconds(age_s)}; its leases "
                 f"({len(status.lease_ids)} then) go to others after buffer.lease_ttl_s"
@@ -93,21 +93,21 @@ def _generator_silent(reading: Reading) -> Iterator[str]:
 
 
 def _old_weights(reading: Reading) -> Iterator[str]:
-    """A lease names the oldest version that may sample it; without that version nothing begins."""
+    """A lease is sampled only by its `min_policy_version` or a newer one."""
     stats, learner = reading.awaited, reading.learner
     if stats is None:
         return
     for status in (*_idle_holders(stats), *_catching_up(stats)):
         if status.policy_version < stats.policy_version:
-            told = (
+            sentence = (
                 f"{status.generator_id} holds {_leases(status)} and samples nothing: "
                 f"it has version {status.policy_version}, the learner {stats.policy_version}"
             )
             if learner is not None and not learner.num_receivers:
-                told += "; no generator is on the weight channel (weights.address)"
+                sentence += "; no generator is on the weight channel (weights.address)"
             elif learner is not None and status.generator_id in learner.behind:
-                told += "; it has not answered the last weight update"
-            yield told
+                sentence += "; it has not answered the last weight update"
+            yield sentence
 
 
 def _outside_the_engine(reading: Reading) -> Iterator[str]:
@@ -126,20 +126,19 @@ def _nothing_leased(reading: Reading) -> Iterator[str]:
     stats = reading.awaited
     if stats is None:
         return
-    in_line = stats.books.leased + stats.books.buffered
-    if in_line >= stats.groups_per_step or not stats.generators:
+    coming = stats.books.leased + stats.books.buffered
+    if coming >= stats.groups_per_step or not stats.generators:
         return
     if stats.draining:
         yield "the buffer drains (streamrl buffer drain), so it grants no lease"
     elif not stats.books.leased:
-        scheduling_states = stats.scheduling_states
-        told = f"none of {len(stats.generators)} generators asks for a lease"
-        ordered = [
-            f"{s.generator_id} is {scheduling_states[s.generator_id]}"
+        states = [
+            f"{s.generator_id} is {stats.scheduling_states[s.generator_id]}"
             for s in stats.generators
-            if s.generator_id in scheduling_states
+            if s.generator_id in stats.scheduling_states
         ]
-        yield "; ".join([told, *ordered[:_NAMED]])
+        no_request = f"none of {len(stats.generators)} generators asks for a lease"
+        yield "; ".join([no_request, *states[:_NAMED]])
 
 
 def _groups_dropped(reading: Reading) -> Iterator[str]:
@@ -147,8 +146,8 @@ def _groups_dropped(reading: Reading) -> Iterator[str]:
     if stats is None or learner is None:
         return
     new = {r: count - learner.dropped.get(r, 0) for r, count in stats.books.dropped.items()}
-    if told := ", ".join(f"{reason} {count}" for reason, count in new.items() if count > 0):
-        yield f"groups dropped since the last step: {told}"
+    if dropped := ", ".join(f"{reason} {count}" for reason, count in new.items() if count > 0):
+        yield f"groups dropped since the last step: {dropped}"
 
 
 CAUSES: dict[str, Callable[[Reading], Iterator[str]]] = {
@@ -168,33 +167,33 @@ CAUSES: dict[str, Callable[[Reading], Iterator[str]]] = {
 
 
 def _holders(stats: BufferStats) -> Iterator[str]:
-    """Who holds what is missing; who has held longest first."""
+    """Who holds the missing groups; the longest held first."""
     holders = [report for report in reports(stats) if report[0].lease_ids]
     oldest_first = sorted(holders, key=lambda report: -max(lease_ages_s(*report), default=0.0))
     for status, age_s in oldest_first[:_NAMED]:
-        silent = f", silent for {_seconds(age_s)}" if age_s > SILENT_S else ""
-        told = f"{len(status.lease_ids)} held by {status.generator_id} "
-        told += f"(version {status.policy_version}{silent})"
+        silent = f", silent for {_seconds(age_s)}" if age_s > HEARTBEAT_TIMEOUT_S else ""
+        held = f"{len(status.lease_ids)} held by {status.generator_id}"
+        known = f"{held} (version {status.policy_version}{silent})"
         oldest = max(lease_ages_s(status, age_s), default=None)
-        yield told if oldest is None else f"{told}, oldest {_seconds(oldest)}"
+        yield known if oldest is None else f"{known}, oldest {_seconds(oldest)}"
     if rest := oldest_first[_NAMED:]:
-        held = sum(len(status.lease_ids) for status, _ in rest)
-        yield f"{held} held by {len(rest)} other generators"
+        num_held = sum(len(status.lease_ids) for status, _ in rest)
+        yield f"{num_held} held by {len(rest)} other generators"
     unknown = stats.books.leased - sum(len(status.lease_ids) for status, _ in holders)
     if unknown > 0:
         yield f"{unknown} leased and not reported yet"
 
 
 def _idle_holders(stats: BufferStats) -> Iterator[GeneratorStatus]:
-    """Those who are there and hold leases for which their engine has nothing to do."""
+    """Those that report and hold leases while their engine has nothing to do."""
     for status, age_s in reports(stats):
         is_idle = not (status.num_active or status.num_waiting)
-        if status.lease_ids and is_idle and age_s <= SILENT_S:
+        if status.lease_ids and is_idle and age_s <= HEARTBEAT_TIMEOUT_S:
             yield status
 
 
 def _catching_up(stats: BufferStats) -> Iterator[GeneratorStatus]:
-    """Those who ask for no lease before they have newer weights."""
+    """Those that ask for no lease before they have newer weights."""
     for status in stats.generators:
         if status.is_catching_up and not status.lease_ids:
             yield status

@@ -1,23 +1,25 @@
-"""What is known of a run at one moment: the buffer's account, the learner's word, their ages.
+"""What is known of a run at one moment: the buffer's stats, the learner's status, their ages.
 
-Pure: ages are seconds, and whoever makes a reading owns the clock.
+Pure: ages are in seconds, and the caller reads the clock.
 """
 
 from msgspec import Struct
 
 from streamrl.types import BufferStats, GeneratorStatus, LearnerActivity, LearnerStatus
 
-SILENT_S = 10.0
-"""Heartbeats, and a learner's word of itself, come every second; on a busy machine some are late.
+HEARTBEAT_TIMEOUT_S = 10.0
+"""A generator or learner whose last report is older counts as gone.
+
+Generators and learner report every second; on a busy machine some reports are late.
 """
 
 
 class Reading(Struct, frozen=True, kw_only=True):
     """What is known of a run at one moment.
 
-    `stats` is None if the buffer did not answer, `unreachable` says how; `learner` is None if
-    nothing is known of it, else `learner_age_s` old. `idle_s` is how long ago the last step ended,
-    if that is known.
+    `stats` is None if the buffer did not answer, with the reason in `unreachable`; `learner` is
+    None if nothing is known of it, else `learner_age_s` old. `idle_s` is the time since the last
+    step ended, if that is known.
     """
 
     stall_s: float
@@ -28,13 +30,13 @@ class Reading(Struct, frozen=True, kw_only=True):
     idle_s: float | None = None
 
     @property
-    def hears_learner(self) -> bool:
-        return self.learner is not None and self.learner_age_s <= SILENT_S
+    def is_learner_reporting(self) -> bool:
+        return self.learner is not None and self.learner_age_s <= HEARTBEAT_TIMEOUT_S
 
     @property
     def waited_s(self) -> float:
-        """How long nothing has moved, as far as anybody can tell."""
-        if self.learner is not None and self.hears_learner:
+        """How long nothing has changed, as far as the reading shows."""
+        if self.learner is not None and self.is_learner_reporting:
             return self.learner.activity_s + self.learner_age_s
         if self.idle_s is not None:
             return self.idle_s
@@ -52,20 +54,21 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     @property
     def awaited(self) -> BufferStats | None:
-        """The buffer's account, if it is groups that a stalled run waits for."""
+        """The buffer's stats, if a stalled run waits for groups."""
         stats, learner = self.stats, self.learner
         if not self.is_stalled or stats is None:
             return None
-        if learner is not None and self.hears_learner:
+        if learner is not None and self.is_learner_reporting:
             return stats if learner.activity is LearnerActivity.WAITING else None
         is_short = not stats.books.taken and stats.books.buffered < stats.groups_per_step
         return stats if stats.books.learner_term and is_short else None
 
 
 def reports(stats: BufferStats | None) -> list[tuple[GeneratorStatus, float]]:
-    """Each generator's last word, and how old it is."""
+    """Each generator's last heartbeat, and its age in seconds."""
     return [] if stats is None else list(zip(stats.generators, stats.heartbeat_ages_s, strict=True))
 
 
 def lease_ages_s(status: GeneratorStatus, heartbeat_age_s: float) -> list[float]:
+    """How long each lease has been held by now."""
     return [age_s + heartbeat_age_s for age_s in status.lease_ages_s]

@@ -1,8 +1,8 @@
 """Trackers: where a step's metrics go. `metrics.jsonl` is always written.
 
 A new tracker is a class with `log` and `close` (see `streamrl.interfaces.Tracker`) and a line in
-`open_trackers`. A tracker that fails while running is switched off with a warning: no run is lost
-over its charts.
+`open_trackers`. A tracker other than `metrics.jsonl` that fails is switched off and logged; the run
+continues.
 """
 
 import logging
@@ -19,8 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def open_trackers(config: RunConfig, *, first_step: int) -> "Trackers":
-    """Those that `tracking` asks for; lines of `first_step` and later, left over from a lost
-    history, are taken out of `metrics.jsonl`.
+    """Those that `tracking` asks for.
+
+    `metrics.jsonl` loses its lines of `first_step` and later: they are of steps after the
+    checkpoint from which the run resumes.
 
     Raises:
         ConfigError: a package that was asked for is not installed.
@@ -50,7 +52,7 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         for tracker in self._trackers:
-            # The local file must not fail silently; a chart elsewhere may.
+            # A run without its metrics on disk is not worth continuing.
             if isinstance(tracker, JsonlTracker):
                 tracker.log(metrics, step)
                 continue

@@ -22,4 +22,4 @@ class ConsoleTracker:
         log.info("step %d  %s", step, "  ".join(shown))
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """It holds no resource."""

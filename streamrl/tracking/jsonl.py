@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one JSON object a step, written whole, in order, each step once.
 
-`trained.jsonl` is kept alike: the sequences that each step of the surviving history trained.
+`trained.jsonl` is written the same way: the prompts that each step trained.
 """
 
 import json
@@ -14,7 +14,7 @@ TRAINED_FILE = "trained.jsonl"
 
 
 class JsonlTracker:
-    """Appends to the file; what a lost history wrote from `first_step` on is taken out first."""
+    """Appends to the file, after it has removed the lines of `first_step` and later."""
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_last(path: Path) -> dict[str, Any]:
-    """The last whole line of a `metrics.jsonl`, {} without one; only the file's end is read."""
+    """The last whole line of a `metrics.jsonl`, {} without one; reads only the end of the file."""
     if not path.exists():
         return {}
     with path.open("rb") as file:

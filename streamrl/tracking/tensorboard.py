@@ -8,7 +8,7 @@ from streamrl.errors import ConfigError
 
 
 class TensorboardTracker:
-    """Scalars under the metrics' own names; steps of a lost history are purged."""
+    """Scalars under the metrics' own names; `first_step` and later steps are purged first."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         try:

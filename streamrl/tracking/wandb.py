@@ -13,10 +13,10 @@ FINISH_S = 120
 
 
 class WandbTracker:
-    """One W&B run per run folder, so a resumed run goes on in the same charts.
+    """One W&B run per run folder, so a resumed run continues in the same charts.
 
-    At its end uploads have WANDB_FINISH_TIMEOUT seconds, FINISH_S unless the environment says
-    otherwise; what is left then stays in the run folder, for `wandb sync`.
+    At the end uploads may take WANDB_FINISH_TIMEOUT seconds, by default FINISH_S; the rest stays in
+    the run folder, for `wandb sync`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -47,7 +47,7 @@ class WandbTracker:
 
 
 def _identity(path: Path) -> str:
-    """Made once per run folder, so that a resumed run is found again and a new one is not."""
+    """The id of the W&B run, made once per run folder."""
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:12])
     return path.read_text()

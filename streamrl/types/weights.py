@@ -1,4 +1,4 @@
-"""What a learner announces of a new version, and what a generator says it did with it."""
+"""Records of a weight update: what a learner sends of a version, and a generator's report."""
 
 from typing import TypeAlias
 
@@ -16,9 +16,9 @@ class TensorSpec(Struct, frozen=True, array_like=True):
 class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     """A torch.distributed group that the receiver joins at `rank`; rank 0 sends.
 
-    `group` names the group in the store; buckets are slices of at most `bucket_bytes`, cut at
-    tensor boundaries (see `streamrl.weights.layout`). With `verify` one checksum per tensor comes
-    after the last bucket.
+    `group` names the group in the store at `host`:`port`; buckets are slices of at most
+    `bucket_bytes`, cut at tensor boundaries (see `streamrl.weights.layout`). With `verify` one
+    checksum per tensor follows the last bucket.
     """
 
     host: str
@@ -33,10 +33,10 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
 
 
 class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
-    """A safetensors file that sender and receiver both see: a whole version, or the difference to
-    the one before, in buckets of at most `bucket_bytes`.
+    """A safetensors file in a file system that sender and receiver share: a whole version, or the
+    difference to the one before, in buckets of at most `bucket_bytes`.
 
-    `is_base` announces that the next file may be a difference to this one.
+    `is_base`: the next file may be a difference to this one.
     """
 
     path: str
@@ -45,8 +45,8 @@ class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
 
 
 class HostMemory(Struct, frozen=True, kw_only=True, tag="host"):
-    """Memory of process `pid`, which holds it open as file descriptor `fd`; `inode` tells it from
-    another one that came to the same numbers."""
+    """Memory of process `pid`, which has it open as file descriptor `fd`; `inode` differs for
+    another one that got the same numbers."""
 
     pid: int
     fd: int
@@ -55,7 +55,8 @@ class HostMemory(Struct, frozen=True, kw_only=True, tag="host"):
 
 
 class CudaMemory(Struct, frozen=True, kw_only=True, tag="cuda"):
-    """Memory of another process on the GPU with the UUID `gpu`, in the words of torch's own IPC."""
+    """Memory of another process on the GPU with the UUID `gpu`; the fields are those of torch's own
+    IPC."""
 
     gpu: str
     handle: bytes
@@ -68,10 +69,10 @@ class CudaMemory(Struct, frozen=True, kw_only=True, tag="cuda"):
 
 
 class SharedEndpoint(Struct, frozen=True, kw_only=True, tag="shared"):
-    """A stretch of the sender's memory that the receiver maps: the bytes from `start` of `memory`.
+    """A range of the sender's memory that the receiver maps: the bytes from `start` of `memory`.
 
-    They are this version's as long as `stamp` stands in `stamps`, at byte `stamp_at`. `checksums`
-    has one per tensor, or nothing.
+    They are this version's as long as the 8 bytes at `stamp_at` of `stamps` are `stamp`.
+    `checksums` has one per tensor, or is empty.
     """
 
     memory: HostMemory | CudaMemory
@@ -89,7 +90,7 @@ Endpoint: TypeAlias = BroadcastEndpoint | FilesEndpoint | SharedEndpoint
 class Locality(Struct, frozen=True, kw_only=True):
     """Where weights are sent from or received: a machine, and its GPUs by UUID, one per rank.
 
-    `host` is "" and `gpus` is () where that is not known; on a CPU there are no `gpus`.
+    `host` is "" and `gpus` is () where they are unknown; on a CPU there are no `gpus`.
     """
 
     host: str = ""
@@ -98,7 +99,7 @@ class Locality(Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
-    """What one load cost: receiving; from the last byte until the new weights sample; and, within
+    """Seconds of one load: receiving; from the last byte until the new weights sample; and, within
     that, the pause in which no token was sampled."""
 
     transfer_s: float
@@ -107,13 +108,13 @@ class LoadReport(Struct, frozen=True, kw_only=True):
 
 
 class WeightUpdate(Struct, frozen=True, kw_only=True):
-    """An announcement: these tensors, of this version, are to be had at this endpoint.
+    """These tensors, of this version, can be received from this endpoint.
 
-    `history` names the learner life that made the version: after a resume the same number may stand
-    for other weights.
+    `learner_id` identifies the learner process that made the version: after a resume the same
+    number may be that of other weights.
     """
 
     policy_version: int
-    history: str
+    learner_id: str
     manifest: tuple[TensorSpec, ...]
     endpoint: Endpoint

@@ -1,8 +1,8 @@
-"""A model's parameters as one stretch of bytes, cut into buckets at tensor boundaries.
+"""A model's parameters as one range of bytes, cut into buckets at tensor boundaries.
 
 Invariant: sender and receiver compute the same layout from the same manifest and `bucket_bytes`, so
-no offsets travel; where a tensor stands depends on the manifest alone. A tensor larger than a
-bucket gets a bucket of its own.
+no offsets are sent; a tensor's offset depends on the manifest alone. A tensor larger than a bucket
+gets a bucket of its own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor stands: bytes [start, start + num_bytes) of the whole."""
+    """One tensor's place in the layout: bytes [start, start + num_bytes) of the whole."""
 
     spec: TensorSpec
     start: int
@@ -36,7 +36,7 @@ class Slot:
         return data[start : start + self.num_bytes]
 
     def arrays(self, raw: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the slot's bytes `raw` hold, as views by name; the scales of a float8 matrix too."""
+        """Views into `raw`, the slot's bytes, by name: the tensor, and a float8 matrix's scales."""
         count = prod(self.spec.shape) * dtype_of(self.spec).itemsize
         arrays = {self.spec.name: raw[:count].view(dtype_of(self.spec)).view(self.spec.shape)}
         if not self.is_float8:
@@ -46,7 +46,7 @@ class Slot:
         return {**arrays, self.spec.name + float8.SCALE_SUFFIX: scales.view(shape)}
 
     def write(self, raw: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Cast the tensor into the slot's bytes."""
+        """Cast the tensor into `raw`, the slot's bytes."""
         first, *scales = self.arrays(raw).values()
         if scales:
             float8.encode(tensor, first, *scales)
@@ -54,14 +54,14 @@ class Slot:
             first.copy_(tensor)
 
     def read(self, raw: torch.Tensor) -> torch.Tensor:
-        """The tensor in the slot's bytes: a view, or a bfloat16 matrix decoded from float8."""
+        """The tensor in `raw`, the slot's bytes: a view, or a matrix decoded to bfloat16."""
         first, *scales = self.arrays(raw).values()
         return float8.decode(first, *scales) if scales else first
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive slots that travel together: bytes [start, stop) of the whole."""
+    """Consecutive slots that are sent together: bytes [start, stop) of the whole."""
 
     slots: tuple[Slot, ...]
     start: int
@@ -75,6 +75,10 @@ class Bucket:
         """The bucket's bytes in `data`, the whole."""
         return data[self.start : self.stop]
 
+    def raws(self, data: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Each slot's bytes inside `data`, the bucket's bytes [stop - start] uint8."""
+        return (slot.of(data, self.start) for slot in self.slots)
+
     def views(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Named tensors inside `data`, the bucket's bytes [stop - start] uint8."""
         for slot in self.slots:
@@ -83,6 +87,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
+    """Slots and buckets of a manifest; a bucket has at most `bucket_bytes` or one tensor."""
+
     manifest: tuple[TensorSpec, ...]
     bucket_bytes: int
 
@@ -97,6 +103,15 @@ class Layout:
     @cached_property
     def num_bytes(self) -> int:
         return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.manifest)
+
+    @property
+    def largest_bucket(self) -> int:
+        """Bytes."""
+        return max((bucket.num_bytes for bucket in self.buckets), default=0)
 
 
 def manifest_of(
@@ -118,13 +133,8 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As a manifest has it: torch's name without the prefix."""
+    """torch's name without the prefix, as in a manifest."""
     return str(dtype).removeprefix("torch.")
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _sent_dtype(name: str, parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,7 +1,6 @@
-"""Where weights are sent from and received, so that a sender can tell who shares its memory.
+"""The locality of a process: where weights are sent from or received.
 
-Called by both ends of the weight channel: `streamrl.weights.sender`, and the generator for its
-engine.
+A sender compares it with each receiver's to decide who can share its memory.
 """
 
 import os
@@ -15,22 +14,24 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def locality_of(device: torch.device | str, num_ranks: int = 1) -> Locality:
-    """This process's; or that of its `num_ranks` workers, each on a GPU of its own from the first
-    that can be seen."""
+    """That of this process, or of its `num_ranks` workers, each on a GPU of its own, counted from
+    the first visible one."""
     device = torch.device(device)
     if device.type != "cuda":
         return Locality(host=this_host(), device_type=device.type)
     first = 0 if num_ranks > 1 else device.index or 0
     if first + num_ranks > torch.cuda.device_count():
-        # Workers of other machines.
+        # The workers are on other machines.
         return Locality(device_type="cuda")
     gpus = tuple(gpu_uuid(index) for index in range(first, first + num_ranks))
     return Locality(host=this_host(), device_type="cuda", gpus=gpus)
 
 
 def this_host() -> str:
-    """The running machine and its processes' numbering: equal where one process can open what
-    another has open. A container is a host of its own; "" if the system does not say."""
+    """The boot id and the PID namespace: equal where one process can open what another has open.
+
+    A container is a host of its own; "" if the system does not say.
+    """
     try:
         return f"{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -38,5 +39,5 @@ def this_host() -> str:
 
 
 def gpu_uuid(index: int) -> str:
-    """Which GPU it is whatever CUDA_VISIBLE_DEVICES makes of the indices."""
+    """Identifies the GPU; an index depends on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(index).uuid)

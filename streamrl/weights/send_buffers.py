@@ -1,13 +1,11 @@
-"""Where the learner leaves a version for the sender, so that neither waits for the other.
+"""Buffers that the learner writes a version into and the sender sends it from, without a wait.
 
-The buffers stand in memory that other processes can map, and each has a stamp, in host memory in
-any case. A write sets a stamp never seen before ahead of the first byte it changes, and receivers
-are told it only after the last one. So a receiver that still finds the stamp it was told when it
-has copied everything has that version, however long it slept meanwhile: a seqlock of one store.
-Both ends take a lock between stamp and bytes, which keeps their order on any processor: the writer
-its own, the reader the interpreter's after a copy without it.
-
-Used by `streamrl.weights.sender`, and by `transports.shared_memory` for the endpoints.
+The buffers are in memory that other processes can map, and each has a stamp, always in host memory.
+A write sets a random stamp before the first byte it changes, and receivers get the stamp only after
+the last one. So a receiver that still finds its stamp after copying everything has that version,
+however long it was suspended meanwhile: a seqlock of one store. Both ends take a lock between stamp
+and bytes, which keeps their order on any processor: the writer its own, the reader the
+interpreter's after a copy without it.
 """
 
 import logging
@@ -19,22 +17,23 @@ from dataclasses import dataclass
 
 import torch
 
-from streamrl.types import CudaMemory, HostMemory
+from streamrl.types import CudaMemory, HostMemory, SharedEndpoint
+from streamrl.weights.codecs.checksums import checksums
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports.memory import export_from_gpu, make_on_host
+from streamrl.weights.transports.shared_memory import STAMP_BYTES
 
 log = logging.getLogger(__name__)
 
-STAMP_BYTES = 8
 _COUNT = 2
 _PAGE = 4096
 
 
 @dataclass(frozen=True)
 class Written:
-    """A complete version: its bytes [layout.num_bytes] uint8, and where they begin in the memory.
+    """A complete version: its bytes [layout.num_bytes] uint8, and their offset in the memory.
 
-    `stamp` is that of the buffer number `buffer`; `event` is over when a GPU has done the writing.
+    `stamp` is that of the buffer number `buffer`; `event` is complete when a GPU has written all.
     """
 
     policy_version: int
@@ -49,7 +48,7 @@ class SendBuffers:
     """Two copies of the parameters: while a transfer reads one, the learner writes the other.
 
     Invariant: the learner never waits for a reader, and a reader gets the newest complete version.
-    `write` runs in the learner's thread, the rest in the loop that sends.
+    `write` runs in the learner's thread, the rest in the sender's event loop and its threads.
     """
 
     def __init__(self, layout: Layout, device: torch.device | str) -> None:
@@ -64,13 +63,13 @@ class SendBuffers:
         if not is_host:
             self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.exported = None if stamps is None else _exported(stamps, self._memory)
-        """The stamps' memory and the buffers', as others open them; None where they cannot."""
+        """The memory of the stamps and of the buffers, for others to open; None if they cannot."""
         self._lock = threading.Lock()
         self._reading: Written | None = None
         self._newest: Written | None = None
 
     def write(self, parameters: Mapping[str, torch.Tensor], policy_version: int) -> None:
-        """Copy (and cast) the parameters in; then they are the newest."""
+        """Copy (and cast) the parameters into a buffer, which becomes the newest."""
         with self._lock:
             busy = self._reading or self._newest
             buffer = 1 - busy.buffer if busy else 0
@@ -88,7 +87,7 @@ class SendBuffers:
 
     @contextmanager
     def reading(self) -> Iterator[Written | None]:
-        """The newest version, safe from being overwritten; None if there is none."""
+        """The newest version, which no write changes meanwhile; None if there is none."""
         with self._lock:
             self._reading = self._newest
             held = self._reading
@@ -97,6 +96,23 @@ class SendBuffers:
         finally:
             with self._lock:
                 self._reading = None
+
+    def endpoint(self, held: Written, *, verify: bool) -> SharedEndpoint:
+        """Where receivers read the version that is held. Waits until a GPU has written it."""
+        assert self.exported is not None, "a route that needs shared memory was refused before"
+        stamps, memory = self.exported
+        if held.event is not None:
+            held.event.synchronize()
+        slots = self.layout.slots if verify else ()
+        return SharedEndpoint(
+            memory=memory,
+            start=held.start,
+            stamps=stamps,
+            stamp_at=held.buffer * STAMP_BYTES,
+            stamp=held.stamp,
+            bucket_bytes=self.layout.bucket_bytes,
+            checksums=checksums(slot.of(held.data) for slot in slots),
+        )
 
 
 def _exported(

@@ -7,7 +7,7 @@ Sizes are MB of bfloat16 parameters. Each receiver is a real `WeightReceiver` th
 as the HF engine does. A broadcast over gloo, and memory that is shared, each against a bare gloo
 broadcast of one flat tensor among the same processes, by turns in the same run, with and without
 checksums; then files, whole and as differences after 3 % of the weights moved by one bit.
-`receive_s` is the slowest receiver's, from the word that an update comes until the last byte is
+`receive_s` is the slowest receiver's, from the message with the endpoint until the last byte is
 staged; `total_s` from publishing until all have loaded it. On a GPU, the memory of one that all
 share; and where there are enough, NCCL from one to the others. Best of the rounds; one JSON line
 per case; nobody imports this.
@@ -33,7 +33,7 @@ from streamrl.config.weights import WeightSettings
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
 from tests.benchmarks.weight_load import (
-    PATIENCE_S,
+    WAIT_S,
     flat_of,
     join_bare,
     make_parameters,
@@ -178,8 +178,8 @@ class Processes:
         return time.perf_counter() - start
 
     async def reports(self) -> list[dict[str, float]]:
-        """The next of each. Waits for all of them, for PATIENCE_S."""
-        async with asyncio.timeout(PATIENCE_S):
+        """The next of each. Waits for all of them, for WAIT_S."""
+        async with asyncio.timeout(WAIT_S):
             return [json.loads(await process.stdout.readline()) for process in self._processes]
 
     async def stop(self) -> None:
@@ -211,7 +211,7 @@ class Publishing:
 
     async def start(self) -> None:
         self._processes.introduce(self.sender.address)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while self.sender.gauges()["num_receivers"] < self._processes.count:
                 await asyncio.sleep(0.05)
         for _ in range(WARM_UP):
@@ -235,7 +235,7 @@ class Publishing:
 
 @contextlib.asynccontextmanager
 async def publishing(processes: Processes, **settings: Any) -> AsyncIterator[Publishing]:
-    chosen = {"address": "tcp://127.0.0.1:*", "deadline_s": PATIENCE_S, **settings}
+    chosen = {"address": "tcp://127.0.0.1:*", "deadline_s": WAIT_S, **settings}
     with tempfile.TemporaryDirectory() as folder:
         run = Publishing(processes, Path(folder), WeightSettings.model_validate(chosen))
         sending = asyncio.create_task(run.sender.run())

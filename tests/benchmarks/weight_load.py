@@ -19,12 +19,12 @@ from actors.engines.hf.weights import SpareWeights
 from streamrl.types import LoadReport, TensorSpec, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import locality_of
-from streamrl.weights.protocol import WeightReceiver
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.receiver import WeightReceiver
+from streamrl.weights.transports.receive import TransferReceiver
 
 ROWS, COLUMNS = 2048, 1024
 CHANGED = 0.03
-PATIENCE_S = 3600.0
+WAIT_S = 3600.0
 
 
 def make_parameters(size: int, device: str) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def move_some(parameters: dict[str, torch.Tensor]) -> None:
 
 def join_bare(store: TCPStore, rank: int, count: int) -> Any:
     options = ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=PATIENCE_S)
+    options._timeout = timedelta(seconds=WAIT_S)
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return ProcessGroupGloo(PrefixStore("bare", store), rank, count + 1, options)
 
@@ -84,8 +84,8 @@ async def receive(port: str, number: str, count: str, size: str, device: str) ->
     takes part in bare broadcasts."""
     device = f"cuda:{number}" if device == "cuda" else device
     weights = Weights(make_parameters(int(size), device))
-    patience = timedelta(seconds=PATIENCE_S)
-    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=patience)
+    timeout = timedelta(seconds=WAIT_S)
+    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=timeout)
     bare = await asyncio.to_thread(join_bare, store, int(number), int(count))
     taking_part = asyncio.create_task(asyncio.to_thread(take_part, bare, weights))
     following: asyncio.Task[None] | None = None
@@ -127,11 +127,11 @@ def stage(weights: Weights, transfer: TransferReceiver, update: WeightUpdate) ->
 
 
 def take_part(bare: Any, weights: Weights) -> None:
-    """Bare broadcasts into the spare weights. Waits for the sender's word; 0 is the last."""
+    """Bare broadcasts into the spare weights. Waits for the sender's command; 0 is the last."""
     while True:
-        word = torch.zeros(1)
-        bare.broadcast(word, 0).wait()
-        if not word.item():
+        command = torch.zeros(1)
+        bare.broadcast(command, 0).wait()
+        if not command.item():
             return
         bare.barrier().wait()
         bare.broadcast(weights.flat(), 0).wait()

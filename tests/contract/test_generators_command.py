@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from buffers.connect import connect
-from streamrl.cli.generators import members
+from streamrl.cli.display.generators import generator_rows
 from streamrl.cli.main import main
+from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import Books, BufferStats, GeneratorStatus, SchedulingState
 from tests.contract.limits_config import limits_config
@@ -49,16 +50,19 @@ def test_generators_are_listed_and_given_orders(backend: str, tmp_path: Path, ca
         assert main(["generators", target]) == 0
         table = capsys.readouterr().out.splitlines()
         assert table[0].split() == [
-            *("generator", "state", "version", "lag", "leases", "oldest", "lease"),
-            *("tokens/s", "last", "heard"),
+            *("generator", "state", "version", "behind", "leases", "oldest", "lease"),
+            *("prompts", "tokens/s", "heartbeat"),
         ]
         assert table[1].startswith("late")
         assert "catching up" in table[1]
-        assert table[2].split()[:-2] == ["quick", "cordoned", "4", "1", "1", "12.5", "s", "1234"]
+        assert table[2].split()[:-2] == [
+            *("quick", "cordoned", "4", "1", "1", "12.5", "s", "0", "1234"),
+        ]
         assert main(["generators", "uncordon", target, "quick"]) == 0
         assert main(["generators", target, "--json"]) == 0
         late, quick = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert (late["id"], late["state"], late["lag"]) == ("late", "catching up", 5)
+        assert (late["id"], late["state"]) == ("late", "catching up")
+        assert late["num_versions_behind"] == 5
         assert (quick["state"], quick["oldest_lease_s"]) == ("active", 12.5)
         assert main(["generators", "cordon", target, "quik"]) == 2
         assert "did you mean 'quick'?" in capsys.readouterr().err
@@ -71,7 +75,7 @@ def test_a_drain_waits_until_the_generator_has_left(backend: str, tmp_path: Path
         ask(url, lambda buffer: buffer.heartbeat(status("g", lease_ids=("g/1",))))
         assert main(["generators", "drain", target, "g", "--deadline", "0"]) == 1
         told = capsys.readouterr().out
-        assert "g has not left within 0 s: draining, 1 groups under way" in told
+        assert "not drained within 0 s: g: draining, 1 leases" in told
         ask(url, lambda buffer: buffer.set_scheduling_state("g", SchedulingState.ACTIVE))
         draining = threads.submit(main, ["generators", "drain", target, "g"])
         deadline = time.monotonic() + 30
@@ -94,8 +98,8 @@ def stats(**fields: Any) -> BufferStats:
 def test_who_is_silent_or_away_is_listed_as_such():
     reading = stats(
         generators=(status("b"), status("a")),
-        heartbeat_ages_s=(10.0, 0.5),
+        heartbeat_ages_s=(HEARTBEAT_TIMEOUT_S + 0.1, HEARTBEAT_TIMEOUT_S),
         scheduling_states={"b": SchedulingState.CORDONED, "c": SchedulingState.DRAINING},
     )
-    found = [(member.id, member.state) for member in members(reading)]
+    found = [(row.id, row.state) for row in generator_rows(reading)]
     assert found == [("a", "active"), ("b", "cordoned, silent"), ("c", "draining, away")]

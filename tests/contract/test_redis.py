@@ -170,7 +170,7 @@ async def test_a_run_that_is_under_way_is_not_deleted_for_a_new_one(
     buffer = redis_client(redis.url, "busy")
     await buffer.attach(0, None)
     await buffer.heartbeat(status())
-    with pytest.raises(ConfigError, match=r"at work at this buffer \(g\)"):
+    with pytest.raises(ConfigError, match=r"report to this buffer \(g\)"):
         await books.run(config, asked)
     await buffer.heartbeat(status(is_leaving=True))
     await books.run(config, asked)

@@ -109,8 +109,8 @@ async def test_a_new_engine_has_the_first_weights_whatever_another_one_left(stan
     updated = await engine.generate([9], GREEDY)
     assert updated.token_ids.tolist() != first.token_ids.tolist()
     # As a generator leaves it that dies inside an update.
-    await engine._server._http.tell("/pause_generation", {"mode": "in_place"})
-    await engine._server._http.tell("/begin_weight_update", {})
+    await engine._server._http.send("/pause_generation", {"mode": "in_place"})
+    await engine._server._http.send("/begin_weight_update", {})
     await engine.close()
     engine = stand_in.open()
     again = await engine.generate([9], GREEDY)

@@ -1,4 +1,4 @@
-"""Weights between processes of one GPU, through the endpoints a learner announces; and NCCL."""
+"""Weights between processes of one GPU, through a learner's endpoints; and over NCCL."""
 
 import asyncio
 import multiprocessing
@@ -16,13 +16,13 @@ from streamrl.config.weights import WeightSettings  # noqa: E402
 from streamrl.types import LoadReport, WeightUpdate  # noqa: E402
 from streamrl.weights.layout import Layout, manifest_of  # noqa: E402
 from streamrl.weights.locality import locality_of  # noqa: E402
-from streamrl.weights.protocol import WeightReceiver  # noqa: E402
+from streamrl.weights.receiver import WeightReceiver  # noqa: E402
 from streamrl.weights.sender import WeightSender  # noqa: E402
-from streamrl.weights.transports.broadcast import TransferReceiver  # noqa: E402
+from streamrl.weights.transports.receive import TransferReceiver  # noqa: E402
 
 SHAPES = {"embed": (500, 64), "head": (64, 500), "norm": (64,)}
 BUCKET_BYTES = 70_000
-PATIENCE_S = 120.0
+WAIT_S = 120.0
 
 
 def parameters(value: float, device: str) -> dict[str, torch.Tensor]:
@@ -30,7 +30,7 @@ def parameters(value: float, device: str) -> dict[str, torch.Tensor]:
 
 
 def receive(address: str, name: str, device: str, pipe: Connection) -> None:
-    """A generator's process, until it is killed: says version, way and whether all was right."""
+    """A generator's process, until it is killed: sends version, route and whether all was right."""
     transfer = TransferReceiver(device)
     layout = Layout(manifest_of(parameters(0.0, "cpu")), BUCKET_BYTES)
     landing = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
@@ -42,8 +42,8 @@ def receive(address: str, name: str, device: str, pipe: Connection) -> None:
         own = {n: tensor if is_odd else tensor.to("cpu", copy=True) for n, tensor in tensors}
         value = float(update.policy_version)
         is_right = own.keys() == SHAPES.keys() and all((t == value).all() for t in own.values())
-        way = getattr(update.endpoint, "backend", "shared")
-        pipe.send((update.policy_version, way, bool(is_right)))
+        route = getattr(update.endpoint, "backend", "shared")
+        pipe.send((update.policy_version, route, bool(is_right)))
         return LoadReport(transfer_s=0.0, pause_s=0.0)
 
     receiver = WeightReceiver(
@@ -53,13 +53,13 @@ def receive(address: str, name: str, device: str, pipe: Connection) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.05)
 
 
 async def loads_of(folder: Path, devices: list[str], **settings: object) -> list[list[object]]:
-    """What each receiver says of versions 1 to 4, which the learner sends from the first GPU."""
+    """What each receiver reports of versions 1 to 4, which the learner sends from the first GPU."""
     chosen = {"address": "tcp://127.0.0.1:*", "bucket_bytes": BUCKET_BYTES, **settings}
     layout = Layout(manifest_of(parameters(0.0, "cpu")), BUCKET_BYTES)
     learner = torch.device("cuda:0")
@@ -75,14 +75,14 @@ async def loads_of(folder: Path, devices: list[str], **settings: object) -> list
     running = asyncio.create_task(sender.run())
     try:
         await until(lambda: sender.gauges()["num_receivers"] == len(devices))
-        said: list[list[object]] = [[] for _ in devices]
+        reports: list[list[object]] = [[] for _ in devices]
         for version in range(1, 5):
             sender.snapshot(parameters(float(version), "cuda:0"), version)
             sender.publish()
-            for lines, pipe in zip(said, pipes, strict=True):
+            for lines, pipe in zip(reports, pipes, strict=True):
                 await until(pipe.poll)
                 lines.append(pipe.recv())
-        return said
+        return reports
     finally:
         running.cancel()
         await asyncio.wait([running])
@@ -94,12 +94,12 @@ async def loads_of(folder: Path, devices: list[str], **settings: object) -> list
 
 @pytest.mark.parametrize("verify", [False, True], ids=["", "verify"])
 async def test_two_processes_read_a_learners_buffers_on_the_same_gpu(tmp_path, verify):
-    said = await loads_of(tmp_path, ["cuda:0", "cuda:0"], verify=verify)
-    assert said == [[(version, "shared", True) for version in range(1, 5)]] * 2
+    reports = await loads_of(tmp_path, ["cuda:0", "cuda:0"], verify=verify)
+    assert reports == [[(version, "shared", True) for version in range(1, 5)]] * 2
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 async def test_a_process_on_another_gpu_gets_nccl_beside_one_that_shares(tmp_path):
-    said = await loads_of(tmp_path, ["cuda:0", "cuda:1"])
-    assert said[0] == [(version, "shared", True) for version in range(1, 5)]
-    assert said[1] == [(version, "nccl", True) for version in range(1, 5)]
+    reports = await loads_of(tmp_path, ["cuda:0", "cuda:1"])
+    assert reports[0] == [(version, "shared", True) for version in range(1, 5)]
+    assert reports[1] == [(version, "nccl", True) for version in range(1, 5)]

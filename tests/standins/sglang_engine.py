@@ -1,7 +1,7 @@
-"""What stands in for SGLang's scheduler: the HF engine, which pauses, and knows labels.
+"""Stands in for SGLang's scheduler: the HF engine with pauses and labels.
 
-Like SGLang it loads bucket by bucket into the weights in use; like SGLang a retracted request is
-read anew, and one that stays keeps what it has read.
+As in SGLang, updates are loaded bucket by bucket into the weights in use, the prefix of a retracted
+request is computed again, and a request that stays keeps its cache.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from streamrl.types import Completion, FinishReason, SamplingParams
 
 
 class StandInEngine(HfEngine):
-    """`labels[i]` is what the weights were called at `policy_version` i."""
+    """`labels[i]` is the label of the weights at `policy_version` i."""
 
     def __init__(self, *arguments: object, **settings: object) -> None:
         super().__init__(*arguments, **settings)  # type: ignore[arg-type]

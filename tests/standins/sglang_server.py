@@ -1,11 +1,11 @@
 """Stands in for `sglang.launch_server` where there is no GPU: its routes, around a tiny model.
 
-Conforms to SGLang 0.5.23 in what StreamRL uses, broadcast included; what it takes and gives is
-written after `sglang/srt/entrypoints/http_server.py` and the scheduler of that version. Where
-SGLang is peculiar so is this: stop tokens are nothing under ignore_eos, seeds nothing without
-deterministic inference, log-probabilities come without truncation unless a sampling mask is asked
-for, weights can only be updated between begin and end, a cache can't be flushed under running
-requests, requests are aborted by the beginning of their id, and the end of the context is not used.
+Conforms to SGLang 0.5.23 in what StreamRL uses, broadcast included; its requests and answers follow
+`sglang/srt/entrypoints/http_server.py` and the scheduler of that version. It has SGLang's
+peculiarities: ignore_eos ignores stop tokens, seeds have no effect without deterministic inference,
+log-probabilities are without truncation unless a sampling mask is requested, weights can only be
+updated between begin and end, a cache cannot be flushed under running requests, requests are
+aborted by the prefix of their id, and the end of the context is not used.
 """
 
 import argparse

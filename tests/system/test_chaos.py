@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.proof import prove
-from streamrl.cli.watch import config_of
+from streamrl.cli.verification.run_audit import audit_run
+from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from tests.redis_server import RedisServer, redis_server
 from tests.system.conftest import CONFIG, STREAMRL, Launched, RunFolder
@@ -96,7 +96,8 @@ def test_a_generator_frozen_past_its_leases_costs_those_only(launch: Callable[..
     assert run.end() == 0, run.output
     config = config_of(run.folder)
     ended = config.run.model_copy(update={"max_steps": run.lines[-1]["step"]})
-    assert prove(config.model_copy(update={"run": ended})).faults == ()
+    complete = config.model_copy(update={"run": ended})
+    assert audit_run(run.folder, complete=complete).faults == ()
     assert run.books["leased"] == 0
     assert "generator-1: done" in run.log("generator-1")
     assert main(["buffer", "audit", str(run.folder)]) == 0

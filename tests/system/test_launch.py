@@ -237,7 +237,7 @@ def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_o
 
 def _states(config: str) -> dict[str, str]:
     listed = json.loads(output_of("generators", config, "--json"))
-    return {member["id"]: member["state"] for member in listed}
+    return {row["id"]: row["state"] for row in listed}
 
 
 def test_a_configuration_that_cannot_work_ends_the_launch_with_the_reason(

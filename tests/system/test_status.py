@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.status import look
+from streamrl.cli.status import read_status
 from streamrl.diagnosis import diagnose
 from tests.system.conftest import Launched, slow_reward
 from tests.system.test_launch import _set
 
 
 def causes(folder: Path) -> dict[str, str]:
-    found = diagnose(asyncio.run(look(str(folder))).reading)
+    found = diagnose(asyncio.run(read_status(str(folder))).reading)
     return {finding.cause: finding.sentence for finding in found}
 
 
 def leases(folder: Path) -> list[str]:
-    stats = asyncio.run(look(str(folder))).reading.stats
+    stats = asyncio.run(read_status(str(folder))).reading.stats
     return [lease for report in stats.generators for lease in report.lease_ids] if stats else []
 
 

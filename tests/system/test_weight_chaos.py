@@ -1,7 +1,7 @@
 """A receiver dies or freezes at every hop of an update: the others have it within the deadline.
 
-Receivers are real processes with real gloo groups, or map the memory of the sender, which is the
-test's own.
+Receivers are processes of their own, in gloo groups or with the memory of the sender mapped, which
+is the test's.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from tests.system.weight_receiver import BUCKET_BYTES, HOPS, SHAPES, Fate, recei
 DEADLINE_S = 3.0
 # What a busy machine adds to it.
 SLACK_S = 3.0
-PATIENCE_S = 30.0
+WAIT_S = 30.0
 NAMES = ("a", "victim", "z")
 
 FATES = [
     *(("gloo", hop, 1) for hop in HOPS),
-    # The group stands already, and is kept; so is what is mapped.
+    # The group is formed already, and is kept; so is what is mapped.
     *(("gloo", "ready", 2), ("gloo", "begun", 2), ("shared", "begun", 2)),
-    ("shared", "begun", 1),
+    *(("shared", hop, 1) for hop in ("ready", "begun")),
 ]
 
 
@@ -99,10 +99,8 @@ class Fleet:
             return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
         return True
 
-    async def until(
-        self, condition: Callable[[], bool], retry_timeout_s: float = PATIENCE_S
-    ) -> None:
-        async with asyncio.timeout(retry_timeout_s):
+    async def until(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+        async with asyncio.timeout(wait_s):
             while not condition():
                 await asyncio.sleep(0.02)
 
@@ -125,9 +123,9 @@ async def fleet(folder: Path, backend: str, fate: Fate) -> AsyncIterator[Fleet]:
 
 
 async def meet(folder: Path, backend: str, hop: str, version: int, number: signal.Signals) -> None:
-    """The victim's end or sleep, and what the others get meanwhile and afterwards.
+    """The victim dies or freezes, and the others get this version and the next ones.
 
-    Two more versions overwrite what a sleeper was reading, if the sender's memory is what it reads.
+    Two more versions overwrite what a frozen one was reading, if it reads the sender's memory.
     """
     async with fleet(folder, backend, Fate(hop, version, number)) as run:
         for earlier in range(1, version):

@@ -1,14 +1,14 @@
 """A receiver of weights as a process of its own, which kills or freezes itself at a chosen hop.
 
-    announced   it was announced an update and has not said Ready
-    ready       it was told where the bytes are to be had and has not joined the group
-    joined      it has joined and has received nothing
+    announced   it has got Announce and has not sent Ready
+    ready       it has got Transfer, with the endpoint, and has received nothing
+    joined      it has joined the group of a broadcast and has received nothing
     begun       it has received the first tensor
     received    it has received everything and has not loaded it
-    loaded      it has loaded it and has not said so
+    loaded      it has loaded it and has not sent Loaded
 
-Whatever it loads is a line of its record: the version, and whether every value was right. What it
-failed to load is a line of the record's neighbor.
+Each load is a line of its record: the version, and whether every value was right. Each failed load
+is a line of the file beside it.
 """
 
 import asyncio
@@ -25,9 +25,10 @@ import torch
 from streamrl.errors import WeightTransferError
 from streamrl.types import LoadReport, WeightUpdate
 from streamrl.weights.locality import locality_of
-from streamrl.weights.protocol import FromReceiver, Loaded, Ready, WeightReceiver
+from streamrl.weights.protocol import FromReceiver, Loaded, Ready
+from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.transports import groups
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.transports.receive import TransferReceiver
 
 HOPS = ("announced", "ready", "joined", "begun", "received", "loaded")
 # More than sockets hold, so that a sender notices who does not read; in several buckets.
@@ -61,12 +62,12 @@ class Receiver(WeightReceiver):
         self._fate = fate
         self._transfer = TransferReceiver()
 
-    async def _say(self, message: FromReceiver) -> None:
+    async def _send(self, message: FromReceiver) -> None:
         if isinstance(message, Ready):
             self._fate.meet("announced", self._hello.policy_version + 1)
         if isinstance(message, Loaded):
             self._fate.meet("loaded", self._hello.policy_version)
-        await super()._say(message)
+        await super()._send(message)
 
     async def _load_update(self, update: WeightUpdate) -> LoadReport:
         version = update.policy_version

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from buffers.audit import audit, compare, main
+from buffers.audit import audit, compare
 from buffers.journal.schema import journal_path
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import Event
+from streamrl.cli.buffer.audit import main
 from tests.unit.test_journal import fill, open_journal
 
 WORDS = {
@@ -43,7 +44,7 @@ def test_a_run_in_order_adds_up():
     found = audit(
         events("0 a LBTRA", "1 b Le", "1 c LBTR", "2 d LBs", "3 e LBT", "4 f L", "5 g Le")
     )
-    assert found.faults == []
+    assert found.faults == ()
     assert found.granted == 7
     assert found.ended == {"acknowledged": 1, "expired": 2, "stale": 1}
     assert found.waiting == {"trained": 1, "taken": 1, "leased": 1}
@@ -62,7 +63,7 @@ def test_a_run_in_order_adds_up():
     ],
 )
 def test_rewinds_and_books_are_in_order(history):
-    assert audit(events(*history)).faults == []
+    assert audit(events(*history)).faults == ()
 
 
 @pytest.mark.parametrize(
@@ -96,12 +97,12 @@ def test_a_drop_without_a_reason_is_a_fault():
     assert "dropped with the reason None" in audit(told).faults[0]
 
 
-def test_an_account_that_disagrees_with_its_history_is_named():
+def test_a_ledger_that_disagrees_with_its_events_is_named():
     found = audit(events("0 a LBTRA", "1 b L"))
     assert list(compare(found, LedgerSnapshot(granted=2, acknowledged=1))) == []
     assert list(compare(found, LedgerSnapshot(granted=3, acknowledged=2))) == [
-        "the account has 3 leases granted, the history 2",
-        "the account has 2 acknowledged, the history 1",
+        "the ledger has 3 leases granted, the events 2",
+        "the ledger has 2 acknowledged, the events 1",
     ]
     assert list(compare(found, LedgerSnapshot(granted=9, acknowledged=5, unseen=7))) == []
 
@@ -114,9 +115,9 @@ def test_an_account_that_disagrees_with_its_history_is_named():
             "prompt 1: the payload of lease b is missing",
         ),
         ("DELETE FROM entry WHERE prompt_index = 0", "prompt 0: is None in the journal"),
-        ("UPDATE entry SET state = 'taken'", "('a', 'taken') in the journal, but the history says"),
+        ("UPDATE entry SET state = 'taken'", "('a', 'taken') in the journal, but the events say"),
         ("DELETE FROM events WHERE prompt_index = 0", "prompt 0: was never granted, 1 was"),
-        ("UPDATE events SET states = 'LBTBTR' WHERE prompt_index = 1", "says ('b', 'trained')"),
+        ("UPDATE events SET states = 'LBTBTR' WHERE prompt_index = 1", "say ('b', 'trained')"),
     ],
 )
 def test_a_damaged_journal_fails_the_audit(tmp_path: Path, capsys, damage: str, sentence: str):

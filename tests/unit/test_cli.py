@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.main import COMMANDS, main
+from streamrl.cli.arguments.commands import COMMANDS
+from streamrl.cli.display.numbers import sparkline
+from streamrl.cli.display.summary import summary_rows
+from streamrl.cli.display.view import headline
+from streamrl.cli.main import main
 from streamrl.cli.report import write_report
-from streamrl.cli.view import headline, sparkline, summary_rows
 from streamrl.config import load_config
 from streamrl.errors import ConfigError
 from streamrl.run_folder import prepare
@@ -43,7 +46,7 @@ import gc
 from streamrl.cli import main
 runs = []
 gc.callbacks.append(lambda phase, _: runs.append(phase))
-main._imported("streamrl.cli.check")
+main.import_command("streamrl.cli.check")
 print(len(runs), gc.isenabled(), gc.get_freeze_count() > 10_000)
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -64,6 +67,56 @@ def test_import_and_help_cost_little_more_than_python_itself():
     python = best_of(5, sys.executable, "-c", "pass")
     assert best_of(5, sys.executable, "-c", "import streamrl") < 15 * python
     assert best_of(5, sys.executable, "-m", "streamrl.cli.main", "--help") < 25 * python
+
+
+GROUPS = {
+    "run": ["launch", "check", "buffer", "generator", "learner", "make-model", "keys new"],
+    "look": ["status", "watch", "report", "generators", "buffer inspect"],
+    "operate": [
+        *("generators cordon", "generators uncordon", "generators drain", "buffer drain", "books"),
+    ],
+    "verify": [
+        *("evaluate", "parity", "parity sample", "parity score", "buffer audit", "chaos", "ablate"),
+    ],
+}
+
+
+def test_help_lists_every_command_once_in_its_group(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    groups: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        name, _, summary = line.strip().partition("  ")
+        if line.rstrip(":") in GROUPS:
+            commands = groups.setdefault(line.rstrip(":"), [])
+        elif groups and line.startswith("  "):
+            commands.append(name)
+            assert summary.strip() == COMMANDS[name].summary
+    assert groups == GROUPS
+    assert [name for names in groups.values() for name in names] == list(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(capsys, name):
+    with pytest.raises(SystemExit) as ended:
+        main([*name.split(), "--help"])
+    assert ended.value.code == 0
+    assert f"usage: streamrl {name} [-h]" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_named_with_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["lunch"])
+    assert ended.value.code == 2
+    assert "no command 'lunch': did you mean 'launch'?" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "streamrl 0.2.0\n"
 
 
 def test_check_prints_the_resolved_configuration(capsys):

@@ -14,7 +14,7 @@ from buffers.redis.connection import namespace
 from buffers.redis.topology import open_client, redacted
 from buffers.zmq.client import ZmqBuffer
 from streamrl.cli import books
-from streamrl.cli.launch import _children
+from streamrl.cli.processes.daemons import make_children
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.run_folder import prepare
@@ -84,7 +84,7 @@ def test_the_keys_of_a_run_share_a_hash_tag():
 
 async def test_a_server_that_needs_no_daemon_of_ours_gets_none(tmp_path):
     config = configured(tmp_path, "redis://:secret@127.0.0.1:1")
-    assert "buffer" not in [child.role for child in _children(config, resume=False)]
+    assert "buffer" not in [child.role for child in make_children(config, resume=False)]
     assert prepare(config, resume=False, new=False).buffer == config.buffer
     with pytest.raises(ConfigError, match="a buffer at redis:// needs no daemon") as caught:
         await serve(config, Shutdown())

@@ -13,9 +13,10 @@ import pytest
 
 from actors.rewards.functions import FunctionReward
 from streamrl.errors import RolloutError
+from streamrl.interfaces import EnvironmentContext
 from streamrl.types import FilesEndpoint, LoadReport, WeightUpdate
-from streamrl.weights import protocol
-from streamrl.weights.protocol import WeightReceiver
+from streamrl.weights import receiver as receiving
+from streamrl.weights.receiver import WeightReceiver
 from tests.records import lease_one
 from tests.unit.test_generator import Run
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class EndlessEnvironment:
-    async def start(self) -> tuple[int, ...]:
+    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -44,7 +45,7 @@ async def test_a_group_that_never_ends_has_failed_at_its_deadline(hangs: str, en
         case "engine":
             run.engine.open.clear()
         case "environment":
-            runner = dataclasses.replace(runner, make_environment=lambda _: EndlessEnvironment())
+            runner = dataclasses.replace(runner, make_environment=EndlessEnvironment)
         case "reward":
             runner = dataclasses.replace(runner, reward=endless)
     await run.learner.attach(0, None)
@@ -116,16 +117,16 @@ def test_every_rendezvous_has_a_timeout():
 
 
 async def test_an_engine_that_never_loads_ends_its_generator(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(protocol, "LOAD_S", 0.05)
+    monkeypatch.setattr(receiving, "LOAD_S", 0.05)
 
     async def never(_: WeightUpdate) -> LoadReport:
         await asyncio.Event().wait()
         raise AssertionError
 
     update = WeightUpdate(
-        policy_version=7, history="h", manifest=(), endpoint=FilesEndpoint(path="nowhere")
+        policy_version=7, learner_id="h", manifest=(), endpoint=FilesEndpoint(path="nowhere")
     )
     receiver = WeightReceiver("tcp://127.0.0.1:9", "g", "s", never)
     with pytest.raises(RuntimeError, match=r"not loaded version 7 for 0\.05 s"):
-        await receiver._in_time(update)
+        await receiver._load_in_time(update)
     receiver._socket.close()

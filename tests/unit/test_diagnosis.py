@@ -162,7 +162,7 @@ SITUATIONS = {
     "the disk is full": (
         told(buffer(WORKING, refusal="the journal cannot be written: No space left"), learner=None),
         [
-            "buffer_refuses: the buffer takes nothing in: the journal cannot be written: No space "
+            "buffer_refuses: the buffer accepts no groups: the journal cannot be written: No space "
             "left"
         ],
     ),
@@ -181,9 +181,10 @@ SITUATIONS = {
     "a learner that is gone": (
         told(buffer(buffered=20), learner=learner(for_s=1.0), learner_age_s=40.0, idle_s=41.0),
         [
-            "learner_silent: the learner has not been heard of for 40 s: then it waits for groups",
-            "learner_silent: 20 groups wait and nobody takes them: the learner that attached last, "
-            "at version 43, is away",
+            "learner_silent: the learner has not reported for 40 s; its last report: waits for "
+            "groups",
+            "learner_silent: 20 groups are buffered and no learner takes them: the learner that "
+            "attached last, at version 43, is gone",
         ],
     ),
     "no learner yet": (

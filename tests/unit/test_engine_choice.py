@@ -1,11 +1,11 @@
-"""Which engine a configuration gets, and what it is told if it cannot have it."""
+"""Which engine a configuration gets, and the error if it cannot have it."""
 
 from pathlib import Path
 
 import pytest
 
 from actors import engines
-from actors.engines.vllm.served_start import serve_command
+from actors.engines.vllm.start import serve_command
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 

@@ -18,7 +18,7 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
-from streamrl.interfaces import Episode, Prompt, Transition
+from streamrl.interfaces import EnvironmentContext, Episode, Prompt, Transition
 from streamrl.types import (
     Books,
     Completion,
@@ -121,7 +121,7 @@ class Run:
             engine=self.engine,
             prompts=Prompts(),
             renderer=FakeRenderer(),
-            make_environment=lambda ids: make_environment("single_turn", ids),
+            make_environment=lambda: make_environment("single_turn"),
             environment="single_turn",
             reward=LengthReward(),
             sampling=SamplingParams(max_new_tokens=4),
@@ -315,7 +315,7 @@ async def test_a_floor_falls_when_the_learner_came_back_at_an_earlier_version():
 
 def update(version: int, path: str = "readable") -> WeightUpdate:
     endpoint = FilesEndpoint(path=path)
-    return WeightUpdate(policy_version=version, history="h", manifest=(), endpoint=endpoint)
+    return WeightUpdate(policy_version=version, learner_id="h", manifest=(), endpoint=endpoint)
 
 
 async def test_a_generator_that_joins_late_leases_nothing_before_it_has_caught_up():
@@ -418,19 +418,19 @@ async def test_a_generator_whose_id_another_process_took_leaves():
 
 
 def test_what_is_caught_up_to_is_what_a_learner_has_published():
-    catch_up = VersionGate(publish_every=2, max_staleness=1)
-    assert not catch_up.is_done(0), "no heartbeat was answered yet"
-    catch_up.hear(7)
-    assert [catch_up.is_done(version) for version in (5, 6)] == [False, True]
-    catch_up.hear(8)
-    assert [catch_up.is_done(version) for version in (6, 7)] == [False, True]
-    catch_up.hear(3)
-    assert catch_up.is_done(2), "the learner came back at version 3 and has published 2"
-    catch_up.fail()
-    catch_up.hear(3)
-    assert not catch_up.is_done(9)
-    catch_up.load()
-    assert catch_up.is_done(2)
+    gate = VersionGate(publish_every=2, max_staleness=1)
+    assert not gate.is_open(0), "no heartbeat was answered yet"
+    gate.on_learner_version(7)
+    assert [gate.is_open(version) for version in (5, 6)] == [False, True]
+    gate.on_learner_version(8)
+    assert [gate.is_open(version) for version in (6, 7)] == [False, True]
+    gate.on_learner_version(3)
+    assert gate.is_open(2), "the learner came back at version 3 and has published 2"
+    gate.on_load_failed()
+    gate.on_learner_version(3)
+    assert not gate.is_open(9)
+    gate.on_loaded()
+    assert gate.is_open(2)
 
 
 async def test_the_end_of_the_run_ends_the_generator():
@@ -446,12 +446,11 @@ async def test_the_end_of_the_run_ends_the_generator():
 class CountingEnvironment:
     """Three turns; shows one token between them."""
 
-    def __init__(self, prompt: tuple[int, ...]) -> None:
-        self._prompt = prompt
+    def __init__(self) -> None:
         self._turn = 0
 
-    async def start(self) -> tuple[int, ...]:
-        return self._prompt
+    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
+        return context.prompt_token_ids
 
     async def step(self, completion: Completion) -> Transition:
         self._turn += 1

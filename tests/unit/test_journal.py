@@ -12,11 +12,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from buffers.audit import main as run_audit
 from buffers.journal.journal import Journal
 from buffers.journal.schema import journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
+from streamrl.cli.buffer.audit import main as run_audit
 from streamrl.errors import ConfigError, LedgerError, OtherReleaseError, StorageError
 from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease, SchedulingState
 

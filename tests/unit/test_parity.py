@@ -12,9 +12,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from learners.parity import statistics_of
-from streamrl.cli import launch, parity
+from streamrl.cli import launch
 from streamrl.cli.main import main
-from streamrl.cli.parity import complaints, gate
+from streamrl.cli.parity import compare
+from streamrl.cli.parity.compare import require_parity
+from streamrl.cli.parity.gaps import complaints
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import StreamRLError
 from streamrl.types import ParityReport
@@ -46,7 +48,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         assert main(arguments) == 0
         return ""
 
-    monkeypatch.setattr(parity, "call", call)
+    monkeypatch.setattr(compare, "call", call)
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG.format(folder=tmp_path))
     return str(file)
@@ -106,23 +108,23 @@ def test_a_learner_with_other_weights_is_refused(config_file: str, tmp_path: Pat
     assert "cannot read nowhere" in capsys.readouterr().err
 
 
-def test_a_launch_asks_the_gate_before_it_starts_anybody(
+def test_a_launch_requires_parity_before_it_starts_a_daemon(
     config_file: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(launch, "call", parity.call)
+    monkeypatch.setattr(launch, "call", compare.call)
     config = load_config(config_file, ["parity.max_gap=1e-9", "buffer.url=zmq://127.0.0.1:1"])
-    monkeypatch.setattr(launch, "_run_daemons", no_daemons)
+    monkeypatch.setattr(launch, "run_daemons", no_daemons)
     launch_config = config.config
     launch_config.run.path.mkdir()
     (launch_config.run.path / "config.yaml").write_text(Path(config_file).read_text())
     with pytest.raises(StreamRLError, match=r"parity\.max_gap is 1e-09 nats, and"):
         launch.run_here(launch_config, Console())
     looser = load_config(config_file, ["parity.max_gap=1e-3"]).config
-    gate(looser, Console())
+    require_parity(looser, Console())
 
 
 async def no_daemons(*_: object, **__: object) -> bool:
-    raise AssertionError("the gate let it start")
+    raise AssertionError("the launch started daemons")
 
 
 def as_report(found: dict) -> ParityReport:

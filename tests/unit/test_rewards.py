@@ -137,7 +137,7 @@ async def test_a_users_file_that_cannot_be_used_is_named(tmp_path, text, sentenc
         ("regex", {}, "regex needs 'pattern'"),
         ("numeric_answer", {"tolerence": 1}, "did you mean 'tolerance'"),
         ("nowhere.py:score", {}, "there is no file nowhere.py"),
-        ("rewards.py", {}, r"named PATH.py:FUNCTION"),
+        ("rewards.py", {}, r"named PATH.py:NAME"),
     ],
 )
 async def test_a_wrong_name_is_refused(reward, kwargs, sentence):

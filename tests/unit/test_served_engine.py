@@ -1,4 +1,4 @@
-"""Requests of an engine over HTTP, on a server that does as the test says."""
+"""Requests of an engine over HTTP, on a server that each test controls."""
 
 import asyncio
 import signal
@@ -20,11 +20,10 @@ from actors.engines.served.metrics import readings
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import Labels, Request, VersionSpan, completion, versions_of
 from actors.engines.served.start import probe, wait_until_up
-from actors.engines.vllm.served_start import open_served
-from streamrl.config.engines.vllm import VllmSettings
+from actors.engines.vllm.start import VllmKind, open_vllm
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
-from tests.engines import run_config
+from tests.engines import make_model, run_config
 from tests.ports import free_port
 from tests.standins.http_server import serve
 
@@ -37,6 +36,8 @@ def an_answer(logprob: float = -0.5) -> Completion:
 
 class FakeServer:
     """Answers each request with what `answers` has next; a load resolves `at_load` to None."""
+
+    name = "Fake"
 
     def __init__(self, *answers: Completion | Exception | asyncio.Future | None) -> None:
         self._answers = list(answers)
@@ -108,7 +109,7 @@ async def test_a_request_given_up_for_an_update_begins_anew():
     async with asyncio.timeout(10):
         while not server.asked:
             await asyncio.sleep(0)
-    update = WeightUpdate(policy_version=7, history="h", manifest=(), endpoint=None)  # type: ignore[arg-type]
+    update = WeightUpdate(policy_version=7, learner_id="h", manifest=(), endpoint=None)  # type: ignore[arg-type]
     assert (await engine.load_weights(update)).pause_s == 0.25
     assert (await running).finish_reason == FinishReason.STOP
     first, again = [request.cache_salt for request in server.asked]
@@ -172,7 +173,7 @@ def test_weights_of_somebody_else_are_noticed():
     labels = Labels("me")
     spans = [VersionSpan("me/3", 0, 2), VersionSpan("me/4", 2, 3)]
     assert versions_of(spans, 3, labels).tolist() == [3, 3, 4]
-    with pytest.raises(RolloutError, match="does not say which weights"):
+    with pytest.raises(RolloutError, match="leaves out which weights"):
         versions_of(spans, 4, labels)
     for label in ("default", "other/3", "me/", "3"):
         with pytest.raises(TransportError, match="was started again, or serves two"):
@@ -181,15 +182,15 @@ def test_weights_of_somebody_else_are_noticed():
 
 
 def test_an_answer_whose_parts_do_not_fit_fails_alone():
-    with pytest.raises(RolloutError, match="makes no sense"):
+    with pytest.raises(RolloutError, match="is inconsistent"):
         completion([3, 4], [-0.5], np.zeros(2, np.int32), "stop")
-    with pytest.raises(RolloutError, match="makes no sense"):
+    with pytest.raises(RolloutError, match="is inconsistent"):
         completion([3], [-0.5], np.zeros(1, np.int32), "tired")
 
 
 def test_the_probe_refuses_log_probabilities_before_truncation():
     probe(lambda request: an_answer(-1e-7))
-    with pytest.raises(ConfigError, match=r"had -0\.500 instead of 0"):
+    with pytest.raises(ConfigError, match=r"was -0\.500 instead of 0"):
         probe(lambda request: an_answer())
 
 
@@ -200,7 +201,7 @@ def test_readings_sum_the_series_of_a_name():
     assert readings(page, names) == {"n": 5.5, "m": 7.0, "none": 0.0}
 
 
-async def test_http_tells_refusal_silence_and_loss_apart():
+async def test_http_distinguishes_refusal_silence_and_loss(tmp_path):
     async def slow(_: object) -> tuple[int, object]:
         await asyncio.sleep(30)
         return 200, {}
@@ -218,24 +219,25 @@ async def test_http_tells_refusal_silence_and_loss_apart():
     with pytest.raises(SlowAnswerError):
         await http.post("/slow", {}, dict, timeout_s=0.1)
     with pytest.raises(RefusedError, match="/refusing was answered with 503: queue full"):
-        await http.tell("/refusing", {})
+        await http.send("/refusing", {})
     with pytest.raises(RefusedError, match="unexpected answer"):
         await http.post("/wrong", {}, list[int])
     await http.close()
     server.close()
     nobody = Http(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ConnectionLostError):
-        await nobody.tell("/slow", {})
-    settings = VllmSettings(start_timeout_s=0.1)
+        await nobody.send("/slow", {})
+    kind = VllmKind(run_config(tmp_path, vllm={"url": nobody.url, "start_timeout_s": 0.1}))
     with pytest.raises(ConfigError, match=r"no inference server at http.* in 0.1 s"):
-        wait_until_up(nobody, "/health", settings)
+        wait_until_up(kind, nobody)
     await nobody.close()
 
 
-def test_a_server_process_that_ends_leaves_its_last_words(tmp_path):
-    process = ServerProcess(["sh", "-c", "echo out of memory; exit 3"], tmp_path / "logs" / "log")
+@pytest.mark.parametrize(("end", "code"), [("exit 3", "3"), ("kill -ILL $$", "SIGILL")])
+def test_a_server_process_that_ends_is_reported_with_its_last_log_line(tmp_path, end, code):
+    process = ServerProcess(["sh", "-c", f"echo out of memory; {end}"], tmp_path / "logs" / "log")
     process._process.wait(20)
-    with pytest.raises(TransportError, match="ended with 3: out of memory"):
+    with pytest.raises(TransportError, match=f"ended with {code}: out of memory"):
         process.require_alive()
 
 
@@ -282,10 +284,11 @@ def bare_server() -> Iterator[str]:
 
 
 def test_a_vllm_started_otherwise_is_refused_with_the_command_that_is_right(bare_server, tmp_path):
+    make_model().save_pretrained(tmp_path)
     config = run_config(tmp_path, vllm={"url": bare_server, "start_timeout_s": 5.0})
     with pytest.raises(ConfigError) as refused:
-        open_served(config)
-    told = str(refused.value)
-    assert "/init_weight_transfer_engine was answered with 404" in told
-    assert f"VLLM_SERVER_DEV_MODE=1 vllm serve {tmp_path} --dtype float32" in told
-    assert """--weight-transfer-config '{"backend": "streamrl"}'""" in told
+        open_vllm(config)
+    message = str(refused.value)
+    assert "/init_weight_transfer_engine was answered with 404" in message
+    assert f"VLLM_SERVER_DEV_MODE=1 vllm serve {tmp_path} --dtype float32" in message
+    assert """--weight-transfer-config '{"backend": "streamrl"}'""" in message

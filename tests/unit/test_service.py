@@ -67,14 +67,14 @@ def test_the_first_signal_asks_to_drain(tmp_path):
     assert "SIGTERM: draining; a second one stops at once" in log
 
 
-def test_a_daemon_drains_when_its_launcher_is_gone(tmp_path, monkeypatch):
+def test_a_daemon_drains_when_its_launcher_has_ended(tmp_path, monkeypatch):
     monkeypatch.setenv("STREAMRL_PARENT_PID", str(os.getppid() + 1))
 
     async def main(shutdown: Shutdown) -> None:
         await asyncio.wait_for(shutdown.requested.wait(), 5)
 
     code, log = run(tmp_path, main)
-    assert (code, "the launcher is gone" in log) == (0, True)
+    assert (code, "the launcher has ended" in log) == (0, True)
 
 
 def test_a_signal_that_comes_when_the_work_is_over_does_not_change_the_exit_code(tmp_path):

@@ -1,4 +1,4 @@
-"""Every name that the SGLang engine says or hears, held against the real package's source."""
+"""Every name that the SGLang engine sends or reads, compared with the real package's source."""
 
 import ast
 import json
@@ -49,9 +49,9 @@ def test_requests_have_the_fields_of_sglangs_classes(ours):
     assert required <= set(ours.__struct_fields__), "SGLang knows no default for it"
     for field in msgspec.structs.fields(ours):
         choices = getattr(field.type, "__args__", ())
-        said = ast.unparse(theirs[field.name].annotation)
-        if said.startswith("Literal"):
-            assert {repr(choice) for choice in choices} <= set(re.findall(r"'\w+'", said))
+        annotation = ast.unparse(theirs[field.name].annotation)
+        if annotation.startswith("Literal"):
+            assert {repr(choice) for choice in choices} <= set(re.findall(r"'\w+'", annotation))
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_sglangs_own_decoder_takes_our_request(sampling):
     assert decoded.return_logprob is True
     assert decoded.cache_salt is not None
     for key, value in body["sampling_params"].items():
-        told = str(decoded.sampling_params)
-        assert f"{key}={value}" in told, told
+        sampling_params = str(decoded.sampling_params)
+        assert f"{key}={value}" in sampling_params, sampling_params
     body["sampling_params"]["no_such_field"] = 1
     with pytest.raises(ValueError, match="no_such_field"):
         decode(body)
@@ -136,8 +136,8 @@ def test_sglang_takes_our_buckets_apart():
     for bucket in buckets:
         flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
         names = [name for name, _ in bucket]
-        told = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
-        empty = theirs.empty(names, told, [tuple(t.shape) for _, t in bucket], "cpu")
+        dtype_names = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+        empty = theirs.empty(names, dtype_names, [tuple(t.shape) for _, t in bucket], "cpu")
         empty.get_flattened_tensor().copy_(flat)
         arrived |= dict(empty.reconstruct_tensors())
     assert arrived.keys() == dict(tensors).keys()

@@ -53,8 +53,8 @@ def test_a_multi_turn_trajectory_counts_its_sampled_tokens_only():
         reward=1.0,
         finish_reason=FinishReason.STOP,
     )
-    nought = torch.zeros(1, dtype=torch.int64)
-    batch = TrainingBatch((trajectory,), nought, nought, 4)
+    zeros = torch.zeros(1, dtype=torch.int64)
+    batch = TrainingBatch((trajectory,), zeros, zeros, 4)
     policy = make_policy()
     micro_batch = batch.micro_batch([0], policy.device)
     assert micro_batch.targets.tolist() == [3, 4, 7]
@@ -137,18 +137,19 @@ def test_exact_kl_is_the_sum_over_the_vocabulary():
     with torch.no_grad():
         reference.model.get_output_embeddings().weight.mul_(1.5)
     micro_batch = batch.micro_batch(range(len(batch.trajectories)), policy.device)
-    found = policy.exact_kl(policy.hidden_states(micro_batch), reference, micro_batch)
-    mine, other = make_llama(), make_llama()
+    exact = policy.exact_kl(policy.hidden_states(micro_batch), reference, micro_batch)
+    policy_model, reference_model = make_llama(), make_llama()
     with torch.no_grad():
-        other.get_output_embeddings().weight.mul_(1.5)
+        reference_model.get_output_embeddings().weight.mul_(1.5)
     expected = []
     for trajectory in batch.trajectories:
         ids = torch.from_numpy(trajectory.token_ids).long()[None]
-        p, q = ((model(ids).logits[0, :-1] / 0.7).log_softmax(-1) for model in (mine, other))
+        models = (policy_model, reference_model)
+        p, q = ((model(ids).logits[0, :-1] / 0.7).log_softmax(-1) for model in models)
         kl = (p.exp() * (p - q)).sum(-1)
         expected.append(kl[torch.from_numpy(trajectory.response_mask)[1:]])
-    assert torch.allclose(found, torch.cat(expected), atol=1e-5)
-    assert (found > 0).all()
+    assert torch.allclose(exact, torch.cat(expected), atol=1e-5)
+    assert (exact > 0).all()
 
 
 def test_the_critic_learns_what_is_expected():
@@ -213,13 +214,14 @@ def test_agentic_rewards_are_compared_as_the_configuration_says(grouping, compar
         }
     )
     batch = TrainingBatch.of(groups, 4)
-    found = CreditAssigner(config.algorithm).assign(batch).advantages
+    advantages = CreditAssigner(config.algorithm).assign(batch).advantages
     scores = np.array([t.reward for t in batch.trajectories]) - 0.5 * np.repeat(
         np.arange(6) == 5, 2
     )
     together = np.repeat(list(compared), 2)
     means = np.array([scores[together == label].mean() for label in together])
-    assert torch.allclose(found, batch.sequences.expand(torch.from_numpy(scores - means).float()))
+    expected = batch.sequences.expand(torch.from_numpy(scores - means).float())
+    assert torch.allclose(advantages, expected)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():

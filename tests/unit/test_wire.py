@@ -121,7 +121,7 @@ def test_siblings_that_do_not_share_out_the_tokens_are_refused(lengths):
 def test_a_tagged_union_comes_back_as_the_member_it_was(endpoint):
     update = WeightUpdate(
         policy_version=3,
-        history="h",
+        learner_id="h",
         manifest=(TensorSpec("w", "float32", (2, 3)),),
         endpoint=endpoint,
     )

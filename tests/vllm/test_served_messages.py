@@ -1,4 +1,4 @@
-"""Every name that is said to a vLLM elsewhere, held against vLLM's own classes."""
+"""Every name in a request to a vLLM elsewhere, compared with vLLM's own classes."""
 
 import json
 

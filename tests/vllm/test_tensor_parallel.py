@@ -12,7 +12,7 @@ from streamrl.config.weights import WeightSettings
 from streamrl.interfaces import Engine
 from streamrl.types import BroadcastEndpoint, LoadReport, SamplingParams, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.protocol import WeightReceiver
+from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender import WeightSender
 from tests.engines import make_model, open_engine
 from tests.vllm.test_pause_modes import PROMPTS, logprob_errors
@@ -58,7 +58,7 @@ async def test_two_workers_sample_as_one_and_take_a_broadcast_in_mid_generation(
 async def broadcast(
     parameters: dict[str, torch.Tensor], engine: Engine, folder: Path
 ) -> WeightUpdate:
-    """Publishes the parameters as version 1, as a learner does; what the engine was told to load.
+    """Publishes the parameters as version 1, as a learner does; returns the update that was loaded.
 
     Waits until it has, 30 s at most.
     """

@@ -1,7 +1,7 @@
 """Attention for one new token per row over slots: two matrix products on views, no copies.
 
 transformers' sdpa repeats keys and values for grouped heads and copies strided ones; a decode step
-over slots needs neither. Prefills go to sdpa. Registered with transformers under `NAME`.
+over slots needs neither. Prefills use sdpa. Registered with transformers as `NAME`.
 Shapes: n rows, Q query heads, H key-value heads, L positions, D head width.
 """
 

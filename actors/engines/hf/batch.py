@@ -1,8 +1,8 @@
 """The running batch: requests join, get one token each per step, and leave when they are done.
 
-Invariant: every token was sampled by the weights of the version noted beside it, and what a request
-gets does not depend on who else is running (up to floating-point rounding). Not thread safe: the
-engine's thread owns it. Shapes: n running rows, V vocabulary.
+Invariant: every token was sampled by the weights of the version recorded with it, and a request's
+result does not depend on the other requests (up to floating-point rounding). Not thread safe: only
+the engine's thread uses it. Shapes: n running rows, P distinct prompts, V vocabulary.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ _PREFILL_TOKENS = 16384
 
 
 class Request(Struct, eq=False):
-    """What is asked for; `is_canceled` may be set at any time, from any thread."""
+    """One request; `is_canceled` may be set at any time, from any thread."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -61,11 +61,11 @@ class RunningBatch:
 
     @torch.inference_mode()
     def join(self, requests: Iterable[Request], policy_version: int) -> None:
-        """Prefill the prompts, equal ones once, and sample each request's first token."""
+        """Prefills the prompts, equal ones once, and samples each request's first token."""
         for chunk in _chunks(sorted(requests, key=lambda request: len(request.prompt))):
             unique = list(dict.fromkeys(request.prompt for request in chunk))
-            place = {prompt: i for i, prompt in enumerate(unique)}
-            of = torch.tensor([place[request.prompt] for request in chunk], device=self._device)
+            index = {prompt: i for i, prompt in enumerate(unique)}
+            of = torch.tensor([index[request.prompt] for request in chunk], device=self._device)
             logits, prefilled = self._prefill(unique)
             first = len(self._rows)
             self._cache.join(first, prefilled, of)
@@ -75,7 +75,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def step(self, policy_version: int) -> None:
-        """One more token for every row."""
+        """Samples one more token for every row."""
         positions = torch.from_numpy(self._records.positions).to(self._device)
         last = torch.from_numpy(self._records.last_token_ids).to(self._device)
         output = self._model(
@@ -89,7 +89,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def leave(self) -> list[tuple[Request, Completion]]:
-        """Take out the rows that are done or canceled; last rows fill their places."""
+        """Removes the rows that are done or canceled; the last rows move into their slots."""
         records = self._records
         is_stop = self._stops.contains(records.stop_set[: records.size], records.last_token_ids)
         is_canceled = np.array([request.is_canceled for request in self._rows], dtype=np.bool_)
@@ -126,7 +126,7 @@ class RunningBatch:
         longest = max(len(prompt) for prompt in prompts)
         padded = [prompt + (0,) * (longest - len(prompt)) for prompt in prompts]
         ends, which = torch.unique(lengths - 1, return_inverse=True)
-        # Padding stands on the right, where causal attention never looks at it.
+        # Padding is on the right, where causal attention does not read it.
         output = self._model(
             input_ids=torch.tensor(padded, device=self._device),
             use_cache=True,
@@ -159,7 +159,7 @@ class RunningBatch:
 
 
 class StopSets:
-    """Which tokens end a completion, as one table row per distinct set of them."""
+    """The tokens that end a completion, one table row [V] for each distinct set."""
 
     def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
         self._eos_token_ids = eos_token_ids

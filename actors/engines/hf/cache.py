@@ -1,15 +1,15 @@
-"""Keys and values of the running batch: one slot per sequence, the running ones in front.
+"""Keys and values of the running batch: one slot per sequence, the running ones first.
 
-Invariant: rows 0..n-1 are running, so attention reads views and never gathers. A row that ends is
-filled by the last one. Positions beyond a row's length hold leftovers that the mask keeps out.
-Shapes: slots, H key-value heads, L positions, D head width.
+Invariant: rows 0..n-1 are running, so attention reads views and gathers nothing. The last row moves
+into the slot of one that ends. The mask excludes stale values beyond a row's length.
+Shapes: n running rows, P prefilled rows, H key-value heads, L positions, D head width.
 """
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-# Tight slots are read faster than roomy ones, and copying all of them every so many positions costs
-# less than the attention of one.
+# Short slots are read faster, and copying all of them every so many positions costs less than one
+# step's attention.
 _GROWTH = 32
 
 
@@ -49,13 +49,13 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one position of every running row [n, H, 1, D]; everything up to the longest."""
+        """Writes one position of every running row [n, H, 1, D]; returns all up to the longest."""
         owner = self._owner
         running = len(key_states)
         for whole, news in ((self._keys, key_states), (self._values, value_states)):
             width = whole.shape[-1]
             whole.view(-1, width).index_copy_(
-                0, owner.places(whole.shape[1]), news.reshape(-1, width)
+                0, owner.indices(whole.shape[1]), news.reshape(-1, width)
             )
         return self._keys[:running, :, : owner.longest], self._values[:running, :, : owner.longest]
 
@@ -70,7 +70,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """What a decoding forward pass is given as `past_key_values`."""
+    """The `past_key_values` of a decoding forward pass."""
 
     def __init__(self, num_layers: int, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -78,27 +78,28 @@ class SlotCache(Cache):
         self.longest = 0
         self._rows = torch.arange(num_slots, device=device)
         self._positions = self._rows
-        self._places: dict[int, torch.Tensor] = {}
+        self._indices: dict[int, torch.Tensor] = {}
         self._slots = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slots))
 
     def point_at(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The next pass writes positions [n]; returns its additive mask [n, 1, 1, L]."""
-        self._positions, self._places = positions, {}
+        """Sets the positions [n] that the next pass writes; returns its additive mask
+        [n, 1, 1, L]."""
+        self._positions, self._indices = positions, {}
         self.longest = int(positions.max()) + 1
         self.reserve(self.longest)
         reach = torch.arange(self.longest, device=positions.device)
         mask = torch.zeros(len(positions), self.longest, dtype=dtype, device=positions.device)
         return mask.masked_fill_(reach > positions[:, None], -torch.inf)[:, None, None]
 
-    def places(self, heads: int) -> torch.Tensor:
-        """Where the new position of every running row and head [n * H] stands in a flat layer."""
-        if heads not in self._places:
+    def indices(self, heads: int) -> torch.Tensor:
+        """The index of each running row's and head's new position [n * H] in a flat layer."""
+        if heads not in self._indices:
             rows = self._rows[: len(self._positions), None]
             all_heads = torch.arange(heads, device=rows.device)
             starts = (rows * heads + all_heads) * self.capacity
-            self._places[heads] = (starts + self._positions[:, None]).view(-1)
-        return self._places[heads]
+            self._indices[heads] = (starts + self._positions[:, None]).view(-1)
+        return self._indices[heads]
 
     def reserve(self, length: int) -> None:
         if length > self.capacity:
@@ -110,7 +111,7 @@ class SlotCache(Cache):
         """Slots first, first + 1, ... continue the prefilled rows `of` [k]."""
         self.reserve(prefilled.get_seq_length())
         for slot, layer in zip(self._slots, prefilled.layers, strict=True):
-            assert isinstance(layer, DynamicLayer), "full attention has no other kind"
+            assert isinstance(layer, DynamicLayer), "full attention has no other layers"
             assert layer.keys is not None, "a prefill fills every layer"
             assert layer.values is not None, "a prefill fills every layer"
             slot.join(first, layer.keys, layer.values, of)

@@ -1,19 +1,19 @@
 """The HF engine: a transformers model in this process, with continuous batching.
 
-One thread decodes; the event loop hands it requests and weights and gets completions back. Between
-two tokens the thread lets requests join and leave and swaps weights in, so nobody waits for the
-longest completion and an update interrupts nothing.
+One thread decodes; the event loop gives it requests and weights and gets completions. Between two
+tokens the thread admits requests, returns finished ones and swaps weights, so no request waits for
+the longest completion, and an update interrupts none.
 
-Invariant: every request is answered once: a completion, a RolloutError of its own, or, if the
-thread died, the error that killed it.
+Invariant: every request gets one answer: a completion, a RolloutError of its own, or, if the thread
+has ended with an error, that error.
 """
 
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from actors.engines.hf.batch import Request, RunningBatch
 from actors.engines.hf.weights import SpareWeights
 from actors.engines.prompt import eos_set, require_known_tokens, room_for
+from actors.engines.updates import UpdatableEngine
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
-from streamrl.types import Completion, LoadReport, SamplingParams, WeightUpdate
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.types import Completion, SamplingParams, WeightUpdate
+from streamrl.weights.transports.receive import TransferReceiver
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,13 @@ Future = asyncio.Future[Completion]
 CLOSE_S = 30.0
 
 
-class HfEngine:
+class HfEngine(UpdatableEngine):
     """Implements `streamrl.interfaces.Engine`; made in the event loop that uses it."""
 
     def __init__(
         self, model: PreTrainedModel, *, max_num_seqs: int, max_model_len: int, seed: int = 0
     ) -> None:
+        super().__init__({name: tuple(p.shape) for name, p in model.named_parameters()})
         _require_full_attention(model)
         self._loop = asyncio.get_running_loop()
         self._max_model_len = max_model_len
@@ -51,8 +53,6 @@ class HfEngine:
         )
         self._weights = SpareWeights(model)
         self._transfer = TransferReceiver(next(model.parameters()).device)
-        self._policy_version = 0
-        self._pause_s = 0.0
         self._waiting: deque[tuple[Request, Future]] = deque()
         self._running: dict[Request, Future] = {}
         self._commands: deque[Callable[[], None]] = deque()
@@ -83,10 +83,6 @@ class HfEngine:
             seed=seed,
         )
 
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams
     ) -> Completion:
@@ -104,31 +100,6 @@ class HfEngine:
         finally:
             request.is_canceled = True
 
-    async def load_weights(self, update: WeightUpdate) -> LoadReport:
-        """Receives beside the decoding thread, then swaps between two tokens."""
-        start = time.perf_counter()
-        self._weights.check(update.manifest)
-        await asyncio.to_thread(self._receive, update)
-        received = time.perf_counter()
-        swapped: asyncio.Future[float] = self._loop.create_future()
-
-        def swap() -> None:
-            pause = time.perf_counter()
-            self._weights.swap()
-            self._policy_version = update.policy_version
-            pause_s = time.perf_counter() - pause
-            self._pause_s += pause_s
-            self._loop.call_soon_threadsafe(swapped.set_result, pause_s)
-
-        with self._wake:
-            self._raise_if_dead()
-            self._commands.append(swap)
-            self._wake.notify()
-        pause_s = await swapped
-        return LoadReport(
-            transfer_s=received - start, load_s=time.perf_counter() - received, pause_s=pause_s
-        )
-
     def gauges(self) -> Mapping[str, float]:
         return {
             "num_active": len(self._running),
@@ -138,8 +109,8 @@ class HfEngine:
         }
 
     async def close(self) -> None:
-        """Waits for the step under way, CLOSE_S at most; a thread that hangs in it ends with the
-        process, and says so no more."""
+        """Waits for the decoding thread's current step, CLOSE_S at most; a thread that hangs in it
+        ends with the process."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -148,14 +119,33 @@ class HfEngine:
             log.warning("the decoding thread is still in one step after %g s: left alone", CLOSE_S)
         self._transfer.close()
 
-    def _receive(self, update: WeightUpdate) -> None:
+    async def _receive(self, update: WeightUpdate) -> None:
+        await asyncio.to_thread(self._stage, update)
+
+    def _stage(self, update: WeightUpdate) -> None:
         landing = self._weights.landing(update.manifest)
         for name, tensor in self._transfer.tensors(update, landing):
             self._weights.stage(name, tensor)
 
+    async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+        swapped: asyncio.Future[float] = self._loop.create_future()
+
+        def swap() -> None:
+            start = perf_counter()
+            self._weights.swap()
+            on_loaded()
+            pause_s = perf_counter() - start
+            self._loop.call_soon_threadsafe(swapped.set_result, pause_s)
+
+        with self._wake:
+            self._raise_if_dead()
+            self._commands.append(swap)
+            self._wake.notify()
+        return await swapped
+
     def _raise_if_dead(self) -> None:
         if self._failure is not None:
-            raise RuntimeError("the engine's thread has died") from self._failure
+            raise RuntimeError("the engine's thread has ended with an error") from self._failure
         if self._is_closed:
             raise RolloutError("the engine is closed")
 
@@ -171,7 +161,7 @@ class HfEngine:
             raise
 
     def _decode(self) -> None:
-        """A step per turn. Waits only while nobody runs or waits; a request or a swap unblocks."""
+        """One step per turn. Waits only without any request; a request or a swap unblocks."""
         while True:
             with self._wake:
                 self._wake.wait_for(self._has_work)
@@ -195,10 +185,9 @@ class HfEngine:
         return commands, self._admit()
 
     def _admit(self) -> list[Request]:
-        """Those who join: all that wait, or as many as have slots once enough of them are free.
+        """The requests that join: all that wait, or as many as have slots once enough are free.
 
-        A prefill stops everybody for about one step; filling slots a few at a time would stop them
-        for every single one.
+        A prefill delays the running requests by about one step, so slots are filled many at a time.
         """
         free = self._batch.num_slots - len(self._batch)
         if free < min(len(self._waiting), max(1, self._batch.num_slots // 8)):

@@ -1,4 +1,4 @@
-"""What the running rows have sampled so far, as columns, so that a step costs no Python per row.
+"""The tokens sampled so far by the running rows, as columns, so that a step has no loop over rows.
 
 Invariant: row i of every column belongs to the i-th running request. Shapes: n running rows, M
 tokens of the longest completion so far (columns grow).
@@ -43,7 +43,7 @@ class Records:
         self._versions = np.zeros(shape, dtype=np.int32)
 
     def open(self, prompt_length: int, limit: int, sampling: SamplingParams, stop_set: int) -> None:
-        """A new last row whose completion may have `limit` tokens."""
+        """Adds a last row whose completion may have `limit` tokens."""
         row = self.size
         self.counts[row], self.prompt_lengths[row], self.limits[row] = 0, prompt_length, limit
         self.minimums[row], self.stop_set[row] = sampling.min_new_tokens, stop_set
@@ -58,7 +58,7 @@ class Records:
         logprobs: NDArray[np.float32],
         policy_version: int,
     ) -> None:
-        """One token more for the rows first, first + 1, ..."""
+        """Appends one token to the rows first, first + 1, ..."""
         stop = first + len(token_ids)
         counts = self.counts[first:stop]
         self._reserve(int(counts.max()) + 1)
@@ -76,7 +76,7 @@ class Records:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Where each row's last token stands."""
+        """The position of each row's last token [n]."""
         lengths: NDArray[np.int64] = self.prompt_lengths[: self.size] + self.counts[: self.size]
         return lengths - 1
 
@@ -95,7 +95,7 @@ class Records:
         )
 
     def close(self, row: int) -> None:
-        """Forget the row; the last one takes its place."""
+        """Removes the row; the last one moves into its slot."""
         last = self.size - 1
         self.size = last
         for column in self._columns:

@@ -1,8 +1,8 @@
 """One token per row, from logits; the log-probability is that of the distribution sampled from.
 
 Shapes: n rows, V vocabulary. Rows may differ in every parameter. Sampling inverts the cumulative
-distribution at one uniform number per row: a seeded row needs one number of its own generator, and
-a token of probability 0 has no width to be hit. Called by `actors.engines.hf.batch`.
+distribution at one uniform number per row: a seeded row takes one number of its own generator, and
+a token of probability 0 is never sampled.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class RowSampling:
-    """The sampling parameters of n rows as columns [n, 1]; a column nobody needs is None."""
+    """The sampling parameters of n rows as columns [n, 1]; a column that no row needs is None."""
 
     temperature: torch.Tensor
     is_greedy: torch.Tensor | None
@@ -78,7 +78,7 @@ def truncate(
 ) -> torch.Tensor:
     """Logits [n, V] with -inf outside the k likeliest, then outside the nucleus of mass p.
 
-    `top_k` and `top_p` are [n, 1]; 0 and 1 leave a row whole. The likeliest token always stays
+    `top_k` and `top_p` are [n, 1]; 0 and 1 truncate nothing. The likeliest token always stays
     (Holtzman et al. 2020, arXiv 1904.09751, for the nucleus).
     """
     ordered, order = logits.sort(dim=-1, descending=True)

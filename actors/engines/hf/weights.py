@@ -1,24 +1,23 @@
 """A second set of parameters, filled while the first one samples, swapped in between two tokens.
 
-Invariant: an update never touches a parameter in use; `swap` exchanges storage pointers, so
-sampling pauses for microseconds however large the model is. The price is memory for one more copy.
+Invariant: an update never writes to a parameter in use; `swap` exchanges storage pointers, so
+sampling pauses for microseconds however large the model is. It costs memory for one more copy.
 
-Both sets stand in memory of their own, laid out as the update's bytes are, so that an update in the
-engine's own precision is received straight into place.
+Each set has memory of its own with the layout of the update's bytes, so an update in the engine's
+precision is received in place.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from actors.engines.manifest import require_same_parameters
 from streamrl.types import TensorSpec, replace
 from streamrl.weights.layout import Layout, dtype_name
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A set of parameters: the bytes, and the views of them by name."""
+    """A set of parameters: its bytes, and views of them by name."""
 
     manifest: tuple[TensorSpec, ...]
     data: torch.Tensor
@@ -32,23 +31,17 @@ class _Copy:
 
 
 class SpareWeights:
-    """Parameters by name; those the learner does not send (none, as a rule) stay as they are."""
+    """Parameters by name; those the learner does not send keep their values."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._active = dict(model.named_parameters())
         self._used: _Copy | None = None
         self._spare: _Copy | None = None
 
-    def check(self, manifest: tuple[TensorSpec, ...]) -> None:
-        """Refuse a manifest that is not this model's."""
-        require_same_parameters(
-            manifest, {name: tuple(parameter.shape) for name, parameter in self._active.items()}
-        )
-
     def landing(self, manifest: tuple[TensorSpec, ...]) -> torch.Tensor | None:
-        """Where the update's bytes can be received in place, if it is in the engine's precision.
+        """The memory to receive the update in place, None if it is in another precision.
 
-        Comes before `stage`, once for each update.
+        Called before `stage`, once for each update.
         """
         own = tuple(
             replace(spec, dtype=dtype_name(self._active[spec.name].dtype)) for spec in manifest
@@ -58,14 +51,14 @@ class SpareWeights:
         return self._spare.data if own == manifest else None
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep the tensor, cast to the engine's precision, for the next swap."""
-        assert self._spare is not None, "landing() comes first"
+        """Keeps the tensor, cast to the engine's precision, for the next swap."""
+        assert self._spare is not None, "landing() was called"
         view = self._spare.views[name]
         if tensor.data_ptr() != view.data_ptr():
             view.copy_(tensor)
 
     def swap(self) -> None:
-        """What was staged becomes active; what was active becomes the next staging area."""
+        """Makes the staged set active, and the active one the next staging area."""
         assert self._spare is not None, "nothing was staged"
         for name, staged in self._spare.views.items():
             self._active[name].data = staged

@@ -1,10 +1,10 @@
-"""HTTP to an inference server: JSON both ways, and three kinds of trouble kept apart.
+"""HTTP to an inference server: JSON both ways, and three kinds of failure kept apart.
 
-    RefusedError          the server answered, and the answer is no; nothing is repeated
-    ConnectionLostError   no answer; whoever asked knows whether asking again is harmless
-    TransportError        no answer for as long as anybody waits: the server is gone
+    RefusedError          the server answered with an error; the request is not repeated
+    ConnectionLostError   no answer; the caller knows whether the request may be repeated
+    TransportError        no answer until the retry timeout: the server is gone
 
-Invariant: every call ends by its deadline. Calls that are safe to repeat go through `patiently`.
+Invariant: every call ends by its deadline. Calls that may be repeated go through `retry_lost`.
 """
 
 import asyncio
@@ -23,16 +23,15 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 
 
 class RefusedError(StreamRLError):
-    """The server's own no, with its HTTP status and its words."""
+    """An error that the server answered with, its HTTP status and its message."""
 
-    def __init__(self, path: str, status: int, words: str) -> None:
-        super().__init__(f"{path} was answered with {status}: {words}")
+    def __init__(self, path: str, status: int, message: str) -> None:
+        super().__init__(f"{path} was answered with {status}: {message}")
         self.status = status
-        self.words = words
 
 
 class ConnectionLostError(TransportError):
-    """The connection broke or none came about."""
+    """The connection broke, or none was made."""
 
 
 class SlowAnswerError(TransportError):
@@ -40,7 +39,7 @@ class SlowAnswerError(TransportError):
 
 
 class Http:
-    """One server's address. `now` is for before the event loop has anything else to do."""
+    """One server's address. `request_sync` is for the start of an engine."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
@@ -48,7 +47,7 @@ class Http:
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
-        # Nothing here may wait for a free connection: who may ask is decided by the engine.
+        # The engine limits the number of requests, so none waits for a free connection.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx2.AsyncClient(limits=limits, trust_env=False)
 
@@ -59,21 +58,20 @@ class Http:
 
         Raises:
             RefusedError: any status but 2xx, or an answer of another shape.
-            ConnectionLostError: it is not known whether the server has done what was asked.
-            SlowAnswerError: nor here.
+            ConnectionLostError, SlowAnswerError: the server may or may not have done it.
         """
         content = msgspec.json.encode(body)
-        return cast(T, await self._ask("POST", path, content, answer, timeout_s))
+        return cast(T, await self._request("POST", path, content, answer, timeout_s))
 
-    async def tell(self, path: str, body: Any, *, timeout_s: float | None = None) -> None:
-        """As `post`, where no answer is wanted but that it was done."""
-        await self._ask("POST", path, msgspec.json.encode(body), Any, timeout_s)
+    async def send(self, path: str, body: Any, *, timeout_s: float | None = None) -> None:
+        """As `post`; the answer is ignored unless it is an error."""
+        await self._request("POST", path, msgspec.json.encode(body), Any, timeout_s)
 
     async def get(self, path: str) -> str:
-        """As `post`; the text as it is."""
-        return cast(str, await self._ask("GET", path, b"", str, None))
+        """The text of an answer; raises as `post` does."""
+        return cast(str, await self._request("GET", path, b"", str, None))
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, content: bytes, answer: Any, timeout_s: float | None
     ) -> Any:
         timeout = httpx2.Timeout(timeout_s, connect=_CONNECT_S) if timeout_s else self._timeout
@@ -85,10 +83,10 @@ class Http:
             raise self._lost(path, error) from error
         return _decoded(path, response, answer)
 
-    def now(
+    def request_sync(
         self, method: str, path: str, body: Any = None, answer: Any = Any, timeout_s: float = 30.0
     ) -> Any:
-        """As `post`, blocking; for the start, when nothing else is to be served."""
+        """As `post`, blocking the thread."""
         content = b"" if body is None else msgspec.json.encode(body)
         timeout = httpx2.Timeout(timeout_s, connect=_CONNECT_S)
         try:
@@ -104,15 +102,15 @@ class Http:
         await self._client.aclose()
 
     def _lost(self, path: str, error: httpx2.RequestError) -> TransportError:
-        words = f"{self.url}{path}: {type(error).__name__} {error}".rstrip()
+        message = f"{self.url}{path}: {type(error).__name__} {error}".rstrip()
         if isinstance(error, httpx2.ReadTimeout):
-            return SlowAnswerError(words)
-        return ConnectionLostError(words)
+            return SlowAnswerError(message)
+        return ConnectionLostError(message)
 
 
-async def patiently(ask: Callable[[], Awaitable[T]], retry_timeout_s: float) -> T:
-    """Ask again while the connection is lost. Waits for an answer, or for `retry_timeout_s` since
-    the first loss.
+async def retry_lost(call: Callable[[], Awaitable[T]], retry_timeout_s: float) -> T:
+    """Repeats the call while the connection is lost. Waits for an answer, or until
+    `retry_timeout_s` after the first loss.
 
     Raises:
         TransportError: the server is gone.
@@ -120,38 +118,37 @@ async def patiently(ask: Callable[[], Awaitable[T]], retry_timeout_s: float) -> 
     wait_s, until_s = _FIRST_WAIT_S, None
     while True:
         try:
-            return await ask()
+            return await call()
         except ConnectionLostError as error:
             until_s = until_s or time.monotonic() + retry_timeout_s
             if time.monotonic() + wait_s > until_s:
-                words = (
+                raise TransportError(
                     f"the inference server is gone (no answer for {retry_timeout_s:g} s): {error}"
-                )
-                raise TransportError(words) from error
+                ) from error
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
 def _decoded(path: str, response: httpx2.Response, answer: Any) -> Any:
     if not response.is_success:
-        raise RefusedError(path, response.status_code, _words(response))
+        raise RefusedError(path, response.status_code, _message(response))
     if answer is str:
         return response.text
     try:
         return msgspec.json.decode(response.content or b"null", type=answer)
     except msgspec.DecodeError as error:
-        # Some verbs are answered with a sentence; who expects no shape does not mind.
+        # Some routes answer with plain text.
         if answer is Any:
             return response.text
         raise RefusedError(path, response.status_code, f"unexpected answer: {error}") from error
 
 
-def _words(response: httpx2.Response) -> str:
-    """The message inside an error answer, whichever of the usual places it stands in."""
+def _message(response: httpx2.Response) -> str:
+    """The message of an error answer, from whichever of the usual fields holds it."""
     try:
-        told = response.json()
+        body = response.json()
     except ValueError:
         return response.text.strip()[:500]
-    while isinstance(told, dict):
-        told = next((told[k] for k in ("message", "error", "detail") if k in told), str(told))
-    return str(told)[:500]
+    while isinstance(body, dict):
+        body = next((body[k] for k in ("message", "error", "detail") if k in body), str(body))
+    return str(body)[:500]

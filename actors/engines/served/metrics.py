@@ -1,6 +1,6 @@
-"""Readings of a server from its Prometheus page; the names are each server's own.
+"""Gauges of a server from its Prometheus page; the names are each server's own.
 
-A page is text: `name{label="value",...} number` a line, # before a comment.
+A page has one `name{label="value",...} number` per line; comments begin with #.
 """
 
 from collections.abc import Mapping

@@ -1,22 +1,23 @@
-"""A server process of one engine: started by it, and gone with it (see `process_guard`)."""
+"""A server process that its engine starts; it ends with the engine (see `process_guard`)."""
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from streamrl.errors import TransportError
-from streamrl.run_folder import last_words
+from streamrl.run_folder import last_log_line
 
 _GRACE_S = 15.0
-# As a file, so that it imports nothing and watches from the first moment on.
+# As a file, so that it imports nothing and watches the owner from the first moment on.
 _GUARD = Path(__file__).with_name("process_guard.py")
 
 
 class ServerProcess:
-    """A running command; what it says goes to `log_file`."""
+    """A running command whose output goes to `log_file`."""
 
     def __init__(
         self, command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None
@@ -36,18 +37,31 @@ class ServerProcess:
     def require_alive(self) -> None:
         """
         Raises:
-            TransportError: it has ended; with its last words.
+            TransportError: the process has ended; with the last line of its log.
         """
         code = self._process.poll()
         if code is not None:
-            raise TransportError(
-                f"the inference server ended with {code}: {last_words(self._log_file).strip()} "
-                f"(see {self._log_file})"
-            )
+            raise death("the inference server", code, self._log_file)
 
     def close(self) -> None:
-        """End it. Waits until it has, at most as long as its guard gives it."""
+        """Ends the process. Waits until it has ended, at most as long as its guard gives it."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_S)
+
+
+def death(name: str, exit_code: int | None, log_file: Path) -> TransportError:
+    """The error for a process that has ended, with the last line of its log.
+
+    >>> str(death("vLLM", -4, Path("nowhere")))
+    'vLLM ended with SIGILL: cannot read nowhere: No such file or directory (see nowhere)'
+    """
+    match exit_code:
+        case None:
+            ended = "ended"
+        case int() if exit_code < 0:
+            ended = f"ended with {signal.Signals(-exit_code).name}"
+        case _:
+            ended = f"ended with {exit_code}"
+    return TransportError(f"{name} {ended}: {last_log_line(log_file)} (see {log_file})")

@@ -1,7 +1,9 @@
-"""Runs a command that must not outlive whoever started it: `python process_guard.py COMMAND`.
+"""Runs a command that must not outlive the process that started it: `python process_guard.py
+COMMAND`.
 
-Standard input is a pipe from the owner; nobody writes to it. When it closes, however the owner
-ended, the command and all its children are told to end, and are killed if they don't.
+Standard input is a pipe from that process, its owner; nothing is written to it. It closes when the
+owner ends, in whatever way; the command and all its children then get SIGTERM, and SIGKILL
+`_GRACE_S` later.
 """
 
 import contextlib
@@ -15,30 +17,39 @@ _GRACE_S = 10.0
 
 
 def main(command: list[str]) -> int:
-    """The command's exit code. Waits for its end, or for the owner's."""
+    """Returns the command's exit code. Waits for its end, or for the owner's."""
     # A group of its own, so that one signal reaches all that the command starts.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    signal.signal(signal.SIGTERM, lambda *_: _tell(process, signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: _signal(process, signal.SIGTERM))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_owner, args=(process,), daemon=True).start()
+    threading.Thread(target=_wait_for_owner, args=(process,), daemon=True).start()
     code = process.wait()
-    _tell(process, signal.SIGKILL)
+    _signal(process, signal.SIGKILL)
+    if code < 0:
+        _end_by(-code)
     return code
 
 
-def _follow_owner(process: "subprocess.Popen[bytes]") -> None:
-    """Waits for the pipe's end, then a while for the command's."""
+def _wait_for_owner(process: "subprocess.Popen[bytes]") -> None:
+    """Waits for the pipe's end, then for the command's, `_GRACE_S` at most."""
     os.read(0, 1)
-    _tell(process, signal.SIGTERM)
+    _signal(process, signal.SIGTERM)
     try:
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
-        _tell(process, signal.SIGKILL)
+        _signal(process, signal.SIGKILL)
 
 
-def _tell(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
+
+
+def _end_by(number: int) -> None:
+    """Ends this process by the signal that ended the command, so that its owner sees the signal."""
+    with contextlib.suppress(OSError):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

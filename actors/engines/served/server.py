@@ -1,6 +1,7 @@
-"""What `actors.engines.served.engine` asks of a kind of inference server, and the words it uses.
+"""The interface of an inference server to `actors.engines.served.engine`, and its records.
 
-A new kind implements `Server` in its own folder; see `actors.engines.sglang.server`.
+A new kind implements `Server`, and `actors.engines.served.start.ServerKind` for its start, in a
+folder of its own; see `actors.engines.sglang`.
 """
 
 import uuid
@@ -20,13 +21,13 @@ from streamrl.types import (
 )
 
 UNLABELED = "default"
-"""What both vLLM and SGLang call the weights they started with."""
+"""The label that both vLLM and SGLang give the weights they started with."""
 
 
 class Labels(Struct, frozen=True):
-    """What the server's weights are called: OWNER/VERSION, where the owner is one engine's life.
+    """The server's labels of its weights: OWNER/VERSION, where the owner is one engine object.
 
-    So weights that a server started with, or got from another generator, never pass for ours.
+    Weights that a server started with, or got from another generator, have another owner.
     """
 
     owner: str
@@ -42,7 +43,7 @@ class Labels(Struct, frozen=True):
         """The version of a label.
 
         Raises:
-            TransportError: the weights are not ours.
+            TransportError: this engine did not load the weights.
         """
         owner, _, version = label.partition("/")
         if owner != self.owner or not version.isdigit():
@@ -54,11 +55,11 @@ class Labels(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One completion to ask for, with what the engine has decided already.
+    """A request for one completion.
 
-    `id` is not a prefix of any other (SGLang aborts by prefix). `stops` end the completion,
-    end-of-sequence tokens among them unless they are to be ignored. Prefixes of the prompt are
-    shared among requests of one `cache_salt` only.
+    `id` is not a prefix of another one's (SGLang aborts by prefix). `stops` end the completion and
+    contain the end-of-sequence tokens unless these are ignored. Only requests of one `cache_salt`
+    share prefixes of their prompts.
     """
 
     id: str
@@ -84,45 +85,45 @@ class VersionSpan(Struct, frozen=True):
 class Server(Protocol):
     """A server that is up, checked, and holds the weights of the model's folder."""
 
+    name: str
+    """The library's name, for messages."""
+
     async def sample(self, request: Request) -> Completion | None:
         """The completion, or None if the server gave the request up (an update, an abort).
 
         Raises:
-            RolloutError: the server refuses this request.
-            ConnectionLostError: it may be asked again, under another id.
+            RolloutError, RefusedError, SlowAnswerError: this request fails alone.
+            ConnectionLostError: the request may be sent again, under another id.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Give the request's slot back. Nobody waits for its answer any more."""
+        """Frees the request's slot; its answer is ignored."""
         ...
 
     async def receive(self, update: WeightUpdate) -> None:
-        """Get the update to where `load` finds it, while sampling goes on.
+        """Gets the update to where `load` finds it, while sampling goes on.
 
         Raises:
-            WeightTransferError: it did not arrive; the server's weights are as they were.
+            WeightTransferError, RefusedError, ConnectionLostError: it did not arrive; the server's
+                weights are unchanged.
         """
         ...
 
     async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
-        """Load what was received; the seconds in which nothing was sampled.
+        """Loads what was received; returns the seconds in which nothing was sampled.
 
-        `on_loaded` is called before sampling goes on. An error in here leaves the server paused:
-        its weights may be half old, half new.
+        `on_loaded` is called before sampling goes on. After an error other than
+        WeightTransferError the server stays paused: its weights may be partly old, partly new.
         """
         ...
 
     async def readings(self) -> Mapping[str, float]:
-        """`num_active`, `num_waiting`, `num_tokens` and what else the server counts.
-
-        Raises:
-            TransportError: the server is gone.
-        """
+        """`num_active`, `num_waiting`, `num_tokens` and further gauges of the server."""
         ...
 
     async def close(self) -> None:
-        """Let go of the server; one that was started for this engine ends."""
+        """Closes the connections to the server."""
         ...
 
 
@@ -135,7 +136,7 @@ def completion(
     """The record of an answer.
 
     Raises:
-        RolloutError: its parts don't fit together.
+        RolloutError: its fields are inconsistent.
     """
     try:
         return Completion(
@@ -145,7 +146,7 @@ def completion(
             finish_reason=FinishReason(finish_reason),
         )
     except (TypeError, ValueError) as error:
-        raise RolloutError(f"the inference server's answer makes no sense: {error}") from error
+        raise RolloutError(f"the inference server's answer is inconsistent: {error}") from error
 
 
 def versions_of(spans: Iterable[VersionSpan], num_tokens: int, labels: Labels) -> Int32Array:
@@ -153,11 +154,11 @@ def versions_of(spans: Iterable[VersionSpan], num_tokens: int, labels: Labels) -
 
     Raises:
         RolloutError: the spans leave a token out.
-        TransportError: a token was sampled by weights that are not ours.
+        TransportError: a token was sampled by weights that this engine did not load.
     """
     versions = np.full(num_tokens, -1, dtype=np.int32)
     for span in spans:
         versions[span.start : span.end] = labels.version(span.version)
     if (versions < 0).any():
-        raise RolloutError("the server's answer does not say which weights sampled every token")
+        raise RolloutError("the server's answer leaves out which weights sampled a token")
     return versions

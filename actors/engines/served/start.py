@@ -1,14 +1,18 @@
-"""Before the first request: wait for a server, and see that it answers as the engine needs it to.
+"""How an engine starts on an inference server: the server is up, fits, and has its first weights.
 
 Blocking, since a generator has nothing else to do before its engine is up.
 """
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 from urllib.parse import urlsplit
 
+from actors.engines.model import ModelFacts
+from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import Http, RefusedError
-from actors.engines.served.server import Request
+from actors.engines.served.process import ServerProcess
+from actors.engines.served.server import Labels, Request, Server
 from streamrl.config import RunConfig
 from streamrl.config.engines.server import ServerSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
@@ -17,44 +21,100 @@ from streamrl.types import Completion, SamplingParams
 _CHECK_S = 0.5
 
 
+class ServerKind(Protocol):
+    """One library's server before its first request.
+
+    All but `server` make blocking requests, and raise RefusedError or TransportError for those that
+    fail.
+    """
+
+    @property
+    def settings(self) -> ServerSettings: ...
+
+    def require_up(self, http: Http) -> None:
+        """Returns if the server takes requests."""
+        ...
+
+    def require_settings(self, http: Http) -> None:
+        """
+        Raises:
+            ConfigError: the server was not started as the configuration needs it.
+        """
+        ...
+
+    def restore(self, http: Http, labels: Labels) -> None:
+        """Loads the model folder's weights, whatever an earlier generator has loaded, and labels
+        them as version 0."""
+        ...
+
+    def sample(self, http: Http, labels: Labels, request: Request) -> Completion | None: ...
+
+    def refusal(self, http: Http, error: RefusedError) -> ConfigError:
+        """The error for a server that refuses one of these requests."""
+        ...
+
+    def server(self, http: Http, labels: Labels) -> Server: ...
+
+
+def open_served(
+    kind: ServerKind, config: RunConfig, http: Http, process: ServerProcess | None = None
+) -> ServedEngine:
+    """An engine on the server at `http`, checked and with its first weights. `process` is the
+    server's if this engine started it; it ends with the engine, or here if the start fails.
+
+    Raises:
+        ConfigError: the server is not up in time, or does not fit the configuration.
+    """
+    labels = Labels.new()
+    try:
+        wait_until_up(kind, http, process.require_alive if process else lambda: None)
+        _check(kind, http, labels)
+        return ServedEngine(
+            kind.server(http, labels),
+            ModelFacts.of(config.model),
+            max_num_seqs=config.generator.max_num_seqs,
+            max_model_len=config.max_model_len,
+            retry_timeout_s=kind.settings.retry_timeout_s,
+            process=process,
+        )
+    except BaseException:
+        if process is not None:
+            process.close()
+        raise
+
+
 def host_of(url: str) -> str:
     return urlsplit(url).hostname or "127.0.0.1"
 
 
 def wait_until_up(
-    http: Http,
-    path: str,
-    settings: ServerSettings,
-    require_alive: Callable[[], None] = lambda: None,
+    kind: ServerKind, http: Http, require_alive: Callable[[], None] = lambda: None
 ) -> None:
-    """Waits until the server answers `path`; unblocked by it, by `require_alive`, which raises when
+    """Waits until the server takes requests; unblocked by it, by `require_alive`, which raises when
     the server's process has ended, or by `start_timeout_s`."""
-    until_s = time.monotonic() + settings.start_timeout_s
+    timeout_s = kind.settings.start_timeout_s
+    until_s = time.monotonic() + timeout_s
     while True:
         require_alive()
         try:
-            http.now("GET", path)
+            return kind.require_up(http)
         except RefusedError as error:
             if error.status in (401, 403):
                 raise ConfigError(
                     f"generator: {http.url} wants another key (api_key_variable): {error}"
                 ) from error
-            words = str(error)
+            message = str(error)
         except TransportError as error:
-            words = str(error)
-        else:
-            return
+            message = str(error)
         if time.monotonic() > until_s:
-            raise ConfigError(
-                f"no inference server at {http.url} in {settings.start_timeout_s:g} s: {words}"
-            )
+            raise ConfigError(f"no inference server at {http.url} in {timeout_s:g} s: {message}")
         time.sleep(_CHECK_S)
 
 
 def require_length(http: Http, config: RunConfig, num_reserved: int = 0) -> None:
-    """Refuse a server that would cut what this configuration wants to sample; of its length
-    `num_reserved` positions are for itself."""
-    longest = http.now("GET", "/v1/models")["data"][0]["max_model_len"] - num_reserved
+    """Refuses a server whose context is too short; it keeps `num_reserved` positions of it."""
+    models = http.request_sync("GET", "/v1/models")
+    longest = models["data"][0]["max_model_len"] - num_reserved
     if longest < config.max_model_len:
         raise ConfigError(
             f"the server at {http.url} takes {longest} tokens of prompt and completion, and "
@@ -62,12 +122,11 @@ def require_length(http: Http, config: RunConfig, num_reserved: int = 0) -> None
         )
 
 
-def probe(ask: Callable[[Request], Completion | None]) -> None:
-    """One token sampled among the one likeliest: under what it was sampled from, its
-    log-probability is 0.
+def probe(sample: Callable[[Request], Completion | None]) -> None:
+    """Samples one token with top_k 1: under the truncated distribution its log-probability is 0.
 
     Raises:
-        ConfigError: the server reports log-probabilities of something else.
+        ConfigError: the server reports log-probabilities of another distribution.
     """
     request = Request(
         id="probe",
@@ -79,12 +138,21 @@ def probe(ask: Callable[[Request], Completion | None]) -> None:
         cache_salt="probe",
     )
     try:
-        answer = ask(request)
+        answer = sample(request)
     except RolloutError as error:
         raise ConfigError(f"the inference server fails at its first token: {error}") from error
     if answer is None or abs(float(answer.logprobs[0])) > 1e-3:
-        told = "nothing" if answer is None else f"{float(answer.logprobs[0]):.3f}"
+        logprob = "none" if answer is None else f"{float(answer.logprobs[0]):.3f}"
         raise ConfigError(
             "the inference server does not report log-probabilities of the distribution it samples "
-            f"from: the only candidate had {told} instead of 0"
+            f"from: that of the only candidate was {logprob} instead of 0"
         )
+
+
+def _check(kind: ServerKind, http: Http, labels: Labels) -> None:
+    try:
+        kind.require_settings(http)
+        kind.restore(http, labels)
+        probe(lambda request: kind.sample(http, labels, request))
+    except RefusedError as error:
+        raise kind.refusal(http, error) from error

@@ -1,6 +1,6 @@
-"""From a run's configuration to SGLang's command line, and from a request to its words.
+"""From a run's configuration to SGLang's command line, and from our request to SGLang's.
 
-Invariant: whatever `generator.engine_kwargs` names is passed on, except what correctness rests on.
+Invariant: `generator.engine_kwargs` overrides every argument but those that correctness needs.
 """
 
 import sys
@@ -13,13 +13,13 @@ from streamrl.config import RunConfig
 from streamrl.config.engines.sglang import OURS
 from streamrl.errors import ConfigError
 
-# Of its context SGLang leaves two positions unused, and takes no prompt within six of its end.
+# SGLang leaves two positions of its context unused, and takes no prompt within six of its end.
 NUM_RESERVED = 6
 _FIXED = ("model_path", "host", "port", "enable_metrics", "skip_tokenizer_init", "random_seed")
 
 
 def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> list[str]:
-    """What starts the server a run's configuration describes."""
+    """The command that starts the server of a run's configuration."""
     generator = config.generator
     settings = generator.sglang.model_dump(exclude=set(OURS))
     given = {name: value for name, value in settings.items() if value is not None}
@@ -36,7 +36,7 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
         "context_length": config.max_model_len + NUM_RESERVED,
         "trust_remote_code": config.model.trust_remote_code,
         "enable_metrics": True,
-        # SGLang's minimum length looks into a tokenizer; nothing else here needs one.
+        # Only SGLang's minimum length needs a tokenizer.
         "skip_tokenizer_init": generator.min_new_tokens == 0,
         **given,
         **generator.engine_kwargs,
@@ -45,7 +45,7 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
 
 
 def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Command-line words: true is a bare flag, false none, a list many words.
+    """The arguments as flags: true is a bare flag, false no flag, a list a flag with many values.
 
     >>> list(flags({"tp_size": 2, "disable_cuda_graph": True, "enable_metrics": False}))
     ['--tp-size', '2', '--disable-cuda-graph']
@@ -61,10 +61,10 @@ def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def wire_request(request: Request, seed: int) -> GenerateReqInput:
-    """The request in SGLang's words. `seed` serves where the request names none.
+    """SGLang's record of the request. `seed` is used if the request has none.
 
-    SGLang knows "ignore stops altogether" but not "ignore end-of-sequence alone": in that case the
-    answer is cut by whoever reads it.
+    SGLang can ignore all stops, but not the end-of-sequence tokens alone: in that case
+    `actors.engines.sglang.server` cuts the answer at the first stop.
     """
     sampling = request.sampling
     return GenerateReqInput(
@@ -87,6 +87,6 @@ def wire_request(request: Request, seed: int) -> GenerateReqInput:
 
 
 def is_truncated(request: Request) -> bool:
-    """Whether candidates are cut off; greedy sampling reports itself as if none were."""
+    """Whether top-k or top-p excludes candidates; greedy sampling reports the full distribution."""
     sampling = request.sampling
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)

@@ -1,7 +1,7 @@
-"""The bodies of SGLang's HTTP routes: of each of its classes the fields that we set or read.
+"""The bodies of SGLang's HTTP routes: the fields that we set or read.
 
-Invariant: every class and field here has SGLang's own name; `tests/unit/test_sglang_messages.py`
-holds them against the real package of the version named there.
+Invariant: every class and field has SGLang's own name; `tests/unit/test_sglang_messages.py`
+compares them with the package of the version named there.
 """
 
 from typing import Any, Literal
@@ -14,8 +14,8 @@ __all__ = ["VersionSpan"]
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
-    """`sampling_seed` is heeded only under enable_deterministic_inference, and has to be given
-    there: siblings without one would all be the same."""
+    """SGLang uses `sampling_seed` only under enable_deterministic_inference, where siblings without
+    one would all be the same."""
 
     max_new_tokens: int
     min_new_tokens: int

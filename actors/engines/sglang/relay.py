@@ -1,16 +1,16 @@
-"""An update's way into SGLang: received here while it samples, handed on in its pause.
+"""A weight update in SGLang: received in this process while it samples, sent on in its pause.
 
 SGLang receives inside its scheduler: it samples nothing meanwhile, loads bucket by bucket into the
-weights in use, and waits half an hour for a sender that has died. So it never joins the learner's
-group. This process receives as every engine does; what is complete is broadcast once more, over a
-group of this process (rank 0) and SGLang's ranks, formed anew for each update.
+weights in use, and waits half an hour for a sender that has ended. So it does not join the
+learner's group. This process receives as every engine does and broadcasts a complete update once
+more, over a group of this process (rank 0) and SGLang's ranks, formed for each update.
 
-    pause, form the group, begin | a broadcast a bucket | end, dissolve, continue
+    pause, form the group, begin | one broadcast per bucket | end, destroy the group, continue
 
-Invariant: SGLang's weights change only if every tensor of the update is here. Its label changes
-with the last bucket, in the pause. With SGLang's overlap scheduler, the one token of a request that
-was under way when an in-place pause began is labeled one version too new; its log-probability is
-right. (`engine_kwargs: {disable_overlap_schedule: true}` makes the label exact too.)
+Invariant: SGLang's weights change only after every tensor of the update has arrived here. Its label
+changes with the last bucket, in the pause. With SGLang's overlap scheduler, the token of a request
+that was being sampled when an in-place pause began is labeled one version too new; its
+log-probability is right. (`engine_kwargs: {disable_overlap_schedule: true}` makes the label exact.)
 """
 
 import asyncio
@@ -37,14 +37,15 @@ from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
 from streamrl.weights.layout import dtype_name
 from streamrl.weights.transports import groups
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.transports.receive import TransferReceiver
 
 PauseMode = Literal["abort", "retract", "in_place"]
 NamedTensor = tuple[str, torch.Tensor]
 
 
 class Relay:
-    """One update at a time. `host` is this machine's address as SGLang's ranks reach it."""
+    """Receives and loads one update at a time. `host` is the address at which SGLang's ranks reach
+    this machine."""
 
     def __init__(
         self,
@@ -65,38 +66,39 @@ class Relay:
         self._store = groups.Store(host, timeout_s)
 
     async def receive(self, update: WeightUpdate) -> None:
-        """Into this process's memory. Waits for the learner, whose transfer has its timeouts."""
+        """Into this process's memory. Waits for the learner; the timeouts of the transfer
+        unblock."""
         await asyncio.to_thread(lambda: self._staged.fill(self._transfer.tensors(update)))
 
     async def load(self, label: str, on_loaded: Callable[[], None]) -> float:
-        """Hand on what was received; the seconds in which nothing was sampled.
+        """Sends on what was received; returns the seconds in which nothing was sampled.
 
         Raises:
-            WeightTransferError: no group came about; sampling goes on with the weights it had.
-            RefusedError, TransportError: SGLang's weights may be half old, half new.
+            WeightTransferError: no group was formed; sampling goes on with the old weights.
+            RefusedError, TransportError: SGLang's weights may be partly old, partly new.
         """
         start = time.perf_counter()
-        await self._http.tell("/pause_generation", PauseGenerationReqInput(mode=self._mode()))
+        await self._http.send("/pause_generation", PauseGenerationReqInput(mode=self._mode()))
         name = f"streamrl-{uuid.uuid4().hex[:12]}"
         try:
             group = await self._form(name)
         except (RefusedError, WeightTransferError) as error:
-            await self._http.tell("/continue_generation", ContinueGenerationReqInput())
+            await self._http.send("/continue_generation", ContinueGenerationReqInput())
             raise WeightTransferError(
                 f"SGLang did not join a group at {self._store.host}:{self._store.port} (see "
                 f"generator.sglang.reach_host): {error}"
             ) from error
         try:
-            await self._http.tell("/begin_weight_update", BeginWeightUpdateReqInput())
+            await self._http.send("/begin_weight_update", BeginWeightUpdateReqInput())
             await self._broadcast(group, name, label)
-            await self._http.tell("/end_weight_update", EndWeightUpdateReqInput())
+            await self._http.send("/end_weight_update", EndWeightUpdateReqInput())
         finally:
             await asyncio.to_thread(group.close)
-        await self._http.tell(
+        await self._http.send(
             "/destroy_weights_update_group", DestroyWeightsUpdateGroupReqInput(group_name=name)
         )
         on_loaded()
-        await self._http.tell("/continue_generation", ContinueGenerationReqInput())
+        await self._http.send("/continue_generation", ContinueGenerationReqInput())
         return time.perf_counter() - start
 
     def close(self) -> None:
@@ -108,9 +110,9 @@ class Relay:
         return "retract" if self._settings.recompute_kv else "in_place"
 
     async def _form(self, name: str) -> groups.Group:
-        """Both ends at once. Waits for all ranks; the timeout or a refusal unblocks."""
+        """Joins the group at both ends. Waits for all ranks; the timeout or a refusal unblocks."""
         world_size = 1 + self._settings.tp_size
-        invitation = InitWeightsUpdateGroupReqInput(
+        request = InitWeightsUpdateGroupReqInput(
             master_address=self._store.host,
             master_port=self._store.port,
             rank_offset=1,
@@ -122,41 +124,41 @@ class Relay:
             self._store.join, prefix_of(name), world_size, "gloo", self._timeout_s
         )
         path = "/init_weights_update_group"
-        group, _ = await asyncio.gather(joining, self._http.tell(path, invitation))
+        group, _ = await asyncio.gather(joining, self._http.send(path, request))
         return group
 
     async def _broadcast(self, group: groups.Group, name: str, label: str) -> None:
         buckets = list(buckets_of(self._staged, self._bucket_bytes))
         for i, bucket in enumerate(buckets):
             is_last = i == len(buckets) - 1
-            order = UpdateWeightsFromDistributedReqInput(
+            body = UpdateWeightsFromDistributedReqInput(
                 names=[tensor_name for tensor_name, _ in bucket],
                 dtypes=[dtype_name(tensor.dtype) for _, tensor in bucket],
                 shapes=[tuple(tensor.shape) for _, tensor in bucket],
                 group_name=name,
                 load_format="flattened_bucket",
-                # What requests that go on hold is theirs; what nobody holds is of no use.
+                # With in_place, requests in flight keep their cache.
                 flush_cache=is_last and self._mode() != "in_place",
                 weight_version=label if is_last else None,
             )
             flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
             await asyncio.gather(
                 asyncio.to_thread(group.broadcast, flat),
-                self._http.tell("/update_weights_from_distributed", order),
+                self._http.send("/update_weights_from_distributed", body),
             )
 
 
 def prefix_of(group_name: str) -> str:
-    """Where torch puts the keys of a gloo group that SGLang joins under this name in our store.
+    """The prefix of the keys of a gloo group that SGLang joins under this name in our store.
 
-    SGLang puts one prefix of its own before the two of torch.distributed's helper; a `PrefixStore`
-    joins prefix and key with a slash.
+    SGLang adds a prefix of its own to the two of torch.distributed; a `PrefixStore` joins prefix
+    and key with a slash.
     """
     return f"{group_name}/{group_name}//cpu/"
 
 
 def buckets_of(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Tensors that travel together, wide element types first: SGLang's views need alignment."""
+    """The tensors of each broadcast, wide element types first: SGLang's views need alignment."""
     bucket: list[NamedTensor] = []
     for name, tensor in sorted(tensors, key=lambda named: -named[1].element_size()):
         if bucket and sum(t.nbytes for _, t in bucket) + tensor.nbytes > bucket_bytes:

@@ -1,15 +1,15 @@
 """An SGLang server, elsewhere (`generator.sglang.url`) or started for this engine.
 
-What a recorded version means: the weights whose forward pass sampled the token, by SGLang's own
-spans of labels (`actors.engines.sglang.relay` says where they are one token off). What of its KV
-cache is of the same version depends on `generator.sglang.pause_mode`:
+A recorded version is that of the weights whose forward pass sampled the token, by SGLang's own
+spans of labels (`actors.engines.sglang.relay` documents where they are one token off). Which
+version the KV cache is of depends on `generator.sglang.pause_mode`:
 
-    keep    requests in flight go on; their earlier tokens' KV stays of the version that made it,
-            or, with recompute_kv, they are taken back and read anew
+    keep    requests in flight go on; the KV cache of their earlier tokens stays of the version that
+            computed it, or, with recompute_kv, is computed again
     abort   requests in flight begin anew, so all of a completion is of one version
 
-Log-probabilities: SGLang reports those after temperature; where top-k or top-p cut, the ones of the
-cut distribution come with its sampling mask, which holds at most sampling_mask_max_tokens (4096)
+SGLang reports log-probabilities after temperature. With top-k or top-p, those of the truncated
+distribution come with its sampling mask, which holds at most sampling_mask_max_tokens (4096)
 candidates: a request that keeps more fails alone.
 """
 
@@ -19,17 +19,13 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from actors.engines.served.http import Http, RefusedError, SlowAnswerError
+from actors.engines.served.http import Http
 from actors.engines.served.metrics import Names, readings
-from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import Labels, Request, completion, versions_of
 from actors.engines.sglang.arguments import is_truncated, wire_request
-from actors.engines.sglang.messages import (
-    AbortReq,
-    GenerateResponse,
-)
+from actors.engines.sglang.messages import AbortReq, GenerateResponse
 from actors.engines.sglang.relay import Relay
-from streamrl.errors import RolloutError, TransportError
+from streamrl.errors import RolloutError
 from streamrl.types import Completion, WeightUpdate
 
 GAUGES: Names = {
@@ -43,6 +39,8 @@ GAUGES: Names = {
 class SglangServer:
     """Implements `actors.engines.served.server.Server`."""
 
+    name = "SGLang"
+
     def __init__(
         self,
         http: Http,
@@ -51,53 +49,41 @@ class SglangServer:
         *,
         seed: int,
         is_deterministic: bool,
-        request_s: float,
-        process: ServerProcess | None = None,
+        request_timeout_s: float,
     ) -> None:
         self._http = http
         self._relay = relay
         self._labels = labels
         self._is_deterministic = is_deterministic
-        self._request_s = request_s
-        self._process = process
+        self._request_timeout_s = request_timeout_s
         self._seeds = (int(s) for s in _seeds(seed))
 
     async def sample(self, request: Request) -> Completion | None:
         if request.sampling.seed is not None and not self._is_deterministic:
             raise RolloutError(
-                "SGLang heeds a seed only with generator.sglang.enable_deterministic_inference"
+                "SGLang uses a seed only with generator.sglang.enable_deterministic_inference"
             )
         body = wire_request(request, next(self._seeds))
-        try:
-            answer = await self._http.post(
-                "/generate", body, GenerateResponse, timeout_s=self._request_s
-            )
-        except (RefusedError, SlowAnswerError) as error:
-            raise RolloutError(f"SGLang refused a request: {error}") from error
+        answer = await self._http.post(
+            "/generate", body, GenerateResponse, timeout_s=self._request_timeout_s
+        )
         return completion_of(answer, request, self._labels)
 
     async def abort(self, request_id: str) -> None:
-        await self._http.tell("/abort_request", AbortReq(rid=request_id))
+        await self._http.send("/abort_request", AbortReq(rid=request_id))
 
     async def receive(self, update: WeightUpdate) -> None:
         await self._relay.receive(update)
 
     async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
-        try:
-            return await self._relay.load(self._labels.label(policy_version), on_loaded)
-        except RefusedError as error:
-            raise TransportError(f"SGLang did not load an update: {error}") from error
+        return await self._relay.load(self._labels.label(policy_version), on_loaded)
 
     async def readings(self) -> Mapping[str, float]:
-        if self._process is not None:
-            self._process.require_alive()
         return readings(await self._http.get("/metrics"), GAUGES)
 
     async def close(self) -> None:
         self._relay.close()
         await self._http.close()
-        if self._process is not None:
-            self._process.close()
 
 
 def completion_of(answer: GenerateResponse, request: Request, labels: Labels) -> Completion | None:
@@ -119,12 +105,12 @@ def completion_of(answer: GenerateResponse, request: Request, labels: Labels) ->
 
 
 def _first_stop(token_ids: list[int], request: Request) -> int | None:
-    places = range(request.min_new_tokens, len(token_ids))
-    return next((i for i in places if token_ids[i] in request.stops), None)
+    positions = range(request.min_new_tokens, len(token_ids))
+    return next((i for i in positions if token_ids[i] in request.stops), None)
 
 
 def _seeds(seed: int) -> "itertools.chain[int]":
-    """Endless; requests without a seed of their own must differ from each other."""
+    """Endless; requests without a seed of their own get different ones."""
     generator = np.random.default_rng(seed)
     draws = (generator.integers(0, 2**31, size=1024).tolist() for _ in itertools.count())
     return itertools.chain.from_iterable(draws)

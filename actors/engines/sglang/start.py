@@ -1,14 +1,13 @@
-"""Before the first request to an SGLang server: it is up, it fits, it has its first weights."""
+"""How an SGLang server, elsewhere or started here, is checked."""
 
 import contextlib
 import socket
 
-from actors.engines.model import ModelFacts
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import UNLABELED, Labels, Request
-from actors.engines.served.start import host_of, probe, require_length, wait_until_up
+from actors.engines.served.start import host_of, open_served, require_length
 from actors.engines.sglang.arguments import NUM_RESERVED, launch_command, wire_request
 from actors.engines.sglang.messages import (
     ContinueGenerationReqInput,
@@ -25,106 +24,92 @@ from streamrl.errors import ConfigError
 from streamrl.types import Completion
 from streamrl.weights.transports.groups import address_towards
 
+_LOAD_FOLDER_S = 600.0
+
 
 def open_sglang(config: RunConfig, *, seed: int) -> ServedEngine:
-    """An engine on the server of `generator.sglang.url`, or on one started here; checked, and with
-    its first weights.
-
-    Raises:
-        ConfigError: it is not up in time, or does not serve what the configuration asks for.
-    """
+    """An engine on the server of `generator.sglang.url`, or on one started here; raises as
+    `open_served` does."""
     settings = config.generator.sglang
-    process = None
-    if settings.url is None:
-        port = _free_port()
-        command = launch_command(config, host="127.0.0.1", port=port, seed=seed)
-        process = ServerProcess(command, config.run.path / "logs" / f"sglang-{port}.log")
-    http = Http(settings.url or f"http://127.0.0.1:{port}", api_key=settings.api_key)
-    try:
-        return _open(config, http, process, seed)
-    except BaseException:
-        if process is not None:
-            process.close()
-        raise
+    kind = SglangKind(config, seed=seed)
+    if settings.url is not None:
+        return open_served(kind, config, Http(settings.url, api_key=settings.api_key))
+    port = _free_port()
+    command = launch_command(config, host="127.0.0.1", port=port, seed=seed)
+    process = ServerProcess(command, config.run.path / "logs" / f"sglang-{port}.log")
+    return open_served(kind, config, Http(f"http://127.0.0.1:{port}"), process)
 
 
-def _open(config: RunConfig, http: Http, process: ServerProcess | None, seed: int) -> ServedEngine:
-    settings = config.generator.sglang
-    labels = Labels.new()
-    require_alive = process.require_alive if process else lambda: None
-    wait_until_up(http, "/model_info", settings, require_alive)
-    # One that an earlier generator has left paused is not healthy by SGLang's own account.
-    if http.now("GET", "/model_info")["weight_version"] == UNLABELED:
-        wait_until_up(http, "/health", settings, require_alive)
-    try:
-        _require_settings(http, config)
-        _restore(http, labels)
-        probe(lambda request: _ask_now(http, request, labels))
-    except RefusedError as error:
-        raise ConfigError(f"generator.engine sglang: {http.url} refuses: {error}") from error
-    relay = Relay(
-        http,
-        settings,
-        host=settings.reach_host or address_towards(host_of(http.url)),
-        bucket_bytes=config.weights.bucket_bytes,
-        timeout_s=config.weights.deadline_s / 4,
-    )
-    server = SglangServer(
-        http,
-        relay,
-        labels,
-        seed=seed,
-        is_deterministic=settings.enable_deterministic_inference,
-        request_s=settings.request_timeout_s,
-        process=process,
-    )
-    return ServedEngine(
-        server,
-        ModelFacts.of(config.model),
-        max_num_seqs=config.generator.max_num_seqs,
-        max_model_len=config.max_model_len,
-        retry_timeout_s=settings.retry_timeout_s,
-    )
+class SglangKind:
+    """Implements `actors.engines.served.start.ServerKind`."""
 
+    def __init__(self, config: RunConfig, *, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self.settings = config.generator.sglang
 
-def _ask_now(http: Http, request: Request, labels: Labels) -> Completion | None:
-    answer = http.now("POST", "/generate", wire_request(request, 0), GenerateResponse)
-    return completion_of(answer, request, labels)
+    def require_up(self, http: Http) -> None:
+        # SGLang's /health fails on a server that an earlier generator has left paused.
+        if http.request_sync("GET", "/model_info")["weight_version"] == UNLABELED:
+            http.request_sync("GET", "/health")
 
-
-def _require_settings(http: Http, config: RunConfig) -> None:
-    """What the server was started with has to be what this configuration says of it."""
-    require_length(http, config, NUM_RESERVED)
-    settings, info = config.generator.sglang, http.now("GET", "/server_info")
-    for name in ("tp_size", "enable_deterministic_inference"):
-        if info.get(name) != getattr(settings, name):
+    def require_settings(self, http: Http) -> None:
+        require_length(http, self._config, NUM_RESERVED)
+        info = http.request_sync("GET", "/server_info")
+        for name in ("tp_size", "enable_deterministic_inference"):
+            if info.get(name) != getattr(self.settings, name):
+                raise ConfigError(
+                    f"generator.sglang.{name}: was {getattr(self.settings, name)}, but the server "
+                    f"at {http.url} was started with {info.get(name)}"
+                )
+        min_new_tokens = self._config.generator.min_new_tokens
+        if min_new_tokens and info.get("skip_tokenizer_init"):
             raise ConfigError(
-                f"generator.sglang.{name}: was {getattr(settings, name)}, but the server at "
-                f"{http.url} was started with {info.get(name)}"
+                f"generator.min_new_tokens: was {min_new_tokens}, for which SGLang needs a "
+                f"tokenizer, and the server at {http.url} has skip_tokenizer_init"
             )
-    if config.generator.min_new_tokens and info.get("skip_tokenizer_init"):
-        raise ConfigError(
-            f"generator.min_new_tokens: was {config.generator.min_new_tokens}, for which SGLang "
-            f"needs a tokenizer, and the server at {http.url} has skip_tokenizer_init"
+        if not info.get("enable_metrics"):
+            raise ConfigError(f"start the server at {http.url} with --enable-metrics")
+
+    def restore(self, http: Http, labels: Labels) -> None:
+        http.request_sync("POST", "/pause_generation", PauseGenerationReqInput(mode="abort"))
+        info = http.request_sync("GET", "/model_info")
+        if info["weight_version"] != UNLABELED:
+            # SGLang refuses it unless an update was left unfinished.
+            with contextlib.suppress(RefusedError):
+                http.request_sync("POST", "/end_weight_update", EndWeightUpdateReqInput())
+            body = UpdateWeightFromDiskReqInput(
+                model_path=info["model_path"], abort_all_requests=True
+            )
+            http.request_sync("POST", "/update_weights_from_disk", body, timeout_s=_LOAD_FOLDER_S)
+        label = UpdateWeightVersionReqInput(new_version=labels.label(0), abort_all_requests=True)
+        http.request_sync("POST", "/update_weight_version", label)
+        http.request_sync("POST", "/continue_generation", ContinueGenerationReqInput())
+
+    def sample(self, http: Http, labels: Labels, request: Request) -> Completion | None:
+        body = wire_request(request, 0)
+        answer = http.request_sync("POST", "/generate", body, GenerateResponse)
+        return completion_of(answer, request, labels)
+
+    def refusal(self, http: Http, error: RefusedError) -> ConfigError:
+        return ConfigError(f"generator.engine sglang: {http.url} refuses: {error}")
+
+    def server(self, http: Http, labels: Labels) -> SglangServer:
+        relay = Relay(
+            http,
+            self.settings,
+            host=self.settings.reach_host or address_towards(host_of(http.url)),
+            bucket_bytes=self._config.weights.bucket_bytes,
+            timeout_s=self._config.weights.deadline_s / 4,
         )
-    if not info.get("enable_metrics"):
-        raise ConfigError(f"start the server at {http.url} with --enable-metrics")
-
-
-def _restore(http: Http, labels: Labels) -> None:
-    """The model folder's weights, whatever an earlier generator has left, under our label."""
-    http.now("POST", "/pause_generation", PauseGenerationReqInput(mode="abort"))
-    info = http.now("GET", "/model_info")
-    if info["weight_version"] != UNLABELED:
-        # It is refused where no update was left half done.
-        with contextlib.suppress(RefusedError):
-            http.now("POST", "/end_weight_update", EndWeightUpdateReqInput())
-        path = info["model_path"]
-        body = UpdateWeightFromDiskReqInput(model_path=path, abort_all_requests=True)
-        http.now("POST", "/update_weights_from_disk", body, timeout_s=600.0)
-    label = UpdateWeightVersionReqInput(new_version=labels.label(0), abort_all_requests=True)
-    http.now("POST", "/update_weight_version", label)
-    http.now("POST", "/continue_generation", ContinueGenerationReqInput())
+        return SglangServer(
+            http,
+            relay,
+            labels,
+            seed=self._seed,
+            is_deterministic=self.settings.enable_deterministic_inference,
+            request_timeout_s=self.settings.request_timeout_s,
+        )
 
 
 def _free_port() -> int:

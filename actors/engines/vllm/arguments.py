@@ -1,7 +1,7 @@
 """From a run's configuration to vLLM's arguments, and from our sampling record to vLLM's.
 
-Invariant: whatever `generator.engine_kwargs` names wins, except what correctness rests on: token
-ids in and out, log-probabilities of the distribution sampled from, our weight transfer.
+Invariant: `generator.engine_kwargs` overrides every argument but those that correctness needs:
+token ids in and out, log-probabilities of the distribution sampled from, our weight transfer.
 """
 
 import os
@@ -13,7 +13,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from actors.engines.vllm.plugin import BACKEND, OWNED_VARIABLE, register
+from actors.engines.model import ModelFacts
+from actors.engines.vllm.cpu import require_servable
+from actors.engines.vllm.plugin import BACKEND, register
 from streamrl.config import RunConfig
 from streamrl.config.engines.vllm import OURS
 from streamrl.errors import ConfigError
@@ -29,14 +31,18 @@ _FIXED: dict[str, Any] = {
 }
 
 
-def engine_arguments(config: RunConfig, *, seed: int) -> AsyncEngineArgs:
-    """vLLM's arguments for the engine a run's configuration describes."""
+def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> AsyncEngineArgs:
+    """vLLM's arguments for the engine a run's configuration describes.
+
+    Raises:
+        ConfigError: vLLM does not take an argument, or cannot serve the model on this CPU.
+    """
     register()
-    os.environ[OWNED_VARIABLE] = "1"
     chosen = {**_typed(config), **config.generator.engine_kwargs}
     if clash := sorted(_FIXED.keys() & config.generator.engine_kwargs.keys()):
         raise ConfigError(f"generator.engine_kwargs.{clash[0]}: is set by StreamRL; leave it out")
     if current_platform.is_cpu():
+        require_servable(config, facts)
         chosen = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True} | chosen
         _prepare_cpu(config.generator.num_threads, chosen["enforce_eager"])
         if chosen["tensor_parallel_size"] == 1:
@@ -56,9 +62,9 @@ def engine_arguments(config: RunConfig, *, seed: int) -> AsyncEngineArgs:
 def vllm_sampling(
     sampling: SamplingParams, max_new_tokens: int, eos_token_ids: frozenset[int]
 ) -> VllmSamplingParams:
-    """The same request in vLLM's words; one answer at the end, nothing decoded to text.
+    """vLLM's record of the same request: one answer at its end, not decoded to text.
 
-    End-of-sequence tokens go in as stop tokens: without a tokenizer vLLM knows none itself.
+    End-of-sequence tokens are passed as stop tokens: without a tokenizer vLLM knows none.
     """
     stops = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
@@ -80,7 +86,7 @@ def vllm_sampling(
 
 
 def _typed(config: RunConfig) -> dict[str, Any]:
-    """The typed settings; those left unset are vLLM's to choose."""
+    """The typed settings; vLLM chooses those that are left unset."""
     generator = config.generator
     settings = generator.vllm.model_dump(exclude=set(OURS))
     given = {name: value for name, value in settings.items() if value is not None}
@@ -95,8 +101,8 @@ def _typed(config: RunConfig) -> dict[str, Any]:
 
 
 def _one_process() -> dict[str, str]:
-    """Scheduler and worker in one process, as on a GPU. In two, each waits for the other's every
-    step by spinning, and on a machine of few cores nothing else gets to run for seconds."""
+    """Scheduler and worker in one process, as on a GPU. In two, each spins while it waits for the
+    other's step, and on a machine of few cores nothing else runs for seconds."""
     is_bound = os.environ["VLLM_CPU_OMP_THREADS_BIND"] != "nobind"
     return {} if is_bound else {"distributed_executor_backend": IN_ONE_PROCESS}
 

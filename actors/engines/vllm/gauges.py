@@ -1,7 +1,7 @@
-"""Readings of a vLLM engine, collected by vLLM's own interface for statistics.
+"""Gauges of a vLLM engine, collected by vLLM's own interface for statistics.
 
-vLLM calls `record` after each step, in the event loop. The names of the fields it hands over are
-not stable between its releases: this file is where a change would show.
+vLLM calls `record` after each step, in the event loop. It may rename the fields of its records from
+one release to the next; only this file reads them.
 """
 
 from vllm.config import VllmConfig
@@ -10,7 +10,7 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 
 
 class Gauges(StatLoggerBase):
-    """The latest scheduler reading and running totals since the start."""
+    """The last reading of the scheduler, and totals since the start."""
 
     def __init__(self) -> None:
         self.num_active = 0
@@ -20,7 +20,7 @@ class Gauges(StatLoggerBase):
         self.num_preemptions = 0
 
     def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> "Gauges":
-        """vLLM asks for a factory; there is one engine, so one reading is all there is."""
+        """vLLM expects a factory; there is one engine, so one object."""
         return self
 
     def record(
@@ -41,4 +41,4 @@ class Gauges(StatLoggerBase):
             self.num_preemptions += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say: the generator's log names the engine."""
+        """Nothing: the generator's log names the engine."""

@@ -1,7 +1,7 @@
-"""The bodies of vLLM's route for tokens in, tokens out: of each of its classes the fields we use.
+"""The bodies of vLLM's route for tokens in, tokens out: the fields that we set or read.
 
-Invariant: every class and field here has vLLM's own name; `tests/vllm/test_remote_messages.py`
-holds them against the real classes.
+Invariant: every class and field has vLLM's own name; `tests/vllm/test_served_messages.py` compares
+them with vLLM's classes.
 """
 
 from msgspec import Struct

@@ -1,23 +1,24 @@
-"""vLLM's door to StreamRL: the entry point `vllm.general_plugins` of pyproject.toml.
+"""StreamRL's plug-in in vLLM's processes: the entry point `vllm.general_plugins`.
 
 vLLM calls `register` in each of its processes, so the weight receiver is known in the workers. It
-may be called more than once, and imports nothing heavy: the receiver is loaded when it is used.
+may be called more than once, and imports only what vLLM has imported already.
 
-Invariant: vLLM's processes end with the generator that started them, however that ended. vLLM
-itself leaves its engine core running when its owner is killed.
+Invariant: vLLM's processes end with the generator that started them, in whatever way it ended;
+vLLM itself leaves its engine core running when its owner is killed.
 """
 
+import logging
 import multiprocessing
 import os
 import threading
 
 BACKEND = "streamrl"
 # Set by the generator, so that vLLM's processes of other programs are left as they are.
-OWNED_VARIABLE = "STREAMRL_OWNS_VLLM"
+ERROR_LOG_VARIABLE = "STREAMRL_VLLM_ERROR_LOG"
 
 
 def register() -> None:
-    """Make `WeightTransferConfig(backend="streamrl")` known to vLLM."""
+    """Makes `WeightTransferConfig(backend="streamrl")` known to vLLM."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND in WeightTransferEngineFactory._registry:
@@ -25,13 +26,33 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         BACKEND, "actors.engines.vllm.receiver", "WeightReceiver"
     )
-    if multiprocessing.parent_process() and OWNED_VARIABLE in os.environ:
+    request_amx()
+    if multiprocessing.parent_process() and (log_file := os.environ.get(ERROR_LOG_VARIABLE)):
+        _log_errors(log_file)
         threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
 
 
+def request_amx() -> bool:
+    """Asks the operating system for this process's use of AMX tiles; whether it grants it.
+
+    vLLM's attention in bfloat16 uses the tiles of a CPU that has them without asking, and the
+    process ends with SIGILL.
+    """
+    import torch
+
+    return not torch.cpu._is_amx_tile_supported() or torch.cpu._init_amx()
+
+
+def _log_errors(log_file: str) -> None:
+    """Writes vLLM's errors to the file, too."""
+    handler = logging.FileHandler(log_file, delay=True)
+    handler.setLevel(logging.ERROR)
+    logging.getLogger("vllm").addHandler(handler)
+
+
 def _end_with_parent() -> None:
-    """Waits for the parent's end, which the operating system shows by closing a pipe."""
+    """Waits for the parent's end, at which the operating system closes a pipe."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "register() has looked"
+    assert parent is not None, "register() has checked"
     parent.join()
     os._exit(1)

@@ -4,13 +4,13 @@ vLLM's life-cycle of an update, as `actors.engines.vllm.weights` drives it:
 
     start_weight_update   begin
     update_weights        a thread receives into host memory; the call returns at once
-    (report)              the thread tells the engine's process how it went
+    (report)              the thread sends the result to the engine's process
     pause                 vLLM stops between two steps
-    finish_weight_update  what was received is loaded; nothing, if nothing was
+    finish_weight_update  loads what was received, if it is complete
     resume
 
-Invariant: the model's own weights change in `finish_weight_update` only, and only if every tensor
-of the update is there. Sampling goes on while bytes arrive.
+Invariant: the model's weights change only in `finish_weight_update`, and only if every tensor of
+the update has arrived. Sampling goes on while the update arrives.
 """
 
 import logging
@@ -31,22 +31,22 @@ from actors.engines.staging import StagedWeights
 from actors.engines.vllm.weights import Report
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, WeightUpdate, replace
-from streamrl.weights.transports.broadcast import TransferReceiver
+from streamrl.weights.transports.receive import TransferReceiver
 
 log = logging.getLogger(__name__)
-# It warns at each update of modules that have buffers but nothing to load; that no parameter is
-# missing is checked against the manifest before anything is sent.
+# It warns at each update of modules with buffers and nothing to load. That no parameter is missing
+# is checked by the manifest.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Groups are joined update by update, so there is nothing to say beforehand."""
+    """Empty: groups are joined for each update."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`update` is a `WeightUpdate` as JSON; "" forgets what was received. Reports go to
+    """`update` is a `WeightUpdate` as JSON; "" discards what was received. The report goes to
     `report_to`, a ZeroMQ PULL socket."""
 
     attempt: int
@@ -60,12 +60,12 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls: ClassVar[type[InitInfo]] = InitInfo
     update_info_cls: ClassVar[type[UpdateInfo]] = UpdateInfo
     supports_draft_weight_update = False
-    # vLLM's name for: update_weights may return before the weights are in the model.
+    # To vLLM: update_weights may return before the weights are in the model.
     defers_processing = True
 
     _thread: threading.Thread | None = None
     _transfer: TransferReceiver | None = None
-    _told: "zmq.Socket[bytes] | None" = None
+    _socket: "zmq.Socket[bytes] | None" = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do; see InitInfo."""
@@ -78,7 +78,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive in the background, or forget what was received."""
+        """Receives in the background, or discards what was received."""
         self.drain_pending()
         self._is_complete = False
         if update_info.update:
@@ -94,7 +94,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._thread = None
 
     def finish_weight_update(self) -> None:
-        """Load what was received. vLLM is paused, or nothing was received."""
+        """Loads what was received; without anything, vLLM need not be paused."""
         self.drain_pending()
         if not self._is_complete:
             return
@@ -119,17 +119,17 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception as reason:
             log.exception("weights not received")
             error = f"{type(reason).__name__}: {reason}"
-        self._tell(info.report_to, Report(info.attempt, error))
+        self._send(info.report_to, Report(info.attempt, error))
 
-    def _tell(self, address: str, report: Report) -> None:
-        """Say it, and keep the socket until there is something new to say: a closed one drops what
-        the other end, kept from its CPU for a while, has not taken yet."""
-        if self._told is not None:
-            self._told.close()
-        self._told = zmq.Context.instance().socket(zmq.PUSH)
-        self._told.setsockopt(zmq.LINGER, 0)
-        self._told.connect(address)
-        self._told.send(msgspec.json.encode(report))
+    def _send(self, address: str, report: Report) -> None:
+        """Keeps the socket until the next report: closing one drops what a busy reader has not read
+        yet."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self._socket.send(msgspec.json.encode(report))
 
     def _stage(self, update: WeightUpdate) -> None:
         if self._transfer is None:
@@ -138,7 +138,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._staged.fill(self._transfer.tensors(self._as_this_worker(update)))
 
     def _as_this_worker(self, update: WeightUpdate) -> WeightUpdate:
-        """The endpoint names the engine's first rank; each of its workers is one rank further."""
+        """The endpoint names the rank of the engine's first worker; the others follow it."""
         endpoint = update.endpoint
         if not isinstance(endpoint, BroadcastEndpoint):
             return update

@@ -1,8 +1,8 @@
-"""An update's way through vLLM: received while sampling goes on, loaded in a short pause.
+"""A weight update in vLLM: received while sampling goes on, loaded in a short pause.
 
 Invariant: vLLM's label of the weights changes in the same pause as the weights, so the label vLLM
-gives each sampled token is that of the version whose forward pass produced it. Owned by the engines
-beside this file; the workers' end is `actors.engines.vllm.receiver`. Knows vLLM by its verbs only.
+gives each sampled token is that of the version whose forward pass sampled it. The workers' end is
+`actors.engines.vllm.receiver`.
 """
 
 import time
@@ -21,14 +21,14 @@ _CHECK_S = 1.0
 
 
 class Report(msgspec.Struct, frozen=True):
-    """How one worker's reception of one attempt ended; `error` is empty if all is there."""
+    """The result of one attempt in one worker; `error` is empty if the update is complete."""
 
     attempt: int
     error: str = ""
 
 
 class WeightVerbs(Protocol):
-    """vLLM's own verbs of a weight update, in this process or over HTTP."""
+    """vLLM's own calls for a weight update, in this process or over HTTP."""
 
     async def start(self) -> None: ...
 
@@ -41,14 +41,14 @@ class WeightVerbs(Protocol):
     async def resume(self) -> None: ...
 
     async def require_alive(self) -> None:
-        """Raises if vLLM is dead, so that nobody waits for it."""
+        """Raises if vLLM has ended."""
         ...
 
 
 class WeightLoader:
-    """One update at a time, from announcement to resumed sampling.
+    """Receives and loads one update at a time.
 
-    `address` is this machine's as vLLM's workers see it; they report there.
+    `address` is the one at which vLLM's workers reach this machine, for their reports.
     """
 
     def __init__(
@@ -69,34 +69,34 @@ class WeightLoader:
         self._report_to = f"tcp://{address}:{port}"
 
     def configure(self, settings: VllmSettings) -> None:
-        """How to pause."""
+        """Sets how to pause."""
         self._mode = settings.pause_mode
-        # What an engine without requests in flight holds is of no use to the new weights.
+        # With no request in flight, all that the cache holds is of the old weights.
         self._clear_cache = settings.recompute_kv or settings.pause_mode != "keep"
 
     async def receive(self, update: WeightUpdate) -> None:
-        """Into the workers' host memory. Waits for each worker's report, which the transfer's
-        timeouts bring about, or for the deadline.
+        """Into the workers' host memory. Waits for each worker's report, which the timeouts of the
+        transfer bound, or for the deadline.
 
         Raises:
-            WeightTransferError: a worker did not get it all; the weights are as they were.
+            WeightTransferError: a worker did not get all of it; the weights are unchanged.
         """
         self._attempt += 1
         await self._vllm.start()
         encoded = msgspec.json.encode(update).decode()
-        await self._tell(update=encoded, report_to=self._report_to)
+        await self._update(update=encoded, report_to=self._report_to)
         until_s = time.monotonic() + self._deadline_s if self._deadline_s else None
         errors = [error for _ in range(self._num_workers) if (error := await self._report(until_s))]
         if errors:
-            await self._tell()
+            await self._update()
             await self._vllm.finish(None)
             raise WeightTransferError(errors[0])
 
     async def load(self, label: str, on_loaded: Callable[[], None]) -> float:
-        """Load what was received; the seconds in which nothing was sampled.
+        """Loads what was received; returns the seconds in which nothing was sampled.
 
-        `on_loaded` is called while vLLM is still paused. An error in here leaves it paused: its
-        weights may be half old, half new.
+        `on_loaded` is called while vLLM is paused. After an error vLLM stays paused: its weights
+        may be partly old, partly new.
         """
         start = time.perf_counter()
         await self._vllm.pause(self._mode, clear_cache=self._clear_cache)
@@ -110,11 +110,11 @@ class WeightLoader:
     def close(self) -> None:
         self._reports.close(linger=0)
 
-    async def _tell(self, **update: str) -> None:
+    async def _update(self, **update: str) -> None:
         await self._vllm.update({"attempt": self._attempt, **update})
 
     async def _report(self, until_s: float | None) -> str:
-        """The next worker's report. Waits for it, for vLLM's death or the deadline."""
+        """The next worker's error. Waits for its report, for vLLM's end or the deadline."""
         while True:
             if await self._reports.poll(_CHECK_S * 1000):
                 report = msgspec.json.decode(await self._reports.recv(), type=Report)
@@ -123,8 +123,8 @@ class WeightLoader:
                 continue
             if until_s is not None and time.monotonic() > until_s:
                 return (
-                    f"no word from a vLLM worker in {self._deadline_s:g} s; it has to reach the "
+                    f"no report from a vLLM worker in {self._deadline_s:g} s; it has to reach the "
                     f"learner, and this generator at {self._report_to}"
                 )
-            # A busy server takes its time to answer, in which the word may have come.
+            # A busy server answers late; the report may have come meanwhile.
             await self._vllm.require_alive()

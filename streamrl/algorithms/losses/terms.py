@@ -1,7 +1,7 @@
 """Terms added to the policy loss: entropy bonus, KL to a reference, SFT on positives; value loss.
 
 Each takes [R] tensors and, for micro-batches, the totals of the whole batch, and returns a scalar
-without its coefficient. Called by `streamrl.algorithms.objective` and by the critic's step.
+without its coefficient.
 """
 
 import torch

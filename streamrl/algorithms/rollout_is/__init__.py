@@ -6,7 +6,7 @@ rollout importance sampling (github.com/volcengine/verl) and "Your Efficient RL
 Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025); IcePop (Ling team, 2025).
 
 Invariant: weights are finite, detached and in [0, threshold] (before batch normalization); tokens
-of a vetoed or non-finite sequence weigh exactly 0. Called by the learner once per step.
+of a vetoed or non-finite sequence weigh exactly 0.
 
 Different from verl on purpose:
 - the standard deviation takes two passes in float64 (the one-pass formula reads 0 for a true 1e-4);

@@ -4,7 +4,7 @@ With d = log(train / behavior) clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(
 (Schulman, "Approximating KL divergence", 2020), per token or as sum, mean or maximum over a
 sequence. Bounds of k1 are ratios behavior / train: the other way round from those of a weight.
 
-Invariant: a token is kept if every rule passes. Called by `streamrl.algorithms.rollout_is.shard`.
+Invariant: a token is kept if every rule passes.
 """
 
 import math

@@ -1,7 +1,6 @@
 """One shard of rollout importance sampling: its weights, and the statistics of its metrics.
 
-Invariant: everything is computed in float64, over sequences that are finite and not empty. Called
-by `streamrl.algorithms.rollout_is`, which cuts a batch into shards at sequence boundaries.
+Invariant: everything is computed in float64, over sequences that are finite and not empty.
 """
 
 import math
@@ -42,7 +41,7 @@ def measure_shard(
     config: RolloutISSettings,
     staleness: Tensor | None,
 ) -> Shard:
-    """Measure the sequences that hold finite tokens; the others get weight 0 and no say."""
+    """Measure the sequences of finite tokens; the others weigh 0 and are in no statistic."""
     dtype = torch.promote_types(train.dtype, torch.float32)
     train = train.double()
     log_ratio = train - behavior
@@ -258,7 +257,7 @@ def _by_staleness(
 
 
 def _exp(values: Tensor) -> Tensor:
-    """exp that stays finite: beyond e^80 the size says nothing."""
+    """exp that stays finite: beyond e^80 float32 overflows."""
     return values.clamp(max=80.0).exp_()
 
 

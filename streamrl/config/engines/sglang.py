@@ -1,4 +1,4 @@
-"""The settings of the SGLang engine, `generator.sglang`. Knows nothing of SGLang itself."""
+"""`generator.sglang`: the SGLang engine."""
 
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ class SglangSettings(ServerSettings):
     """GPUs that share one server."""
     attention_backend: str | None = None
     """Attention kernels."""
-    chunked_prefill_size: int | None = None
+    chunked_prefill_size: Annotated[int, Field(ge=-1)] | None = None
     """Tokens of one chunk of a long prompt; -1 never cuts prompts."""
     load_format: str | None = None
     """How the model folder is read; dummy starts from random weights."""
@@ -27,7 +27,7 @@ class SglangSettings(ServerSettings):
     disable_radix_cache: bool = False
     """Compute prompts anew instead of sharing prefixes."""
     enable_deterministic_inference: bool = False
-    """Batch-invariant kernels; only with them does SGLang heed a request's seed."""
+    """Batch-invariant kernels; only with them does SGLang apply the seed of a request."""
     pause_mode: Literal["keep", "abort"] = "keep"
     """Requests in flight at an update: go on with the new weights, or begin anew."""
     recompute_kv: bool = False

@@ -1,4 +1,4 @@
-"""The settings of the vLLM engine, `generator.vllm`. Knows nothing of vLLM itself."""
+"""`generator.vllm`: the vLLM engine."""
 
 from typing import Annotated, Literal
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from streamrl.config.loading.foreign_names import FOREIGN_SECTIONS, find_foreign_name
 from streamrl.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -22,39 +23,63 @@ def _sentences(
     error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]
 ) -> Iterator[str]:
     for detail in error.errors(include_url=False):
-        path = [part for part in detail["loc"] if not _is_union_branch(part)]
-        field = ".".join(str(part) for part in path) or "configuration"
-        origin = next((f" ({o})" for key, o in origins.items() if _is_at(key, field)), "")
-        yield _sentence(detail, path, field, model) + origin
+        path = [str(part) for part in detail["loc"] if not _is_union_branch(part)]
+        for field, sentence in _findings(detail, path, model):
+            origin = next((f" ({o})" for key, o in origins.items() if _is_at(key, field)), "")
+            yield f"{field}: {sentence}{origin}" if field else f"{sentence}{origin}"
 
 
-def _sentence(
-    detail: "ErrorDetails", path: list[int | str], field: str, model: type[BaseModel]
-) -> str:
+def _findings(
+    detail: "ErrorDetails", path: list[str], model: type[BaseModel]
+) -> Iterator[tuple[str, str]]:
+    """(field, sentence); several where a whole section is refused key by key."""
+    field = ".".join(path)
     match detail["type"]:
         case "extra_forbidden":
-            return (
-                f"{field}: unknown key; {did_you_mean(str(path[-1]), _fields_at(model, path[:-1]))}"
-            )
-        case "missing":
-            return f"{field}: is required and was not given"
+            hint = did_you_mean(path[-1], _fields_at(model, path[:-1]))
+            is_misspelled = hint.startswith("did you mean") and path[-1] not in FOREIGN_SECTIONS
+            is_section_of_ours = is_misspelled and isinstance(detail["input"], Mapping)
+            foreign = [] if is_section_of_ours else _foreign(field, detail["input"])
+            yield from foreign or [(field, f"unknown key; {hint}")]
         case "unknown_key":
-            return f"{field}: {detail['msg']}"
+            yield from _foreign(field, detail["input"]) or [(field, detail["msg"])]
+        case "missing":
+            yield field, "is required and was not given"
         case "value_error":
-            sentence = detail["msg"].removeprefix("Value error, ")
-            return f"{field}: {sentence}" if path else sentence
+            yield field, detail["msg"].removeprefix("Value error, ")
         case _:
-            return f"{field}: was {_shown(detail['input'])}; {_lower(detail['msg'])}"
+            sentence = f"was {_shown(detail['input'])}; {_lower(detail['msg'])}"
+            yield field or "configuration", sentence
+
+
+def _foreign(field: str, value: object) -> list[tuple[str, str]]:
+    """What a refused key, or each key below it, is called here; empty if nobody has such names."""
+    leaves = list(_leaves(field, value))
+    names = [find_foreign_name(leaf) for leaf in leaves]
+    if not any(names):
+        return []
+    return [
+        (leaf, name.sentence if name else "unknown key")
+        for leaf, name in zip(leaves, names, strict=True)
+    ]
+
+
+def _leaves(path: str, value: object) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}", item)
+    else:
+        yield path
 
 
 def _is_at(key: str, field: str) -> bool:
     return key == field or key.startswith(field + ".") or field.startswith(key + ".")
 
 
-def _fields_at(model: type[BaseModel], path: list[int | str]) -> list[str]:
+def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
     """Names that may stand below `path`; walks nested sections, also inside `X | None`."""
     for part in path:
-        field = model.model_fields.get(str(part))
+        field = model.model_fields.get(part)
         nested = field and next(_models_in(field.annotation), None)
         if not nested:
             return []

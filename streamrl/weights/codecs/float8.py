@@ -1,4 +1,4 @@
-"""Matrices in eight bits on the wire: float8_e4m3fn values, one scale for each 128 x 128 block.
+"""Matrices in eight bits per weight: float8_e4m3fn values, one scale for each 128 x 128 block.
 
 The blocks are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), which vLLM, verl and NeMo-RL
 send too; scales are rounded up to powers of two (NeMo-RL's `use_weight_pow2_scale`), so that what a
@@ -6,7 +6,6 @@ receiver decodes is exact in bfloat16 and float32 alike: the one rounding is the
 
 Invariant: |decoded - sent| <= max(|sent| / 16, largest of its block / 2**17, 2**-126), of weights
 that are finite; the sender's rounding to bfloat16 would have been |sent| / 256.
-Called by `streamrl.weights.layout` for each slot whose manifest entry says float8_e4m3fn.
 """
 
 import torch
@@ -14,16 +13,17 @@ import torch
 DTYPE = torch.float8_e4m3fn
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
-"""Of the scales' name in a file, as in DeepSeek's checkpoints."""
+"""Suffix of the scales' name in a file, as in DeepSeek's checkpoints."""
 
 _LARGEST = torch.finfo(DTYPE).max
 _KEPT = {"lm_head", "wte", "wpe", "gate", "router"}
 
 
 def is_sent_in_float8(name: str, parameter: torch.Tensor) -> bool:
-    """Matrices are, but for embeddings, the output head and routers, which DeepSeek-V3 keeps too.
+    """True for matrices other than embeddings, the output head and routers.
 
-    Those, norms and biases cost few bytes and feel the rounding most.
+    DeepSeek-V3 excepts those too; they, norms and biases are few bytes and suffer most from the
+    rounding.
     """
     parts = name.split(".")
     is_kept = any(part in _KEPT or part.startswith("embed") for part in parts)

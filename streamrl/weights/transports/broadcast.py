@@ -1,8 +1,7 @@
-"""One update's bytes, both ends: a broadcast in buckets; and the receiving end of every other way
-(`streamrl.weights.transports.files`, `streamrl.weights.transports.shared_memory`).
+"""Weights by broadcasts of buckets in a torch.distributed group, both ends.
 
-Invariant: a receiver either has yielded every tensor of the manifest, or has raised; loading is up
-to the caller, who keeps the old weights until the last tensor is there.
+Invariant: every rank starts the same broadcasts in the same order, and none outlasts the group's
+timeout. After an error the group is closed; the next update forms another one.
 """
 
 import itertools
@@ -13,16 +12,14 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import BroadcastEndpoint, FilesEndpoint, SharedEndpoint, WeightUpdate
+from streamrl.types import BroadcastEndpoint
 from streamrl.weights.codecs.checksums import SIZE, checksums, require_equal
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports import groups
-from streamrl.weights.transports.files import FileReader, version_name
-from streamrl.weights.transports.shared_memory import SharedReader
 
 
 class BroadcastSender:
-    """The sending end of broadcasts: rank 0 of a group that is formed anew when members change."""
+    """The sending end: rank 0 of a group that is formed anew when its members change."""
 
     def __init__(self, settings: WeightSettings, host: str, device: torch.device) -> None:
         self._settings = settings
@@ -35,7 +32,7 @@ class BroadcastSender:
         self._name = ""
 
     def endpoints(self, members: Mapping[str, int], backend: str) -> dict[str, BroadcastEndpoint]:
-        """Where each member (name to number of ranks) is to join before `send` is called."""
+        """The endpoint of each member (name to number of ranks); `send` waits for them to join."""
         if self._store is None:
             self._store = groups.Store(self._host, self._timeout_s)
         if self._group is None or self._members != tuple(members):
@@ -86,89 +83,58 @@ class BroadcastSender:
 def _outgoing(
     endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor, device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """The buckets, and one checksum per tensor, computed while the buckets are on their way."""
+    """The buckets, then one checksum per tensor, computed while the buckets are being sent."""
     sums = bytearray()
     for bucket in layout.buckets:
         yield bucket.of(data).to(device)
         if endpoint.verify:
-            sums += checksums(bucket.slots, data)
+            sums += checksums(bucket.raws(bucket.of(data)))
     if sums:
         yield torch.frombuffer(sums, dtype=torch.uint8).to(device)
 
 
-class TransferReceiver:
-    """The receiving end, in the process that holds the model; one call at a time, in any thread.
+class BroadcastReceiver:
+    """A receiver's end. Keeps the group of the last broadcast, since members seldom change."""
 
-    Keeps the group of the last broadcast, since membership seldom changes between two updates.
-    """
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._group: tuple[str, groups.Group] | None = None
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * groups.IN_FLIGHT
-        self._files = FileReader()
-        self._shared = SharedReader()
 
     def tensors(
-        self, update: WeightUpdate, landing: torch.Tensor | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the manifest by name; each is valid until the next one is asked for, and
-        is only to be read.
-
-        `landing` [num_bytes of the manifest's layout] uint8, zeros at first, lets them be received
-        in place: tensors inside it are valid until it is given again. What arrives on another
-        device or has to be decoded stands elsewhere all the same.
-
-        Raises:
-            WeightTransferError: the sender or a peer is gone, or something is not as it was sent,
-                which may be known after the last tensor only.
-        """
-        match update.endpoint:
-            case BroadcastEndpoint() as endpoint:
-                layout = Layout(update.manifest, endpoint.bucket_bytes)
-                yield from self._broadcast(endpoint, layout, landing)
-            case FilesEndpoint() as endpoint:
-                name = version_name(update.history, update.policy_version)
-                yield from self._files.tensors(endpoint, update.manifest, name, landing)
-            case SharedEndpoint() as endpoint:
-                layout = Layout(update.manifest, endpoint.bucket_bytes)
-                yield from self._shared.tensors(endpoint, layout, landing)
-
-    def close(self) -> None:
-        self._leave()
-        self._shared.close()
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group[1].close()
-            self._group = None
-
-    def _broadcast(
         self, endpoint: BroadcastEndpoint, layout: Layout, landing: torch.Tensor | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by name; waits for the sender and the other members.
+
+        Raises:
+            WeightTransferError: the sender or a member is gone or too slow, or a checksum differs,
+                which is known after the last tensor only.
+        """
         group = self._join(endpoint)
         received = bytearray()
         try:
             arriving = group.pipelined(self._incoming(endpoint, layout, landing))
             for bucket, data in zip(layout.buckets, arriving, strict=False):
                 if endpoint.verify:
-                    received += checksums(bucket.slots, data, bucket.start)
+                    received += checksums(bucket.raws(data))
                 yield from bucket.views(data)
             sent = [data.cpu().numpy().tobytes() for data in arriving]
         except BaseException:
-            # Also if the consumer gives up: this end would be out of step with the others.
-            self._leave()
+            # Also if the consumer stops early: this rank would be out of step with the others.
+            self.close()
             raise
         if sent:
-            require_equal(layout.slots, sent[0], bytes(received), "the sender")
+            require_equal(layout.names, sent[0], bytes(received), "the sender")
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group[1].close()
+            self._group = None
 
     def _incoming(
-        self,
-        endpoint: BroadcastEndpoint,
-        layout: Layout,
-        landing: torch.Tensor | None,
+        self, endpoint: BroadcastEndpoint, layout: Layout, landing: torch.Tensor | None
     ) -> Iterator[torch.Tensor]:
-        """Where the buckets, and the checksums, are to be received."""
+        """Memory to receive the buckets into, then the checksums."""
         device = torch.device("cpu") if endpoint.backend == "gloo" else self._device
         in_place = landing is not None and landing.device.type == device.type
         for number, bucket in enumerate(layout.buckets):
@@ -181,17 +147,8 @@ class TransferReceiver:
 
     def _join(self, endpoint: BroadcastEndpoint) -> groups.Group:
         if self._group is None or self._group[0] != endpoint.group:
-            self._leave()
-            group = groups.join(
-                endpoint.host,
-                endpoint.port,
-                endpoint.group,
-                endpoint.rank,
-                endpoint.world_size,
-                endpoint.backend,
-                endpoint.timeout_s,
-            )
-            self._group = (endpoint.group, group)
+            self.close()
+            self._group = (endpoint.group, groups.join(endpoint))
         return self._group[1]
 
     def _reserve(self, number: int, num_bytes: int, device: torch.device) -> torch.Tensor:

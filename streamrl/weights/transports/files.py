@@ -1,10 +1,10 @@
 """Weights through a shared file system, both ends: whole files, and differences to the last one.
 
-A whole file is plain safetensors under the parameters' own names. With `weights.delta` a receiver
-that holds the version before gets only what differs (`codecs.delta`); whoever does not,
-or failed, gets a whole file, and so does everyone after `weights.full_every` differences.
+With `weights.delta` a receiver that has the version before gets only the difference to it; one that
+has not, or that failed, gets a whole file, and so does everyone after `weights.full_every`
+differences. What the files contain is in `transports.file_formats`.
 
-Invariant: a reader meets complete files only, and its file stays until it has answered or two
+Invariant: a reader sees complete files only, and its file stays until it has answered or two
 deadlines have passed. A checksum covers every byte that is handed on.
 """
 
@@ -19,10 +19,14 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.types import FilesEndpoint, TensorSpec
-from streamrl.weights.codecs import delta
-from streamrl.weights.codecs.checksums import checksum, checksums, require_equal
 from streamrl.weights.layout import Layout
-from streamrl.weights.transports import tensor_file
+from streamrl.weights.transports.file_formats import (
+    apply_delta,
+    is_delta,
+    read_whole,
+    write_delta,
+    write_whole,
+)
 from streamrl.weights.transports.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
@@ -31,21 +35,21 @@ _NEWEST = 2
 """Versions whose files stay in any case."""
 
 
-def version_name(history: str, version: int) -> str:
-    """What files and bases are called by; sorted as the versions are."""
-    return f"{history}-{version:08d}"
+def version_name(learner_id: str, version: int) -> str:
+    """The name of a version in files and as a base; sorted as the versions are."""
+    return f"{learner_id}-{version:08d}"
 
 
 class FileSender:
-    """The sender's files of one learner life; calls from several threads take turns."""
+    """The sender's files of one learner; calls from several threads take turns."""
 
     def __init__(
-        self, settings: WeightSettings, layout: Layout, folder: Path, history: str
+        self, settings: WeightSettings, layout: Layout, folder: Path, learner_id: str
     ) -> None:
         self._settings = settings
         self._layout = layout
         self._folder = folder
-        self._history = history
+        self._learner_id = learner_id
         self._base: tuple[int, torch.Tensor] | None = None
         self._before: int | None = None
         self._lock = threading.Lock()
@@ -56,9 +60,9 @@ class FileSender:
     async def offer(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
     ) -> dict[str, FilesEndpoint]:
-        """`write` in a thread; {} if the disk takes no file.
+        """`write` in a thread; {} if the file cannot be written.
 
-        Waits for the file system as long as it takes, and says so each `deadline_s`.
+        Waits for the file system without a limit, and logs a warning every `deadline_s`.
         """
         start = time.monotonic()
         writing = asyncio.ensure_future(asyncio.to_thread(self.write, version, data, held))
@@ -74,14 +78,25 @@ class FileSender:
     def write(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
     ) -> dict[str, FilesEndpoint]:
-        """The file each receiver is to read; `held` says which version of this life it has."""
+        """The file that each receiver is to read, by name of the receiver.
+
+        `data` [layout.num_bytes] uint8 is the version; `held` is the version of this learner that
+        each receiver has, -1 for none.
+        """
         with self._lock:
             return self._write(version, data.cpu(), held)
 
-    def answered(self, loaded: set[str], failed: set[str]) -> None:
-        """Note who is done with its file, and remove the files that nobody needs."""
+    def on_answers(self, loaded: set[str], failed: set[str]) -> None:
+        """Note which receivers have answered, and remove the files that nobody needs."""
         with self._lock:
-            self._answered(loaded, failed)
+            self._failed = (self._failed | failed) - loaded
+            now_s = time.monotonic()
+            self._offered = {
+                name: (path, until_s)
+                for name, (path, until_s) in self._offered.items()
+                if until_s > now_s and name not in loaded | failed
+            }
+            self._remove_unneeded()
 
     def _write(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
@@ -92,11 +107,12 @@ class FileSender:
         if by_delta:
             paths |= dict.fromkeys(by_delta, self._delta_to(version, data))
         if whole in paths.values():
-            _write_whole(whole, self._layout, data)
+            write_whole(whole, self._layout, data)
         if self._settings.delta:
             self._keep(version, data, is_delta=bool(by_delta))
         until_s = time.monotonic() + 2 * self._settings.deadline_s
-        self._offered |= {name: (path, until_s) for name, path in paths.items()}
+        offered = {name: (path, until_s) for name, path in paths.items()}
+        self._offered = {**self._offered, **offered}
         return {
             name: FilesEndpoint(
                 path=str(path.resolve()),
@@ -106,19 +122,12 @@ class FileSender:
             for name, path in paths.items()
         }
 
-    def _answered(self, loaded: set[str], failed: set[str]) -> None:
-        self._failed = (self._failed | failed) - loaded
-        now_s = time.monotonic()
-        self._offered = {
-            name: (path, until_s)
-            for name, (path, until_s) in self._offered.items()
-            if until_s > now_s and name not in loaded | failed
-        }
-        ours = self._folder.glob(f"{self._history}-*.safetensors")
-        versions = sorted({path.name.split(".")[0] for path in ours})[-_NEWEST:]
-        read = {path for path, _ in self._offered.values()}
+    def _remove_unneeded(self) -> None:
+        ours = self._folder.glob(f"{self._learner_id}-*.safetensors")
+        newest = sorted({path.name.split(".")[0] for path in ours})[-_NEWEST:]
+        offered = {path for path, _ in self._offered.values()}
         for path in self._folder.glob("*.safetensors*"):
-            if path.name.split(".")[0] not in versions and path not in read:
+            if path.name.split(".")[0] not in newest and path not in offered:
                 path.unlink(missing_ok=True)
 
     def _takes_delta(self, name: str, has: int, version: int) -> bool:
@@ -129,12 +138,12 @@ class FileSender:
         return has == self._base[0] and self._num_deltas < self._settings.full_every
 
     def _delta_to(self, version: int, data: torch.Tensor) -> Path:
-        """Written for the first who take it; those a round later find it there."""
-        assert self._base is not None, "nobody takes a difference to nothing"
+        """Written in the first round that needs it; a later round finds the file."""
+        assert self._base is not None, "no receiver takes a difference to nothing"
         before, base = self._base
         path = self._path(version, ".delta")
         if before != version:
-            delta.write(path, self._layout, base, data, self._name(before))
+            write_delta(path, self._layout, base, data, self._name(before))
         return path
 
     def _keep(self, version: int, data: torch.Tensor, *, is_delta: bool) -> None:
@@ -150,11 +159,11 @@ class FileSender:
         return self._folder / f"{self._name(version)}{kind}.safetensors"
 
     def _name(self, version: int) -> str:
-        return version_name(self._history, version)
+        return version_name(self._learner_id, version)
 
 
 class FileReader:
-    """A receiver's end. Holds the bytes of the last file where the next may be a difference."""
+    """A receiver's end. Keeps the bytes of the last file if the next may be a difference to it."""
 
     def __init__(self) -> None:
         self._base: tuple[str, torch.Tensor] | None = None
@@ -166,7 +175,7 @@ class FileReader:
         name: str,
         landing: torch.Tensor | None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name; `name` is the version's, as `version_name` makes it.
+        """Every tensor by name; `name` is the version's, from `version_name`.
 
         Raises:
             WeightTransferError: the file or the base it changes is not what the sender had.
@@ -175,38 +184,16 @@ class FileReader:
         whole = landing if landing is not None and landing.device.type == "cpu" else None
         base, self._base = self._base, None
         with TensorFile(Path(endpoint.path)) as file:
-            if file.about("format") == delta.FORMAT:
-                if base is None or base[0] != file.about("base"):
+            if is_delta(file):
+                if base is None or base[0] != file.metadata("base"):
                     has = base[0] if base else "nothing"
-                    raise file.error(f"changes {file.about('base')}, but here is {has}")
+                    raise file.error(f"changes {file.metadata('base')}, but here is {has}")
                 whole = base[1] if whole is None else whole
-                delta.apply(file, layout, base[1], whole)
+                apply_delta(file, layout, base[1], whole)
                 yield from ((s.spec.name, s.read(s.of(whole))) for s in layout.slots)
             else:
                 if endpoint.is_base and whole is None:
                     whole = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-                yield from _read_whole(file, layout, whole)
+                yield from read_whole(file, layout, whole)
         if endpoint.is_base and whole is not None:
             self._base = (name, whole)
-
-
-def _write_whole(path: Path, layout: Layout, data: torch.Tensor) -> None:
-    tensors = {
-        name: array for slot in layout.slots for name, array in slot.arrays(slot.of(data)).items()
-    }
-    about = {"format": "pt", "checksums": checksums(layout.slots, data).hex()}
-    tensor_file.write(path, tensors, about)
-
-
-def _read_whole(
-    file: TensorFile, layout: Layout, whole: torch.Tensor | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    received = []
-    for slot in layout.slots:
-        raw = torch.zeros(slot.num_bytes, dtype=torch.uint8) if whole is None else slot.of(whole)
-        for name, array in slot.arrays(raw).items():
-            file.read_into(name, array)
-        received.append(checksum(raw))
-        yield slot.spec.name, slot.read(raw)
-    if file.about("checksums") is not None:
-        require_equal(layout.slots, file.bytes_about("checksums"), b"".join(received), file.path)

@@ -1,12 +1,12 @@
 """torch.distributed groups between processes that were started separately.
 
 A group is formed from a name in a TCPStore that the sender hosts, so there is no default process
-group, no launcher, and a new group can stand beside a broken one. gloo moves host tensors, NCCL
-device tensors; nothing else in StreamRL knows the difference.
+group, no launcher, and a new group can exist beside a broken one. gloo sends host tensors, NCCL
+device tensors.
 
 Invariant: no call outlasts the group's timeout. After an error the group is unusable: `close` it
-and form another one. gloo shows a peer that died before the call at once, one that died or froze
-inside it only at the timeout.
+and form another one. gloo reports a peer that died before the call at once, one that died or froze
+during it only at the timeout.
 """
 
 import socket
@@ -22,8 +22,10 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from torch._C._distributed_c10d import Store as TorchStore
 
 from streamrl.errors import WeightTransferError
+from streamrl.types import BroadcastEndpoint
 
 IN_FLIGHT = 2
+"""Broadcasts under way at a time."""
 
 
 class Store:
@@ -45,25 +47,32 @@ class Store:
         return _form(self._store, self.host, name, 0, world_size, backend, timeout_s)
 
 
-def join(
-    host: str, port: int, name: str, rank: int, world_size: int, backend: str, timeout_s: float
-) -> "Group":
-    """A receiver's rank of the named group. Waits for all ranks or the timeout."""
+def join(endpoint: BroadcastEndpoint) -> "Group":
+    """A receiver's rank of the endpoint's group. Waits for all ranks or the timeout."""
+    host, port = endpoint.host, endpoint.port
     try:
         store = TCPStore(
             host,
             port,
             is_master=False,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=endpoint.timeout_s),
             wait_for_workers=False,
         )
     except RuntimeError as error:
         raise WeightTransferError(f"no weight store at {host}:{port}: {error}") from error
-    return _form(store, host, name, rank, world_size, backend, timeout_s)
+    return _form(
+        store,
+        host,
+        endpoint.group,
+        endpoint.rank,
+        endpoint.world_size,
+        endpoint.backend,
+        endpoint.timeout_s,
+    )
 
 
 class Broadcast:
-    """One that is under way."""
+    """A broadcast under way."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -105,8 +114,8 @@ class Group:
     def pipelined(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Each tensor once it is sent or filled, while the next one is under way.
 
-        A tensor may be used until the next one is asked for, so that two take turns. Whoever stops
-        early or gets an error finds no broadcast under way: none writes into memory given up.
+        A tensor may be used until the next one is asked for, so that two take turns. After an error
+        or an early stop no broadcast is under way: none writes into memory that was given up.
         """
         pending: deque[tuple[torch.Tensor, Broadcast]] = deque()
         try:
@@ -168,7 +177,7 @@ def _nccl(store: TorchStore, rank: int, world_size: int, timeout_s: float) -> An
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the route to `host`, where peers there can reach it."""
+    """This machine's address on the route to `host`, at which peers there can reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         address: str = probe.getsockname()[0]

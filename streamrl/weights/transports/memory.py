@@ -1,13 +1,13 @@
-"""Memory that two processes of one machine have in common: made here, opened there.
+"""Memory that two processes of one machine share: allocated in one, opened in the other.
 
-On the host it is a memfd, a file without a name: others open it through /proc while its maker
-lives, the kernel frees it when the last of them is gone, whatever killed them, and the size of
-/dev/shm (64 MB in a container) is no limit. On a GPU it is what torch's own CUDA IPC exports; all
-receivers open one export, whose counter of references is therefore meaningless, so the memory has
-to stay until its maker ends, as a sender's does.
+On the host it is a memfd, a file without a name: others open it through /proc while the process
+that made it lives, the kernel frees it when the last of them has ended, however it ended, and the
+size of /dev/shm (64 MB in a container) is no limit. On a GPU it is what torch's own CUDA IPC
+exports; all receivers open one export, whose reference counter is therefore meaningless, so the
+memory has to stay until its process ends, as a sender's does.
 
-Invariant: whoever opens memory cannot change it: it is mapped privately, so a write goes to a copy
-of the page. (On a GPU nothing keeps it from writing.) Used by `send_buffers` and `shared`.
+Invariant: a process that opens memory cannot change it: it is mapped privately, so a write goes to
+a copy of the page. (On a GPU nothing prevents writes.)
 """
 
 import os
@@ -22,8 +22,8 @@ from streamrl.weights.locality import gpu_uuid
 
 
 def make_on_host(num_bytes: int, owner: object) -> tuple[torch.Tensor, HostMemory | None]:
-    """Zeros [num_bytes] uint8 that last as long as they are used, and what others open them by
-    while `owner` lives; None where the system has no such memory."""
+    """Zeros [num_bytes] uint8, and how others open them while `owner` lives; None where the system
+    has no such memory. The tensor itself lasts as long as it is used."""
     try:
         fd = os.memfd_create("streamrl-weights")
     except (AttributeError, OSError):
@@ -36,10 +36,10 @@ def make_on_host(num_bytes: int, owner: object) -> tuple[torch.Tensor, HostMemor
 
 
 def export_from_gpu(tensor: torch.Tensor) -> CudaMemory:
-    """What others open the whole of `tensor` by, flat uint8 on a GPU.
+    """How others open the whole of `tensor`, flat uint8 on a GPU.
 
     Raises:
-        RuntimeError: by CUDA, where the driver cannot do it.
+        RuntimeError: from CUDA, where the driver cannot export memory.
     """
     _, *exported = tensor.untyped_storage()._share_cuda_()
     handle, num_bytes, offset, counter, counter_offset, event, waits_for_event = exported
@@ -56,10 +56,10 @@ def export_from_gpu(tensor: torch.Tensor) -> CudaMemory:
 
 
 def open_memory(memory: HostMemory | CudaMemory) -> torch.Tensor:
-    """Its bytes [num_bytes] uint8, to be read only.
+    """Its bytes [num_bytes] uint8, read-only.
 
     Raises:
-        WeightTransferError: it is gone, or not on this machine, this GPU, or for this user.
+        WeightTransferError: the memory is gone, on another machine or GPU, or another user's.
     """
     match memory:
         case HostMemory():
@@ -69,20 +69,18 @@ def open_memory(memory: HostMemory | CudaMemory) -> torch.Tensor:
 
 
 def require_present(memory: HostMemory) -> None:
-    """Its maker still lives.
+    """Check that the process that made the memory still lives.
 
     Raises:
         WeightTransferError: it does not, or it is on another machine or another user's.
     """
     try:
-        found = os.stat(_path(memory))
+        file = os.stat(_path(memory))
     except OSError as error:
         raise _unreachable(memory, str(error.strerror)) from error
-    if not stat.S_ISREG(found.st_mode) or (found.st_ino, found.st_size) != (
-        memory.inode,
-        memory.num_bytes,
-    ):
-        raise _unreachable(memory, "another file stands there")
+    expected = (memory.inode, memory.num_bytes)
+    if not stat.S_ISREG(file.st_mode) or (file.st_ino, file.st_size) != expected:
+        raise _unreachable(memory, "another file is there")
 
 
 def _open_on_host(memory: HostMemory) -> torch.Tensor:
@@ -94,13 +92,13 @@ def _open_on_host(memory: HostMemory) -> torch.Tensor:
 
 
 def _open_on_gpu(memory: CudaMemory) -> torch.Tensor:
-    seen = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
-    if memory.gpu not in seen:
+    visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
+    if memory.gpu not in visible:
         raise WeightTransferError(
-            f"the learner's GPU {memory.gpu} is not one of this process's ({seen or 'none'}); "
+            f"the learner's GPU {memory.gpu} is not one of this process's ({visible or 'none'}); "
             "weights.backend shared needs learner and generators on one GPU"
         )
-    index = seen.index(memory.gpu)
+    index = visible.index(memory.gpu)
     try:
         with torch.cuda.device(index):
             storage = torch.UntypedStorage._new_shared_cuda(

@@ -1,11 +1,11 @@
-"""One update's bytes by memory that both ends map: on one host, or on one GPU; no socket.
+"""Weights in memory that both ends map, on one host or on one GPU: the receiver's end.
 
-The sender tells where a version stands in its send buffer; the receiver reads it there, in its own
-time, and nobody waits for anybody else's reading. What the learner writes next would tear what a
-late receiver reads; the stamps (`streamrl.weights.send_buffers`) show that, at the last byte.
+The endpoint says where a version is in the sender's buffers (`streamrl.weights.send_buffers`); each
+receiver reads it there in its own time. The learner's next writes may overwrite what a late
+receiver reads; the buffer's stamp, compared after the last byte, shows that.
 
 Invariant: after the last tensor the stamp was still the endpoint's and the sender alive, or the
-receiver raises. Called by the sender, and by `streamrl.weights.transports.broadcast`.
+reader raises.
 """
 
 from collections.abc import Iterator
@@ -16,30 +16,13 @@ from streamrl.errors import WeightTransferError
 from streamrl.types import CudaMemory, HostMemory, SharedEndpoint
 from streamrl.weights.codecs.checksums import checksums, require_equal
 from streamrl.weights.layout import Layout
-from streamrl.weights.send_buffers import STAMP_BYTES, SendBuffers, Written
 from streamrl.weights.transports.memory import open_memory, require_present
 
-
-def endpoint_of(buffers: SendBuffers, held: Written, *, verify: bool) -> SharedEndpoint:
-    """Where receivers read the version that is held. Waits for a GPU to have written it."""
-    assert buffers.exported is not None, "routes give nobody what cannot be shared"
-    stamps, memory = buffers.exported
-    if held.event is not None:
-        held.event.synchronize()
-    slots = buffers.layout.slots if verify else ()
-    return SharedEndpoint(
-        memory=memory,
-        start=held.start,
-        stamps=stamps,
-        stamp_at=held.buffer * STAMP_BYTES,
-        stamp=held.stamp,
-        bucket_bytes=buffers.layout.bucket_bytes,
-        checksums=checksums(slots, held.data),
-    )
+STAMP_BYTES = 8
 
 
 class SharedReader:
-    """A receiver's end. Keeps the sender's memory mapped from one update to the next."""
+    """Keeps the sender's memory mapped from one update to the next."""
 
     def __init__(self) -> None:
         self._mapped: dict[HostMemory | CudaMemory, torch.Tensor] = {}
@@ -47,11 +30,10 @@ class SharedReader:
     def tensors(
         self, endpoint: SharedEndpoint, layout: Layout, landing: torch.Tensor | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name: in `landing`, if there is one, or in the sender's memory, which is
-        only to be read.
+        """Every tensor by name: in `landing`, if given, else read-only in the sender's memory.
 
         Raises:
-            WeightTransferError: the memory is not to be had, or was overwritten while it was read.
+            WeightTransferError: the memory cannot be opened, or was overwritten during the read.
         """
         try:
             yield from self._read(endpoint, layout, landing)
@@ -75,22 +57,21 @@ class SharedReader:
             if landing is not None:
                 raw = bucket.of(landing).copy_(raw)
             if endpoint.checksums:
-                received += checksums(bucket.slots, raw, bucket.start)
+                received += checksums(bucket.raws(raw))
             yield from bucket.views(raw)
         if data.is_cuda:
-            # Copies out of it, the caller's too, are under way until here.
+            # Copies out of it, the caller's too, may be under way until here.
             torch.cuda.current_stream(data.device).synchronize()
         _require_same(stamp, endpoint)
         require_present(endpoint.stamps)
         if endpoint.checksums:
-            require_equal(layout.slots, endpoint.checksums, bytes(received), "the sender")
+            require_equal(layout.names, endpoint.checksums, bytes(received), "the sender")
 
     def _map(self, *wanted: HostMemory | CudaMemory) -> list[torch.Tensor]:
-        """What is mapped already stays; what is not wanted any more is given back."""
+        """Unmap what is not wanted any more, and open what is not mapped yet."""
         self._mapped = {one: held for one, held in self._mapped.items() if one in wanted}
         missing = dict.fromkeys(one for one in wanted if one not in self._mapped)
-        opened = {one: open_memory(one) for one in missing}
-        self._mapped = {**self._mapped, **opened}
+        self._mapped = {**self._mapped, **{one: open_memory(one) for one in missing}}
         return [self._mapped[one] for one in wanted]
 
 

@@ -1,9 +1,9 @@
-"""Safetensors files, written from and read into memory that is already there.
+"""Safetensors files, written from and read into memory that is already allocated.
 
-The library copies all tensors into one more buffer to write, and maps the file to read: a mapped
-file that vanishes from a network file system kills its reader, a read that fails is an error.
+The library itself copies all tensors into one more buffer to write, and maps the file to read: if a
+mapped file vanishes from a network file system its reader is killed, a failing read is an error.
 
-Invariant: under its name a file is complete or absent.
+Invariant: under its final name a file is complete or absent.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -19,7 +19,6 @@ import msgspec
 import torch
 
 from streamrl.errors import WeightTransferError
-from streamrl.weights.layout import bytes_of
 
 _NAMES = {
     torch.float64: "F64",
@@ -35,7 +34,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _MAX_HEADER = 100 * 2**20
-UNFINISHED = ".unfinished"
+_UNFINISHED = ".unfinished"
 
 _Offset = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -59,21 +58,24 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Contiguous host tensors by name, with metadata."""
+    """Contiguous host tensors by name, with metadata; creates the folder."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     stop = 0
     for name, tensor in tensors.items():
         start, stop = stop, stop + tensor.nbytes
-        about = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape]}
-        header[name] = {**about, "data_offsets": [start, stop]}
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [start, stop],
+        }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished = path.with_name(path.name + _UNFINISHED)
     with unfinished.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for tensor in tensors.values():
-            file.write(bytes_of(tensor))
+            file.write(_bytes_of(tensor))
     unfinished.replace(path)
 
 
@@ -81,7 +83,7 @@ class TensorFile:
     """An open file; every error names it and says what is wrong.
 
     Raises:
-        WeightTransferError: it is not there, is no safetensors file, or is not complete.
+        WeightTransferError: the file does not exist, is not safetensors, or is incomplete.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,14 +116,14 @@ class TensorFile:
         return WeightTransferError(f"cannot read weights from {self.path}: it {what}")
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in memory of its own; flat uint8, whatever it holds."""
+        """The tensor's bytes in new memory, flat uint8 whatever its dtype."""
         entry = self._entry(name)
         raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
         self._fill(raw, entry.start)
         return raw
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill a contiguous host tensor, whose dtype and shape the file must have."""
+        """Fill a contiguous host tensor; its dtype and shape must be those in the file."""
         entry = self._entry(name)
         expected = (_NAMES[tensor.dtype], (*tensor.shape,))
         if (entry.dtype, entry.shape) != expected:
@@ -130,12 +132,12 @@ class TensorFile:
             raise self.error(f"holds {name} in {entry.stop - entry.start} bytes")
         self._fill(tensor, entry.start)
 
-    def about(self, key: str) -> str | None:
-        """Of the metadata; None if the file says nothing about it."""
+    def metadata(self, key: str) -> str | None:
+        """The entry of the file's metadata; None if there is none."""
         return self._metadata.get(key)
 
-    def bytes_about(self, key: str) -> bytes:
-        """Of the metadata, where they stand in hexadecimal."""
+    def metadata_bytes(self, key: str) -> bytes:
+        """The bytes that the file's metadata have in hexadecimal."""
         try:
             return bytes.fromhex(self._metadata[key])
         except (KeyError, ValueError) as error:
@@ -151,7 +153,7 @@ class TensorFile:
             raise self.error(f"has no tensor {name}") from error
 
     def _fill(self, tensor: torch.Tensor, start: int) -> None:
-        rest = bytes_of(tensor)
+        rest = _bytes_of(tensor)
         try:
             self._file.seek(self._start + start)
             while rest:
@@ -177,3 +179,8 @@ class TensorFile:
         if size != expected:
             raise self.error(f"has {size} bytes instead of {expected}")
         return entries, metadata, 8 + length
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -17,6 +17,7 @@ from streamrl.algorithms.losses import (
     LossConfig,
     LossInput,
     aggregate,
+    policy_loss,
     sft_loss,
     value_loss,
 )
@@ -63,6 +64,27 @@ def loss_inputs(draw: st.DrawFn) -> LossInput:
 
 def test_the_table_has_the_names_of_the_config() -> None:
     assert tuple(POLICY_LOSSES) == tuple(LOSS_SETTINGS)
+
+
+@pytest.mark.parametrize("name", LOSS_SETTINGS)
+@for_any
+@given(batch=loss_inputs())
+def test_a_loss_reads_its_own_record_and_the_one_of_all_losses_alike(
+    name: str, batch: LossInput
+) -> None:
+    record = LOSS_SETTINGS[name]
+    assert issubclass(LossConfig, record)
+    assert record().model_dump().items() <= LossConfig().model_dump().items()
+    torch.manual_seed(0)
+    own = POLICY_LOSSES[name](batch, record())
+    torch.manual_seed(0)
+    everything = POLICY_LOSSES[name](batch, LossConfig())
+    assert torch.equal(own.loss, everything.loss)
+
+
+def test_an_unknown_loss_is_named_with_what_was_meant() -> None:
+    with pytest.raises(ValueError, match="'pppo' is unknown; did you mean 'ppo'"):
+        policy_loss("pppo")
 
 
 @pytest.mark.parametrize("name", LOSS_SETTINGS)

@@ -2,17 +2,22 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from streamrl.config import load_config, render, to_yaml
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
+from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.config.algorithm.rollout_is import (
     ROLLOUT_IS_PRESETS,
     RejectionRule,
     RolloutISSettings,
 )
 from streamrl.config.loading.explain import explain
+from streamrl.errors import ConfigError
 
 
 def test_defaults_are_grpo_with_ppo_and_token_importance_sampling() -> None:
@@ -75,6 +80,71 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(
     with pytest.raises(ValidationError) as caught:
         AlgorithmSettings.model_validate(section)
     assert said in str(explain(caught.value, AlgorithmSettings))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["algorithm.loss_config.tau_pos=1.0"],
+            "algorithm.loss_config.tau_pos: unknown key for loss ppo; it belongs to loss sapo "
+            "(ppo has loss_agg_mode, loss_scale_factor, norm_by_sequences, clip_ratio_low, "
+            "clip_ratio_high, clip_ratio_c) (--set algorithm.loss_config.tau_pos)",
+        ),
+        (
+            ["algorithm.loss=gspo", "algorithm.loss_config.clip_ratio_c=3"],
+            "unknown key for loss gspo; it belongs to loss ppo and dppo_tv and dppo_kl (gspo has",
+        ),
+        (
+            ["algorithm.loss_config.clip_ratio_hihg=0.3"],
+            "clip_ratio_hihg: unknown key for loss ppo; did you mean 'clip_ratio_high'? (ppo has",
+        ),
+        (
+            ["algorithm.advantage_config.lam=0.9"],
+            "algorithm.advantage_config.lam: unknown key for advantage grpo; it belongs to "
+            "advantage gae (grpo has whiten, clip, norm_adv_by_std)",
+        ),
+        (["algorithm.loss=sapo", "algorithm.loss_config.tau_pos=0"], "tau_pos: was 0; input"),
+        (["algorithm.loss=my.py"], "algorithm.loss: was 'my.py'; code of your own is named"),
+    ],
+)
+def test_a_number_that_the_choice_does_not_read_is_refused(
+    tmp_path: Path, overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(_minimal(tmp_path), overrides, {})
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", LOSS_SETTINGS)
+def test_each_loss_has_its_record_and_reads_back_to_the_same(tmp_path: Path, loss: str) -> None:
+    loaded = load_config(_minimal(tmp_path), [f"algorithm.loss={loss}"], {})
+    assert type(loaded.config.algorithm.loss_config) is LOSS_SETTINGS[loss]
+    (tmp_path / "resolved.yaml").write_text(to_yaml(loaded.config))
+    assert load_config(tmp_path / "resolved.yaml", (), {}).config == loaded.config
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGE_SETTINGS)
+def test_each_advantage_has_its_record(tmp_path: Path, advantage: str) -> None:
+    algorithm = load_config(
+        _minimal(tmp_path), [f"algorithm.advantage={advantage}"], {}
+    ).config.algorithm
+    assert type(algorithm.advantage_config) is ADVANTAGE_SETTINGS[advantage]
+
+
+def test_the_numbers_of_a_loss_are_printed_with_their_origin(tmp_path: Path) -> None:
+    overrides = ["algorithm.loss=sapo", "algorithm.loss_config.tau_neg=1.2"]
+    printed = render(load_config(_minimal(tmp_path), overrides, {}))
+    lines = [line.split() for line in printed.splitlines()]
+    assert ["tau_neg:", "1.2", "#", "--set", "algorithm.loss_config.tau_neg"] in lines
+    assert ["tau_pos:", "1.0", "#", "default"] in lines
+    assert "clip_ratio_c" not in printed
+
+
+def _minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: some-model}\ndata: {source: addition}\n")
+    return path
 
 
 def test_two_sided_thresholds_zero_outside() -> None:

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from actors.engines.hf.weights import SpareWeights
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import FilesEndpoint, WeightUpdate
+from streamrl.types import FilesEndpoint, WeightUpdate, replace
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transports.broadcast import TransferReceiver
 from streamrl.weights.transports.files import FileSender
+from streamrl.weights.transports.receive import TransferReceiver
 
 LIFE = "0123456789ab"
 
@@ -54,7 +54,7 @@ class Learner:
     def update(self, version: int, endpoint: FilesEndpoint) -> WeightUpdate:
         return WeightUpdate(
             policy_version=version,
-            history=LIFE,
+            learner_id=LIFE,
             manifest=self.layout.manifest,
             endpoint=endpoint,
         )
@@ -119,7 +119,7 @@ def test_differences_give_exactly_the_senders_bits(tmp_path, make, dtype):
         if make is InPlace:
             expected = {name: tensor.bfloat16() for name, tensor in expected.items()}
         assert is_equal(receiver.weights, expected)
-        learner.files.answered({"a"}, set())
+        learner.files.on_answers({"a"}, set())
         kinds.append(is_delta(update))
         has = version
     assert kinds == [False, True, True, True, True]
@@ -173,12 +173,12 @@ def test_a_receiver_with_another_base_says_so_keeps_its_weights_and_gets_a_whole
     with pytest.raises(WeightTransferError, match=rf"{update.endpoint.path}.*another base.*{name}"):
         receiver.load(update)
     assert is_equal(receiver.weights, kept)
-    learner.files.answered(set(), {"a"})
+    learner.files.on_answers(set(), {"a"})
     again = learner.write(2, a=1)["a"]
     assert not is_delta(again)
     receiver.load(again)
     assert is_equal(receiver.weights, learner.bits())
-    learner.files.answered({"a"}, set())
+    learner.files.on_answers({"a"}, set())
     assert is_delta(learner.write(3, a=2)["a"])
 
 
@@ -220,20 +220,20 @@ def test_a_damaged_file_gives_the_senders_bits_or_an_error_and_the_old_weights(
     update = learner.write(2, a=1 if delta else -1)["a"]
     path = Path(update.endpoint.path)
     intact = path.read_bytes()
-    localities = [0, 3, 9, 40, len(intact) - 1, *random.Random(0).sample(range(len(intact)), 12)]
+    positions = [0, 3, 9, 40, len(intact) - 1, *random.Random(0).sample(range(len(intact)), 12)]
     harmless = []
-    for locality in localities:
+    for position in positions:
         receiver = InPlace()
         receiver.load(first)
         kept = {name: tensor.clone() for name, tensor in receiver.weights.items()}
-        damage(path, locality)
+        damage(path, position)
         error = error_of(receiver, update)
         if not error:
-            harmless.append(locality)
+            harmless.append(position)
         assert not error or str(path) in error
-        assert is_equal(receiver.weights, kept if error else learner.bits()), locality
+        assert is_equal(receiver.weights, kept if error else learner.bits()), position
         path.write_bytes(intact)
-    assert not [locality for locality in harmless if damage is cut or locality > 100]
+    assert not [position for position in harmless if damage is cut or position > 100]
 
 
 def test_a_whole_file_is_plain_safetensors(tmp_path):
@@ -253,14 +253,14 @@ def test_files_go_when_nobody_needs_them_and_stay_while_one_reads(tmp_path):
     (tmp_path / f"{LIFE}-00000009.safetensors.unfinished").write_bytes(b"half")
     learner = Learner(tmp_path, delta=True)
     slow = learner.write(1, slow=-1, a=-1)["slow"]
-    learner.files.answered({"a"}, set())
+    learner.files.on_answers({"a"}, set())
     for version in range(2, 6):
         learner.write(version, a=version - 1)
-        learner.files.answered({"a"}, set())
+        learner.files.on_answers({"a"}, set())
     left = {path.name for path in tmp_path.iterdir()}
     newest = {f"{LIFE}-0000000{v}.delta.safetensors" for v in (4, 5)}
     assert left == {Path(slow.endpoint.path).name, *newest}
-    learner.files.answered({"slow"}, set())
+    learner.files.on_answers({"slow"}, set())
     assert {path.name for path in tmp_path.iterdir()} == newest
 
 
@@ -268,7 +268,7 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     learner = Learner(tmp_path)
     update = learner.write(1, a=-1)["a"]
     other = manifest_of({**learner.master, "0.weight": torch.zeros(2, 3)})
-    wrong = WeightUpdate(policy_version=1, history=LIFE, manifest=other, endpoint=update.endpoint)
+    wrong = replace(update, manifest=other)
     with pytest.raises(WeightTransferError, match=r"holds 0\.weight as F32 \(200, 300\)"):
         Copying().load(wrong)
 

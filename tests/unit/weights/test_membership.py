@@ -21,7 +21,7 @@ def membership(*names: str) -> tuple[Membership, dict[str, Peer], Clock]:
     clock = Clock()
     made = Membership("h", clock)
     for name in names:
-        made.hear(name.encode(), hello(name))
+        made.on_hello(name.encode(), hello(name))
     return made, {peer.name: peer for peer in made.alive()}, clock
 
 
@@ -33,30 +33,30 @@ def test_who_lacks_the_version_is_outdated_and_who_is_silent_is_not_asked():
     made, _, clock = membership("a", "b")
     assert made.outdated(0) == [], "version 0 is in every model folder"
     assert [peer.name for peer in made.outdated(1)] == ["a", "b"]
-    made.book("a", 1)
+    made.on_loaded("a", 1)
     assert [peer.name for peer in made.outdated(1)] == ["b"]
-    made.hear(b"a", replace(hello("a"), policy_version=1, history="of another learner"))
+    made.on_hello(b"a", replace(hello("a"), policy_version=1, learner_id="of another learner"))
     assert [peer.name for peer in made.outdated(1)] == ["a", "b"]
     clock.now_s += ALIVE_S + 0.1
-    made.hear(b"b", hello("b"))
+    made.on_hello(b"b", hello("b"))
     assert [peer.name for peer in made.outdated(1)] == ["b"]
 
 
 def test_who_is_fenced_comes_back_with_a_hello_that_finds_it_idle():
     made, peers, _ = membership("a", "b")
     made.fence([peers["a"]])
-    made.hear(b"a", replace(hello("a"), is_loading=True))
+    made.on_hello(b"a", replace(hello("a"), is_loading=True))
     assert ([peer.name for peer in made.alive()], made.fenced) == (["b"], {"a"})
-    made.hear(b"b", replace(hello("b"), is_loading=True))
-    made.hear(b"a", hello("a"))
+    made.on_hello(b"b", replace(hello("b"), is_loading=True))
+    made.on_hello(b"a", hello("a"))
     assert {peer.name for peer in made.alive()} == {"a", "b"}
     assert (made.fenced, made.num_fenced) == (frozenset(), 1)
 
 
 def test_another_process_of_the_same_name_does_not_pay_for_the_first():
     made, peers, _ = membership("a")
-    assert made.hear(b"a", hello("a"))
-    assert not made.hear(b"again", hello("a", "second"))
+    assert made.on_hello(b"a", hello("a"))
+    assert not made.on_hello(b"again", hello("a", "second"))
     made.fence([peers["a"]])
     assert [peer.address for peer in made.alive()] == [b"again"]
     assert made.num_fenced == 0

@@ -1,4 +1,4 @@
-"""Which way a version takes to whom."""
+"""Which route a version takes to each receiver."""
 
 import os
 
@@ -15,27 +15,27 @@ from streamrl.weights.protocol import Hello
 from streamrl.weights.routes import Routes
 
 
-def cpu(host: str = "locality_of") -> Locality:
+def cpu(host: str = "here") -> Locality:
     return Locality(host=host)
 
 
-def gpu(*uuids: str, host: str = "locality_of") -> Locality:
+def gpu(*uuids: str, host: str = "here") -> Locality:
     return Locality(host=host, device_type="cuda", gpus=uuids)
 
 
-def peer(name: str, locality: Locality, history: str = "ours") -> Peer:
-    return Peer(name.encode(), Hello(name, f"session of {name}", 1, history, locality), 0.0)
+def peer(name: str, locality: Locality, learner_id: str = "ours") -> Peer:
+    return Peer(name.encode(), Hello(name, f"session of {name}", 1, learner_id, locality), 0.0)
 
 
 def routes(sender: Locality, *, shares: bool = True, **settings: object) -> Routes:
     return Routes(WeightSettings.model_validate(settings), "ours", sender, shares=shares)
 
 
-def ways(made: Routes, *peers: Peer) -> dict[str, str]:
-    """By name; broadcasts say what they go by."""
+def routes_of(made: Routes, *peers: Peer) -> dict[str, str]:
+    """By name; a broadcast as its backend."""
     split = made.split(peers)
     by = {p.name: made.backend(split["broadcast"]) for p in split["broadcast"]}
-    return {p.name: by.get(p.name, way) for way, to in split.items() for p in to}
+    return {p.name: by.get(p.name, route) for route, to in split.items() for p in to}
 
 
 @pytest.mark.parametrize(
@@ -61,55 +61,55 @@ def ways(made: Routes, *peers: Peer) -> dict[str, str]:
 )
 def test_auto_shares_what_can_be_shared_and_broadcasts_the_rest(sender, receivers, expected):
     peers = [peer(str(number), locality) for number, locality in enumerate(receivers)]
-    found = ways(routes(sender), *peers)
+    found = routes_of(routes(sender), *peers)
     assert [found[p.name] for p in peers] == expected
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_backend_that_is_named_is_taken(backend):
     peers = [peer("a", gpu("A")), peer("b", cpu())]
-    assert ways(routes(gpu("A"), backend=backend), *peers) == {"a": backend, "b": backend}
+    assert routes_of(routes(gpu("A"), backend=backend), *peers) == {"a": backend, "b": backend}
 
 
 def test_files_come_first_where_they_are_asked_for():
-    late, known = peer("late", cpu(), history=""), peer("known", cpu())
+    late, known = peer("late", cpu(), learner_id=""), peer("known", cpu())
     made = routes(cpu())
-    assert ways(made, late, known) == {"late": "shared memory", "known": "shared memory"}
-    made.delivered()
-    assert ways(made, late, known) == {"late": "file", "known": "shared memory"}
-    made.have_read_file([late], loaded=set())
-    assert ways(made, late)["late"] == "shared memory"
-    assert ways(routes(cpu(), transport="files"), known) == {"known": "file"}
+    assert routes_of(made, late, known) == {"late": "shared memory", "known": "shared memory"}
+    made.on_loaded()
+    assert routes_of(made, late, known) == {"late": "file", "known": "shared memory"}
+    made.on_file_answers([late], loaded=set())
+    assert routes_of(made, late)["late"] == "shared memory"
+    assert routes_of(routes(cpu(), transport="files"), known) == {"known": "file"}
 
 
 def test_who_failed_to_share_gets_broadcasts_until_it_is_another_process(caplog):
     caplog.set_level("INFO")
     good, bad = peer("good", cpu()), peer("bad", cpu())
     made = routes(cpu())
-    ways(made, good, bad)
-    assert not made.have_shared([good, bad], failed=set())
-    assert made.have_shared([good, bad], failed={"bad"})
+    routes_of(made, good, bad)
+    assert not made.on_shared_answers([good, bad], failed=set())
+    assert made.on_shared_answers([good, bad], failed={"bad"})
     for _ in range(2):
-        assert ways(made, good, bad) == {"good": "shared memory", "bad": "gloo"}
+        assert routes_of(made, good, bad) == {"good": "shared memory", "bad": "gloo"}
     assert [record.message for record in caplog.records] == [
         "good gets its weights by shared memory",
         "bad gets its weights by shared memory",
         "bad gets its weights by broadcast",
     ]
     again = Peer(b"bad", Hello("bad", "another", 0, "", cpu()), 0.0)
-    assert ways(made, again) == {"bad": "shared memory"}
+    assert routes_of(made, again) == {"bad": "shared memory"}
 
 
 def test_shared_by_name_is_for_everybody_and_has_no_second_choice():
     far = peer("far", cpu("there"))
     made = routes(cpu(), backend="shared")
-    assert ways(made, far) == {"far": "shared memory"}
-    assert not made.have_shared([far], failed={"far"})
-    assert ways(made, far) == {"far": "shared memory"}
+    assert routes_of(made, far) == {"far": "shared memory"}
+    assert not made.on_shared_answers([far], failed={"far"})
+    assert routes_of(made, far) == {"far": "shared memory"}
 
 
 def test_where_memory_cannot_be_shared_auto_does_without_and_shared_is_refused():
-    assert ways(routes(cpu(), shares=False), peer("a", cpu())) == {"a": "gloo"}
+    assert routes_of(routes(cpu(), shares=False), peer("a", cpu())) == {"a": "gloo"}
     with pytest.raises(ConfigError, match=r"weights\.backend shared: this system has no memory"):
         routes(cpu(), shares=False, backend="shared")
 

@@ -16,7 +16,7 @@ from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import this_host
 from streamrl.weights.send_buffers import SendBuffers
 from streamrl.weights.transports import memory
-from streamrl.weights.transports.shared_memory import SharedReader, endpoint_of
+from streamrl.weights.transports.shared_memory import SharedReader
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,), "wide": (3000,)}
 TOO_LATE = "overwritten the version before it was read"
@@ -41,7 +41,7 @@ class Learner:
     def endpoint(self, *, verify: bool = False) -> SharedEndpoint:
         with self.buffers.reading() as held:
             assert held is not None
-            return endpoint_of(self.buffers, held, verify=verify)
+            return self.buffers.endpoint(held, verify=verify)
 
     def publish(self, version: int, *, verify: bool = False) -> SharedEndpoint:
         self.write(version)
@@ -109,7 +109,7 @@ def test_a_version_that_is_being_read_is_not_overwritten():
     learner, reader = Learner(), SharedReader()
     learner.write(1)
     with learner.buffers.reading() as held:
-        endpoint = endpoint_of(learner.buffers, held, verify=False)
+        endpoint = learner.buffers.endpoint(held, verify=False)
         arriving = reader.tensors(endpoint, LAYOUT, None)
         first, tensor = next(arriving)
         weights = {first: tensor.clone()}
@@ -176,7 +176,7 @@ def test_memory_that_is_another_one_by_now_is_refused(tmp_path):
     with (tmp_path / "other").open("wb") as other:
         theirs = replace(endpoint.stamps, fd=other.fileno())
         wrong = replace(endpoint, memory=theirs, stamps=theirs)
-        with pytest.raises(WeightTransferError, match="another file stands there"):
+        with pytest.raises(WeightTransferError, match="another file is there"):
             read(SharedReader(), wrong)
     gone = replace(endpoint.stamps, fd=10**6)
     with pytest.raises(WeightTransferError, match="needs learner and generators on one machine"):

@@ -14,10 +14,11 @@ from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import LoadReport, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.protocol import WeightReceiver
+from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender import WeightSender
 from streamrl.weights.transports import groups
-from streamrl.weights.transports.broadcast import BroadcastSender, TransferReceiver
+from streamrl.weights.transports.broadcast import BroadcastReceiver, BroadcastSender
+from streamrl.weights.transports.receive import TransferReceiver
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,)}
 BUCKET_BYTES = 600
@@ -27,7 +28,7 @@ def parameters(value: float) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
 
 
-class Flawed(TransferReceiver):
+class Flawed(BroadcastReceiver):
     """Gets one wrong bit in the second bucket while `is_flawed`."""
 
     is_flawed = True
@@ -55,7 +56,9 @@ class Engine:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.model = torch.nn.ParameterDict(parameters(0.0)).to(dtype)
-        self.transfer = Flawed()
+        self.flawed = Flawed(torch.device("cpu"))
+        self.transfer = TransferReceiver()
+        self.transfer._broadcast = self.flawed
         self._spare = SpareWeights(self.model)
 
     async def load(self, update: WeightUpdate) -> LoadReport:
@@ -89,7 +92,7 @@ async def test_a_wrong_bit_fails_the_load_by_name_and_the_old_weights_stay(tmp_p
             await asyncio.sleep(0.01)
         assert engine.has(0.0)
         assert "checksum of head from the sender is not the sender's" in caplog.text
-        engine.transfer.is_flawed = False
+        engine.flawed.is_flawed = False
         while not engine.has(1.5):
             await asyncio.sleep(0.01)
         while "load_s" not in sender.gauges():
@@ -104,7 +107,7 @@ async def test_a_wrong_bit_fails_the_load_by_name_and_the_old_weights_stay(tmp_p
 
 
 class Pair:
-    """A sender and a receiver without the channel between them."""
+    """A sender and a receiver without the protocol between them."""
 
     def __init__(self, timeout_s: float, **settings: object) -> None:
         config = WeightSettings.model_validate(
@@ -119,7 +122,7 @@ class Pair:
         """Announces; `go` sends."""
         self.endpoint = self.sender.endpoints({"a": 1}, "gloo")["a"]
         return WeightUpdate(
-            policy_version=1, history="h", manifest=self.layout.manifest, endpoint=self.endpoint
+            policy_version=1, learner_id="h", manifest=self.layout.manifest, endpoint=self.endpoint
         )
 
     def go(self) -> None:

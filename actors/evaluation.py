@@ -1,11 +1,6 @@
-"""`streamrl evaluate`: the greedy score of a checkpoint on held-out prompts.
+"""The greedy score of a checkpoint on held-out prompts."""
 
-Prints one JSON line and writes it to `evaluation.json` in the run folder.
-"""
-
-import argparse
 import asyncio
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,23 +16,11 @@ from actors.engines import make_engine
 from actors.prompts import open_held_out
 from actors.rewards import make_reward
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
 from streamrl.types import Lease, TrajectoryGroup
 
 
-def main(arguments: argparse.Namespace) -> int:
-    config = configuration(arguments).config
-    model = Path(arguments.checkpoint) if arguments.checkpoint else newest_model(config)
-    found = asyncio.run(evaluate(config, model))
-    line = json.dumps(found)
-    print(line)
-    config.run.path.mkdir(parents=True, exist_ok=True)
-    (config.run.path / "evaluation.json").write_text(line + "\n")
-    return 0
-
-
 def newest_model(config: RunConfig) -> Path:
-    """The newest checkpoint of the run, or the model it starts from."""
+    """The newest checkpoint of the run, or the model that the run starts from."""
     checkpoints = sorted((config.run.path / "checkpoints").glob("step-*"))
     return checkpoints[-1] if checkpoints else Path(config.model.path)
 

@@ -1,23 +1,21 @@
-"""Child processes of a launch: started, restarted after a crash, stopped in the right order.
+"""One child process of a launch: started, restarted after a crash, stopped.
 
-Invariant: no child outlives the launcher (each watches its parent, see `streamrl.service`), and a
-child whose exit code says that a person is needed ends the launch.
+Invariant: no child outlives the launcher (each watches its parent, see `streamrl.service`), and an
+exit code that a restart cannot change ends the launch.
 """
 
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from streamrl.cli.processes.command import executable
 from streamrl.config import PARENT_VARIABLE
 from streamrl.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, StreamRLError
-from streamrl.run_folder import last_words
+from streamrl.run_folder import last_log_line
 
 MAX_RESTARTS = 5
 
@@ -26,7 +24,7 @@ MAX_RESTARTS = 5
 class Child:
     """One daemon of the launch; `arguments` follow `streamrl` on its command line.
 
-    `num_sharing` processes compute on this machine at once.
+    `num_sharing` is the number of processes that compute on this machine at once.
     """
 
     role: str
@@ -37,7 +35,7 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     num_restarts: int = 0
     state: str = "starting"
-    stopping: bool = field(default=False)
+    stopping: bool = False
 
     def environment(self) -> dict[str, str]:
         """This process's, with its share of the cores: more threads than cores cost tenfold."""
@@ -48,7 +46,7 @@ class Child:
         arguments = self.restart_arguments if self.num_restarts else self.arguments
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
-            # A session of its own, so that Ctrl-C in the terminal reaches the launcher alone.
+            # In its own session, so that Ctrl-C in the terminal signals the launcher only.
             self.process = await asyncio.create_subprocess_exec(
                 executable(),
                 *arguments,
@@ -61,10 +59,11 @@ class Child:
         self.state = "running"
 
     async def supervise(self) -> int:
-        """Start it, and again after a crash; its last exit code. Waits for it to end.
+        """Start the process, again after each crash; its last exit code. Waits for its end.
 
         Raises:
-            StreamRLError: it cannot work, or crashes again and again.
+            ConfigError: it ended with an exit code that a restart cannot change.
+            StreamRLError: it crashed more than MAX_RESTARTS times.
         """
         while True:
             await self.start()
@@ -73,13 +72,7 @@ class Child:
             self.state = "done" if code == 0 else f"ended ({code})"
             if code == 0 or self.stopping:
                 return code
-            if code in (EXIT_CONFIG, EXIT_FENCED):
-                raise ConfigError(f"{self.role}: {self.last_words()}")
-            if self.num_restarts == MAX_RESTARTS:
-                raise StreamRLError(
-                    f"{self.role} ended {MAX_RESTARTS + 1} times, the last time with {code}: "
-                    f"{self.last_words()} (see {self.log_file})"
-                )
+            self._require_restartable(code)
             self.num_restarts += 1
             self.state = f"restart {self.num_restarts}"
             await asyncio.sleep(min(0.5 * 2**self.num_restarts, 10.0))
@@ -87,37 +80,17 @@ class Child:
                 return code
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask it to end; it is not started again."""
+        """Send the signal; the process is not restarted."""
         self.stopping = True
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
 
-    def last_words(self) -> str:
-        return last_words(self.log_file)
-
-
-def call(*arguments: str) -> str:
-    """Run `streamrl` with these arguments to its end; its output.
-
-    Waits for as long as the command computes: it says itself what it waits for.
-
-    Raises:
-        ConfigError, StreamRLError: it failed; it has said why on standard error.
-    """
-    done = subprocess.run(
-        [executable(), *arguments], stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode != 0:
-        kind = ConfigError if done.returncode == EXIT_CONFIG else StreamRLError
-        raise kind(f"streamrl {arguments[0]} ended with exit code {done.returncode}")
-    return done.stdout
-
-
-def executable() -> str:
-    """The `streamrl` command of this Python."""
-    beside = Path(sys.executable).with_name("streamrl")
-    found = str(beside) if beside.exists() else shutil.which("streamrl")
-    if found is None:
-        raise StreamRLError("the command `streamrl` is not installed for this Python")
-    return found
+    def _require_restartable(self, code: int) -> None:
+        if code in (EXIT_CONFIG, EXIT_FENCED):
+            raise ConfigError(f"{self.role}: {last_log_line(self.log_file)}")
+        if self.num_restarts == MAX_RESTARTS:
+            raise StreamRLError(
+                f"{self.role} ended {MAX_RESTARTS + 1} times, the last time with {code}: "
+                f"{last_log_line(self.log_file)} (see {self.log_file})"
+            )

@@ -1,4 +1,4 @@
-"""The proof of a run finds every way in which its record can be wrong, and nothing in a right one.
+"""The audit of a run finds every way in which its folder can be wrong, and nothing in a right one.
 
 The plan of kills is a function of its seed.
 """
@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from streamrl.cli.chaos import plan
-from streamrl.cli.proof import prove
-from streamrl.config import RunConfig
+from streamrl.cli.main import main
+from streamrl.cli.verification.run_audit import RunAudit, audit_run
+from streamrl.config import RunConfig, to_yaml
 from streamrl.types import Books, DropReason, ranges_of
 
 BOOKS = Books(
@@ -39,6 +40,8 @@ def make_run(folder: Path, trained: list[list[int]], books: Books) -> RunConfig:
         }
     )
     run = config.run.path
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(config))
     (run / "checkpoints" / "step-00000002").mkdir(parents=True)
     state = {"policy_version": 2, "books": msgspec.to_builtins(books, str_keys=True)}
     (run / "checkpoints" / "step-00000002" / "state.json").write_text(json.dumps(state))
@@ -54,10 +57,29 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in numbered))
 
 
+def audit(config: RunConfig) -> RunAudit:
+    return audit_run(config.run.path, complete=config)
+
+
 def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
-    proof = prove(make_run(tmp_path, TRAINED, BOOKS))
-    assert proof.faults == ()
-    assert "2 steps trained 4 prompts; of 6 granted 1 are open and 1 dropped" in proof.finding
+    result = audit(make_run(tmp_path, TRAINED, BOOKS))
+    assert result.faults == ()
+    (finding,) = result.findings[1:]
+    assert "2 steps trained 4 prompts; of 6 granted 1 are open and 1 dropped" in finding
+
+
+def test_a_run_that_has_not_ended_is_audited_by_its_events_only(tmp_path, capsys):
+    run = make_run(tmp_path, [[0, 2], [2, 3]], BOOKS).run.path
+    assert main(["buffer", "audit", str(run)]) == 2
+    assert "nothing to audit yet" in capsys.readouterr().err
+    (run / "learner.json").write_text('{"activity": "computes", "policy_version": 2}')
+    assert main(["buffer", "audit", str(run)]) == 2
+    (run / "learner.json").write_text('{"activity": "has ended", "policy_version": 2}')
+    assert main(["buffer", "audit", str(run)]) == 1
+    assert "prompt 2 was trained by the steps [1, 2]" in capsys.readouterr().out
+    write_lines(run / "trained.jsonl", [{"prompt_indices": indices} for indices in TRAINED])
+    assert main(["buffer", "audit", str(run)]) == 0
+    assert capsys.readouterr().out.endswith("in order\n")
 
 
 @pytest.mark.parametrize(
@@ -68,12 +90,12 @@ def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
             {"open_ranges": ranges_of((4, 5))},
             "prompt 2 was trained by the steps",
         ),
-        ([[0, 2], [3]], {}, "step 2 trained 1 groups"),
+        ([[0, 2], [3]], {}, "step 2 trained 1 groups, not 2"),
         ([[0, 2]], {}, "trained.jsonl lacks the steps [2]"),
         (
             TRAINED,
             {"next_prompt_index": 7},
-            "neither trained nor open: [1, 6]; the books know of 1",
+            "neither trained nor open: [1, 6]; the books count 1 dropped",
         ),
         (TRAINED, {"open_ranges": ranges_of((4, 5))}, "yet still to be trained by"),
         (
@@ -82,20 +104,24 @@ def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
             "never granted by the last",
         ),
         (TRAINED, {"granted": 9}, "the books of the last checkpoint do not close"),
-        (TRAINED, {"granted": 9, "trained": 3}, "call 5 groups trained; trained.jsonl names 4"),
+        (
+            TRAINED,
+            {"granted": 9, "trained": 3},
+            "the books count 5 trained groups; trained.jsonl names 4",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, trained, changed, fault):
     books = msgspec.structs.replace(BOOKS, **changed)
-    assert fault in "\n".join(prove(make_run(tmp_path, trained, books)).faults)
+    assert fault in "\n".join(audit(make_run(tmp_path, trained, books)).faults)
 
 
-def test_a_run_that_did_not_end_is_no_proof(tmp_path):
+def test_a_run_that_should_be_complete_and_is_not_is_named(tmp_path):
     config = make_run(tmp_path, TRAINED, BOOKS)
     (config.run.path / "checkpoints" / "step-00000002").rename(tmp_path / "elsewhere")
     write_lines(config.run.path / "metrics.jsonl", [{"buffer/books_balanced": 0.0}])
     (config.run.path / "books.json").write_text('{"balanced": false}')
-    assert prove(config).faults == (
+    assert audit(config).faults == (
         "metrics.jsonl lacks the steps [2]",
         "the books do not close at the steps [1]",
         "the buffer's last books (books.json) do not close",

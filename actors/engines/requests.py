@@ -1,0 +1,42 @@
+"""Requests in flight, each a task, so that closing an engine ends all of them.
+
+Invariant: `run` returns the request's result, raises its error or, after `cancel_all`, the error of
+`raise_if_over`.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class InFlightRequests(Generic[T]):
+    """`raise_if_over` raises what a request of an engine that has ended fails with."""
+
+    def __init__(self, raise_if_over: Callable[[], None]) -> None:
+        self._raise_if_over = raise_if_over
+        self._tasks: set[asyncio.Task[T]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def run(self, request: Coroutine[Any, Any, T]) -> T:
+        """The request's result. Waits for it; canceling the caller cancels the request."""
+        task = asyncio.create_task(request)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if not (caller and caller.cancelling()):
+                self._raise_if_over()
+            raise
+
+    async def cancel_all(self) -> None:
+        """Cancels every request. Waits until all have ended."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,38 @@
+"""Whether vLLM's attention kernels for CPUs can serve a model, so that it is refused at the start.
+
+Without this check vLLM's processes end while they warm up, or at the first request.
+"""
+
+from pathlib import Path
+
+from actors.engines.model import ModelFacts
+from actors.engines.vllm.plugin import request_amx
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+
+# Those vLLM 0.32 names (CPUAttentionBackend.get_supported_head_sizes), and 48, which works, too.
+HEAD_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def require_servable(config: RunConfig, facts: ModelFacts) -> None:
+    """
+    Raises:
+        ConfigError: vLLM on this machine's CPU cannot serve the model.
+    """
+    if facts.head_width is not None and facts.head_width not in HEAD_WIDTHS:
+        raise ConfigError(
+            f"model.path: {config.model.path} has attention heads of width {facts.head_width}, and "
+            f"on a CPU vLLM serves those of {', '.join(map(str, HEAD_WIDTHS))} only: take another "
+            "model, or generator.engine hf"
+        )
+    if config.generator.dtype == "bfloat16" and not request_amx():
+        raise ConfigError(
+            "generator.dtype: was bfloat16, for which vLLM uses this CPU's AMX tiles, and the "
+            "operating system does not grant them: use generator.dtype float32"
+        )
+
+
+def has_gpu() -> bool:
+    """Whether a vLLM on this machine may run on a GPU, whichever torch is installed here."""
+    return any(path.exists() for path in _GPU_DEVICES)

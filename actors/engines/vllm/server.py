@@ -1,0 +1,93 @@
+"""A vLLM that runs elsewhere (`generator.vllm.url`): token ids in and out, weights by our plug-in.
+
+Its workers receive from the learner themselves, so StreamRL is installed beside that vLLM: its
+entry point brings the weight-transfer backend `streamrl` (`actors.engines.vllm.plugin`). For what a
+recorded version means, and for requests in flight at an update, see `actors.engines.vllm.engine`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from actors.engines.served.http import Http
+from actors.engines.served.metrics import Names, readings
+from actors.engines.served.server import Labels, Request
+from actors.engines.vllm.messages import GenerateTokensResponse, completion_of, wire_request
+from actors.engines.vllm.weights import WeightLoader
+from streamrl.types import Completion, WeightUpdate
+
+GENERATE = "/inference/v1/generate"
+GAUGES: Names = {
+    "num_active": ("vllm:num_requests_running", ""),
+    "num_waiting": ("vllm:num_requests_waiting", ""),
+    "num_tokens": ("vllm:generation_tokens_total", ""),
+    "kv_usage": ("vllm:kv_cache_usage_perc", ""),
+    "num_preemptions": ("vllm:num_preemptions_total", ""),
+}
+
+
+class VllmServer:
+    """Implements `actors.engines.served.server.Server`."""
+
+    name = "vLLM"
+
+    def __init__(
+        self, http: Http, loader: WeightLoader, labels: Labels, *, request_timeout_s: float
+    ) -> None:
+        self._http = http
+        self._loader = loader
+        self._labels = labels
+        self._request_timeout_s = request_timeout_s
+
+    async def sample(self, request: Request) -> Completion | None:
+        answer = await self._http.post(
+            GENERATE,
+            wire_request(request),
+            GenerateTokensResponse,
+            timeout_s=self._request_timeout_s,
+        )
+        return completion_of(answer.choices[0], self._labels)
+
+    async def abort(self, request_id: str) -> None:
+        ids = {"request_ids": [f"generate-tokens-{request_id}"]}
+        await self._http.send("/inference/v1/abort_requests", ids)
+
+    async def receive(self, update: WeightUpdate) -> None:
+        await self._loader.receive(update)
+
+    async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
+        return await self._loader.load(self._labels.label(policy_version), on_loaded)
+
+    async def readings(self) -> Mapping[str, float]:
+        return readings(await self._http.get("/metrics"), GAUGES)
+
+    async def close(self) -> None:
+        self._loader.close()
+        await self._http.close()
+
+
+class HttpVerbs:
+    """Implements `actors.engines.vllm.weights.WeightVerbs` by vLLM's routes for training."""
+
+    def __init__(self, http: Http, request_timeout_s: float) -> None:
+        self._http = http
+        self._request_timeout_s = request_timeout_s
+
+    async def start(self) -> None:
+        await self._http.send("/start_weight_update", {})
+
+    async def update(self, info: dict[str, Any]) -> None:
+        await self._http.send("/update_weights", {"update_info": info})
+
+    async def finish(self, label: str | None) -> None:
+        await self._http.send("/finish_weight_update", {"weight_version": label})
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
+        # With mode wait, every request in flight ends first.
+        await self._http.send(path, {}, timeout_s=self._request_timeout_s)
+
+    async def resume(self) -> None:
+        await self._http.send("/resume", {})
+
+    async def require_alive(self) -> None:
+        await self._http.get("/health")

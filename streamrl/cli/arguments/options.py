@@ -1,0 +1,157 @@
+"""The arguments of each command: one function for each set, which adds it to a parser."""
+
+from argparse import ArgumentParser, _ActionsContainer
+
+
+def config(parser: ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument("--config", metavar="CONFIG", help="the same, as an option")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one setting; can be repeated",
+    )
+
+
+def launch(parser: ArgumentParser) -> None:
+    config(parser)
+    existing = parser.add_mutually_exclusive_group()
+    _resume(existing)
+    existing.add_argument("--new", action="store_true", help="move an existing run folder aside")
+    parser.add_argument(
+        "--no-view", action="store_true", help="print progress lines instead of the live view"
+    )
+
+
+def generator(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument("--id", default=None, help="name of this generator; default: random")
+
+
+def learner(parser: ArgumentParser) -> None:
+    config(parser)
+    _resume(parser)
+
+
+def evaluate(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument("--checkpoint", default=None, help="model folder; default: the newest")
+
+
+def books(parser: ArgumentParser) -> None:
+    config(parser)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--require-none", action="store_true", help="only check that the buffer holds no such run"
+    )
+    mode.add_argument(
+        "--forget", action="store_true", help="delete all that the buffer holds of the run"
+    )
+
+
+def run_folder(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", help="run folder, such as runs/quickstart")
+
+
+def new_folder(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="where the keys are written")
+
+
+def ablate(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument(
+        "--vary", required=True, metavar="SECTION.KEY=A,B,...", help="the setting and its values"
+    )
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
+
+
+def buffer(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="URL", help="zmq://host:port, or the configuration that names it"
+    )
+
+
+def inspect(parser: ArgumentParser) -> None:
+    buffer(parser)
+    parser.add_argument(
+        "--interval", type=float, default=1.0, help="seconds between the readings that give rates"
+    )
+
+
+def drain(parser: ArgumentParser) -> None:
+    buffer(parser)
+    _deadline(parser)
+
+
+def generators(parser: ArgumentParser) -> None:
+    buffer(parser)
+    _json(parser)
+
+
+def one_generator(parser: ArgumentParser) -> None:
+    buffer(parser)
+    parser.add_argument("id", metavar="ID", help="id of the generator, as the list shows it")
+
+
+def drain_generator(parser: ArgumentParser) -> None:
+    one_generator(parser)
+    _deadline(parser)
+
+
+def chaos(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the steps and the roles killed")
+    parser.add_argument("--kills", type=int, default=5, help="number of kills; default: 5")
+    parser.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="time without a step after which the run has failed; default: 120",
+    )
+
+
+def parity(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument("--num-prompts", type=int, help="default: parity.num_prompts")
+    parser.add_argument("--max-mean-gap", type=float, help="nats; default: parity.max_mean_gap")
+    parser.add_argument("--max-gap", type=float, help="nats; default: parity.max_gap")
+    parser.add_argument(
+        "--dtypes", metavar="A,B,...", help="precisions of the engine; default: generator.dtype"
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="default: the run's folder")
+
+
+def parity_sample(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument("--samples", required=True, metavar="FILE", help="the file to write")
+
+
+def parity_score(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument("--samples", required=True, nargs="+", metavar="FILE", help="files to read")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the report to write")
+
+
+def status(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="RUN", help="configuration, run folder, or zmq://host:port of its buffer"
+    )
+    _json(parser)
+
+
+def _resume(parser: _ActionsContainer) -> None:
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+
+
+def _json(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _deadline(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--deadline", type=float, default=600.0, help="seconds to wait; default: 600"
+    )

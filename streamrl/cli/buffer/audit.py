@@ -1,0 +1,15 @@
+"""`streamrl buffer audit`: proves from a run's records that no group was lost or trained twice.
+
+Exit code 1 if anything is not in order.
+"""
+
+import argparse
+from pathlib import Path
+
+from streamrl.cli.verification.run_audit import audit_run
+
+
+def main(arguments: argparse.Namespace) -> int:
+    audit = audit_run(Path(arguments.folder))
+    print("\n".join(audit.lines()))
+    return 1 if audit.faults else 0

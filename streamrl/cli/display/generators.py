@@ -1,0 +1,100 @@
+"""The table of generators, the same for every command: a row is a generator's last heartbeat."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, reports
+from streamrl.types import BufferStats, GeneratorStatus, SchedulingState
+
+_MAX_WIDTH = 200
+
+
+class GeneratorRow(Struct, frozen=True, kw_only=True):
+    """One generator; None where it has not reported. `num_versions_behind` is the distance to the
+    learner's version; ages are those of the last heartbeat, which is `heartbeat_age_s` old."""
+
+    id: str
+    state: str
+    policy_version: int | None = None
+    num_versions_behind: int | None = None
+    num_leases: int | None = None
+    oldest_lease_s: float | None = None
+    num_active: int | None = None
+    tokens_per_s: float | None = None
+    heartbeat_age_s: float | None = None
+
+
+def generator_rows(stats: BufferStats) -> Iterator[GeneratorRow]:
+    """The generators that report, then those of which only a scheduling state is known; by id."""
+    for status, age_s in sorted(reports(stats), key=lambda report: report[0].generator_id):
+        yield GeneratorRow(
+            id=status.generator_id,
+            state=_state(status, age_s, stats.scheduling_states),
+            policy_version=status.policy_version,
+            num_versions_behind=stats.policy_version - status.policy_version,
+            num_leases=len(status.lease_ids),
+            oldest_lease_s=max(status.lease_ages_s, default=None),
+            num_active=status.num_active,
+            tokens_per_s=status.tokens_per_s,
+            heartbeat_age_s=age_s,
+        )
+    present = {status.generator_id for status in stats.generators}
+    for generator_id, scheduling_state in sorted(stats.scheduling_states.items()):
+        if generator_id not in present:
+            yield GeneratorRow(id=generator_id, state=f"{scheduling_state}, away")
+
+
+def print_generators(stats: BufferStats) -> None:
+    """A row a generator, and one for leases that no heartbeat has reported yet."""
+    rows = list(generator_rows(stats))
+    reported = sum(row.num_leases or 0 for row in rows)
+    if stats.books.leased > reported:
+        rows.append(
+            GeneratorRow(
+                id="(not reported yet)", state="", num_leases=stats.books.leased - reported
+            )
+        )
+    # Wider than a narrow terminal or a pipe: a row stays one line for `grep` and `awk`.
+    Console(width=_MAX_WIDTH, soft_wrap=True).print(_table(rows))
+
+
+def _state(
+    status: GeneratorStatus, age_s: float, scheduling_states: dict[str, SchedulingState]
+) -> str:
+    state = scheduling_states.get(status.generator_id, SchedulingState.ACTIVE)
+    if age_s > HEARTBEAT_TIMEOUT_S:
+        return "silent" if state is SchedulingState.ACTIVE else f"{state}, silent"
+    if state is SchedulingState.ACTIVE and status.is_catching_up:
+        return "catching up"
+    return str(state)
+
+
+_COLUMNS: dict[str, Callable[[GeneratorRow], Any]] = {
+    "version": lambda row: row.policy_version,
+    "behind": lambda row: row.num_versions_behind,
+    "leases": lambda row: row.num_leases,
+    "oldest lease": lambda row: _seconds(row.oldest_lease_s),
+    "prompts": lambda row: row.num_active,
+    "tokens/s": lambda row: None if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
+    "heartbeat": lambda row: _seconds(row.heartbeat_age_s),
+}
+
+
+def _table(rows: Iterable[GeneratorRow]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("generator", "state"):
+        table.add_column(name)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = (cell(row) for cell in _COLUMNS.values())
+        table.add_row(row.id, row.state, *("" if cell is None else str(cell) for cell in cells))
+    return table
+
+
+def _seconds(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1f} s"

@@ -1,0 +1,52 @@
+"""The summary of a run: a table made from the files of its folder."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from streamrl.cli.display.books import books_rows
+from streamrl.cli.display.numbers import duration, metric_mean
+from streamrl.config import RunConfig
+from streamrl.run_folder import read_books, read_json
+from streamrl.tracking.jsonl import read_metrics
+
+
+def summary(config: RunConfig, seconds: float) -> Table:
+    """The table at the end of a run."""
+    folder = config.run.path
+    lines = read_metrics(folder / "metrics.jsonl")
+    table = Table(title=f"{config.run.name}: summary", show_header=False)
+    for name, value in summary_rows(lines, folder):
+        table.add_row(name, value)
+    table.add_row("wall time", duration(seconds))
+    table.add_row("run folder", str(folder))
+    return table
+
+
+def summary_rows(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[str, str]]:
+    """Name and value of each row; those that were not measured are left out."""
+    if not lines:
+        return [("steps", "0")]
+    rows = [("steps", str(lines[-1]["step"]))]
+    first, last = metric_mean(lines[:5], "reward/mean"), metric_mean(lines[-10:], "reward/mean")
+    if first is not None and last is not None:
+        rows.append(("mean reward of sampled rollouts", f"{first:.3f} -> {last:.3f}"))
+    if evaluation := read_json(folder / "evaluation.json"):
+        score, number = evaluation["greedy_reward_mean"], evaluation["num_prompts"]
+        rows.append(("greedy reward, held out", f"{score:.3f} ({number} prompts)"))
+    for label, name in (
+        ("staleness, mean", "buffer/staleness_mean"),
+        ("ESS, mean", "mismatch/rollout_is_eff_sample_size"),
+        ("generated tokens/s, mean", "generator/tokens_per_s"),
+        ("trained tokens/s, mean", "learner/tokens_per_s"),
+        ("learner wait per step, mean", "learner/wait_s"),
+    ):
+        if (value := metric_mean(lines, name)) is not None:
+            rows.append((label, f"{value:.3g}"))
+    staleness = [line["buffer/staleness_max"] for line in lines if "buffer/staleness_max" in line]
+    if staleness:
+        rows.append(("staleness, largest", f"{max(staleness)}"))
+    books = read_books(folder)
+    return rows if books is None else [*rows, *books_rows(books)]

@@ -1,0 +1,113 @@
+"""The live view of a run: its progress, its reward so far, a row for each process.
+
+Reads the run folder and the children's states only, so it follows any run and delays none.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.cli.display.numbers import duration, metric_mean, sparkline
+from streamrl.cli.processes.child import Child
+from streamrl.config import RunConfig
+from streamrl.tracking.jsonl import read_metrics
+
+REFRESH_S = 0.5
+_RECENT = 20
+
+
+class ProgressView:
+    """The view of a launch: live on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, config: RunConfig, console: Console, *, live: bool) -> None:
+        self._config = config
+        self._console = console
+        self._live = live and console.is_terminal
+        self._printed_s = 0.0
+
+    async def run(self, children: Sequence[Child]) -> None:
+        """Until cancelled. Waits REFRESH_S between two readings of the run folder."""
+        if not self._live:
+            while True:
+                self._print_line()
+                await asyncio.sleep(REFRESH_S)
+        with Live(self._render(children), console=self._console, refresh_per_second=4) as screen:
+            try:
+                while True:
+                    await asyncio.sleep(REFRESH_S)
+                    screen.update(self._render(children))
+            finally:
+                screen.update(self._render(children))
+
+    def _render(self, children: Sequence[Child]) -> Group:
+        states = {child.role: child.state for child in children}
+        return render(self._config, _lines(self._config), states)
+
+    def _print_line(self) -> None:
+        lines = _lines(self._config)
+        if lines and time.monotonic() - self._printed_s > 5.0:
+            self._printed_s = time.monotonic()
+            self._console.print(Text(headline(self._config, lines)))
+
+
+def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
+    """Where the run is, in one line."""
+    last = lines[-1]
+    parts = [f"step {last['step']}/{config.run.max_steps}"]
+    for label, name, digits in (
+        ("reward", "reward/mean", 3),
+        ("staleness", "buffer/staleness_mean", 2),
+        ("ESS", "mismatch/rollout_is_eff_sample_size", 3),
+        ("wait", "learner/wait_s", 2),
+    ):
+        if (value := _recent(lines, name)) is not None:
+            parts.append(f"{label} {value:.{digits}f}")
+    parts.append(f"{_recent(lines, 'generator/tokens_per_s') or 0:.0f} tokens/s")
+    step_s = _recent(lines, "learner/step_s")
+    if step_s is not None:
+        parts.append(f"ETA {duration((config.run.max_steps - last['step']) * step_s)}")
+    return "  ".join(parts)
+
+
+def render(
+    config: RunConfig, lines: Sequence[Mapping[str, Any]], states: Mapping[str, str]
+) -> Group:
+    """The live view: progress, reward so far, and a row for each process."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("process", "state", "tokens/s", "version", ""):
+        table.add_column(column, justify="right" if column in ("tokens/s", "version") else "left")
+    last: Mapping[str, Any] = lines[-1] if lines else {}
+    for role, state in states.items():
+        table.add_row(role, state, *_role_cells(role, last, lines))
+    rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
+    title = headline(config, lines) if lines else "starting: waiting for the first step"
+    return Group(Text(title, style="bold"), Text(f"reward {sparkline(rewards)}"), table)
+
+
+def _role_cells(
+    role: str, last: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
+) -> tuple[str, str, str]:
+    if role == "learner" and last:
+        wait, step = _recent(lines, "learner/wait_s") or 0, _recent(lines, "learner/step_s") or 1
+        rate = _recent(lines, "learner/tokens_per_s") or 0
+        return f"{rate:.0f}", str(last["step"]), f"waits {100 * wait / max(step, 1e-9):.0f} %"
+    if role == "buffer" and last:
+        held = f"{last.get('buffer/leased', 0)} leased, {last.get('buffer/buffered', 0)} buffered"
+        return "", "", held
+    generated = _recent(lines, f"generator/{role}/tokens_per_s")
+    version = last.get(f"generator/{role}/policy_version", "")
+    return ("" if generated is None else f"{generated:.0f}", str(version), "")
+
+
+def _lines(config: RunConfig) -> list[dict[str, Any]]:
+    return read_metrics(config.run.path / "metrics.jsonl")
+
+
+def _recent(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return metric_mean(lines[-_RECENT:], name)

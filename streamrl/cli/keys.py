@@ -1,0 +1,13 @@
+"""`streamrl keys new`: the keys of `buffer.curve`."""
+
+import argparse
+from pathlib import Path
+
+from buffers.zmq.curve import make_keys
+
+
+def main(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.folder)
+    make_keys(folder)
+    print(f"{folder}: keys for buffer.curve; copy all but server.secret to the other machines")
+    return 0

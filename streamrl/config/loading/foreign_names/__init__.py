@@ -1,0 +1,66 @@
+"""Settings by the names that other systems give them, for those who come from there.
+
+Invariant: a setting that a table names exists here (a test reads them all); one in parentheses has
+no setting here, and the parentheses say what holds instead.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from streamrl.config.loading.foreign_names.roll import ROLL
+from streamrl.config.loading.foreign_names.trl import TRL
+from streamrl.config.loading.foreign_names.verl import VERL
+
+FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = {"verl": VERL, "ROLL": ROLL, "TRL": TRL}
+"""By system: its name, and our setting."""
+
+FOREIGN_SECTIONS = frozenset(
+    name.partition(".")[0] for names in FOREIGN_NAMES.values() for name in names if "." in name
+)
+
+
+class ForeignName(NamedTuple):
+    system: str
+    setting: str
+
+    @property
+    def sentence(self) -> str:
+        if self.setting.startswith("("):
+            return f"{self.system}'s name; there is no such setting here {self.setting}"
+        return f"{self.system}'s name; here it is {self.setting}"
+
+
+def find_foreign_name(path: str) -> ForeignName | None:
+    """What a refused key is called here, if another system has it.
+
+    A name counts with any section before it, such as `learner.num_generations`; a dotted name also
+    by its last part, where that has one meaning and at least two words.
+
+    >>> find_foreign_name("actor_rollout_ref.rollout.n").setting
+    'generator.group_size'
+    """
+    parts = path.split(".")
+    suffixes = [".".join(parts[start:]) for start in range(len(parts))]
+    for names in (FOREIGN_NAMES, _LAST_PARTS):
+        for suffix in suffixes:
+            for system, settings in names.items():
+                setting = settings.get(suffix)
+                if setting is not None and setting != path:
+                    return ForeignName(system, setting)
+    return None
+
+
+def _last_parts(settings: Mapping[str, str]) -> dict[str, str]:
+    parts = {name.rpartition(".")[2] for name in settings if "." in name}
+    meanings = {
+        part: {s for name, s in settings.items() if name.rpartition(".")[2] == part}
+        for part in parts
+    }
+    return {
+        part: next(iter(found))
+        for part, found in meanings.items()
+        if len(found) == 1 and "_" in part
+    }
+
+
+_LAST_PARTS = {system: _last_parts(settings) for system, settings in FOREIGN_NAMES.items()}

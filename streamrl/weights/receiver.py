@@ -1,0 +1,123 @@
+"""A generator's end of the weight protocol: it loads every version that the learner sends.
+
+Waits for the learner's messages without a limit, since there may be no learner; for the engine,
+which loads a version, LOAD_S at most.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+import zmq
+import zmq.asyncio
+from msgspec import structs
+
+from streamrl import wire
+from streamrl.errors import WeightTransferError, WireError
+from streamrl.types import LoadReport, Locality, WeightUpdate
+from streamrl.weights.protocol import (
+    HELLO_S,
+    UNKNOWN_LOCALITY,
+    Announce,
+    Failed,
+    FromReceiver,
+    FromSender,
+    Hello,
+    Leave,
+    Loaded,
+    Ready,
+    Transfer,
+)
+
+log = logging.getLogger(__name__)
+
+LOAD_S = 600.0
+
+
+class WeightReceiver:
+    """Runs in the generator's event loop. `load` receives and loads a version off the loop's
+    thread, in the processes at `locality`, which have `num_ranks` ranks."""
+
+    def __init__(
+        self,
+        address: str,
+        receiver_id: str,
+        session: str,
+        load: Callable[[WeightUpdate], Awaitable[LoadReport]],
+        *,
+        locality: Locality = UNKNOWN_LOCALITY,
+        num_ranks: int = 1,
+    ) -> None:
+        self._load = load
+        self._hello = Hello(receiver_id, session, 0, "", locality, num_ranks)
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.connect(address)
+
+    async def run(self) -> None:
+        """Until cancelled: send Hellos, and load what the learner sends."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send_hellos())
+                tasks.create_task(self._receive_messages())
+        finally:
+            await self._send(Leave(self._hello.receiver_id))
+            self._socket.close()
+
+    async def _send_hellos(self) -> None:
+        """Waits HELLO_S between two; a load, which runs in another thread, does not block it."""
+        while True:
+            await self._send(self._hello)
+            await asyncio.sleep(HELLO_S)
+
+    async def _receive_messages(self) -> None:
+        """Waits for a message of the learner, without a limit."""
+        while True:
+            try:
+                message: FromSender = wire.decode(await self._socket.recv(), FromSender)  # type: ignore[arg-type]
+            except WireError as error:
+                log.warning("unreadable message from the learner: %s", error)
+                continue
+            match message:
+                case Announce(attempt):
+                    await self._send(Ready(self._hello.receiver_id, attempt))
+                case Transfer(attempt, update):
+                    await self._on_transfer(attempt, update)
+
+    async def _on_transfer(self, attempt: int, update: WeightUpdate) -> None:
+        name = self._hello.receiver_id
+        self._hello = structs.replace(self._hello, is_loading=True)
+        try:
+            report = await self._load_in_time(update)
+        except WeightTransferError as error:
+            log.warning("version %d not loaded: %s", update.policy_version, error)
+            self._hello = structs.replace(self._hello, is_loading=False)
+            await self._send(Failed(name, attempt, str(error)))
+        else:
+            self._hello = structs.replace(
+                self._hello,
+                policy_version=update.policy_version,
+                learner_id=update.learner_id,
+                is_loading=False,
+            )
+            await self._send(Loaded(name, attempt, report))
+
+    async def _load_in_time(self, update: WeightUpdate) -> LoadReport:
+        """Waits for the engine, LOAD_S at most; with one that hangs the process must end, or it
+        would sample with old weights for good."""
+        try:
+            async with asyncio.timeout(LOAD_S) as deadline:
+                return await self._load(update)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise RuntimeError(
+                f"the engine has not loaded version {update.policy_version} for {LOAD_S:g} s"
+            ) from error
+
+    async def _send(self, message: FromReceiver) -> None:
+        """Without a learner the message is dropped; the next Hello makes up for it."""
+        with contextlib.suppress(zmq.Again):
+            await self._socket.send(wire.encode(message), zmq.NOBLOCK)

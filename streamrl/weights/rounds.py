@@ -1,0 +1,217 @@
+"""Rounds of one learner's versions: who gets a version by which route, and who has loaded it.
+
+A round is for every live receiver that lacks the newest version. A receiver that dies or freezes is
+fenced (`streamrl.weights.membership`), and a broadcast that it broke is tried once more without it.
+A receiver that reads a file answers while later rounds go on without it.
+
+Invariant: one round at a time, which waits for one answer at a time from each receiver. Every wait
+has a deadline, a part of `weights.deadline_s`: for a broadcast 1/4 until all are ready, 1/4 if it
+hangs, 3/8 to find out who is alive after that; for a read of shared memory 1/2; for one of a file
+all of it, outside the round.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from streamrl.config.weights import WeightSettings
+from streamrl.errors import WeightTransferError
+from streamrl.types import Endpoint, FilesEndpoint, WeightUpdate
+from streamrl.weights.locality import locality_of
+from streamrl.weights.membership import Membership, Peer
+from streamrl.weights.protocol import Failed, Loaded
+from streamrl.weights.routes import Routes
+from streamrl.weights.send_buffers import SendBuffers, Written
+from streamrl.weights.sender_socket import SenderSocket
+from streamrl.weights.transports.broadcast import BroadcastSender
+from streamrl.weights.transports.files import FileSender
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Names of the receivers that loaded a version, failed to, or did not answer in time."""
+
+    loaded: set[str]
+    failed: set[str]
+    silent: set[str]
+
+
+class Rounds:
+    """Sends what is in the buffers, which are on `device`; `request_round` asks for another one."""
+
+    def __init__(
+        self,
+        settings: WeightSettings,
+        buffers: SendBuffers,
+        device: torch.device,
+        folder: Path,
+        request_round: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._buffers = buffers
+        self._layout = buffers.layout
+        self._request_round = request_round
+        self._learner_id = uuid.uuid4().hex[:12]
+        shares = buffers.exported is not None
+        self._routes = Routes(settings, self._learner_id, locality_of(device), shares=shares)
+        self._membership = Membership(self._learner_id)
+        self.socket = SenderSocket(settings.address, self._membership, on_hello=request_round)
+        host = urlsplit(self.socket.address).hostname or "127.0.0.1"
+        self._broadcast = BroadcastSender(settings, host, device)
+        self._files = FileSender(settings, buffers.layout, folder, self._learner_id)
+        self._num_failed = 0
+        self._timings: Mapping[str, float] = {}
+
+    def gauges(self) -> dict[str, float]:
+        """Seconds of each hop of the last update, how many receivers are alive, how many times one
+        has been fenced, and how many loads have failed."""
+        return {
+            **self._timings,
+            "num_receivers": float(len(self._membership.alive())),
+            "num_fenced": float(self._membership.num_fenced),
+            "num_failed_loads": float(self._num_failed),
+        }
+
+    def behind(self) -> tuple[str, ...]:
+        """Receivers that have not answered the last message to them, late already or not."""
+        return tuple(sorted(self.socket.unanswered() | self._membership.fenced))
+
+    async def run(self, held: Written, tasks: asyncio.TaskGroup) -> None:
+        """Send the version to everybody who lacks it; waits for all but those that read files."""
+        asked = self.socket.asked()
+        outdated = self._membership.outdated(held.policy_version)
+        peers = [peer for peer in outdated if peer.name not in asked]
+        if not peers:
+            return
+        by_route = self._routes.split(peers)
+        self._note(ready_wait_s=0.0)
+        async with asyncio.TaskGroup() as sending:
+            sending.create_task(self._share(by_route["shared memory"], held))
+            sending.create_task(self._send_broadcasts(by_route["broadcast"], held))
+        await self._send_files(by_route["file"], held, tasks)
+
+    def close(self) -> None:
+        self._broadcast.close()
+        self.socket.close()
+
+    async def _share(self, peers: Sequence[Peer], held: Written) -> None:
+        """All read at once, each at its own pace; waits for the slowest, or for the deadline."""
+        if not peers:
+            return
+        start = time.perf_counter()
+        verify = self._settings.verify
+        endpoint = await asyncio.to_thread(self._buffers.endpoint, held, verify=verify)
+        attempt = await self._transfer(dict.fromkeys(peers, endpoint), held.policy_version)
+        self._note(transfer_s=time.perf_counter() - start)
+        wait_s = self._settings.deadline_s / 2
+        outcome = await self._conclude(peers, attempt, held.policy_version, wait_s)
+        if self._routes.on_shared_answers(peers, outcome.failed):
+            self._request_round()
+
+    async def _send_broadcasts(self, peers: Sequence[Peer], held: Written) -> None:
+        """To those that are ready in time, a group after the other."""
+        if not peers:
+            return
+        start = time.perf_counter()
+        attempt = await self.socket.announce(peers)
+        answers = await self.socket.answers(attempt, self._settings.deadline_s / 4)
+        self._note(ready_wait_s=time.perf_counter() - start)
+        self._membership.fence(peer for peer in peers if peer.name not in answers)
+        for group in self._membership.groups(peer for peer in peers if peer.name in answers):
+            await self._send_broadcast(group, held)
+
+    async def _send_broadcast(self, peers: Sequence[Peer], held: Written) -> None:
+        by_session = {peer.hello.session: peer.hello.num_ranks for peer in peers}
+        endpoints = self._broadcast.endpoints(by_session, self._routes.backend(peers))
+        start, version = time.perf_counter(), held.policy_version
+        by_peer = {peer: endpoints[peer.hello.session] for peer in peers}
+        attempt = await self._transfer(by_peer, version)
+        wait_s = self._settings.deadline_s / 2
+        try:
+            first = by_peer[peers[0]]
+            await asyncio.to_thread(self._broadcast.send, first, self._layout, held.data)
+        except WeightTransferError as error:
+            log.warning("version %d did not reach every receiver: %s", version, error)
+            # A receiver that is not to blame may notice only at the deadline of its own call.
+            wait_s *= 3 / 4
+        self._note(transfer_s=time.perf_counter() - start)
+        outcome = await self._conclude(peers, attempt, version, wait_s)
+        if self._membership.regroup(outcome.loaded, outcome.failed, outcome.silent):
+            self._request_round()
+
+    async def _send_files(
+        self, peers: Sequence[Peer], held: Written, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Waits for the file system; a receiver's answer is waited for in a task of its own."""
+        if not peers:
+            return
+        endpoints = await self._write_files(peers, held)
+        for peer in peers:
+            if peer.name in endpoints:
+                attempt = await self._transfer({peer: endpoints[peer.name]}, held.policy_version)
+                tasks.create_task(self._conclude_file(peer, attempt, held.policy_version))
+
+    async def _write_files(self, peers: Sequence[Peer], held: Written) -> dict[str, FilesEndpoint]:
+        """Each receiver's file by name; {} if none can be written: the next Hello tries again."""
+        start = time.perf_counter()
+        versions = {peer.name: self._membership.version_of(peer) for peer in peers}
+        endpoints = await self._files.offer(held.policy_version, held.data, versions)
+        self._note(transfer_s=time.perf_counter() - start)
+        return endpoints
+
+    async def _conclude_file(self, peer: Peer, attempt: int, version: int) -> None:
+        """Rounds leave this receiver out until it has answered."""
+        outcome = await self._conclude([peer], attempt, version, self._settings.deadline_s)
+        await asyncio.to_thread(self._files.on_answers, outcome.loaded, outcome.failed)
+        if outcome.loaded:
+            # A version may have been published since.
+            self._request_round()
+        self._routes.on_file_answers([peer], outcome.loaded)
+
+    async def _transfer(self, endpoints: Mapping[Peer, Endpoint], version: int) -> int:
+        updates = {
+            peer: WeightUpdate(
+                policy_version=version,
+                learner_id=self._learner_id,
+                manifest=self._layout.manifest,
+                endpoint=endpoint,
+            )
+            for peer, endpoint in endpoints.items()
+        }
+        return await self.socket.transfer(updates)
+
+    async def _conclude(
+        self, peers: Sequence[Peer], attempt: int, version: int, wait_s: float
+    ) -> _Outcome:
+        """Note who loaded the version, and fence who did not answer within `wait_s`."""
+        answers = await self.socket.answers(attempt, wait_s)
+        silent = [peer for peer in peers if peer.name not in answers]
+        self._membership.fence(silent)
+        reports = {name: a.report for name, a in answers.items() if isinstance(a, Loaded)}
+        for name, answer in answers.items():
+            if isinstance(answer, Failed):
+                self._num_failed += 1
+                log.warning("%s did not load version %d: %s", name, version, answer.reason)
+        for name in reports:
+            self._membership.on_loaded(name, version)
+        if reports:
+            self._routes.on_loaded()
+            self._note(
+                receive_s=max(report.transfer_s for report in reports.values()),
+                load_s=max(report.load_s for report in reports.values()),
+                pause_s=max(report.pause_s for report in reports.values()),
+            )
+        failed = answers.keys() - reports.keys()
+        return _Outcome(set(reports), failed, {peer.name for peer in silent})
+
+    def _note(self, **timings: float) -> None:
+        self._timings = {**self._timings, **timings}

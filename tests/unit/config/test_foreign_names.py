@@ -1,0 +1,117 @@
+"""Names of verl, ROLL and TRL are refused with what they are called here."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from streamrl.config import RunConfig, load_config
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
+from streamrl.config.algorithm.losses import LOSS_SETTINGS
+from streamrl.config.loading.foreign_names import FOREIGN_NAMES
+from streamrl.errors import ConfigError
+
+MINIMAL = "model: {path: some-model}\ndata: {source: addition}\n"
+
+
+def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL + text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("actor_rollout_ref.rollout.n=8", "verl's name; here it is generator.group_size"),
+        (
+            "actor_rollout_ref.actor.clip_ratio_low=0.1",
+            "verl's name; here it is algorithm.loss_config.clip_ratio_low",
+        ),
+        ("algorithm.adv_estimator=grpo", "verl's name; here it is algorithm.advantage"),
+        ("algorithm.gamma=0.9", "verl's name; here it is algorithm.advantage_config.gamma"),
+        ("algorithm.rollout_is_threshold=2", "here it is algorithm.rollout_is.threshold"),
+        ("data.train_batch_size=64", "verl's name; here it is learner.groups_per_step"),
+        ("learner.ppo_mini_batch_size=64", "verl's name; here it is learner.groups_per_step"),
+        ("rollout_importance_sampling=true", "ROLL's name; here it is algorithm.rollout_is"),
+        ("algorithm.tis_threshold=2", "ROLL's name; here it is algorithm.rollout_is.threshold"),
+        ("algorithm.kl_coef=0.1", "ROLL's name; here it is algorithm.kl_reward.coef"),
+        ("num_generations=8", "TRL's name; here it is generator.group_size"),
+        ("generator.max_completion_length=9", "TRL's name; here it is generator.max_new_tokens"),
+        ("per_device_train_batch_size=1", "here it is learner.max_tokens_per_micro_batch"),
+        ("algorithm.beta=0.1", "TRL's name; here it is algorithm.kl_loss.coef"),
+        ("temperature=0.7", "TRL's name; here it is generator.temperature"),
+        ("algorithm.loss_config.epsilon_high=0.3", "it is algorithm.loss_config.clip_ratio_high"),
+        (
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            "verl's name; there is no such setting here (micro-batches are always filled",
+        ),
+    ],
+)
+def test_a_name_of_another_system_is_refused_with_ours(tmp_path, override, sentence):
+    key = override.partition("=")[0]
+    message = refusal(tmp_path, "", override)
+    assert message.startswith(f"{key}: ")
+    assert sentence in message
+    assert message.endswith(f"(--set {key})")
+
+
+def test_every_key_of_a_foreign_section_is_named_with_its_line(tmp_path):
+    message = refusal(
+        tmp_path, "actor_rollout_ref:\n  rollout:\n    n: 8\n    top_p: 0.9\n    spin: 1\n"
+    )
+    assert message.splitlines() == [
+        "actor_rollout_ref.rollout.n: verl's name; here it is generator.group_size "
+        f"({tmp_path}/run.yaml:5)",
+        "actor_rollout_ref.rollout.top_p: verl's name; here it is generator.top_p "
+        f"({tmp_path}/run.yaml:6)",
+        f"actor_rollout_ref.rollout.spin: unknown key ({tmp_path}/run.yaml:7)",
+    ]
+
+
+def _settings(model: type[BaseModel], path: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        here = f"{path}{name}"
+        yield here
+        for nested in _models(field.annotation):
+            yield from _settings(nested, f"{here}.")
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _models(argument)
+
+
+def test_every_setting_that_a_table_names_exists():
+    ours = {
+        *_settings(RunConfig, ""),
+        *(f"algorithm.loss_config.{f}" for r in LOSS_SETTINGS.values() for f in r.model_fields),
+        *(
+            f"algorithm.advantage_config.{f}"
+            for r in ADVANTAGE_SETTINGS.values()
+            for f in r.model_fields
+        ),
+        "generator.engine_kwargs.block_size",
+    }
+    named = {
+        setting
+        for names in FOREIGN_NAMES.values()
+        for text in names.values()
+        if not text.startswith("(")
+        for setting in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text.partition(":")[0])
+    }
+    assert named - ours == set()
+    assert len(named) > 80
+
+
+def test_the_tables_are_read_without_torch() -> None:
+    code = "import sys, streamrl.config.loading.foreign_names; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

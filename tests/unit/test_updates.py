@@ -1,0 +1,88 @@
+"""The steps of an update that all engines share, and requests that end with their engine."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from actors.engines.requests import InFlightRequests
+from actors.engines.updates import UpdatableEngine
+from streamrl.errors import RolloutError, WeightTransferError
+from streamrl.types import FilesEndpoint, WeightUpdate
+from streamrl.weights.layout import manifest_of
+
+
+def model(width: int = 3) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Linear(width, 5))
+
+
+def update_of(source: torch.nn.Module, version: int) -> WeightUpdate:
+    manifest = manifest_of(dict(source.named_parameters()))
+    endpoint = FilesEndpoint(path="nowhere")
+    return WeightUpdate(policy_version=version, history="h", manifest=manifest, endpoint=endpoint)
+
+
+class Recorder(UpdatableEngine):
+    """Records its steps, with the version at each."""
+
+    def __init__(self) -> None:
+        super().__init__({name: tuple(p.shape) for name, p in model().named_parameters()})
+        self.steps: list[tuple[str, int]] = []
+        self.arrives = True
+
+    async def _receive(self, update: WeightUpdate) -> None:
+        self.steps.append(("receive", self.policy_version))
+        if not self.arrives:
+            raise WeightTransferError("lost")
+        await asyncio.sleep(0.01)
+
+    async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+        self.steps.append(("load", self.policy_version))
+        on_loaded()
+        self.steps.append(("resume", self.policy_version))
+        return 0.25
+
+
+async def test_the_version_changes_in_the_pause_and_the_times_are_reported():
+    engine = Recorder()
+    report = await engine.load_weights(update_of(model(), 3))
+    assert engine.steps == [("receive", 0), ("load", 0), ("resume", 3)]
+    assert (engine.policy_version, report.pause_s) == (3, 0.25)
+    assert report.transfer_s >= 0.01
+    await engine.load_weights(update_of(model(), 4))
+    assert engine._pause_s == 0.5
+
+
+async def test_a_manifest_of_another_model_is_refused():
+    engine = Recorder()
+    with pytest.raises(WeightTransferError, match=r"0\.weight"):
+        await engine.load_weights(update_of(model(width=4), 1))
+    assert engine.steps == []
+
+
+async def test_an_update_that_does_not_arrive_is_not_loaded():
+    engine = Recorder()
+    engine.arrives = False
+    with pytest.raises(WeightTransferError, match="lost"):
+        await engine.load_weights(update_of(model(), 1))
+    assert engine.steps == [("receive", 0)]
+    assert (engine.policy_version, engine._pause_s) == (0, 0.0)
+
+
+async def test_requests_that_are_all_canceled_fail_with_the_engines_error():
+    def over() -> None:
+        raise RolloutError("the engine is closed")
+
+    requests = InFlightRequests[int](over)
+    waiting = [asyncio.create_task(requests.run(asyncio.sleep(60, 1))) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    assert len(requests) == 2
+    await requests.cancel_all()
+    for task in waiting[1:]:
+        with pytest.raises(RolloutError, match="closed"):
+            await task
+    assert await requests.run(asyncio.sleep(0, 7)) == 7

@@ -1,0 +1,63 @@
+"""What the generator's error says when vLLM does not start, or ends."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from actors.engines import make_engine
+from actors.engines.vllm import arguments
+from actors.engines.vllm.cpu import HEAD_WIDTHS
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, TransportError
+from streamrl.interfaces import Engine
+from streamrl.types import SamplingParams
+from tests.engines import make_model, run_config
+
+ONE = SamplingParams(max_new_tokens=1)
+
+
+def config_of(folder: Path, **overrides: object) -> RunConfig:
+    make_model(**overrides).save_pretrained(folder)
+    return run_config(folder, engine="vllm", max_model_len=256)
+
+
+async def open_and_sample(config: RunConfig) -> Engine:
+    engine = make_engine(config, seed=0)
+    try:
+        await engine.generate([5], ONE)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def test_every_head_width_that_vllm_names_is_taken():
+    assert set(CPUAttentionBackend.get_supported_head_sizes()) <= set(HEAD_WIDTHS)
+
+
+async def test_heads_that_no_kernel_takes_are_refused_before_vllm_starts(tmp_path):
+    with pytest.raises(ConfigError, match="attention heads of width 16"):
+        make_engine(config_of(tmp_path, head_dim=16), seed=0)
+
+
+async def test_the_last_line_of_vllms_errors_is_in_the_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(arguments, "require_servable", lambda config, facts: None)
+    with pytest.raises(TransportError) as failed:
+        await open_and_sample(config_of(tmp_path, head_dim=16))
+    message = str(failed.value)
+    assert "Unsupported CPU attention configuration: head_dim=16" in message
+    (log_file,) = (tmp_path / "default" / "logs").glob("vllm-*.log")
+    assert f"(see {log_file})" in message
+
+
+@pytest.mark.parametrize("number", [signal.SIGILL, signal.SIGKILL])
+async def test_the_signal_that_ended_vllm_is_in_the_error(tmp_path, number):
+    engine = await open_and_sample(config_of(tmp_path))
+    (core,) = engine._processes._processes
+    os.kill(core.pid, number)
+    with pytest.raises(TransportError, match=f"vLLM ended with {number.name}: "):
+        await engine.generate([5], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    await engine.close()
