@@ -199,7 +199,7 @@ class Ledger:
         Evicts first what would be too stale by then. The same version gets the same loan again.
         """
         require_learner_term(learner_term, self.learner_term)
-        if self._loans.prompt_indices(version) is None:
+        if not self._loans.prompt_indices(version):
             self._loans.check(num_groups, version, self.version)
             self._evict(version)
             if self._entries.count(State.BUFFERED) < num_groups:
@@ -208,7 +208,7 @@ class Ledger:
                 entry = self._ready.first()
                 assert entry is not None, "they were counted"
                 self._loans.lend(entry, version)
-        return tuple(header_of(self._entries[i]) for i in self._loans.prompt_indices(version) or ())
+        return tuple(header_of(self._entries[i]) for i in self._loans.prompt_indices(version))
 
     def advance(self, version: int, learner_term: int) -> None:
         """The step that made `version` used the loan of the version before. May be repeated."""

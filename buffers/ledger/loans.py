@@ -36,10 +36,9 @@ class Loans:
                 f"{self.capacity}"
             )
 
-    def prompt_indices(self, version: int) -> tuple[int, ...] | None:
-        """The groups lent for `version`, oldest first; None if there is no such loan."""
-        loan = self._lent.get(version)
-        return None if loan is None else tuple(loan)
+    def prompt_indices(self, version: int) -> tuple[int, ...]:
+        """The groups lent for `version`, oldest first; () if there is no such loan."""
+        return tuple(self._lent.get(version, ()))
 
     def lend(self, entry: Entry, version: int) -> None:
         """For the training at `version`."""

@@ -48,9 +48,10 @@ class BufferState(Generic[Payload]):
     def lease(self, lease_ids: Sequence[str], generator_id: str, now_s: float) -> tuple[Lease, ...]:
         """Those of these leases that are open, and new ones up to the generator's share."""
         self.ledger.expire(now_s)
-        num_new = self._share(generator_id)
-        new = [lease_id for lease_id in lease_ids if not self.ledger.knows(lease_id)][:num_new]
-        asked = (i for i in lease_ids if i in new or self.ledger.knows(i))
+        known = {lease_id for lease_id in lease_ids if self.ledger.knows(lease_id)}
+        others = [lease_id for lease_id in lease_ids if lease_id not in known]
+        chosen = known.union(others[: self._share(generator_id)])
+        asked = (lease_id for lease_id in lease_ids if lease_id in chosen)
         leases = (self.ledger.lease(lease_id, now_s, self.lease_ttl_s) for lease_id in asked)
         return tuple(lease for lease in leases if lease is not None)
 
