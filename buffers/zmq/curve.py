@@ -1,10 +1,10 @@
-"""CURVE keys: they encrypt the connection and authenticate both ends.
+"""CURVE keys: they encrypt the messages and authenticate the clients of a buffer.
 
     FOLDER/  server.secret  server.public     the buffer needs all of them
              client.secret  client.public     generators and the learner need all but server.secret
 
-Invariant: an address that other machines can reach is neither served nor connected to without
-keys.
+Invariant: beyond this machine's loopback no socket is bound or connected without them.
+`streamrl keys new` makes them.
 """
 
 import os
@@ -37,7 +37,7 @@ def make_keys(folder: Path) -> None:
 
 
 class CurveServer:
-    """The server's side: its own key, and the one that it accepts."""
+    """The server's keys, and the check of the clients' keys."""
 
     def __init__(self, context: "zmq.Context[Any]", url: str, folder: Path | None) -> None:
         if folder is None and not is_loopback(url):
@@ -47,8 +47,8 @@ class CurveServer:
         self._authenticator: Any = None
         self._accepted = b"" if folder is None else _key(folder, "client.public")
 
-    def guard(self, socket: "zmq.Socket[Any]") -> None:
-        """Call it before the socket is bound."""
+    def configure(self, socket: "zmq.Socket[Any]") -> None:
+        """Set the keys of a socket that is not yet bound."""
         if self._folder is None:
             return
         from zmq.auth.thread import ThreadAuthenticator
@@ -61,7 +61,7 @@ class CurveServer:
         self._authenticator.configure_curve_callback(credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator for every client that knows the server's key."""
+        """Whether a client may connect; the authenticator calls it with the client's key."""
         return key == self._accepted
 
     def close(self) -> None:
@@ -69,8 +69,8 @@ class CurveServer:
             self._authenticator.stop()
 
 
-def show_keys(socket: "zmq.Socket[Any]", url: str, folder: Path | None) -> None:
-    """The client's side; call it before the socket connects."""
+def set_client_keys(socket: "zmq.Socket[Any]", url: str, folder: Path | None) -> None:
+    """Set the keys of a client's socket that is not yet connected."""
     if folder is None:
         if not is_loopback(url):
             raise ConfigError(needs_keys(url))

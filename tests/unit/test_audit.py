@@ -116,8 +116,8 @@ def test_a_ledger_that_disagrees_with_its_events_is_named():
         ),
         ("DELETE FROM entry WHERE prompt_index = 0", "prompt 0: is None in the journal"),
         ("UPDATE entry SET state = 'taken'", "('a', 'taken') in the journal, but the events say"),
-        ("DELETE FROM history WHERE prompt_index = 0", "prompt 0: was never granted, 1 was"),
-        ("UPDATE history SET path = 'LBTBTR' WHERE prompt_index = 1", "say ('b', 'trained')"),
+        ("DELETE FROM events WHERE prompt_index = 0", "prompt 0: was never granted, 1 was"),
+        ("UPDATE events SET states = 'LBTBTR' WHERE prompt_index = 1", "say ('b', 'trained')"),
     ],
 )
 def test_a_damaged_journal_fails_the_audit(tmp_path: Path, capsys, damage: str, sentence: str):
