@@ -18,7 +18,7 @@ from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.algorithm.losses import UserLossSettings
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
-from streamrl.types import TrajectoryGroup
+from streamrl.types import Lease, TrajectoryGroup
 from streamrl.user_code import load_user_code
 from tests.training import make_batch, make_config, make_policy
 from tests.unit.test_generator import FakeEngine, Run
@@ -178,8 +178,8 @@ async def sampled(own: str, environment: str, renderer: Renderer) -> TrajectoryG
     config = run.config.model_copy(update={"data": data})
     prompts = open_prompts(data, seed=3)
     runner = make_runner(config, FakeEngine(), renderer, prompts, make_reward(data))
-    await run.learner.attach(0, None)
-    return await runner.run(await run.learner.lease("a", "g", 0.0))
+    lease = Lease(lease_id="a", prompt_index=0, min_policy_version=0, expires_at_s=0.0)
+    return await runner.run(lease)
 
 
 @pytest.fixture
