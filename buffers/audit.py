@@ -71,10 +71,10 @@ def audit_journal(path: Path) -> EventAudit:
 async def audit_redis(url: str, run: str) -> EventAudit:
     """Of a run at rest: its snapshot and its events are read one after the other."""
     require_redis()
-    from buffers.redis import events
+    from buffers.redis import events as stream
 
-    snapshot = await events.read_snapshot(url, run)
-    result = audit([event async for event in events.read_events(url, run)])
+    snapshot = await stream.read_snapshot(url, run)
+    result = audit([event async for event in stream.read_events(url, run)])
     return _with_faults(result, compare(result, snapshot))
 
 
