@@ -204,7 +204,7 @@ def run_config(path: Path, **generator: object) -> RunConfig:
 
 
 def update_to(model: LlamaForCausalLM, version: int, path: Path) -> WeightUpdate:
-    """An announcement of the model's weights, which it saves to the path."""
+    """An update to the model's weights, which it saves to the path."""
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     save_file(parameters, path)
     return WeightUpdate(
@@ -223,7 +223,7 @@ class SharingLearner:
         self._buffers = SendBuffers(Layout(manifest, 2**16), "cpu")
 
     def update_to(self, model: LlamaForCausalLM, version: int) -> WeightUpdate:
-        """An announcement of the model's weights, valid until the second one after it."""
+        """An update to the model's weights, valid until the second one after it."""
         self._buffers.write(dict(model.named_parameters()), version)
         with self._buffers.reading() as held:
             assert held is not None

@@ -20,7 +20,9 @@ def model(width: int = 3) -> torch.nn.Module:
 def update_of(source: torch.nn.Module, version: int) -> WeightUpdate:
     manifest = manifest_of(dict(source.named_parameters()))
     endpoint = FilesEndpoint(path="nowhere")
-    return WeightUpdate(policy_version=version, history="h", manifest=manifest, endpoint=endpoint)
+    return WeightUpdate(
+        policy_version=version, learner_id="h", manifest=manifest, endpoint=endpoint
+    )
 
 
 class Recorder(UpdatableEngine):
