@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py
 INSTALL := $(BIN)/python deploy/install.py
+BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-vllm check format bench clean
+.PHONY: quickstart test test-vllm check docs format bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/core.stamp
@@ -32,6 +33,12 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BUILD_DOCS)
+
+# Writes the generated pages and `site/index.html`; a test fails while a generated page is stale.
+docs: $(VENV)/dev.stamp
+	$(BIN)/python -m docs.generate
+	$(BUILD_DOCS)
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
@@ -41,7 +48,7 @@ bench: $(VENV)/dev.stamp
 	@for bench in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(VLLM) .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Debian ships Python without venv: say what to do, or do it where we may.
 $(BIN)/python:

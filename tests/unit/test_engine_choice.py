@@ -75,9 +75,9 @@ def test_tensor_parallel_workers_receive_weights_each_for_itself():
     assert config("hf", **tensor_parallel).generator.num_ranks == 1
 
 
-def test_the_readme_shows_the_command_that_starts_a_vllm_elsewhere():
+def test_the_documents_show_the_command_that_starts_a_vllm_elsewhere():
     root = Path(__file__).parents[2]
-    shown = (root / "README.md").read_text().split("```text\n")[1].split("\n")[0]
+    shown = (root / "docs" / "engines.md").read_text().split("```text\n")[1].split("\n")[0]
     shipped = load_config(root / "configs" / "engines" / "vllm_url.yaml", environment={}).config
     assert serve_command(shipped).replace(shipped.model.path, "MODEL") == shown
 

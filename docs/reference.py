@@ -1,0 +1,160 @@
+"""The configuration reference as Markdown, read from the pydantic models.
+
+Invariant: every field of every section stands in it, with its type, default, range and meaning. A
+section whose record another setting chooses, such as `loss_config`, has a heading for each record.
+"""
+
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS, AdvantageSettings
+from streamrl.config.algorithm.losses import LOSS_SETTINGS, LossSettings
+
+_HEADER = "| setting | type | default | range | meaning |\n|---|---|---|---|---|\n"
+_RECORDS: Mapping[type[BaseModel], Mapping[str, type[BaseModel]]] = {
+    AdvantageSettings: ADVANTAGE_SETTINGS,
+    LossSettings: LOSS_SETTINGS,
+}
+_BOUNDS = {
+    annotated_types.Gt: ("gt", ">"),
+    annotated_types.Ge: ("ge", "≥"),
+    annotated_types.Lt: ("lt", "<"),
+    annotated_types.Le: ("le", "≤"),
+}
+_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    str: "text",
+    int: "integer",
+    float: "number",
+    Path: "path",
+    Any: "anything",
+    type(None): "null",
+}
+
+
+def sections(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """One Markdown section for the model, then those of the models in its fields, in order."""
+    if path:
+        yield _section(model, path, dict(model.model_fields))
+    for choice, record in _choices(model):
+        own = {n: f for n, f in record.model_fields.items() if n not in model.model_fields}
+        if own:
+            yield _section(record, f"{path}, {choice}", own)
+    for here, inner in _nested(model, path):
+        yield from sections(inner, here)
+
+
+def settings(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """The dotted name of every setting that is a value and not a section."""
+    for name, field in model.model_fields.items():
+        if not list(_models(field.annotation)):
+            yield f"{path}.{name}" if path else name
+    for here, inner in _nested(model, path):
+        yield from settings(inner, here)
+
+
+def _nested(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, field in model.model_fields.items():
+        here = f"{path}.{name}" if path else name
+        suffix = "[]" if get_origin(field.annotation) is tuple else ""
+        for inner in _models(field.annotation):
+            yield here + suffix, inner
+
+
+def _choices(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The records that a name beside the section chooses from, each with the names that do."""
+    for record in dict.fromkeys(_RECORDS.get(model, {}).values()):
+        names = [name for name, chosen in _RECORDS[model].items() if chosen is record]
+        yield " and ".join(names), record
+
+
+def _section(model: type[BaseModel], path: str, fields: Mapping[str, FieldInfo]) -> str:
+    setting, _, choice = path.partition(", ")
+    depth = min(4, setting.replace("[]", "").count(".") + 2 + bool(choice))
+    summary = " ".join((model.__doc__ or "").split()).removeprefix(f"{choice}: ")
+    rows = "".join(_row(name, field) for name, field in fields.items())
+    title = f"`{setting}`, {choice}" if choice else f"`{setting}`"
+    paragraphs = [f"{'#' * depth} {title}", *([summary] if summary else []), _HEADER + rows]
+    return "\n\n".join(paragraphs)
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    nested = list(_models(field.annotation))
+    meaning = _cell(field.description or "")
+    if nested and not meaning:
+        meaning = _cell((nested[0].__doc__ or "").split("\n\n")[0]) or "A section of its own."
+    cells = (
+        f"`{name}`",
+        " or ".join(dict.fromkeys(_types(field.annotation))),
+        _default(field),
+        ", ".join(dict.fromkeys(_ranges(field.annotation, tuple(field.metadata)))),
+        meaning,
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections in an annotation, in order, inside unions, tuples and `Annotated` too."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models(argument)
+
+
+def _types(annotation: Any) -> Iterator[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _types(arguments[0])
+    elif origin is Literal:
+        yield ", ".join(f"`{choice}`" for choice in arguments)
+    elif origin in (Union, types.UnionType):
+        for argument in arguments:
+            yield from _types(argument)
+    elif origin is tuple and arguments[-1] is not Ellipsis:
+        yield f"[{', '.join(kind for argument in arguments for kind in _types(argument))}]"
+    elif origin in (tuple, list):
+        yield f"list of {' or '.join(_types(arguments[0]))}"
+    elif origin is dict:
+        yield "record"
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield "section"
+    else:
+        yield _NAMES[annotation]
+
+
+def _ranges(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[str]:
+    for item in (*metadata, *getattr(annotation, "__metadata__", ())):
+        if type(item) in _BOUNDS:
+            attribute, sign = _BOUNDS[type(item)]
+            yield f"{sign} {getattr(item, attribute):g}"
+        elif isinstance(item, FieldInfo):
+            yield from _ranges(None, tuple(item.metadata))
+        elif pattern := getattr(item, "pattern", None):
+            yield f"`{_cell(pattern)}`"
+    for argument in get_args(annotation):
+        yield from _ranges(argument)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    if list(_models(field.annotation)) and field.default is not None:
+        return "see below"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, tuple):
+        value = list(value)
+    shown = yaml.safe_dump(value, default_flow_style=True, width=10**9).removesuffix("...\n")
+    return f"`{_cell(shown)}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,237 @@
+"""Every command of the README and of `docs/`, run as it stands there; sizes come from the
+environment."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.tracking.jsonl import read_metrics
+from tests.documents import ROOT, commands, write_files
+from tests.ports import free_port
+from tests.system.conftest import DEADLINE_S, STREAMRL, slow_reward
+
+# Every command that the documents show, and the test below that runs it.
+RUN_BY = {
+    "make quickstart": "make",
+    "make test": "make",
+    "streamrl make-model --config configs/quickstart.yaml": "daemons",
+    "streamrl generator --config configs/quickstart.yaml --id mine": "daemons",
+    "streamrl learner --config configs/quickstart.yaml": "daemons",
+    "streamrl buffer --config configs/quickstart.yaml": "daemons",
+    "streamrl check configs/quickstart.yaml": "launch",
+    "streamrl parity configs/quickstart.yaml": "launch",
+    "streamrl launch configs/quickstart.yaml --new": "launch",
+    "streamrl launch configs/quickstart.yaml --resume": "launch",
+    "streamrl evaluate --config configs/quickstart.yaml": "launch",
+    "streamrl report runs/quickstart": "launch",
+    "streamrl buffer audit runs/quickstart": "launch",
+    "streamrl status runs/quickstart": "status",
+    "streamrl buffer inspect runs/quickstart/config.yaml": "inspect",
+    "streamrl generators runs/quickstart/config.yaml": "restart",
+    "streamrl generators cordon runs/quickstart/config.yaml generator-0": "restart",
+    "streamrl generators uncordon runs/quickstart/config.yaml generator-0": "restart",
+    "streamrl generators drain runs/quickstart/config.yaml generator-0": "restart",
+    "streamrl generator --config runs/quickstart/config.yaml --id generator-0": "restart",
+    "streamrl buffer drain runs/quickstart/config.yaml": "drain",
+    "streamrl chaos configs/quickstart.yaml --seed 1 --kills 5": "chaos",
+    "streamrl ablate configs/ablation/stale_bf16.yaml --vary algorithm.rollout_is=metrics_only,"
+    "token_is,sequence_clip,token_is_veto --seeds 0,1,2": "ablate",
+    "python prompts.py": "first",
+    "streamrl check first.yaml": "first",
+    "streamrl launch first.yaml --new": "first",
+    "streamrl status runs/first": "first",
+    "streamrl report runs/first": "first",
+    "streamrl buffer audit runs/first": "first",
+    "streamrl evaluate --config first.yaml": "first",
+    "streamrl check plugins.yaml": "plugins",
+    "streamrl launch plugins.yaml --new": "plugins",
+}
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run in a folder of its own, on free ports."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "RUN__MAX_STEPS": 3,
+        "MODEL__RECIPE__WARM_START_STEPS": 5,
+        "DATA__NUM_EVAL_PROMPTS": 8,
+        "GENERATOR__COUNT": 1,
+        "LEARNER__GROUPS_PER_STEP": 4,
+        "LEARNER__OPTIMIZER__WARMUP_STEPS": 0,
+        "BUFFER__URL": f"zmq://127.0.0.1:{free_port()}",
+        "WEIGHTS__ADDRESS": f"tcp://127.0.0.1:{free_port()}",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"STREAMRL__{name}", str(value))
+
+
+@pytest.fixture
+def with_model(environment: None) -> None:
+    """The model as `streamrl make-model` makes it, in this process, which has imported torch."""
+    assert main(["make-model", "configs/quickstart.yaml"]) == 0
+
+
+def test_every_command_of_the_documents_is_run_by_a_test():
+    assert sorted(commands()) == sorted(RUN_BY)
+
+
+def test_the_two_commands_of_the_start_are_targets_of_make():
+    makefile = (ROOT / "Makefile").read_text()
+    for command in _run_by("make"):
+        program, target = command.split()
+        assert program == "make"
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_daemons_find_each_other_in_the_order_of_the_documents():
+    make_model, *daemons = _run_by("daemons")
+    subprocess.run(_words(make_model), check=True, timeout=DEADLINE_S, capture_output=True)
+    running = {
+        command.split()[1]: subprocess.Popen(_words(command), env=os.environ) for command in daemons
+    }
+    try:
+        assert running["learner"].wait(DEADLINE_S) == 0
+        assert running["generator"].wait(DEADLINE_S) == 0
+        # By itself: the run is over, and everybody has left.
+        assert running["buffer"].wait(DEADLINE_S) == 0
+    finally:
+        for process in running.values():
+            process.kill()
+    assert len(read_metrics(Path("runs/quickstart/metrics.jsonl"))) == 3
+
+
+@pytest.mark.usefixtures("with_model")
+def test_a_launch_and_what_follows_it(monkeypatch: pytest.MonkeyPatch):
+    # One of the commands is `evaluate`; that a launch ends with it is shown in test_launch.py.
+    monkeypatch.setenv("STREAMRL__RUN__EVALUATE", "false")
+    output = "".join(_output(command) for command in _run_by("launch"))
+    assert "the books close" in output
+    assert "by position in the response" in output
+    assert "\nin order\n" in output
+    assert Path("runs/quickstart/report.png").exists()
+    assert Path("runs/quickstart/evaluation.json").exists()
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_first_run_on_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The recipe stands in for the pretrained model; all else is what the page shows."""
+    write_files(tmp_path, "docs/getting-started.md")
+    alphabet = '"0123456789+-*/=()., abcdefghijklmnopqrstuvwxyzWR?"'
+    monkeypatch.setenv("STREAMRL__MODEL__RECIPE__ALPHABET", alphabet)
+    monkeypatch.setenv("STREAMRL__RUN__EVALUATE", "false")
+    output = {command: _output(command) for command in _run_by("first")}
+    assert "the books close" in output["streamrl report runs/first"]
+    assert "\nin order\n" in output["streamrl buffer audit runs/first"]
+    assert len(read_metrics(Path("runs/first/metrics.jsonl"))) == 3
+    assert Path("runs/first/evaluation.json").exists()
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_run_with_five_plug_ins_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pages = [f"docs/extending/{path.name}" for path in (ROOT / "docs/extending").glob("*.md")]
+    write_files(tmp_path, *pages)
+    monkeypatch.setenv("STREAMRL__RUN__EVALUATE", "false")
+    check, launch = (_output(command) for command in _run_by("plugins"))
+    assert check.count(".py:") == 5
+    assert "the books close" in launch
+    last = read_metrics(Path("runs/plugins/metrics.jsonl"))[-1]
+    assert last["step"] == 3
+    assert "actor/soft_clip_frac" in last
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_ablation_ends_with_a_table_and_a_plot():
+    (command,) = _run_by("ablate")
+    given = "token_is,sequence_clip,token_is_veto --seeds 0,1,2"
+    _output(command.replace(f"metrics_only,{given}", "token_is --seeds 1"), 2 * DEADLINE_S)
+    folder = Path("runs/ablation/stale_bf16")
+    rows = (folder / "ablation.md").read_text().splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["token_is"]
+    assert (folder / "ablation.png").exists()
+
+
+@pytest.mark.usefixtures("with_model")
+def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (status,), (inspect,), (drain,), (chaos,) = map(
+        _run_by, ("status", "inspect", "drain", "chaos")
+    )
+    monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "100000")
+    monkeypatch.setenv("STREAMRL__DATA__REWARD", slow_reward(tmp_path, seconds=0.3))
+    launch = [STREAMRL, "launch", "configs/quickstart.yaml", "--new", "--no-view"]
+    running = subprocess.Popen(launch, stdout=subprocess.DEVNULL)
+    folder = Path("runs/quickstart")
+    try:
+        _until(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 3)
+        assert "\nhealthy\n" in _output(status)
+        output = _output(inspect)
+        assert "leased" in output
+        assert "the books close" in output
+        assert "generator-0" in output
+        assert "trained/s" in output
+        _restart_a_generator()
+        assert "drained at version" in _output(drain)
+        assert "0 groups, at most 8; draining" in _output(inspect)
+    finally:
+        running.send_signal(signal.SIGINT)
+        running.wait(DEADLINE_S)
+    monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "6")
+    monkeypatch.delenv("STREAMRL__DATA__REWARD")
+    output = _output(chaos.replace("--kills 5", "--kills 1"))
+    assert "1 of 1 kills" in output
+    assert "6 steps trained 24 prompts" in output
+
+
+def _restart_a_generator() -> None:
+    listing, cordon, uncordon, drain, start = _run_by("restart")
+    assert "generator-0" in _output(listing)
+    assert "granted no leases" in _output(cordon)
+    assert "cordoned" in _output(listing)
+    assert "is granted leases" in _output(uncordon)
+    assert "generator-0 has left" in _output(drain)
+    again = subprocess.Popen(_words(start))
+    try:
+        log = Path("runs/quickstart/logs/generator-0.log")
+        _until(lambda: log.read_text().count("generator-0 serves") == 2)
+        _until(lambda: _output(listing).count(" active ") == 1)
+    finally:
+        again.send_signal(signal.SIGTERM)
+        assert again.wait(DEADLINE_S) == 0
+
+
+def _run_by(name: str) -> list[str]:
+    return [command for command, runs_it in RUN_BY.items() if runs_it == name]
+
+
+def _words(command: str) -> list[str]:
+    program, *words = command.split()
+    return [{"streamrl": STREAMRL, "python": sys.executable}[program], *words]
+
+
+def _output(command: str, deadline_s: float = DEADLINE_S) -> str:
+    done = subprocess.run(
+        _words(command), capture_output=True, text=True, timeout=deadline_s, check=False
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Waits for the condition; unblocked by it or the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
