@@ -1,12 +1,12 @@
-"""The generator: leases prompts, runs their groups, puts them, and follows the weights.
+"""The generator: leases prompts, runs their groups, puts them, and loads the weights.
 
     lease_groups      leases for all the engine has room for, once the weights are new enough
     one task a group  wait for the lease's version, generate, score, put
-    heartbeat         renew the leases held, report, hear of leases lost, of orders, of the end
-    receiver.run      load what the learner announces (`streamrl.weights.receiver`)
+    heartbeats        renew the leases, report, handle lost leases, scheduling state and end
+    receiver.run      load the announced updates (`streamrl.weights.receiver`)
 
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
-group that fails costs itself. Nothing here waits for the learner, only for admission.
+group that fails does not affect others. Nothing here waits for the learner, only for admission.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ SHUTDOWN_GRACE_S = 3.0
 
 @dataclass(eq=False)
 class _Group:
-    """A group under way; `min_policy_version` is the oldest version that may sample it."""
+    """A group that is generated; `min_policy_version` is the oldest version that may sample it."""
 
     lease: Lease
     task: asyncio.Task[None]
@@ -64,7 +64,7 @@ class _Group:
 
 
 class Generator:
-    """One generator's life; `run` returns when the run is over or `stop` was called."""
+    """One generator; `run` returns when the run is over or `stop` was called."""
 
     def __init__(
         self, config: RunConfig, generator_id: str, runner: GroupRunner, buffer: GeneratorBuffer
@@ -87,11 +87,11 @@ class Generator:
         self._last_report = (time.monotonic(), 0.0)
 
     def stop(self) -> None:
-        """Lease nothing more; finish or release what is held."""
+        """Request no more leases; finish the groups, or release their leases."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Until stopped. Any loop that dies takes the generator with it."""
+        """Runs until stopped. An error in any of the loops ends the generator."""
         receiver = WeightReceiver(
             self._config.weights.address,
             self._id,
@@ -101,22 +101,25 @@ class Generator:
             num_ranks=self._config.generator.num_ranks,
         )
         async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(receiver.run())
-            beating = tasks.create_task(self._beat())
+            receiving = tasks.create_task(receiver.run())
+            heartbeats = tasks.create_task(self._send_heartbeats())
             leasing = tasks.create_task(self._lease_groups(tasks))
             await self._stopping.wait()
             leasing.cancel()
             await self._drain()
-            beating.cancel()
-            following.cancel()
-        # Without a buffer there is nobody to tell, and the leases end by their time.
+            heartbeats.cancel()
+            receiving.cancel()
+        # If the buffer does not answer, the leases expire.
         with contextlib.suppress(TimeoutError, TransportError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
                 await self._buffer.heartbeat(self._status(is_leaving=True))
 
     async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
-        """Waits for room in the engine and new enough weights, then for admission; a finished
-        group, an update or the buffer unblocks. Ends when cancelled."""
+        """Lease as many groups as the engine has room for; ends when cancelled.
+
+        Waits for room in the engine and new enough weights, which a finished group or an update
+        brings; then for admission.
+        """
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._num_free() > 0 and self._is_current())
@@ -165,10 +168,10 @@ class Generator:
             self._count_failure(error)
         finally:
             self._groups.pop(lease_id, None)
-            await self._announce()
+            await self._notify()
 
     async def _put(self, lease_id: str, group: TrajectoryGroup) -> None:
-        """Once more if the buffer has lost its memory since the last heartbeat."""
+        """Put the group; again if the buffer restarted with an older state meanwhile."""
         known = self._incarnation
         try:
             await self._buffer.put(lease_id, group)
@@ -195,31 +198,31 @@ class Generator:
             self._version_gate.on_load_failed()
             raise
         self._version_gate.on_loaded()
-        await self._announce()
+        await self._notify()
         return report
 
-    async def _beat(self) -> None:
-        """Waits a fraction of the leases' life between two; ends when cancelled."""
+    async def _send_heartbeats(self) -> None:
+        """Waits a quarter of the leases' time to live between two; ends when cancelled."""
         while True:
             held = tuple(self._groups)
             reply = await self._report()
-            self._heed(reply, held)
-            await self._announce()
+            self._on_heartbeat_reply(reply, held)
+            await self._notify()
             await asyncio.sleep(min(1.0, self._config.buffer.lease_ttl_s / 4))
 
-    def _heed(self, reply: HeartbeatReply, held: tuple[str, ...]) -> None:
-        """What the buffer said to a report of these leases."""
+    def _on_heartbeat_reply(self, reply: HeartbeatReply, held: tuple[str, ...]) -> None:
+        """Handle the reply to a heartbeat that reported the leases `held`."""
         for lease_id in reply.lost_lease_ids:
             if group := self._groups.get(lease_id):
                 log.warning("lease %s is lost; its group is given up", lease_id)
                 group.task.cancel()
-        # A learner that came back at an earlier version will not publish a newer version soon.
+        # A learner that restarted at an earlier version will not publish a newer one soon.
         for lease_id in self._groups.keys() & set(held):
             group = self._groups[lease_id]
             group.min_policy_version = min(group.min_policy_version, reply.policy_version)
         self._version_gate.on_learner_version(reply.policy_version)
         if reply.scheduling_state is not self._scheduling_state:
-            log.info("now %s by order", reply.scheduling_state)
+            log.info("scheduling state: %s", reply.scheduling_state)
             self._scheduling_state = reply.scheduling_state
         if reply.scheduling_state is SchedulingState.DRAINING and not self._groups:
             log.info("drained")
@@ -230,11 +233,13 @@ class Generator:
             self.stop()
 
     async def _report(self) -> HeartbeatReply:
-        """A heartbeat; to a buffer that came back, with every lease held, before it is believed
-        that one is lost. Waits for the buffer alone."""
+        """Send a heartbeat. If the buffer has restarted, reassert every lease before one is lost.
+
+        Waits for the buffer's reply.
+        """
         reply = await self._buffer.heartbeat(self._status())
         while self._incarnation and reply.incarnation != self._incarnation:
-            log.warning("the buffer came back: asserting %d leases", len(self._groups))
+            log.warning("the buffer has restarted: reasserting %d leases", len(self._groups))
             self._incarnation = reply.incarnation
             held = tuple(group.lease for group in self._groups.values())
             status = replace(self._status(), held=held)
@@ -243,13 +248,16 @@ class Generator:
         return reply
 
     async def _drain(self) -> None:
-        """Wait for the groups as long as they matter; the leases of the others end on leaving."""
+        """Wait `drain_s` for the groups, none if they are not needed; cancel the others.
+
+        The leases of the others end with the last heartbeat.
+        """
         if tasks := [group.task for group in self._groups.values()]:
             _, unfinished = await asyncio.wait(tasks, timeout=self._grace_s)
             for task in unfinished:
                 task.cancel()
 
-    async def _announce(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 

@@ -1,5 +1,5 @@
-"""Where trajectory groups wait: the ledger and its backends.
+"""The buffer of trajectory groups: the ledger and its backends.
 
-The ledger decides; a backend (`memory://`, `zmq://`, `redis://`) carries its decisions over
-threads, processes and machines. Nothing here imports torch.
+The ledger decides which leases and loans are granted; a backend (`memory://`, `zmq://`, `redis://`)
+serves it to other processes and machines. Nothing here imports torch.
 """

@@ -19,7 +19,7 @@ from buffers.connect import require_redis
 from buffers.journal.schema import (
     FREE,
     open_to_read,
-    read_history,
+    read_events,
     read_snapshot,
 )
 from buffers.ledger.entries import LedgerSnapshot
@@ -64,17 +64,17 @@ class EventAudit(Struct, frozen=True, kw_only=True):
 def audit_journal(path: Path) -> EventAudit:
     """At one moment of the file, whatever is written meanwhile."""
     with open_to_read(path) as db:
-        result = audit(read_history(db))
+        result = audit(read_events(db))
         return _with_faults(result, compare(result, read_snapshot(db)), _compare_rows(result, db))
 
 
 async def audit_redis(url: str, run: str) -> EventAudit:
     """Of a run at rest: its snapshot and its events are read one after the other."""
     require_redis()
-    from buffers.redis.history import account, history
+    from buffers.redis import events as stream
 
-    snapshot = await account(url, run)
-    result = audit([event async for event in history(url, run)])
+    snapshot = await stream.read_snapshot(url, run)
+    result = audit([event async for event in stream.read_events(url, run)])
     return _with_faults(result, compare(result, snapshot))
 
 

@@ -1,7 +1,7 @@
 """From a URL to a buffer client: the one place where a backend is chosen.
 
-A new backend implements `streamrl.interfaces.TrajectoryBuffer`, passes `tests/contract`, and gets a
-line in `connect`.
+A new backend implements `streamrl.interfaces.TrajectoryBuffer`, passes `tests/contract`, and has a
+case in `connect`.
 """
 
 import importlib.util
@@ -51,7 +51,7 @@ def _redis(config: RunConfig) -> TrajectoryBuffer:
 
 
 def require_redis() -> None:
-    """Say how to install the client of Redis if it is missing."""
+    """Raise ConfigError with the command that installs the Redis client, if it is missing."""
     if importlib.util.find_spec("redis") is None:
         raise ConfigError(
             "buffer.url redis:// needs the package redis: pip install streamrl[redis]"

@@ -1,7 +1,8 @@
-"""The buffer daemon: a ledger behind a socket. Started by `streamrl buffer`.
+"""The buffer daemon (`streamrl buffer`): a ledger behind a socket.
 
-Goes on where its journal ends. Ends when told to, or when the run is over and every generator has
-left; then the last reading of the books stands in the run folder as `books.json`.
+It continues where its journal ends. It ends after a signal, or when the run is complete: the run
+has ended and every generator has left. It then writes the last stats to `books.json` in the run's
+folder.
 """
 
 import argparse
@@ -33,10 +34,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 async def serve(config: RunConfig, shutdown: Shutdown) -> None:
-    """Serve until the run is over. Waits for the server's thread; a signal or the end unblocks."""
+    """Serve until the run is complete. Waits for the server's thread, which a signal stops."""
     if not config.buffer.url.startswith("zmq://"):
         scheme = config.buffer.url.partition("://")[0]
-        raise ConfigError(f"buffer.url: a buffer at {scheme}:// needs no daemon of ours")
+        raise ConfigError(f"buffer.url: a buffer at {scheme}:// needs no daemon")
     ledger = Ledger(
         groups_per_step=config.learner.groups_per_step,
         max_staleness=config.buffer.max_staleness,
@@ -56,7 +57,7 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     stop = threading.Event()
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: stop.set())
-    stats = await asyncio.to_thread(server.serve, stop, until_deserted=True)
+    stats = await asyncio.to_thread(server.serve, stop, until_complete=True)
     signaled.cancel()
     if journal is not None:
         journal.close()

@@ -1,35 +1,23 @@
 """`memory://`: the buffer inside one process, for tests and for loops in a single process.
 
-Same promises as every backend (`tests/contract`); nothing survives the process. Groups are kept as
-they are, without encoding. Every client of one `MemoryBuffer` shares its state; a learner's term
-belongs to the client that attached, so `client()` makes further ones.
+Invariant: it keeps the promises of every backend (`tests/contract`); nothing outlasts the process.
+Groups are kept as they are, without encoding. All clients of one `MemoryBuffer` share its state; a
+learner's term belongs to the client that attached, so `client()` makes further ones.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
+from buffers import messages as m
+from buffers.client import Reply, RequestClient
 from buffers.ledger.state import BufferState
-from streamrl.types import (
-    Books,
-    BufferStats,
-    DropReason,
-    GeneratorStatus,
-    GroupHeader,
-    HeartbeatReply,
-    Lease,
-    Loan,
-    SchedulingState,
-    TrajectoryGroup,
-)
-
-Answer = TypeVar("Answer")
+from streamrl.types import GroupHeader, TrajectoryGroup
 
 
-class MemoryBuffer:
-    """One client's view of a shared state; implements `streamrl.interfaces.TrajectoryBuffer`."""
+class MemoryBuffer(RequestClient):
+    """One client of a shared state; implements `streamrl.interfaces.TrajectoryBuffer`."""
 
     def __init__(
         self,
@@ -37,100 +25,53 @@ class MemoryBuffer:
         changed: asyncio.Condition | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._state = state
         self._changed = changed or asyncio.Condition()
         self._clock = clock
-        self._learner_term = 0
 
     def client(self) -> "MemoryBuffer":
         """Another client of the same buffer."""
         return MemoryBuffer(self._state, self._changed, self._clock)
 
-    async def lease(
-        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
-    ) -> tuple[Lease, ...]:
-        def attempt() -> tuple[Lease, ...]:
-            return self._state.lease(lease_ids, generator_id, self._clock())
-
-        return await self._wait_for(attempt, wait_s)
-
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         self._state.put(lease_id, GroupHeader.of(group), group, self._clock())
-        await self._announce()
-
-    async def release(self, lease_id: str, reason: DropReason) -> None:
-        self._state.release(lease_id, reason)
-        await self._announce()
-
-    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        reply = self._state.heartbeat(status, self._clock())
-        await self._announce()
-        return reply
-
-    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
-        self._learner_term = self._state.attach(policy_version, books)
-        await self._announce()
-        return self._state.stats(self._clock())
-
-    async def take(
-        self,
-        num_groups: int,
-        policy_version: int,
-        wait_s: float,
-        *,
-        with_payloads: bool = False,
-    ) -> Loan:
-        def attempt() -> tuple[GroupHeader, ...]:
-            return self._state.take(num_groups, policy_version, self._learner_term)
-
-        headers = await self._wait_for(attempt, wait_s)
-        wanted = [header.prompt_index for header in headers] if with_payloads else []
-        return Loan(headers=headers, groups=self._state.fetch(wanted))
-
-    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
-        return self._state.fetch(prompt_indices)
-
-    async def advance(self, policy_version: int) -> BufferStats:
-        self._state.advance(policy_version, self._learner_term)
-        await self._announce()
-        return await self.stats()
-
-    async def acknowledge(self, policy_version: int) -> None:
-        self._state.acknowledge(policy_version, self._learner_term)
-
-    async def finish(self) -> None:
-        self._state.finish(self._learner_term)
-
-    async def drain(self) -> None:
-        self._state.drain()
-
-    async def set_scheduling_state(
-        self, generator_id: str, scheduling_state: SchedulingState
-    ) -> None:
-        self._state.set_scheduling_state(generator_id, scheduling_state)
-        await self._announce()
-
-    async def stats(self) -> BufferStats:
-        self._state.expire(self._clock())
-        return self._state.stats(self._clock())
+        await self._notify()
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """It holds no socket and no task."""
 
-    async def _announce(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _group(self, payload: TrajectoryGroup) -> TrajectoryGroup:
+        return payload
 
-    async def _wait_for(self, attempt: Callable[[], Answer], wait_s: float) -> Answer:
-        """Waits for an answer that is not empty; any change, an expiry, or `wait_s` unblocks."""
-        deadline = self._clock() + wait_s
+    async def _call(
+        self, request: m.StateRequest, expected: type[Reply], wait_s: float = 0.0
+    ) -> tuple[Reply, Sequence[TrajectoryGroup]]:
+        if isinstance(request, m.LeaseRequest | m.TakeRequest):
+            reply, *payloads = await self._wait_for(request, self._clock() + wait_s)
+        else:
+            reply, *payloads = self._apply(request)
+            await self._notify()
+        assert isinstance(reply, expected)
+        return reply, payloads
+
+    async def _wait_for(self, request: m.LeaseRequest | m.TakeRequest, deadline: float) -> m.Answer:
+        """Waits for a reply that is not empty; any change, an expiry or the deadline unblocks."""
         async with self._changed:
             while True:
-                self._state.expire(self._clock())
-                answer = attempt()
-                if answer or self._clock() >= deadline:
+                answer = self._apply(request)
+                if not answer[0].is_empty or self._clock() >= deadline:
                     return answer
                 expiry_s = self._state.ledger.next_expiry_s() or deadline
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(deadline, expiry_s) - self._clock()):
                         await self._changed.wait()
+
+    def _apply(self, request: m.StateRequest) -> m.Answer:
+        now_s = self._clock()
+        self._state.expire(now_s)
+        return request.apply(self._state, now_s)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

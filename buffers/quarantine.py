@@ -1,7 +1,7 @@
-"""Where malformed messages are kept, so that a person can see what was wrong with them.
+"""The quarantine: files with the malformed messages, for a person to inspect.
 
-Invariant: at most `max_files` files and `max_bytes` bytes, the newest; a message that cannot be
-kept (a full disk) is only logged. called by the backends.
+Invariant: it holds the newest messages, at most `max_files` files and `max_bytes` bytes; a message
+that cannot be written (a full disk) is only logged.
 """
 
 import logging
@@ -20,7 +20,7 @@ class Quarantine:
         self._max_bytes = max_bytes
 
     def keep(self, sender: str, message: bytes | memoryview, error: WireError) -> None:
-        """`sender` becomes part of the file's name; what is larger than all may be is cut."""
+        """Write the message; `sender` is part of the file's name. It is cut at `max_bytes`."""
         name = "".join(c if c.isalnum() or c in "-_" else "_" for c in sender)[:80]
         path = self._folder / f"{time.time_ns()}-{name}.msgpack"
         try:

@@ -1,7 +1,6 @@
-"""A reading of a buffer that may not answer: its account, or why there is none, within ANSWER_S.
+"""The stats of a buffer that may not answer, or the reason why there are none, within ANSWER_S.
 
-For those who explain a standstill and must not become part of it: the learner's status reporter and
-`streamrl status`.
+For callers that explain why a run stands still, and must not wait themselves.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ ANSWER_S = 5.0
 
 
 async def try_stats(buffer: TrajectoryBuffer) -> tuple[BufferStats | None, str]:
-    """The buffer's reading and "", or None and a sentence. Waits ANSWER_S at most."""
+    """The stats and "", or None and the reason as a sentence. Waits ANSWER_S at most."""
     try:
         async with asyncio.timeout(ANSWER_S):
             return await buffer.stats(), ""

@@ -1,11 +1,11 @@
-"""The seams: what a generator, a learner and the buffer ask of each other's plug-ins.
+"""The interfaces between the daemons and their backends, engines and other plug-ins.
 
-Protocols only, each of a handful of methods, so that a backend, an engine or an environment can be
-written without reading the daemons. Whoever implements one of these keeps the promises written
-here; `tests/contract` holds every implementation to them.
+Protocols only, each of a few methods, so that a backend, an engine or an environment can be written
+without reading the daemons. An implementation keeps the promises stated here; `tests/contract`
+tests every implementation for them.
 
-The buffer is two seams, because no caller needs both: `GeneratorBuffer` for those who fill it and
-`LearnerBuffer` for the one who empties it. A backend implements both as `TrajectoryBuffer`.
+The buffer has two interfaces, because no caller needs both: `GeneratorBuffer` for the generators,
+`LearnerBuffer` for the learner. A backend implements both as `TrajectoryBuffer`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,47 +31,48 @@ from streamrl.types import (
 
 
 class GeneratorBuffer(Protocol):
-    """The generators' side of the buffer. Every call may be repeated after a lost answer."""
+    """The generators' side of the buffer. Every call may be repeated after a lost reply."""
 
     async def lease(
         self, lease_ids: Sequence[str], generator_id: str, wait_s: float
     ) -> tuple[Lease, ...]:
-        """The right to generate one group for each of the first ids, as many as are admitted.
+        """Leases with these ids, each the right to generate one group: as many as are admitted.
 
-        Waits for one at least; () if admission stayed closed for `wait_s`. The caller chooses the
-        ids; asking again with the same ones returns the same leases, and may add some. Where
-        several generators report, one call grants at most this one's share of what is admitted.
-        For a generator that is not active admission is closed.
+        Waits until one is admitted; () if none is within `wait_s`. The caller chooses the ids; a
+        repeated call with the same ids returns the same leases, and may add some. Where several
+        generators report, a call grants at most this one's share of what is admitted, rounded up.
+        A generator that is not active is granted no new lease.
         """
         ...
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
-        """Hand over the finished group; the lease is over.
+        """Store the finished group, which ends the lease.
 
         Raises:
-            UnknownLeaseError: expired or never granted; the group is not taken in.
+            UnknownLeaseError: expired or never granted; the group is not stored.
             DuplicateGroupError: another group was put under this lease.
             CorruptMessageError: the group breaks a rule of its type; it is quarantined.
         """
         ...
 
     async def release(self, lease_id: str, reason: DropReason) -> None:
-        """Give the lease up. Whether its prompt is granted again depends on the reason."""
+        """End the lease without a group; the reason decides if its prompt is granted again."""
         ...
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        """Report, and renew the leases named; a new session ends those of the old one, fenced then.
+        """Report a status, and renew the leases in it.
 
-        Leaving fulfils an order to drain: the id is active when it comes back.
+        The first report of a new session ends the leases of the old one, which is fenced from then
+        on. A draining generator that leaves is active when it returns.
         """
         ...
 
 
 class LearnerBuffer(Protocol):
-    """The learner's side of the buffer; calls of a learner that another one replaced are fenced."""
+    """The learner's side of the buffer; calls of a learner that was replaced are fenced."""
 
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
-        """Become the learner, at this version. Groups its history does not contain come back.
+        """Become the learner, at this version; groups trained later are buffered again.
 
         `books` restores the position in the prompt stream in a buffer that has lost it. Later calls
         raise FencedError once another learner has attached.
@@ -86,38 +87,43 @@ class LearnerBuffer(Protocol):
         *,
         with_payloads: bool = False,
     ) -> Loan:
-        """The oldest groups, to be trained at `policy_version`; empty if too few in `wait_s`.
+        """A loan of the oldest groups, to be trained at `policy_version`.
 
-        Taking again for the same version returns the same loan.
+        Waits until there are `num_groups`; empty if there are fewer after `wait_s`. A repeated call
+        for the same version returns the same loan.
         """
         ...
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
-        """The payloads of taken groups, in the order asked for; for one rank of several."""
+        """The payloads of taken groups, in this order; for a learner with several ranks.
+
+        Raises:
+            LedgerError: a group is not held.
+        """
         ...
 
     async def advance(self, policy_version: int) -> BufferStats:
-        """The optimizer step that made this version has used the taken groups; what holds now."""
+        """The optimizer step that made this version has used the loan; returns the new stats."""
         ...
 
     async def acknowledge(self, policy_version: int) -> None:
-        """A checkpoint of this version is durable; the groups it contains are freed."""
+        """A checkpoint of this version is durable; the groups it contains are deleted."""
         ...
 
     async def finish(self) -> None:
-        """The run has reached its end: no lease is granted any more, generators may go."""
+        """The run has ended: no lease is granted any more, and generators leave."""
         ...
 
 
 class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
-    """What every backend implements."""
+    """The whole buffer, which every backend implements."""
 
     async def stats(self) -> BufferStats:
-        """A reading of the books, the generator registry and the sizes."""
+        """The books, the generator registry and the sizes."""
         ...
 
     async def drain(self) -> None:
-        """No lease is granted but those that complete the last batch, so that the line empties.
+        """Grant only the leases that complete the last batch, so that the groups in flight end.
 
         Lasts until a learner attaches or the buffer loses its memory; may be repeated.
         """
@@ -126,15 +132,15 @@ class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
     async def set_scheduling_state(
         self, generator_id: str, scheduling_state: SchedulingState
     ) -> None:
-        """Cordon a generator, have it drain, or make it active; lasts beyond its process.
+        """Set the scheduling state of a generator id; it outlasts the generator's process.
 
         Raises:
-            UnknownGeneratorError: nobody of this id reports.
+            UnknownGeneratorError: no generator of this id reports.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of sockets and tasks; held leases stay held until they are released or expire."""
+        """Close sockets and tasks; leases stay valid until they are released or expire."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Metrics of the buffer and the generators, under their public names.
 
-Invariant: the same names at every step, so a table of them has no holes; counts are running totals.
+Invariant: the same names at every step, so a table of them has no gaps; counts are running totals.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def books_metrics(books: Books) -> dict[str, float]:
 
 
 def buffer_metrics(stats: BufferStats) -> dict[str, float]:
-    """What else the buffer tells of itself and of the generators that report to it."""
+    """The buffer's size and refusals, and the generators that report to it."""
     generators = stats.generators
     return {
         **{f"buffer/refused_{reason}": stats.refused.get(reason, 0) for reason in RefusalReason},

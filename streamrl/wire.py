@@ -4,8 +4,8 @@
 
 Invariant: `decode` returns a well-formed record or raises a `WireError`; it never allocates more
 than a small multiple of the bytes it was given, and never executes anything (no pickle). Arrays are
-msgpack extensions holding little-endian bytes, decoded as read-only views into the message. Every
-process that speaks to another one calls this module and nothing else.
+msgpack extensions holding little-endian bytes, decoded as read-only views into the message. No
+other module encodes what crosses a process.
 """
 
 from typing import Any, TypeVar, get_args

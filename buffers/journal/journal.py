@@ -1,10 +1,10 @@
 """The journal: a buffer's state on disk, written as it changes, in one SQLite file.
 
-Invariant: after `commit` the file holds exactly the state that the ledger is in, whatever kills
-this process; after a failed one it holds that of the last success, and the next writes the same
+Invariant: after `commit` the file holds exactly the ledger's state, however this process ends;
+after a failed commit it holds the state of the last success, and the next commit writes the same
 changes. What ends is deleted in the same transaction and its pages are used again, so there is no
-log to compact; only the history grows, some thirty bytes a lease. `buffers.zmq.server` commits
-before it answers. Leases get a new time to live on recovery: clocks do not survive.
+log to compact; only the events grow, by about thirty bytes a lease. Leases get a new time to live
+on recovery, because clocks differ between processes.
 """
 
 import fcntl
@@ -32,8 +32,8 @@ from streamrl.types import DropReason, GroupHeader, SchedulingState
 log = logging.getLogger(__name__)
 
 _PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?)"
-_PUT_HISTORY = """INSERT INTO history VALUES (?, ?, ?, ?)
-    ON CONFLICT (number) DO UPDATE SET path = path || excluded.path"""
+_PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?)
+    ON CONFLICT (number) DO UPDATE SET states = states || excluded.states"""
 
 
 class Journal:
@@ -42,7 +42,7 @@ class Journal:
     def __init__(
         self, path: Path, state: BufferState[bytes | memoryview], *, durability: str
     ) -> None:
-        """`durability`: "process" survives the process's death, "machine" the machine's."""
+        """`durability`: a commit outlasts the death of the "process", or of the "machine"."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._state = state
@@ -61,16 +61,16 @@ class Journal:
         self._db = open_to_write(path, durability)
 
     def recover(self, settings: Mapping[str, str | int], now_s: float) -> None:
-        """Put the state that the file holds into the blank one, and record from here on.
+        """Restore the file's state into the blank one, and record every change from here on.
 
-        `settings` name the run; those of `learner.` and `buffer.` may differ from the file's.
+        `settings` identify the run; those of `learner.` and `buffer.` may differ from the file's.
 
         Raises:
             ConfigError: the journal is of another run.
         """
         has_new_bound = self._check_settings(settings)
-        self._ledger.listen(self._hear)
-        newest = self._db.execute("SELECT max(number) FROM history").fetchone()[0]
+        self._ledger.subscribe(self._on_event)
+        newest = self._db.execute("SELECT max(number) FROM events").fetchone()[0]
         self._next_number = 0 if newest is None else newest + 1
         self._snapshot = read_snapshot(self._db)
         if self._snapshot != LedgerSnapshot():
@@ -78,7 +78,7 @@ class Journal:
         self._scheduling_states = self._read_scheduling_states()
         self._state.registry.scheduling_states = self._scheduling_states
         if has_new_bound and self._ledger.learner_term:
-            # Fences a learner that still counts with the old one.
+            # Fences a learner that still uses the old bound.
             self._ledger.learner_term += 1
         data = json.dumps({"format": FORMAT, **settings})
         with transaction(self._db, self._path):
@@ -86,10 +86,10 @@ class Journal:
         self.commit()
 
     def commit(self) -> None:
-        """Everything that changed since the last commit, in one transaction.
+        """Write everything that changed since the last commit, in one transaction.
 
         Raises:
-            StorageError: nothing was written; the next call tries it again.
+            StorageError: nothing was written; the next call writes it.
         """
         snapshot, scheduling_states = (
             self._ledger.snapshot(),
@@ -115,7 +115,7 @@ class Journal:
         self._db.close()
         self._lock.close()
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if event.state == State.LEASED or not event.lease_id:
             number = self._next_number
             self._next_number += 1
@@ -128,15 +128,15 @@ class Journal:
         self._pending.append((number, event))
 
     def _write(self, snapshot: LedgerSnapshot) -> tuple[dict[int, int], list[int]]:
-        """Which payloads it has stored, with their leases' numbers, and which it has deleted."""
-        lines: dict[int, tuple[int, str, str]] = {}
+        """Returns the payloads stored, with their leases' numbers, and those deleted."""
+        rows: dict[int, tuple[int, str, str]] = {}
         last: dict[int, Event] = {}
         for number, event in self._pending:
-            path = lines[number][2] if number in lines else ""
+            states = rows[number][2] if number in rows else ""
             letter = LETTERS[event.reason or event.state]
-            lines[number] = (event.prompt_index, event.lease_id, path + letter)
+            rows[number] = (event.prompt_index, event.lease_id, states + letter)
             last[event.prompt_index] = event
-        self._db.executemany(_PUT_HISTORY, ((number, *line) for number, line in lines.items()))
+        self._db.executemany(_PUT_EVENTS, ((number, *row) for number, row in rows.items()))
         for event in last.values():
             self._write_entry(event)
         data = msgspec.msgpack.encode(snapshot)
@@ -187,8 +187,8 @@ class Journal:
     def _row(self, entry: Entry) -> tuple[object, ...]:
         header = None if entry.header is None else msgspec.msgpack.encode(entry.header)
         number = self._numbers[entry.lease_id]
-        place = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
-        return (*place, str(entry.state), entry.version, header)
+        key = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
+        return (*key, str(entry.state), entry.version, header)
 
     def _restore(self, now_s: float) -> None:
         entries, free = [], []
@@ -216,11 +216,11 @@ class Journal:
         payloads = dict(self._db.execute("SELECT * FROM payload"))
         self._state.restore(self._snapshot, entries, free, payloads, now_s)
         books = msgspec.structs.asdict(self._ledger.books())
-        told = {name: books[name] for name in ("leased", "buffered", "taken", "trained")}
-        log.info("recovered %s at version %d: %s", self._path, self._ledger.version, told)
+        columns = {name: books[name] for name in ("leased", "buffered", "taken", "trained")}
+        log.info("recovered %s at version %d: %s", self._path, self._ledger.version, columns)
 
     def _check_settings(self, settings: Mapping[str, str | int]) -> bool:
-        """Whether the staleness bound is another one than the file's."""
+        """Whether the staleness bound differs from the file's."""
         row = self._db.execute("SELECT data FROM settings").fetchone()
         if row is None:
             return False
@@ -238,5 +238,5 @@ class Journal:
 
 
 def _frees(event: Event) -> bool:
-    """Whether its prompt may be granted again."""
+    """Whether the event's prompt may be granted again."""
     return event.state == "dropped" and DropReason(event.reason or "").returns_prompt

@@ -1,13 +1,14 @@
-"""The journal's file: its tables, how it is opened, and what a reader finds in it.
+"""The journal's file: its tables, how it is opened, and how it is read.
 
-    image     the scalars of the ledger (one row)
-    entry     every prompt that is open: its lease, its state, its header; or that it is free
+    settings  the format and the settings of the run (one row, JSON)
+    snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
+    entry     every open prompt: its lease, state and header; or that it is free
     payload   the bytes of every group that is held
-    scheduling state  what a person has ordered of a generator
-    history   one short line a lease: the states it went through, one letter each; kept for good
+    scheduling_state   of each generator that is not active
+    events    one row a lease: the states it was in, one letter each; never deleted
 
-Invariant: every change is one transaction, and a failed one has changed nothing. `Journal` writes,
-`buffers.audit` reads, also while the buffer runs.
+Invariant: every change is one transaction, and a failed one changes nothing. `Journal` writes the
+file; others may read it while the buffer runs.
 """
 
 import json
@@ -43,8 +44,8 @@ LETTERS = {
 }
 _WORDS = {letter: word for word, letter in LETTERS.items()}
 
-# What another reader, a full disk or a failing one says; the same statement may work later.
-_PASSING = {
+# Another reader, a full disk or a failing one; the same statement may succeed later.
+_TEMPORARY = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
@@ -58,19 +59,19 @@ CREATE TABLE IF NOT EXISTS entry (prompt_index INTEGER PRIMARY KEY, number INTEG
     min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB);
 CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER PRIMARY KEY, data BLOB);
 CREATE TABLE IF NOT EXISTS scheduling_state (generator_id TEXT PRIMARY KEY, scheduling_state TEXT);
-CREATE TABLE IF NOT EXISTS history (number INTEGER PRIMARY KEY, prompt_index INTEGER, lease_id TEXT,
-    path TEXT);
+CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, prompt_index INTEGER, lease_id TEXT,
+    states TEXT);
 """
 
 
 def journal_path(run: Path) -> Path:
-    """Where the buffer of a run keeps its journal."""
+    """The journal's path in the folder of a run."""
     return run / "buffer" / "journal.sqlite"
 
 
 @contextmanager
 def open_to_read(path: Path) -> Iterator[sqlite3.Connection]:
-    """One moment of the file, whatever is written meanwhile.
+    """The file as it is at one moment, while others may write it.
 
     Raises:
         OtherReleaseError: the file has another format.
@@ -78,7 +79,7 @@ def open_to_read(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.exists():
         raise ConfigError(f"{path} does not exist: the run has no journal (buffer.journal)")
     with (
-        explained(path),
+        translated_errors(path),
         closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db,
     ):
         db.execute("BEGIN")
@@ -96,10 +97,10 @@ def _require_format(db: sqlite3.Connection, path: Path) -> None:
         raise OtherReleaseError.of(what, found, FORMAT, remedy)
 
 
-def read_history(db: sqlite3.Connection) -> Iterator[Event]:
+def read_events(db: sqlite3.Connection) -> Iterator[Event]:
     """Every transition of every lease, those of one prompt in their order."""
     for prompt_index, lease_id, letters in db.execute(
-        "SELECT prompt_index, lease_id, path FROM history ORDER BY number"
+        "SELECT prompt_index, lease_id, states FROM events ORDER BY number"
     ):
         for letter in letters:
             word = _WORDS[letter]
@@ -117,12 +118,12 @@ def read_snapshot(db: sqlite3.Connection) -> LedgerSnapshot:
 
 
 def open_to_write(path: Path, durability: str) -> sqlite3.Connection:
-    """The file with its tables; one of another format is left as it is, and refused."""
+    """Open the file and create its tables; a file of another format is refused unchanged."""
     if path.exists():
         with open_to_read(path):
             pass
-    with explained(path):
-        # The server is made in one thread and serves in another, never in two at a time.
+    with translated_errors(path):
+        # The server is created in one thread and serves in another, never in both at a time.
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'machine' else 'NORMAL'}")
@@ -134,8 +135,8 @@ def open_to_write(path: Path, durability: str) -> sqlite3.Connection:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """All of the block or nothing of it."""
-    with explained(path):
+    """Commit all of the block, or nothing of it."""
+    with translated_errors(path):
         db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -143,19 +144,19 @@ def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
         except sqlite3.Error:
             with suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
-            # On a full disk, the space of the log may be what is missing.
+            # On a full disk, truncating the log may free the space that is missing.
             with suppress(sqlite3.Error):
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             raise
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """SQLite's errors as ours."""
+def translated_errors(path: Path) -> Iterator[None]:
+    """Raise StorageError or ConfigError for SQLite's errors."""
     try:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in _PASSING:
+        if code in _TEMPORARY:
             raise StorageError(f"the journal {path} cannot be written: {error}") from error
         raise ConfigError(f"the journal {path} cannot be used: {error}; move it away") from error

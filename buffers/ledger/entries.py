@@ -1,8 +1,7 @@
 """The ledger's columns: every open prompt, every count, and the only code that changes them.
 
 Invariant: the books close after every method here, because an entry enters and leaves a column in
-one place each, and there its `listener` (a journal) hears of it. `Ledger` decides; this module
-only books.
+one place each, and `on_event` (a journal) is called there. `Ledger` decides; this module counts.
 """
 
 from bisect import bisect_left, insort
@@ -16,7 +15,7 @@ from buffers.ledger.events import BY_BOOKS, Event
 from streamrl.types import Books, DropReason, GroupHeader, RefusalReason
 from streamrl.types.index_ranges import IndexRangeSet
 
-# A lease asserted further ahead than this is nonsense, not a memory that the buffer lost.
+# A lease reasserted further ahead than this is invalid; no buffer forgets that many.
 MAX_GAP = 100_000
 
 
@@ -43,9 +42,9 @@ class Entry(Struct):
 
 
 class LedgerSnapshot(Struct, frozen=True, kw_only=True):
-    """All of a ledger but its entries: what a journal writes with every change.
+    """The totals of a ledger: all of its state but the entries.
 
-    `unseen` are the leases counted as granted only because a learner's books said so.
+    `unseen` are the leases that count as granted because a learner's books contain them.
     """
 
     version: int = 0
@@ -75,13 +74,13 @@ class Entries:
         self._dropped: Counter[DropReason] = Counter()
         self._granted = 0
         self._acknowledged = 0
-        self._returned: list[int] = []
+        self._free: list[int] = []
         self._open = IndexRangeSet()
         self._next_prompt_index = 0
         self._revision = 0
         self._unseen = 0
         self._freed: list[int] = []
-        self.listener: Callable[[Event], None] | None = None
+        self.on_event: Callable[[Event], None] | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._entries.values()))
@@ -100,26 +99,30 @@ class Entries:
     def count(self, *states: State) -> int:
         return sum(self._counts[state] for state in states)
 
+    @property
+    def in_flight(self) -> int:
+        return self.count(State.LEASED, State.BUFFERED, State.TAKEN)
+
     def grant(self, lease_id: str, min_policy_version: int, expires_at_s: float) -> Entry:
-        """A new lease on the first prompt that is free: one given back, else the next."""
-        if self._returned:
-            prompt_index = self._returned.pop(0)
+        """A new lease on the first free prompt: one that was given back, else the next."""
+        if self._free:
+            prompt_index = self._free.pop(0)
         else:
             prompt_index = self._next_prompt_index
             self._next_prompt_index += 1
         return self._enter(Entry(prompt_index, lease_id, min_policy_version, expires_at_s))
 
     def grant_again(self, entry: Entry) -> bool:
-        """A lease that its holder asserts and this account forgot, if its prompt is free."""
+        """A lease that its holder reasserts and this ledger forgot, if its prompt is free."""
         prompt_index = entry.prompt_index
-        place = bisect_left(self._returned, prompt_index)
-        if place < len(self._returned) and self._returned[place] == prompt_index:
-            del self._returned[place]
+        position = bisect_left(self._free, prompt_index)
+        if position < len(self._free) and self._free[position] == prompt_index:
+            del self._free[position]
         elif self._next_prompt_index <= prompt_index < self._next_prompt_index + MAX_GAP:
             for skipped in range(self._next_prompt_index, prompt_index):
-                self._returned.append(skipped)
+                self._free.append(skipped)
                 self._open.add(skipped)
-                self._tell(skipped, "dropped", reason=DropReason.ORPHANED)
+                self._notify(skipped, "dropped", reason=DropReason.ORPHANED)
             self._next_prompt_index = prompt_index + 1
         else:
             return False
@@ -133,7 +136,7 @@ class Entries:
         self._counts[State.LEASED] += 1
         self._granted += 1
         self._revision += 1
-        self._tell(entry.prompt_index, entry.state, entry.lease_id)
+        self._notify(entry.prompt_index, entry.state, entry.lease_id)
         return entry
 
     def move(self, entry: Entry, state: State, version: int = -1) -> None:
@@ -143,7 +146,7 @@ class Entries:
         entry.version = version
         self._set_open(entry.prompt_index, state is not State.TRAINED)
         self._revision += 1
-        self._tell(entry.prompt_index, state, entry.lease_id)
+        self._notify(entry.prompt_index, state, entry.lease_id)
 
     def acknowledge(self, entry: Entry, *, by_books: bool = False) -> None:
         """The entry is contained in a durable checkpoint."""
@@ -151,18 +154,18 @@ class Entries:
         self._open.discard(entry.prompt_index)
         self._acknowledged += 1
         reason = BY_BOOKS if by_books else None
-        self._tell(entry.prompt_index, "acknowledged", entry.lease_id, reason)
+        self._notify(entry.prompt_index, "acknowledged", entry.lease_id, reason)
 
     def drop(self, entry: Entry, reason: DropReason) -> None:
         self._close(entry)
         self._dropped[reason] += 1
         self._set_open(entry.prompt_index, reason.returns_prompt)
         if reason.returns_prompt:
-            insort(self._returned, entry.prompt_index)
-        self._tell(entry.prompt_index, "dropped", entry.lease_id, reason)
+            insort(self._free, entry.prompt_index)
+        self._notify(entry.prompt_index, "dropped", entry.lease_id, reason)
 
     def drain_freed(self) -> tuple[int, ...]:
-        """Prompts closed since the last call that had a payload."""
+        """Prompts with a payload that were closed since the last call."""
         freed = tuple(self._freed)
         self._freed.clear()
         return freed
@@ -183,41 +186,41 @@ class Entries:
         )
 
     def follows(self, books: Books, learner_term: int) -> bool:
-        """Whether these entries may be those of `books` later; `learner_term` is the ledger's own.
+        """Whether this ledger may be at a later state than `books`; it has this `learner_term`.
 
-        A restored copy may have made as many changes as they, and not the same ones: it has not
-        seen the learner attach whose books they are, or lacks something that they have dropped.
+        A restored copy may have as many changes as the books, but other ones: it lacks the attach
+        of the learner whose books they are, or a drop that they count.
         """
         is_later = (learner_term, self._revision) >= (books.learner_term, books.revision)
         return is_later and all(self._dropped[why] >= n for why, n in books.dropped.items())
 
     def reconcile(self, books: Books) -> None:
-        """Come to the account that a learner's checkpoint carries, from a later one.
+        """Go back from a later state to the books of a learner's checkpoint.
 
-        What the checkpoint calls finished is acknowledged here too. Every prompt that it does
-        not call finished, and that nobody holds, is granted again: what became of it since belongs
-        to a lost history.
+        What is finished in the books is acknowledged here too. Every prompt that is not finished
+        there, and has no open entry, is free again: its later events belong to steps that the
+        checkpoint does not contain.
         """
         unfinished = set(books.open_prompt_indices)
         unfinished.update(range(books.next_prompt_index, self._next_prompt_index))
         for entry in self:
             if entry.prompt_index not in unfinished:
                 self.acknowledge(entry, by_books=True)
-        free, was_free = unfinished - self._entries.keys(), set(self._returned)
+        free, was_free = unfinished - self._entries.keys(), set(self._free)
         was_free.update(range(self._next_prompt_index, books.next_prompt_index))
-        for prompt_index in sorted(free - set(self._returned)):
-            self._tell(prompt_index, "dropped", reason=DropReason.ORPHANED)
+        for prompt_index in sorted(free - set(self._free)):
+            self._notify(prompt_index, "dropped", reason=DropReason.ORPHANED)
         for prompt_index in sorted(was_free - unfinished):
-            self._tell(prompt_index, "acknowledged", reason=BY_BOOKS)
-        self._give_back_all(free)
+            self._notify(prompt_index, "acknowledged", reason=BY_BOOKS)
+        self._set_free(free)
         self._next_prompt_index = max(self._next_prompt_index, books.next_prompt_index)
 
     def adopt(self, books: Books) -> None:
-        """Continue the account of a checkpoint that is later than this one.
+        """Continue from the books of a checkpoint that are later than this ledger.
 
-        This one may be blank, or a restored copy. What was in flight there is orphaned; what is
-        open here and there, since its holder asserted it or the copy has it, counts as granted
-        once more.
+        This one may be blank, or a restored copy. What was in flight in the books is orphaned; what
+        is open in both, because its holder reasserted it or the copy has it, counts as granted once
+        more.
         """
         self.reconcile(books)
         seen = self._granted - self._unseen
@@ -247,7 +250,7 @@ class Entries:
     def restore(
         self, snapshot: LedgerSnapshot, entries: Iterable[Entry], free: Iterable[int]
     ) -> None:
-        """Continue a blank account where a journal ends."""
+        """Continue, in a blank state, where a journal ends."""
         for entry in entries:
             self._entries[entry.prompt_index] = entry
             self._prompt_index_of[entry.lease_id] = entry.prompt_index
@@ -255,16 +258,16 @@ class Entries:
         self._dropped = Counter(snapshot.dropped)
         self._granted = snapshot.granted
         self._acknowledged = snapshot.acknowledged
-        self._give_back_all(free)
+        self._set_free(free)
         self._next_prompt_index = snapshot.next_prompt_index
         self._revision = snapshot.revision
         self._unseen = snapshot.unseen
 
-    def _give_back_all(self, free: Iterable[int]) -> None:
-        """These and no others are to be granted again."""
-        self._returned = sorted(free)
+    def _set_free(self, free: Iterable[int]) -> None:
+        """These prompts and no others are granted again."""
+        self._free = sorted(free)
         held = (e.prompt_index for e in self._entries.values() if e.state is not State.TRAINED)
-        self._open = IndexRangeSet([*held, *self._returned])
+        self._open = IndexRangeSet([*held, *self._free])
 
     def _set_open(self, prompt_index: int, is_open: bool) -> None:
         if is_open:
@@ -280,8 +283,8 @@ class Entries:
         if entry.header is not None:
             self._freed.append(entry.prompt_index)
 
-    def _tell(
+    def _notify(
         self, prompt_index: int, state: str, lease_id: str = "", reason: str | None = None
     ) -> None:
-        if self.listener is not None:
-            self.listener(Event(prompt_index, str(state), reason and str(reason), lease_id))
+        if self.on_event is not None:
+            self.on_event(Event(prompt_index, str(state), reason and str(reason), lease_id))

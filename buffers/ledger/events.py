@@ -1,22 +1,22 @@
-"""One transition of one lease: what a backend's history tells an audit.
+"""One transition of one lease, as a backend keeps it for an audit.
 
-Invariant: the events of a prompt are in the order in which they happened, so that replayed they
-give the column it is in now; `buffered` after `taken` or `trained` is a group given back to a
-learner that came back. `lease_id` is empty where a learner's books, not a lease, decided: "dropped"
-(orphaned) means that the prompt is free again, whatever became of it before; "acknowledged" that
-a checkpoint holds it.
+Invariant: the events of a prompt are in the order in which they happened; replayed, they give its
+present column. `buffered` after `taken` or `trained` is a group that was given back when a learner
+attached. `lease_id` is empty where a learner's books decided instead of a lease: "dropped"
+(orphaned) then means that the prompt is free again, whatever its earlier events are;
+"acknowledged" that a checkpoint contains it.
 """
 
 from msgspec import Struct
 
 BY_BOOKS = "books"
-"""The reason of an "acknowledged" that a learner's books, not a training here, decided."""
+"""The reason of an "acknowledged" that a learner's books decided, not a training here."""
 
 
 class Event(Struct, frozen=True):
     """`state`: leased, buffered, taken, trained, acknowledged, dropped (then with its `reason`).
 
-    "acknowledged" has the reason BY_BOOKS where a learner's books ended what was not trained here.
+    "acknowledged" has the reason BY_BOOKS where the group was not trained here.
     """
 
     prompt_index: int

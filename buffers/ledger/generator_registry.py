@@ -1,9 +1,8 @@
-"""Who reports to a buffer, and what a person has ordered of them.
+"""The generator registry: which generators report to the buffer, and their scheduling states.
 
-Invariant: an id has one session, the newest; an older one that still reports is fenced. An order
-(`SchedulingState`) belongs to the id, so it outlives a generator's process; only an order to drain
-is fulfilled, and gone, once its generator has left. `buffers/redis/lua/calls.lua` does the same in
-Redis.
+Invariant: an id has one session, the newest; an older one that still reports is fenced. A
+`SchedulingState` belongs to the id, so it outlasts a generator's process; only DRAINING is removed
+when its generator leaves. `buffers/redis/lua/calls.lua` does the same in Redis.
 """
 
 from msgspec import Struct
@@ -11,12 +10,12 @@ from msgspec import Struct
 from streamrl.errors import UnknownGeneratorError
 from streamrl.types import GeneratorStatus, SchedulingState, replace
 
-# A process that was frozen may wake after others of its id have come and gone.
+# A process that was suspended may resume after several others of its id have run.
 MAX_REPLACED = 8
 
 
 class _Report(Struct, frozen=True):
-    """The last heartbeat, and the sessions that this one's has taken the place of."""
+    """The last heartbeat, and the earlier sessions that its session has replaced."""
 
     status: GeneratorStatus
     seen_s: float
@@ -27,7 +26,7 @@ class GeneratorRegistry:
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
         self.scheduling_states: dict[str, SchedulingState] = {}
-        self._all_heard_until_s = 0.0
+        self._next_timeout_s = 0.0
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -37,16 +36,16 @@ class GeneratorRegistry:
         return tuple(report.status for report in self._reports.values())
 
     def ages_s(self, now_s: float) -> tuple[float, ...]:
-        """How long ago each of `statuses` was reported."""
+        """The seconds since each of `statuses` was reported."""
         return tuple(now_s - report.seen_s for report in self._reports.values())
 
     def fences(self, status: GeneratorStatus) -> bool:
-        """Whether a newer session has taken this one's place."""
+        """Whether a newer session has replaced this one."""
         known = self._reports.get(status.generator_id)
         return known is not None and status.session in known.replaced
 
-    def enter(self, status: GeneratorStatus, now_s: float) -> str | None:
-        """Book the report; the session whose place it takes, if there is one."""
+    def update(self, status: GeneratorStatus, now_s: float) -> str | None:
+        """Store the report; returns the session that it replaces, if there is one."""
         known = self._reports.get(status.generator_id)
         replaced = known.replaced if known else ()
         older = known.status.session if known and known.status.session != status.session else None
@@ -56,28 +55,35 @@ class GeneratorRegistry:
         self._reports[status.generator_id] = report
         return older
 
-    def leave(self, generator_id: str) -> None:
+    def remove(self, generator_id: str) -> None:
         self._reports.pop(generator_id, None)
         if self.scheduling_state(generator_id) is SchedulingState.DRAINING:
             self.scheduling_states = _without(self.scheduling_states, generator_id)
 
-    def forget_silent(self, now_s: float, retry_timeout_s: float) -> None:
-        """Called after every request, so it looks at a thousand reports only if one may be old."""
-        if now_s <= self._all_heard_until_s:
+    def forget_silent(self, now_s: float, timeout_s: float) -> None:
+        """Remove the generators whose last report is older than `timeout_s`.
+
+        It is called after every request, so it reads the reports only if one may be that old.
+        """
+        if now_s <= self._next_timeout_s:
             return
         self._reports = {
             generator_id: report
             for generator_id, report in self._reports.items()
-            if now_s - report.seen_s <= retry_timeout_s
+            if now_s - report.seen_s <= timeout_s
         }
         oldest_s = min((report.seen_s for report in self._reports.values()), default=now_s)
-        self._all_heard_until_s = oldest_s + retry_timeout_s
+        self._next_timeout_s = oldest_s + timeout_s
 
     def scheduling_state(self, generator_id: str) -> SchedulingState:
         return self.scheduling_states.get(generator_id, SchedulingState.ACTIVE)
 
     def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
-        """Raises: UnknownGeneratorError: nobody of this id reports, or did when it was ordered."""
+        """Set the state of this id.
+
+        Raises:
+            UnknownGeneratorError: no generator of this id reports or has a state.
+        """
         known = self._reports.keys() | self.scheduling_states.keys()
         if generator_id not in known:
             raise UnknownGeneratorError.among(generator_id, known)

@@ -1,4 +1,4 @@
-"""The ledger: who may generate what, what is too stale to train on, and what was trained.
+"""The ledger: which prompts are granted, which groups are too stale, and what was trained.
 
     LEASED -> BUFFERED -> TAKEN -> TRAINED -> acknowledged (gone); dropped(reason) from any
 
@@ -10,18 +10,18 @@ Invariants, whatever is called in whatever order:
 - No group is handed out whose oldest token is more than `max_staleness` versions older than the
   version that will train it.
 
-Admission bounds the line to `(max_staleness + 1) * groups_per_step` groups, so one that keeps its
-place is never too old; a lease's `min_policy_version` says the same of one place p, trained
-p // groups_per_step versions from here. Nothing is granted before a learner attached: only it knows
-where a new buffer stands in the prompt stream.
+Admission bounds the groups in flight to `streamrl.types.admission_capacity`, so one that is trained
+in order is never too old; a lease's `min_policy_version` states the same for the group at position
+p, which is trained p // groups_per_step versions from here. Nothing is granted before a learner
+attached: only its books give the position of a new buffer in the prompt stream.
 
-Oldest first also keeps the bound after a learner's death. Let the lost history have trained at
-version u groups of oldest version within [u - max_staleness, u], from version v on. Given back and
+Oldest first also keeps the bound after a learner's death. Let the lost steps, from version v on,
+have trained at version u groups of oldest version within [u - max_staleness, u]. Given back and
 sorted, at most (x - v + max_staleness + 1) * groups_per_step of them are as old as x or older, so
 the one of version x is trained again by x + max_staleness at the latest, and never before x.
 
-Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness. Backends
-call it; `drain_freed` tells them whose payload they may forget.
+Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness.
+`drain_freed` returns the prompts whose payload a backend may delete.
 """
 
 from collections import Counter
@@ -29,21 +29,20 @@ from collections.abc import Callable, Iterable
 
 from buffers.ledger.entries import Entries, Entry, LedgerSnapshot, State, header_of
 from buffers.ledger.events import Event
+from buffers.ledger.fencing import require_learner_term
 from buffers.ledger.loans import Loans
 from buffers.ledger.queues import Expiries, ReadyQueue, in_order
 from streamrl.errors import (
     ConfigError,
     DuplicateGroupError,
-    FencedError,
     LedgerError,
-    LostMemoryError,
     UnknownLeaseError,
 )
 from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason
 
 
 class Ledger:
-    """See the module. Near `final_version` admission closes, so that nothing is made in vain."""
+    """See the module. No more groups are admitted than are trained until `final_version`."""
 
     def __init__(
         self, *, groups_per_step: int, max_staleness: int, final_version: int | None = None
@@ -73,7 +72,7 @@ class Ledger:
         if entry is None:
             if not self.num_admitted():
                 return None
-            trained_at = self.version + self._in_flight() // self.groups_per_step
+            trained_at = self.version + self._entries.in_flight // self.groups_per_step
             min_policy_version = max(0, trained_at - self.max_staleness)
             entry = self._entries.grant(lease_id, min_policy_version, now_s + ttl_s)
             self._expiries.add(entry)
@@ -88,11 +87,11 @@ class Ledger:
         """How many more leases fit under the staleness bound and before the run's end."""
         if self.learner_term == 0 or self.finished:
             return 0
-        capacity, in_flight = self._loans.capacity, self._in_flight()
+        capacity, in_flight = self._loans.capacity, self._entries.in_flight
         if self.final_version is not None:
             capacity = min(capacity, (self.final_version - self.version) * self.groups_per_step)
         free = max(0, capacity - in_flight)
-        # A rest that fills no batch would wait in flight for good.
+        # Groups that fill no batch would stay in flight for good.
         return min(free, -in_flight % self.groups_per_step) if self.draining else free
 
     def knows(self, lease_id: str) -> bool:
@@ -113,7 +112,7 @@ class Ledger:
         return tuple(lost)
 
     def reassert(self, lease: Lease, now_s: float, ttl_s: float) -> None:
-        """Honor a lease of a forgotten past if its prompt is free; `renew` tells if not."""
+        """Grant a forgotten lease again if its prompt is free; `renew` returns it if not."""
         self.expire(now_s)
         entry = Entry(lease.prompt_index, lease.lease_id, lease.min_policy_version, now_s + ttl_s)
         if self._entries.find(lease.lease_id) is None and self._entries.grant_again(entry):
@@ -137,13 +136,15 @@ class Ledger:
             self._refused[RefusalReason.DUPLICATE] += 1
             raise DuplicateGroupError(f"lease {lease_id} already holds {entry.header.group_id}")
         if header.prompt_index != entry.prompt_index:
-            told = f"prompt {entry.prompt_index}; the group says {header.prompt_index}"
-            raise LedgerError(f"lease {lease_id} is for {told}")
+            raise LedgerError(
+                f"lease {lease_id} is for prompt {entry.prompt_index}; "
+                f"the group is for {header.prompt_index}"
+            )
         if self.version - header.oldest_version > self.max_staleness:
             self._entries.drop(entry, DropReason.STALE)
             return False
         entry.header = header
-        self._wait(entry)
+        self._make_ready(entry)
         return True
 
     def release(self, lease_id: str, reason: DropReason) -> None:
@@ -153,7 +154,7 @@ class Ledger:
             self._entries.drop(entry, reason)
 
     def refuse_malformed(self, lease_id: str) -> None:
-        """A message for this lease could not be read: its prompt is dropped, the fact counted."""
+        """Drop and count the prompt of a lease whose put could not be decoded."""
         entry = self._entries.find(lease_id)
         if entry is not None and entry.state is State.LEASED:
             self._entries.drop(entry, DropReason.MALFORMED)
@@ -164,7 +165,7 @@ class Ledger:
         self._refused[reason] += 1
 
     def expire(self, now_s: float) -> tuple[str, ...]:
-        """End the leases whose time has come; their prompts are granted again."""
+        """End the expired leases; their prompts are granted again. Returns their ids."""
         expired = self._expiries.pop_due(now_s)
         for entry in expired:
             self._entries.drop(entry, DropReason.EXPIRED)
@@ -173,16 +174,16 @@ class Ledger:
     # The learner's side.
 
     def attach(self, version: int, books: Books | None = None) -> int:
-        """A learner restored to `version` takes over; the term it gets fences every older one.
+        """Give a learner restored to `version` a new term, which fences every older learner.
 
-        Its history contains what was trained at versions <= `version`: acknowledged. What was
-        taken, or trained later, waits again. With the `books` of its checkpoint, what that calls
-        finished is finished here, and what it does not is here or will be granted again.
+        What was trained at versions <= `version` is acknowledged; what was taken, or trained later,
+        is buffered again. With the `books` of its checkpoint, what is finished there is finished
+        here, and every other prompt is open here or will be granted again.
         """
         is_older = books is not None and not self._entries.follows(books, self.learner_term)
         self._loans.settle(version)
         for entry in self._loans.give_back():
-            self._wait(entry)
+            self._make_ready(entry)
         if books is not None and (is_older or self.version < version):
             self._entries.adopt(books)
         elif books is not None:
@@ -197,8 +198,8 @@ class Ledger:
 
         Evicts first what would be too stale by then. The same version gets the same loan again.
         """
-        self._check_learner_term(learner_term)
-        if version not in self._loans.loans:
+        require_learner_term(learner_term, self.learner_term)
+        if not self._loans.prompt_indices(version):
             self._loans.check(num_groups, version, self.version)
             self._evict(version)
             if self._entries.count(State.BUFFERED) < num_groups:
@@ -207,32 +208,27 @@ class Ledger:
                 entry = self._ready.first()
                 assert entry is not None, "they were counted"
                 self._loans.lend(entry, version)
-        return tuple(header_of(self._entries[s]) for s in self._loans.loans[version])
+        return tuple(header_of(self._entries[i]) for i in self._loans.prompt_indices(version))
 
     def advance(self, version: int, learner_term: int) -> None:
         """The step that made `version` used the loan of the version before. May be repeated."""
-        self._check_learner_term(learner_term)
+        require_learner_term(learner_term, self.learner_term)
         if version == self.version:
             return
-        if version != self.version + 1 or self.version not in self._loans.loans:
-            lent = sorted(self._loans.loans)
-            raise LedgerError(
-                f"advance to {version}: the ledger is at {self.version} and has lent for {lent}"
-            )
-        self._loans.train(version)
+        self._loans.train(version, self.version)
         self.version = version
         self._evict(version)
 
     def acknowledge(self, version: int, learner_term: int) -> None:
         """A checkpoint of `version` is durable: what it contains is freed. May be repeated."""
-        self._check_learner_term(learner_term)
+        require_learner_term(learner_term, self.learner_term)
         if version > self.version:
             raise LedgerError(f"acknowledge of version {version}; the ledger is at {self.version}")
         self._loans.settle(version)
 
     def finish(self, learner_term: int) -> None:
         """No lease is granted from here on."""
-        self._check_learner_term(learner_term)
+        require_learner_term(learner_term, self.learner_term)
         self.finished = True
 
     def books(self) -> Books:
@@ -242,7 +238,7 @@ class Ledger:
         return dict(self._refused)
 
     def oldest_version(self) -> int | None:
-        """Oldest policy version among the waiting groups."""
+        """Oldest policy version in the ready queue."""
         entry = self._ready.first()
         return None if entry is None else header_of(entry).oldest_version
 
@@ -258,7 +254,7 @@ class Ledger:
         return self._expiries.next_s()
 
     def drain_freed(self) -> tuple[int, ...]:
-        """Prompts whose payload nobody will ask for again, since the last call."""
+        """Prompts whose payload is no longer needed, since the last call."""
         return self._entries.drain_freed()
 
     def snapshot(self) -> LedgerSnapshot:
@@ -272,11 +268,8 @@ class Ledger:
         expires_at_s: float,
     ) -> None:
         """Continue, in a blank ledger, where a journal ends; its leases get a new expiry."""
-        self.version, self.learner_term, self.finished = (
-            snapshot.version,
-            snapshot.learner_term,
-            snapshot.finished,
-        )
+        self.version, self.learner_term = snapshot.version, snapshot.learner_term
+        self.finished = snapshot.finished
         self._refused = Counter(snapshot.refused)
         held = in_order(entries)
         self._entries.restore(snapshot, held, free)
@@ -285,34 +278,20 @@ class Ledger:
                 entry.expires_at_s = expires_at_s
                 self._expiries.add(entry)
             elif entry.state is State.BUFFERED:
-                self._ready.join(entry)
+                self._ready.add(entry)
             else:
                 self._loans.restore(entry)
 
-    def listen(self, listener: Callable[[Event], None]) -> None:
-        self._entries.listener = listener
+    def subscribe(self, on_event: Callable[[Event], None]) -> None:
+        """Call `on_event` with every transition from here on."""
+        self._entries.on_event = on_event
 
-    # Steps of the above.
-
-    def _in_flight(self) -> int:
-        return self._entries.count(State.LEASED, State.BUFFERED, State.TAKEN)
-
-    def _wait(self, entry: Entry) -> None:
+    def _make_ready(self, entry: Entry) -> None:
         self._entries.move(entry, State.BUFFERED)
-        self._ready.join(entry)
+        self._ready.add(entry)
 
     def _evict(self, version: int) -> None:
         while entry := self._ready.first():
             if version - header_of(entry).oldest_version <= self.max_staleness:
                 return
             self._entries.drop(entry, DropReason.STALE)
-
-    def _check_learner_term(self, learner_term: int) -> None:
-        if learner_term < self.learner_term:
-            raise FencedError(
-                f"this learner is of term {learner_term}; term {self.learner_term} took over"
-            )
-        if learner_term > self.learner_term:
-            raise LostMemoryError(
-                f"lost memory: this buffer knows term {self.learner_term}, not {learner_term}"
-            )

@@ -1,7 +1,7 @@
-"""Which groups are lent for which version, and which version trained them.
+"""The loans: which groups are lent for which version, and which version trained them.
 
-Invariant: these are exactly the account's TAKEN and TRAINED entries; an entry carries the version
-it is here under. Only `buffers.ledger.ledger` calls it.
+Invariant: these are exactly the ledger's TAKEN and TRAINED entries, each under the version that the
+entry has.
 """
 
 from itertools import chain
@@ -16,17 +16,17 @@ class Loans:
         self._entries = entries
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self.loans: dict[int, list[int]] = {}
+        self._lent: dict[int, list[int]] = {}
         self._trained: dict[int, list[int]] = {}
 
     @property
     def capacity(self) -> int:
-        """Groups that admission lets in at a time."""
+        """Groups that may be in flight at a time."""
         return admission_capacity(self._max_staleness, self._groups_per_step)
 
     def check(self, num_groups: int, version: int, current: int) -> None:
         """Refuse a loan out of turn, and one that admission can never fill."""
-        following = current + len(self.loans)
+        following = current + len(self._lent)
         if version != following:
             raise LedgerError(f"take for version {version}; the next to be trained is {following}")
         if num_groups > self.capacity:
@@ -36,14 +36,23 @@ class Loans:
                 f"{self.capacity}"
             )
 
+    def prompt_indices(self, version: int) -> tuple[int, ...]:
+        """The groups lent for `version`, oldest first; () if there is no such loan."""
+        return tuple(self._lent.get(version, ()))
+
     def lend(self, entry: Entry, version: int) -> None:
         """For the training at `version`."""
         self._entries.move(entry, State.TAKEN, version)
-        self.loans.setdefault(version, []).append(entry.prompt_index)
+        self._lent.setdefault(version, []).append(entry.prompt_index)
 
-    def train(self, version: int) -> None:
-        """The loan of the version before has made `version`."""
-        loan = self.loans.pop(version - 1)
+    def train(self, version: int, current: int) -> None:
+        """The loan of the version before, which is the `current` one, has made `version`."""
+        if version != current + 1 or current not in self._lent:
+            raise LedgerError(
+                f"advance to {version}: the ledger is at {current} and has lent for "
+                f"{sorted(self._lent)}"
+            )
+        loan = self._lent.pop(version - 1)
         for prompt_index in loan:
             self._entries.move(self._entries[prompt_index], State.TRAINED, version)
         self._trained[version] = loan
@@ -55,13 +64,13 @@ class Loans:
                 self._entries.acknowledge(self._entries[prompt_index])
 
     def give_back(self) -> list[Entry]:
-        """Every entry here; the caller gives them another state."""
-        prompt_indices = list(chain(*self.loans.values(), *self._trained.values()))
-        self.loans.clear()
+        """All entries, which are removed here; the caller moves them to another state."""
+        prompt_indices = list(chain(*self._lent.values(), *self._trained.values()))
+        self._lent.clear()
         self._trained.clear()
         return [self._entries[prompt_index] for prompt_index in prompt_indices]
 
     def restore(self, entry: Entry) -> None:
-        """Put an entry back whose state and version a journal kept; in the order of lending."""
-        batches = self.loans if entry.state is State.TAKEN else self._trained
-        batches.setdefault(entry.version, []).append(entry.prompt_index)
+        """Add an entry with the state and version that a journal kept; in the order of lending."""
+        versions = self._lent if entry.state is State.TAKEN else self._trained
+        versions.setdefault(entry.version, []).append(entry.prompt_index)

@@ -1,8 +1,7 @@
-"""Two orders over the account's entries: who waits longest, and whose lease ends next.
+"""Two orders over the ledger's entries: the ready queue, and the leases by expiry.
 
-Invariant: every BUFFERED entry is in the line, every LEASED one in the expiries. Others may be left
-in these heaps, and are thrown away when they come up; so leaving costs nothing. Only
-`buffers.ledger.ledger` calls it.
+Invariant: every BUFFERED entry is in the ready queue, every LEASED one in the expiries. Entries of
+other states may remain in the heaps and are skipped when they come up, so removal costs nothing.
 """
 
 import heapq
@@ -16,17 +15,17 @@ Position: TypeAlias = tuple[int, int]
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """As the line has them, which is also the order of lending."""
+    """In the order of the ready queue, which is also the order of lending."""
     return sorted(
         entries, key=lambda e: (-1 if e.header is None else e.header.oldest_version, e.prompt_index)
     )
 
 
 class ReadyQueue:
-    """The waiting groups by their oldest policy version, then by prompt.
+    """The BUFFERED groups by their oldest policy version, then by prompt.
 
-    Groups mostly come in order, and a queue's ends cost the same at any length; a heap of
-    everything costs three times more at 100,000 than at 100. So what comes late is in a heap alone.
+    Groups mostly arrive in order, and a deque's ends cost the same at any length; a heap of all
+    groups costs three times more at 100,000 than at 100. So only what arrives late is in a heap.
     """
 
     def __init__(self, entries: Entries) -> None:
@@ -34,7 +33,7 @@ class ReadyQueue:
         self._in_order: deque[Position] = deque()
         self._late: list[Position] = []
 
-    def join(self, entry: Entry) -> None:
+    def add(self, entry: Entry) -> None:
         position = (header_of(entry).oldest_version, entry.prompt_index)
         if not self._in_order or position >= self._in_order[-1]:
             self._in_order.append(position)
@@ -42,7 +41,7 @@ class ReadyQueue:
             heapq.heappush(self._late, position)
 
     def first(self) -> Entry | None:
-        """The oldest group that waits; it stays in the line until its state changes."""
+        """The oldest group; it stays in the queue until its state changes."""
         while self._in_order or self._late:
             is_late = bool(self._late) and not (
                 self._in_order and self._in_order[0] <= self._late[0]
@@ -63,7 +62,7 @@ class ReadyQueue:
 
 
 class Expiries:
-    """The leases by the time at which they end; one that was renewed is in here twice."""
+    """The leases by expiry time; a renewed one is contained twice."""
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
@@ -73,7 +72,7 @@ class Expiries:
         heapq.heappush(self._heap, (entry.expires_at_s, entry.lease_id))
 
     def pop_due(self, now_s: float) -> list[Entry]:
-        """The leases whose time has come."""
+        """The leases that have expired."""
         due: dict[str, Entry] = {}
         while self._heap and self._heap[0][0] <= now_s:
             _, lease_id = heapq.heappop(self._heap)

@@ -1,7 +1,7 @@
-"""A buffer's whole state: the ledger, the payloads it keeps, and who reported when.
+"""A buffer's whole state: the ledger, the payloads, and the generator registry.
 
 Invariant: a payload is held exactly while the ledger has its group. Calls return at once and never
-wait; a backend (`buffers.memory`, `buffers.zmq.server`) does the waiting and owns the clock.
+wait; a backend (`buffers.memory`, `buffers.zmq.server`) waits and owns the clock.
 """
 
 import math
@@ -29,7 +29,10 @@ RESUMES_WITHIN_S = 120.0
 
 
 class BufferState(Generic[Payload]):
-    """`Payload` is what the backend keeps of a group: the record itself, or its bytes."""
+    """`Payload` is what the backend keeps of a group: the record itself, or its bytes.
+
+    `refusal` is why the backend accepts no group at present; "" if it does.
+    """
 
     def __init__(self, ledger: Ledger, *, lease_ttl_s: float) -> None:
         self.ledger = ledger
@@ -38,14 +41,17 @@ class BufferState(Generic[Payload]):
         self._payloads: dict[int, tuple[Payload, int]] = {}
         self._num_bytes = 0
         self.registry = GeneratorRegistry()
-        self._doubtful_until_s: float | None = None
+        self.refusal = ""
+        self._learner_terms: dict[str, int] = {}
+        self._resumes_until_s: float | None = None
 
     def lease(self, lease_ids: Sequence[str], generator_id: str, now_s: float) -> tuple[Lease, ...]:
-        """Those of these leases that are open, and new ones as far as this call may have some."""
+        """Those of these leases that are open, and new ones up to the generator's share."""
         self.ledger.expire(now_s)
-        num_new = self._share(generator_id)
-        new = [lease_id for lease_id in lease_ids if not self.ledger.knows(lease_id)][:num_new]
-        asked = (i for i in lease_ids if i in new or self.ledger.knows(i))
+        known = {lease_id for lease_id in lease_ids if self.ledger.knows(lease_id)}
+        others = [lease_id for lease_id in lease_ids if lease_id not in known]
+        chosen = known.union(others[: self._share(generator_id)])
+        asked = (lease_id for lease_id in lease_ids if lease_id in chosen)
         leases = (self.ledger.lease(lease_id, now_s, self.lease_ttl_s) for lease_id in asked)
         return tuple(lease for lease in leases if lease is not None)
 
@@ -58,13 +64,15 @@ class BufferState(Generic[Payload]):
         self.ledger.release(lease_id, reason)
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
-        """Renew its leases (their ids start with its session). An earlier session's end here, and
-        what that says from now on is refused."""
+        """Renew the generator's leases, whose ids start with its session.
+
+        The leases of an earlier session end here, and its later heartbeats are fenced.
+        """
         is_fenced = self.registry.fences(status)
         if is_fenced:
             self._end_session(status.session, DropReason.EXPIRED)
         else:
-            self._enter(status, now_s)
+            self._register(status, now_s)
         return HeartbeatReply(
             policy_version=self.ledger.version,
             lost_lease_ids=self.ledger.renew(status.lease_ids, now_s, self.lease_ttl_s),
@@ -77,17 +85,21 @@ class BufferState(Generic[Payload]):
     def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
         self.registry.set_scheduling_state(generator_id, scheduling_state)
 
-    def attach(self, policy_version: int, books: Books | None) -> int:
-        self._doubtful_until_s = None
+    def attach(self, policy_version: int, books: Books | None, call_id: str = "") -> int:
+        """The learner's term; a repeated call with the same `call_id` gets the same one."""
+        if call_id and call_id in self._learner_terms:
+            return self._learner_terms[call_id]
+        self._resumes_until_s = None
         learner_term = self.ledger.attach(policy_version, books)
-        self._forget_freed()
+        self._delete_freed()
+        self._learner_terms = {**self._learner_terms, call_id: learner_term}
         return learner_term
 
     def take(
         self, num_groups: int, policy_version: int, learner_term: int
     ) -> tuple[GroupHeader, ...]:
         headers = self.ledger.take(num_groups, policy_version, learner_term)
-        self._forget_freed()
+        self._delete_freed()
         return headers
 
     def fetch(self, prompt_indices: Iterable[int]) -> tuple[Payload, ...]:
@@ -100,29 +112,28 @@ class BufferState(Generic[Payload]):
 
     def advance(self, policy_version: int, learner_term: int) -> None:
         self.ledger.advance(policy_version, learner_term)
-        self._forget_freed()
+        self._delete_freed()
 
     def acknowledge(self, policy_version: int, learner_term: int) -> None:
         self.ledger.acknowledge(policy_version, learner_term)
-        self._forget_freed()
+        self._delete_freed()
 
     def finish(self, learner_term: int) -> None:
-        self._doubtful_until_s = None
+        self._resumes_until_s = None
         self.ledger.finish(learner_term)
 
     def drain(self) -> None:
-        """From here on leases only complete the last batch; until a learner attaches."""
+        """Grant only the leases that complete the last batch, until a learner attaches."""
         self.ledger.draining = True
 
     def expire(self, now_s: float) -> None:
-        """End overdue leases and forget generators not heard of for one lease's life."""
+        """End expired leases; remove generators that have not reported for `lease_ttl_s`."""
         self.ledger.expire(now_s)
-        if self._doubtful_until_s is not None and now_s > self._doubtful_until_s:
-            self._doubtful_until_s = None
+        if self._resumes_until_s is not None and now_s > self._resumes_until_s:
+            self._resumes_until_s = None
         self.registry.forget_silent(now_s, self.lease_ttl_s)
 
-    def stats(self, now_s: float, refusal: str = "") -> BufferStats:
-        """`refusal` is why the backend takes nothing in at present."""
+    def stats(self, now_s: float) -> BufferStats:
         return BufferStats(
             incarnation=self.incarnation,
             policy_version=self.ledger.version,
@@ -135,20 +146,20 @@ class BufferState(Generic[Payload]):
             generators=self.registry.statuses,
             heartbeat_ages_s=self.registry.ages_s(now_s),
             scheduling_states=self.registry.scheduling_states,
-            refusal=refusal,
+            refusal=self.refusal,
             finished=self.ledger.finished,
             draining=self.ledger.draining,
         )
 
     @property
-    def is_deserted(self) -> bool:
-        """The run has ended and every generator has left."""
+    def is_complete(self) -> bool:
+        """Whether the run has ended and every generator has left."""
         return self._is_over and not self.registry and not self.ledger.live_leases()
 
     @property
     def _is_over(self) -> bool:
-        """A run that a journal calls ended may be about to go on: its learner has a while."""
-        return self.ledger.finished and self._doubtful_until_s is None
+        """A run that has ended in its journal may be resumed: a learner has time to attach."""
+        return self.ledger.finished and self._resumes_until_s is None
 
     def payload(self, prompt_index: int) -> Payload:
         return self._payloads[prompt_index][0]
@@ -162,7 +173,7 @@ class BufferState(Generic[Payload]):
         now_s: float,
     ) -> None:
         """Continue, in a blank state, where a journal ends."""
-        self._doubtful_until_s = now_s + RESUMES_WITHIN_S
+        self._resumes_until_s = now_s + RESUMES_WITHIN_S
         held = list(entries)
         self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
         for entry in held:
@@ -174,27 +185,27 @@ class BufferState(Generic[Payload]):
     def _share(self, generator_id: str) -> int:
         """New leases that one call may be granted: this generator's share of what is admitted.
 
-        So that one with a large engine leaves some to those whose call comes a moment later.
+        A generator with a large engine thus leaves some to those that call a moment later.
         """
         if self.registry.scheduling_state(generator_id) is not SchedulingState.ACTIVE:
             return 0
         return math.ceil(self.ledger.num_admitted() / max(1, len(self.registry)))
 
-    def _enter(self, status: GeneratorStatus, now_s: float) -> None:
+    def _register(self, status: GeneratorStatus, now_s: float) -> None:
         for lease in status.held:
             self.ledger.reassert(lease, now_s, self.lease_ttl_s)
-        if (older := self.registry.enter(status, now_s)) is not None:
+        if (older := self.registry.update(status, now_s)) is not None:
             self._end_session(older, DropReason.EXPIRED)
         if status.is_leaving:
             self._end_session(status.session, DropReason.RELEASED)
-            self.registry.leave(status.generator_id)
+            self.registry.remove(status.generator_id)
 
     def _end_session(self, session: str, reason: DropReason) -> None:
         for lease_id in self.ledger.live_leases():
             if lease_id.startswith(session):
                 self.ledger.release(lease_id, reason)
 
-    def _forget_freed(self) -> None:
+    def _delete_freed(self) -> None:
         for prompt_index in self.ledger.drain_freed():
             _, num_bytes = self._payloads.pop(prompt_index)
             self._num_bytes -= num_bytes

@@ -1,13 +1,13 @@
 """`redis://`: the buffer in a Redis server, without a daemon of ours.
 
 Invariant: Redis holds the whole state, and every change of it is one atomic script on the server
-(`buffers/lua`), so any client may die at any moment. What a client keeps is its learner's term.
-Redis >= 6.2; with AOF (`appendfsync always`) nothing is lost with the server either.
+(`buffers/redis/lua`), so any client may die at any moment. A client keeps only its learner's term.
+Redis >= 6.2; with AOF (`appendfsync always`) nothing is lost if the server dies.
 
-A server that comes back with an older state (AOF `everysec`, a snapshot) shows it to everybody. The
-learner is refused (its term or version is ahead), starts again from its checkpoint, and the books
-it attaches with bring the ledger up to date. A generator's lease that the older state does not know
-is refused at the next heartbeat or put, and its prompt is granted again.
+A server may restart with an older state (AOF `everysec`, a snapshot). The learner is then refused,
+because its term or version is ahead; it attaches again with its books, which bring the ledger up to
+date. A lease that the older state does not contain is refused at the next heartbeat or put, and its
+prompt is granted again.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ import msgspec
 from msgspec import structs
 from redis import exceptions
 
+from buffers import messages
 from buffers.quarantine import Quarantine
 from buffers.redis import replies
 from buffers.redis.connection import Command, RedisConnection, namespace, other_schema, script
 from buffers.redis.memory_limit import RedisMemoryLimit
-from buffers.redis.notifications import POLL_S, Change, RedisNotifications
-from buffers.zmq import messages
+from buffers.redis.notifications import POLL_S, Notification, RedisNotifications
 from streamrl import wire
 from streamrl.errors import LedgerError, UnknownGeneratorError, WireError
 from streamrl.types import (
@@ -45,7 +45,7 @@ from streamrl.types import (
     pack,
 )
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 MAX_PUTS = 4
 FETCHED_AT_ONCE = 16
 STAGED_LIFE_S = 600
@@ -54,9 +54,10 @@ LARGE_BYTES = 2**16
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """What the ledger is run with; the learner that attaches decides, a blank server takes any.
+    """The settings of the ledger and of this client.
 
-    `clock` is for tests: the time a script is told instead of the server's own.
+    Those of the ledger are stored when a learner attaches; until then a server uses any client's.
+    `clock` is for tests: the scripts use it instead of the server's clock.
     """
 
     groups_per_step: int
@@ -91,7 +92,7 @@ class RedisBuffer:
             leases, expires_in_s = await self._call("lease", generator_id, *lease_ids)
             return replies.leases(leases), replies.next_expiry_s(expires_in_s, POLL_S)
 
-        return await self._wait_for(attempt, wait_s, lambda change: change.room > 0)
+        return await self._wait_for(attempt, wait_s, lambda n: n.may_lease > 0)
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         payload = wire.encode(pack(group))
@@ -143,30 +144,32 @@ class RedisBuffer:
         *,
         with_payloads: bool = False,
     ) -> Loan:
-        """The payloads are read once the script has named them, in a second round trip.
+        """See the interface. Payloads are read in a second round trip, once their keys are known.
 
-        A script that returned them would copy each one twice inside Redis, which serves nobody
-        else meanwhile.
+        A script that returned them would copy each one twice inside Redis and block other clients
+        meanwhile.
         """
 
         async def attempt() -> tuple[tuple[GroupHeader, ...], float]:
             (blobs,) = await self._call("take", num_groups, policy_version, self._learner_term)
             return tuple(wire.decode(blob, GroupHeader) for blob in blobs), POLL_S
 
-        def may_fill(change: Change) -> bool:
-            return change.num_buffered >= num_groups or change.learner_term != self._learner_term
+        def may_take(n: Notification) -> bool:
+            return n.num_buffered >= num_groups or n.learner_term != self._learner_term
 
-        headers = await self._wait_for(attempt, wait_s, may_fill)
+        headers = await self._wait_for(attempt, wait_s, may_take)
         wanted = [header.prompt_index for header in headers] if with_payloads else []
         return Loan(headers=headers, groups=await self.fetch(wanted))
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         payloads: list[bytes | None] = []
         for start in range(0, len(prompt_indices), FETCHED_AT_ONCE):
-            keys = [self._payload_key(s) for s in prompt_indices[start : start + FETCHED_AT_ONCE]]
+            keys = [self._payload_key(i) for i in prompt_indices[start : start + FETCHED_AT_ONCE]]
             payloads.extend((await self._connection.call("fetch", ("MGET", *keys)))[0])
         missing = [
-            s for s, payload in zip(prompt_indices, payloads, strict=True) if payload is None
+            prompt_index
+            for prompt_index, payload in zip(prompt_indices, payloads, strict=True)
+            if payload is None
         ]
         if missing:
             raise LedgerError(f"no group is held for the prompts {missing}")
@@ -200,14 +203,14 @@ class RedisBuffer:
         await self._connection.close()
 
     async def _with_refusal(self, stats: BufferStats) -> BufferStats:
-        """Why a payload of the mean size would have to wait, if it would."""
+        """With the reason why a payload of the mean size would have to wait, if it would."""
         books = stats.books
         num_groups = books.buffered + books.taken + books.trained
         refusal = await self._memory_limit.refusal(stats.num_bytes // max(1, num_groups))
         return structs.replace(stats, refusal=refusal)
 
     async def _put_payload(self, lease_id: str, header: GroupHeader, payload: bytes) -> None:
-        """Waits for room in Redis; unblocked by it or by the deadline. Sends again what expired."""
+        """Waits for memory in Redis, until the deadline; sends an expired payload again."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.deadline_s
         token = uuid.uuid4().hex
@@ -236,17 +239,20 @@ class RedisBuffer:
 
     async def _wait_for(
         self,
-        attempt: Callable[[], Awaitable[tuple[Answer, float]]],
+        attempt: Callable[[], Awaitable[tuple[Result, float]]],
         wait_s: float,
-        wanted: Callable[[Change], bool],
-    ) -> Answer:
-        """Waits for an answer that is not empty; unblocked by a wanted change, by the time that an
-        empty one names (an expiry, or the poll), or by `wait_s`."""
+        condition: Callable[[Notification], bool],
+    ) -> Result:
+        """The first answer that is not empty, or the last one when `wait_s` is over.
+
+        Waits for a notification for which `condition` holds, or for the seconds that an empty
+        answer returns (until an expiry, or POLL_S).
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        with self._notifications.watch(wanted) as woken:
+        with self._notifications.subscribe(condition) as event:
             while True:
-                woken.clear()
+                event.clear()
                 answer, retry_s = await attempt()
                 remaining_s = deadline - loop.time()
                 if answer or remaining_s <= 0:
@@ -254,10 +260,10 @@ class RedisBuffer:
                 self._notifications.start()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(remaining_s, retry_s)):
-                        await woken.wait()
+                        await event.wait()
 
     async def _call(self, name: str, *arguments: Any, staging: Command | None = None) -> list[Any]:
-        """The answer of one script call, or the error it names."""
+        """The answer of one script call; raises the error that it names."""
         settings = self._settings
         now_s = "" if settings.clock is None else repr(settings.clock())
         final = -1 if settings.final_version is None else settings.final_version
@@ -284,4 +290,4 @@ class RedisBuffer:
 
 
 class _AgainError(Exception):
-    """The payload sent ahead was gone before the script ran."""
+    """The staged payload expired before the script ran."""

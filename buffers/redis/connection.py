@@ -1,8 +1,8 @@
-"""The way to a run's Redis server: commands that are repeated until they are answered.
+"""The connection to a run's Redis server: commands that are repeated until they are answered.
 
-Invariant: a call either returns the server's answer or raises within its deadline; one that was
-sent twice is harmless, because every script of `buffers/lua` is. While Redis is away (restarting,
-stopped, failing over) calls wait here. Used by `buffers.redis.buffer` and what reads its keys.
+Invariant: a call either returns the server's answer or raises within its deadline; it may be sent
+twice, because every script of `buffers/redis/lua` may run twice. While Redis is unavailable
+(restarting, stopped, failing over) calls wait here.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ SCHEMA = 2
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 SLOWEST_BYTES_PER_S = 10e6
 
-_AWAY = (
+_UNAVAILABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
     exceptions.ReadOnlyError,
@@ -45,15 +45,15 @@ _REFUSED = (
     exceptions.AuthenticationWrongNumberOfArgsError,
     exceptions.NoPermissionError,
 )
-# Also where a script meets them, which Redis 6 words as an error of the script: a full disk, a
-# script that takes long, a server that has just become a replica, or has lost its own.
-_AWAY_FOR_NOW = ("MISCONF", "BUSY", "READONLY", "MASTERDOWN", "NOREPLICAS")
-# How Redis 6 words a lack of permission inside a script.
+# Redis 6 reports these as errors of the script: a full disk, a script that takes long, a server
+# that has become a replica, or has lost its own.
+_UNAVAILABLE_WORDS = ("MISCONF", "BUSY", "READONLY", "MASTERDOWN", "NOREPLICAS")
+# How Redis 6 reports a lack of permission inside a script.
 _REFUSED_IN_SCRIPT = ("NOPERM", "can't run this command", "can't access at least one of the keys")
 
 
 def namespace(run: str) -> str:
-    """What the keys of a run begin with; the braces keep them in one slot of a cluster."""
+    """The prefix of a run's keys; the braces keep them in one slot of a cluster."""
     return f"streamrl:{{{run}}}:"
 
 
@@ -65,7 +65,7 @@ def other_schema(url: str, found: int) -> OtherReleaseError:
 
 @cache
 def script() -> tuple[str, str]:
-    """The ledger's source and its SHA-1, by which the server knows it."""
+    """The source of the ledger's script, and its SHA-1, by which EVALSHA names it."""
     folder = resources.files("buffers.redis") / "lua"
     source = "\n".join((folder / f"{n}.lua").read_text() for n in ("entries", "ledger", "calls"))
     source = f"local SCHEMA = {SCHEMA}\n{source}"
@@ -73,31 +73,31 @@ def script() -> tuple[str, str]:
 
 
 class RedisConnection:
-    """One client's connections. `retry_s` is how long a first attempt may go unanswered."""
+    """One client's connections. `retry_s` is the time for the answer to a first attempt."""
 
     def __init__(self, url: str, run: str, *, deadline_s: float, retry_s: float) -> None:
         self.url = redacted(url)
         self.deadline_s = deadline_s
         self._topology = RedisTopology(url)
-        self._look: Command = ("EXISTS", namespace(run) + "state")
+        self._exists: Command = ("EXISTS", namespace(run) + "state")
         self._retry_s = retry_s
 
     @property
     def client(self) -> "Redis":
-        """Of the node that holds the run, as far as is known."""
+        """The client of the node that holds the run, as far as is known."""
         return self._topology.client
 
     async def close(self) -> None:
         await self._topology.close()
 
     async def call(self, name: str, *commands: Command, wait_s: float = 0.0) -> list[Any]:
-        """The answers to the commands, sent in one go.
+        """The answers to the commands, which are sent in one pipeline.
 
-        Waits for them; unblocked by them, by the deadline, or by a refusal. After a failure waits
-        a little longer each time before the next attempt.
+        Waits for them until the deadline, and after a failure twice as long each time before the
+        next attempt.
 
         Raises:
-            TransportError: unanswered for `wait_s` and the deadline of this link.
+            TransportError: unanswered for `wait_s` and the deadline of this connection.
             ConfigError: the server refuses this user.
         """
         loop = asyncio.get_running_loop()
@@ -110,16 +110,16 @@ class RedisConnection:
             try:
                 async with asyncio.timeout(min(deadline - loop.time(), retry_timeout_s)):
                     return await self._attempt(commands)
-            except (*_REFUSED, *_AWAY, exceptions.ResponseError) as error:
+            except (*_REFUSED, *_UNAVAILABLE, exceptions.ResponseError) as error:
                 if isinstance(error, exceptions.MovedError):
                     self._topology.follow(error)
                 else:
                     self._raise_if_final(error)
-                    self._topology.look_again(client)
+                    self._topology.switch_node(client)
                 if loop.time() + delay_s >= deadline:
-                    raise self._gave_up(name, wait_s, error) from error
-                told = _in_short(error)
-                log.warning("no answer from the buffer at %s to %s: %s", self.url, name, told)
+                    raise self._timed_out(name, wait_s, error) from error
+                message = _summary(error)
+                log.warning("no answer from the buffer at %s to %s: %s", self.url, name, message)
             retry_timeout_s *= 2
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
@@ -127,7 +127,7 @@ class RedisConnection:
     async def _attempt(self, commands: Sequence[Command]) -> list[Any]:
         try:
             if (client := self.client) is not self._topology.holder:
-                await client.execute_command(*self._look)
+                await client.execute_command(*self._exists)
                 self._topology.holder = client
             return await self._send(commands)
         except exceptions.NoScriptError:
@@ -143,30 +143,32 @@ class RedisConnection:
         return list(await pipeline.execute())
 
     def _raise_if_final(self, error: Exception) -> None:
-        """Waiting cannot help against what is neither an absence nor a lack of memory."""
-        told = str(error)
-        if isinstance(error, _REFUSED) or any(words in told for words in _REFUSED_IN_SCRIPT):
+        """Raise the errors that no later attempt can avoid."""
+        message = str(error)
+        if isinstance(error, _REFUSED) or any(words in message for words in _REFUSED_IN_SCRIPT):
             raise ConfigError(
-                f"buffer.url {self.url}: Redis refuses this user: {told}; it needs the right "
+                f"buffer.url {self.url}: Redis refuses this user: {message}; it needs the right "
                 "password, and an ACL such as ~streamrl:* resetchannels &streamrl:* +@all -@admin"
             ) from error
-        if reason := _mistrust(error):
+        if reason := _certificate_error(error):
             raise ConfigError(
                 f"buffer.url {self.url}: the server's certificate is not trusted: {reason}; name "
                 "the authority that signed it: rediss://host:port/0?ssl_ca_certs=FILE"
             ) from error
-        if not (isinstance(error, _AWAY) or any(word in told for word in _AWAY_FOR_NOW)):
+        if not (
+            isinstance(error, _UNAVAILABLE) or any(word in message for word in _UNAVAILABLE_WORDS)
+        ):
             raise error
 
-    def _gave_up(self, name: str, wait_s: float, error: Exception) -> TransportError:
+    def _timed_out(self, name: str, wait_s: float, error: Exception) -> TransportError:
         return TransportError(
             f"the buffer at {self.url} has not answered {name} for {wait_s + self.deadline_s:g} s "
-            f"({_in_short(error)}): is Redis running, and is buffer.url right?"
+            f"({_summary(error)}): is Redis running, and is buffer.url right?"
         )
 
 
-def _mistrust(error: BaseException | None) -> str:
-    """What TLS found wrong with a certificate, if that is behind the error."""
+def _certificate_error(error: BaseException | None) -> str:
+    """Why TLS rejects the server's certificate, if that caused the error; else ""."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return error.verify_message
@@ -174,7 +176,7 @@ def _mistrust(error: BaseException | None) -> str:
     return ""
 
 
-def _in_short(error: Exception) -> str:
-    """What Redis says, in its first sentence and without the place in the script."""
-    told = re.sub(r"^Error running script.*: -", "", str(error)).partition(". ")[0]
-    return told or type(error).__name__
+def _summary(error: Exception) -> str:
+    """The first sentence of Redis' message, without the position in the script."""
+    message = re.sub(r"^Error running script.*: -", "", str(error)).partition(". ")[0]
+    return message or type(error).__name__

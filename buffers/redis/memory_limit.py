@@ -1,9 +1,9 @@
-"""Whether a payload still fits under Redis' `maxmemory`, asked before Redis has to refuse it.
+"""Whether a payload still fits under Redis' `maxmemory`, checked before Redis refuses it.
 
-Invariant: only payloads are held back. The ledger's own few bytes a group come out of
-RESERVE_BYTES, so leases, heartbeats and acknowledgements, which free memory, work at any time. The
-reading is shared by the puts of READING_S; what other clients put meanwhile shows in the next one,
-or as Redis' own refusal, which `RedisBuffer.put` treats alike.
+Invariant: only payloads wait. The ledger's own few bytes a group come out of RESERVE_BYTES, so
+leases, heartbeats and acknowledgements, which free memory, work at any time. One reading is used
+for READING_S; what other clients put meanwhile is in the next reading, or makes Redis refuse the
+put, which then waits as well. `wait_for` waits for memory, and polls every POLL_S.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ RESERVE_BYTES = 2**20
 
 
 class RedisMemoryLimit:
-    """The memory of one server, as one client sees it."""
+    """The memory of one server, as one client has read it."""
 
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
@@ -31,10 +31,10 @@ class RedisMemoryLimit:
         self._read_at_s = float("-inf")
 
     async def wait_for(self, num_bytes: int) -> None:
-        """Back-pressure: returns once `num_bytes` fit, polled every POLL_S; acknowledging unblocks.
+        """Waits until `num_bytes` fit, polled every POLL_S; acknowledging groups frees memory.
 
         Raises:
-            BufferFullError: no room within the link's deadline.
+            BufferFullError: they do not fit within the connection's deadline.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._connection.deadline_s
@@ -57,10 +57,10 @@ class RedisMemoryLimit:
         return not self._limit or self._used + num_bytes + RESERVE_BYTES <= self._limit
 
     async def read(self) -> None:
-        """Ask the server.
+        """Read the server's memory.
 
         Raises:
-            ConfigError: it may throw keys of ours away.
+            ConfigError: the server may evict keys of the run.
         """
         self._read_at_s = asyncio.get_running_loop().time()
         try:
@@ -76,7 +76,7 @@ class RedisMemoryLimit:
             )
 
     def full(self, num_bytes: int) -> BufferFullError:
-        """The sentence about a payload that does not fit; also makes the next put ask again."""
+        """The error about a payload that does not fit; the next put reads the memory again."""
         self._read_at_s = float("-inf")
         return BufferFullError(
             f"a group of {num_bytes / 1e6:.3g} MB does not fit into Redis at "

@@ -1,8 +1,8 @@
-"""Who waits for a lease or a batch is woken by the server, not by asking again and again.
+"""Notifications from Redis to the calls that wait for a lease or a batch.
 
-Invariant: a watcher misses no change it waits for by more than POLL_S. The scripts publish a line
-on the run's channel whenever a lease may be granted or a group taken; should the subscription be
-down, or the user not be allowed to subscribe, the poll remains. One per `RedisBuffer`.
+Invariant: a call that waits is delayed by POLL_S at most. The scripts publish on the run's channel
+whenever a lease may be granted or a group taken; where the subscription is down, or the user may
+not subscribe, the calls poll. `_read` waits for messages of the channel.
 """
 
 import asyncio
@@ -20,60 +20,63 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 
 
-class Change(NamedTuple):
-    """`room`: a lease may be granted. `num_buffered` groups wait; `learner_term` is the newest."""
+class Notification(NamedTuple):
+    """`may_lease`: a lease may be granted. `num_buffered` groups are ready to be taken.
 
-    room: int
+    `learner_term` is the present one.
+    """
+
+    may_lease: int
     num_buffered: int
     learner_term: int
 
 
 class RedisNotifications:
-    """Hands what the channel says to those who watch."""
+    """One client's subscription to the run's channel."""
 
     def __init__(self, connection: RedisConnection, channel: str) -> None:
         self._connection = connection
         self._channel = channel
-        self._watchers: dict[asyncio.Event, Callable[[Change], bool]] = {}
-        self._listening: asyncio.Task[None] | None = None
+        self._conditions: dict[asyncio.Event, Callable[[Notification], bool]] = {}
+        self._reader: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
-    def watch(self, wanted: Callable[[Change], bool]) -> Iterator[asyncio.Event]:
-        """An event that is set at each change that is wanted."""
-        woken = asyncio.Event()
-        self._watchers[woken] = wanted
+    def subscribe(self, condition: Callable[[Notification], bool]) -> Iterator[asyncio.Event]:
+        """An event that is set at each notification for which `condition` holds."""
+        event = asyncio.Event()
+        self._conditions[event] = condition
         try:
-            yield woken
+            yield event
         finally:
-            del self._watchers[woken]
+            del self._conditions[event]
 
     def start(self) -> None:
-        """Subscribe, once somebody has to wait."""
-        if self._listening is None:
-            self._listening = asyncio.create_task(self._listen())
+        """Subscribe to the channel; called when a call first has to wait."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
 
     async def close(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
 
-    async def _listen(self) -> None:
-        """Until cancelled. Waits for messages; after a lost connection, POLL_S."""
+    async def _read(self) -> None:
+        """Runs until cancelled. Waits for messages; after a lost connection, POLL_S."""
         while True:
             with contextlib.suppress(exceptions.RedisError, OSError):
                 async with self._connection.client.pubsub() as subscription:
                     await subscription.subscribe(self._channel)
                     async for message in subscription.listen():
-                        self._hand_out(message["type"], message["data"])
+                        self._notify(message["type"], message["data"])
             await asyncio.sleep(POLL_S)
 
-    def _hand_out(self, kind: str, data: bytes) -> None:
+    def _notify(self, kind: str, data: bytes) -> None:
         if kind == "message":
-            change = Change(*map(int, data.split()))
-            for woken, wanted in self._watchers.items():
-                if wanted(change):
-                    woken.set()
+            notification = Notification(*map(int, data.split()))
+            for event, condition in self._conditions.items():
+                if condition(notification):
+                    event.set()
         else:
-            # What changed before the subscription held was not heard.
-            for woken in self._watchers:
-                woken.set()
+            # The subscription has begun: changes before it were not notified.
+            for event in self._conditions:
+                event.set()

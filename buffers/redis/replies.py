@@ -1,4 +1,4 @@
-"""What the scripts of `buffers/lua` answer, as records. Called by `buffers.redis.buffer`."""
+"""The answers of the scripts in `buffers/redis/lua` as records."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -42,18 +42,18 @@ def leases(reply: Sequence[Any]) -> tuple[Lease, ...]:
 
 
 def next_expiry_s(reply: bytes, at_most: float) -> float:
-    """Seconds until a refused lease is worth another attempt."""
+    """Seconds until a lease that was not granted is attempted again."""
     return min(max(float(reply), 0.01), at_most) if reply else at_most
 
 
 def books(reply: Sequence[Any]) -> Books:
-    numbers, dropped, line, returned, *_ = reply
+    numbers, dropped, in_flight, free, *_ = reply
     values = _numbers(numbers)
     counts = {DropReason(reason): count for reason, count in _pairs(dropped) if count}
     return Books(
         **{column: values[column] for column in _COLUMNS},
         dropped=counts,
-        open_ranges=ranges_of(int(prompt_index) for prompt_index in chain(line, returned)),
+        open_ranges=ranges_of(int(prompt_index) for prompt_index in chain(in_flight, free)),
     )
 
 
@@ -90,6 +90,6 @@ def _numbers(reply: Iterable[Sequence[bytes]]) -> dict[str, int]:
 
 
 def _pairs(reply: Sequence[bytes]) -> Iterable[tuple[str, int]]:
-    """Of a hash: field, value, field, value, ..."""
+    """The fields and values of a hash, which alternate in the answer."""
     names = (name.decode() for name in reply[::2])
     return zip(names, map(int, reply[1::2]), strict=True)

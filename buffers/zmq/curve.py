@@ -47,8 +47,8 @@ class CurveServer:
         self._authenticator: Any = None
         self._accepted = b"" if folder is None else _key(folder, "client.public")
 
-    def guard(self, socket: "zmq.Socket[Any]") -> None:
-        """Call it before the socket is bound."""
+    def configure(self, socket: "zmq.Socket[Any]") -> None:
+        """Set the keys of a socket that is not yet bound."""
         if self._folder is None:
             return
         from zmq.auth.thread import ThreadAuthenticator
@@ -69,8 +69,8 @@ class CurveServer:
             self._authenticator.stop()
 
 
-def show_keys(socket: "zmq.Socket[Any]", url: str, folder: Path | None) -> None:
-    """The client's side; call it before the socket connects."""
+def set_client_keys(socket: "zmq.Socket[Any]", url: str, folder: Path | None) -> None:
+    """Set the keys of a client's socket that is not yet connected."""
     if folder is None:
         if not is_loopback(url):
             raise ConfigError(needs_keys(url))

@@ -1,8 +1,7 @@
 """Messages of several frames, to and from a ZeroMQ socket.
 
-As pyzmq's own `send_multipart` and `recv_multipart`, which turn a flag into an enum for every frame
-and spend three quarters of their time on that. `buffers.zmq.server` and `buffers.zmq.client` call
-this, once for each request and reply.
+As pyzmq's own `send_multipart` and `recv_multipart`, which convert a flag to an enum for every
+frame and spend three quarters of their time on that.
 """
 
 from collections.abc import Sequence
@@ -18,15 +17,15 @@ WRITABLE = int(zmq.POLLOUT)
 
 
 def events(socket: "zmq.Socket[bytes]") -> int:
-    """READABLE, WRITABLE or both; asking costs less than the exception that there is nothing."""
+    """READABLE, WRITABLE or both; costs less than the exception where there is no message."""
     return int(socket.get(zmq.EVENTS))
 
 
 def send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame], *, copy: bool) -> None:
-    """Hand the message over; never waits.
+    """Send the message; never waits.
 
     Raises:
-        zmq.Again: there is no room for it, or nobody to send it to; none of it is on its way.
+        zmq.Again: the queue is full or there is no connection; nothing of it was sent.
     """
     for frame in frames[:-1]:
         socket.send(frame, NOW | MORE, copy)
@@ -34,7 +33,7 @@ def send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame], *, copy: bool) ->
 
 
 def receive(socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:
-    """The message that is there, in the memory it arrived in."""
+    """The message that has arrived, in the memory it arrived in."""
     frames = [socket.recv(NOW, copy=False)]
     while frames[-1].more:
         frames.append(socket.recv(NOW, copy=False))

@@ -1,7 +1,7 @@
-"""Requests that wait: leases while admission is closed, takes while a batch is not there.
+"""Pending requests: leases while admission is closed, takes while there are too few groups.
 
-Invariant: who asked first is answered first, and a thousand that wait cost no more than one until
-something can be granted. Only `buffers.zmq.server` calls it.
+Invariant: they are answered in the order of arrival, and a thousand of them cost no more than one
+until a lease can be granted. Nothing here waits; `next_deadline_s` is when the server must look.
 """
 
 import heapq
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from buffers.zmq import messages as m
+from buffers import messages as m
 
 
 class PendingRequest(Struct, frozen=True):
-    """A request that waits for the state to change, at most until `deadline_s`."""
+    """A request that cannot be answered yet; its deadline is `deadline_s`."""
 
     sender: bytes
     request_id: bytes
@@ -23,7 +23,7 @@ class PendingRequest(Struct, frozen=True):
 
 
 class PendingRequests:
-    """By number, in the order of arrival. Only the heap of deadlines may name who has left."""
+    """By number, in the order of arrival; the heap of deadlines may contain answered ones."""
 
     def __init__(self) -> None:
         self._leases: dict[int, PendingRequest] = {}
@@ -49,22 +49,22 @@ class PendingRequests:
         return None
 
     def retry(self, attempt: Callable[[PendingRequest], bool], admits: Callable[[], bool]) -> None:
-        """Attempt what may be granted now: all takes, and leases for as long as one is admitted.
+        """Attempt all takes, and leases while `admits` is true.
 
-        `attempt` says whether it answered; the others keep their places.
+        `attempt` returns whether it answered; the others remain, in their order.
         """
         _retry(self._takes, attempt, lambda: True)
         _retry(self._leases, attempt, admits)
 
     def overdue(self, now_s: float) -> Iterator[PendingRequest]:
-        """Those whose time is over; they wait no longer."""
+        """The requests whose deadline has passed, which are removed."""
         while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
             _, number = heapq.heappop(self._deadlines)
             waiting = self._leases if number in self._leases else self._takes
             yield waiting.pop(number)
 
     def forget_leases(self, session: str) -> None:
-        """Nobody will hear the answers, and a lease granted to nobody would have to expire."""
+        """Remove those of a session that ends: a lease granted to it would have to expire."""
         self._leases = {
             number: pending
             for number, pending in self._leases.items()

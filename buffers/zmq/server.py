@@ -1,13 +1,13 @@
 """`zmq://`, the server: one ROUTER socket around a `BufferState`.
 
-Invariant: every request gets exactly one reply, and one that speaks of a change is sent once the
-journal has it; the requests that are there at one time share a commit. While the journal cannot
-be written (a full disk) every answer is StorageError, nothing is taken in, and clients ask again;
-what memory has beyond the file is written first when space returns.
+Invariant: every request gets exactly one reply, and the reply to a change is sent after the journal
+has committed it; the requests that have arrived together share a commit. While the journal cannot
+be written (a full disk) every reply is StorageError, no group is accepted, and clients send their
+requests again; the changes that the file lacks are written first when space returns.
 
-A lease or take that cannot be granted yet is pending and answered when the state changes or its
-`wait_s` is over; that is the back-pressure, so nothing ever queues up unasked. One thread runs
-`serve`; nothing else touches the state.
+A lease or take that cannot be granted yet is pending; it is answered when the state changes or its
+`wait_s` is over. This is the back-pressure: no group arrives that was not leased. One thread runs
+`serve`; nothing else accesses the state. `serve` waits for requests, expiries and deadlines.
 """
 
 import logging
@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 import zmq
 from msgspec import Struct
 
+from buffers import messages as m
 from buffers.journal.journal import Journal
 from buffers.ledger.state import BufferState
 from buffers.quarantine import Quarantine
-from buffers.zmq import messages as m
 from buffers.zmq import multipart
 from buffers.zmq.curve import CurveServer
 from buffers.zmq.multipart import Frame
@@ -43,7 +43,7 @@ MAX_BYTES = 64 * 2**20
 
 
 class _Reply(Struct):
-    """An answer that waits for the commit of what it says; a reading does not."""
+    """A reply that is sent after the commit; one of a reading is sent in any case."""
 
     frames: list[bytes]
     is_reading: bool
@@ -74,47 +74,46 @@ class ZmqBufferServer:
         self._replies: list[_Reply] = []
         self._max_group_bytes = max_group_bytes
         self._clock = clock
-        self._inhabited_s = clock()
+        self._incomplete_s = clock()
         self._pending_requests = PendingRequests()
-        self._learner_terms: dict[str, int] = {}
         self._context = zmq.Context()
         self._curve = CurveServer(self._context, url, curve)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        # A reply exists only for a request, so queues are bounded by what clients ask for.
+        # A reply exists only for a request, so the clients' requests bound the queue.
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._curve.guard(self._socket)
+        self._curve.configure(self._socket)
         self._socket.bind(url.replace("zmq://", "tcp://"))
         endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.url = endpoint.replace("tcp://", "zmq://")
 
-    def serve(self, stop: threading.Event, *, until_deserted: bool = False) -> BufferStats:
-        """Answers until `stop` is set, or the run has been over and deserted for FAREWELL_S.
+    def serve(self, stop: threading.Event, *, until_complete: bool = False) -> BufferStats:
+        """Answers until `stop` is set, or the run has been complete for SHUTDOWN_GRACE_S.
 
-        Waits for a request, the next expiry or the next pending deadline, at most POLL_S; unblocked
-        by any of them. Returns the last reading of the books.
+        Waits for a request, the next expiry or the next deadline, at most POLL_S. Returns the last
+        stats.
         """
         try:
-            while not stop.is_set() and not (until_deserted and self._is_over()):
+            while not stop.is_set() and not (until_complete and self._has_ended()):
                 if self._socket.poll(int(1000 * self._poll_timeout_s())):
                     self._receive_all()
                 self._state.expire(self._clock())
                 self._retry_pending()
                 self._commit()
                 self._send_replies()
-            return self._stats()
+            return self._state.stats(self._clock())
         finally:
             self._socket.close()
             self._curve.close()
             self._context.term()
 
-    def _is_over(self) -> bool:
-        """A client that has not read its last answer would lose it with the connection."""
+    def _has_ended(self) -> bool:
+        """Closing at once would lose the replies that clients have not read."""
         now_s = self._clock()
-        if not self._state.is_deserted:
-            self._inhabited_s = now_s
-        return now_s - self._inhabited_s >= SHUTDOWN_GRACE_S
+        if not self._state.is_complete:
+            self._incomplete_s = now_s
+        return now_s - self._incomplete_s >= SHUTDOWN_GRACE_S
 
     def _poll_timeout_s(self) -> float:
         now_s = self._clock()
@@ -129,9 +128,9 @@ class ZmqBufferServer:
                 return
             sender, *message = multipart.receive(self._socket)
             if not message:
-                log.warning("a message without a request id was thrown away")
+                log.warning("a message without a request id was discarded")
                 continue
-            # A payload stays in the memory it arrived in until it is freed.
+            # A payload stays in the memory it arrived in until the group is freed.
             request_id, *frames = (frame.buffer for frame in message)
             self._handle(sender.bytes, bytes(request_id), frames)
             num_bytes += sum(map(len, frames))
@@ -160,55 +159,23 @@ class ZmqBufferServer:
             self._state.ledger.refuse(RefusalReason.MALFORMED)
             raise
 
-    def _answer(self, request: Any, frames: Frames) -> tuple[Any, ...] | None:
-        """The reply record and its payload frames; None if the request has to wait."""
-        state = self._state
+    def _answer(self, request: m.Request, frames: Frames) -> m.Answer | None:
+        """The reply record and its payload frames; None if the request is pending."""
         match request:
             case m.LeaseRequest() | m.TakeRequest():
                 return self._attempt(request)
             case m.PutRequest(lease_id):
                 self._put(lease_id, frames)
                 return (m.Done(),)
-            case m.ReleaseRequest(lease_id, reason):
-                state.release(lease_id, reason)
-                return (m.Done(),)
-            case m.HeartbeatRequest(status):
-                if status.is_leaving:
-                    self._pending_requests.forget_leases(status.session)
-                return (m.HeartbeatAnswer(state.heartbeat(status, self._clock())),)
-            case m.AttachRequest(policy_version, books, call_id):
-                if call_id not in self._learner_terms:
-                    learner_term = state.attach(policy_version, books)
-                    self._learner_terms = {**self._learner_terms, call_id: learner_term}
-                return (m.AttachReply(self._learner_terms[call_id], self._stats()),)
-            case m.FetchRequest(prompt_indices):
-                return (m.Done(), *state.fetch(prompt_indices))
-            case m.AdvanceRequest(policy_version, learner_term):
-                state.advance(policy_version, learner_term)
-                return (m.StatsReply(self._stats()),)
-            case m.AcknowledgeRequest(policy_version, learner_term):
-                state.acknowledge(policy_version, learner_term)
-                return (m.Done(),)
-            case m.FinishRequest(learner_term):
-                state.finish(learner_term)
-                return (m.Done(),)
-            case m.DrainRequest():
-                state.drain()
-                return (m.Done(),)
-            case m.SchedulingStateRequest(generator_id, scheduling_state):
-                state.set_scheduling_state(generator_id, scheduling_state)
-                return (m.Done(),)
-            case _:
-                return (m.StatsReply(self._stats()),)
+            case m.HeartbeatRequest(status) if status.is_leaving:
+                self._pending_requests.forget_leases(status.session)
+        return request.apply(self._state, self._clock())
 
-    def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> tuple[Any, ...] | None:
+    def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> m.Answer | None:
         if isinstance(request, m.LeaseRequest):
             self._require_space()
-            leases = self._state.lease(request.lease_ids, request.generator_id, self._clock())
-            return (m.LeaseReply(leases),) if leases else None
-        headers = self._state.take(request.num_groups, request.policy_version, request.learner_term)
-        wanted = [header.prompt_index for header in headers] if request.with_payloads else []
-        return (m.TakeReply(headers), *self._state.fetch(wanted)) if headers else None
+        answer = request.apply(self._state, self._clock())
+        return None if answer[0].is_empty else answer
 
     def _put(self, lease_id: str, frames: Frames) -> None:
         self._require_space()
@@ -221,15 +188,12 @@ class ZmqBufferServer:
             raise
         self._state.put(lease_id, group.header(len(payload)), payload, self._clock())
 
-    def _stats(self) -> BufferStats:
-        return self._state.stats(self._clock(), str(self._refusal or ""))
-
     def _require_space(self) -> None:
         if self._refusal is not None:
             raise self._refusal
 
     def _commit(self) -> None:
-        """Sets the refusal that everybody hears while the journal cannot be written."""
+        """Commits the journal; sets the refusal of every request while it cannot be written."""
         if self._journal is None:
             return
         try:
@@ -242,6 +206,7 @@ class ZmqBufferServer:
             if self._refusal is not None:
                 log.warning("the journal is written again; nothing was lost")
             self._refusal = None
+        self._state.refusal = str(self._refusal or "")
 
     def _send_replies(self) -> None:
         for reply in self._replies:
@@ -252,7 +217,7 @@ class ZmqBufferServer:
         self._replies.clear()
 
     def _retry_pending(self) -> None:
-        """Answer what can be answered, and what has waited long enough."""
+        """Answer the pending requests that can be granted, and those past their deadline."""
         now_s = self._clock()
         self._pending_requests.retry(self._answer_pending, self._may_grant)
         for pending in self._pending_requests.overdue(now_s):

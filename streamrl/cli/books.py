@@ -42,7 +42,7 @@ async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 async def _forget(config: RunConfig) -> None:
-    from buffers.redis.history import forget
+    from buffers.redis.events import forget
 
     reporting = ""
     # What another release wrote cannot be read, and is deleted all the same.

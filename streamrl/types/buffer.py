@@ -1,4 +1,4 @@
-"""What generators, the buffer and the learner tell each other of leases, books and themselves."""
+"""Records of the buffer's interface: leases, loans, books, statuses and stats."""
 
 from enum import StrEnum
 
@@ -9,10 +9,10 @@ from streamrl.types.rollouts import GroupHeader, TrajectoryGroup
 
 
 class DropReason(StrEnum):
-    """Why a lease or its group left the books without being trained.
+    """Why a lease or its group was dropped instead of trained.
 
-    `EXPIRED`, `RELEASED` and `ORPHANED` end a lease only: its prompt is granted again, so the
-    prompt is not skipped. The others end the prompt.
+    After `EXPIRED`, `RELEASED` and `ORPHANED` the prompt is granted again; after the others it is
+    not.
     """
 
     STALE = "stale"
@@ -29,7 +29,7 @@ class DropReason(StrEnum):
 
 
 class RefusalReason(StrEnum):
-    """Why a put was turned away: it held no live lease, so it never was in the books."""
+    """Why a put without a live lease was refused; such a group is not part of the books."""
 
     DUPLICATE = "duplicate"
     UNKNOWN_LEASE = "unknown_lease"
@@ -37,10 +37,10 @@ class RefusalReason(StrEnum):
 
 
 class SchedulingState(StrEnum):
-    """What a person has ordered of a generator, by its id.
+    """How a generator id is scheduled, as a person has set it.
 
-    `CORDONED` is granted no lease, its groups under way finish; `DRAINING` is cordoned and leaves
-    once they have.
+    A `CORDONED` one is granted no lease and finishes its groups; a `DRAINING` one leaves after
+    that.
     """
 
     ACTIVE = "active"
@@ -51,9 +51,9 @@ class SchedulingState(StrEnum):
 class Lease(Struct, frozen=True, kw_only=True):
     """The right to generate one group.
 
-    `prompt_index` is its place in the seeded prompt stream. `min_policy_version`: sampled by an
-    older version, the group would be too stale by the time its turn comes. `expires_at_s` is on the
-    buffer's clock.
+    `prompt_index` is its position in the seeded prompt stream. `min_policy_version` is the oldest
+    version that may sample the group; from an older one it would be too stale when it is trained.
+    `expires_at_s` is on the buffer's clock.
     """
 
     lease_id: str
@@ -63,9 +63,9 @@ class Lease(Struct, frozen=True, kw_only=True):
 
 
 class Loan(Struct, frozen=True, kw_only=True):
-    """Groups lent to the learner for one version, oldest first; empty if there were too few.
+    """Groups lent to the learner for one version, oldest first; false if there were too few.
 
-    `groups` are the payloads of `headers`, in the same order, if the learner asked for them.
+    `groups` are the payloads of `headers`, in the same order, if the call was `with_payloads`.
     """
 
     headers: tuple[GroupHeader, ...] = ()
@@ -76,12 +76,12 @@ class Loan(Struct, frozen=True, kw_only=True):
 
 
 class Books(Struct, frozen=True, kw_only=True):
-    """The ledger's account: every lease ever granted is in exactly one column.
+    """The ledger's columns: every lease ever granted is in exactly one of them.
 
     `open_ranges` are the prompts neither trained nor dropped for good; with `next_prompt_index`
-    they are the position in the prompt stream, so a learner's checkpoint restores it from here.
+    they are the position in the prompt stream, which a learner's checkpoint restores.
     `learner_term` counts the learners that attached, and `revision` grows with every change: of two
-    accounts of one run, the one with the larger term, then revision, is the later.
+    books of one run, those with the larger term, then the larger revision, are the later ones.
     """
 
     granted: int = 0
@@ -98,7 +98,7 @@ class Books(Struct, frozen=True, kw_only=True):
 
     @property
     def open_prompt_indices(self) -> tuple[int, ...]:
-        """All of `open_ranges`, one by one, ascending."""
+        """The prompt indices in `open_ranges`, ascending."""
         return tuple(members(self.open_ranges))
 
     @property
@@ -114,11 +114,11 @@ class Books(Struct, frozen=True, kw_only=True):
 
 
 class GeneratorStatus(Struct, frozen=True, kw_only=True):
-    """What a generator says of itself in each heartbeat. `session` is new for every process.
+    """A generator's heartbeat. `session` is new for every process.
 
-    `lease_ages_s` says of each of `lease_ids` how long it has been held; `held` is told to a buffer
-    whose incarnation changed: it may have forgotten these leases. `is_catching_up`: it lacks the
-    version it needs, and asks for no lease until it has it.
+    `lease_ages_s` are the seconds since each of `lease_ids` was granted. `held` is sent to a buffer
+    whose incarnation has changed, which may have forgotten these leases. `is_catching_up`: the
+    generator requests no lease until it has loaded the version it needs.
     """
 
     generator_id: str
@@ -137,10 +137,10 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
-    """The buffer's answer: where the learner is, and which held leases are no longer honoured.
+    """The reply to a heartbeat: the learner's version, and which leases are no longer valid.
 
-    `incarnation` is new for every start of the buffer; empty from one that cannot forget.
-    `is_fenced`: a newer session of this generator's id has taken its place.
+    `incarnation` is new for every start of the buffer; empty if it cannot lose state.
+    `is_fenced`: a newer session of this generator's id has replaced this one.
     """
 
     policy_version: int
@@ -152,11 +152,11 @@ class HeartbeatReply(Struct, frozen=True, kw_only=True):
 
 
 class BufferStats(Struct, frozen=True, kw_only=True):
-    """A reading of the buffer; `incarnation` is new for every start of its server.
+    """The state of the buffer; `incarnation` is new for every start of its server.
 
-    `heartbeat_ages_s` says of each of `generators` how long ago its status came, on the buffer's
-    clock; `scheduling_states` has the ids of those that are not active, whether they report or not.
-    `refusal` is why nothing is taken in at present, such as a full disk; empty if all is.
+    `heartbeat_ages_s` are the seconds since the status of each of `generators`, on the buffer's
+    clock; `scheduling_states` has the ids that are not active, whether they report or not.
+    `refusal` is why the buffer accepts no group at present, such as a full disk; "" if it does.
     """
 
     incarnation: str
@@ -195,7 +195,7 @@ def admission_capacity(max_staleness: int, groups_per_step: int) -> int:
 
 
 class LearnerActivity(StrEnum):
-    """What a learner is at; the value is how a sentence says it."""
+    """What a learner does at present; the value is the predicate of a sentence."""
 
     ATTACHING = "attaches to the buffer"
     WAITING = "waits for groups"
@@ -207,9 +207,9 @@ class LearnerActivity(StrEnum):
 
 
 class LearnerStatus(Struct, frozen=True, kw_only=True):
-    """What a learner says of itself each second, in `learner.json` of the run's folder.
+    """A learner's status, written each second to `learner.json` in the run's folder.
 
-    `time_s` is Unix time, `activity_s` how long it has been at it. `behind` are the generators that
+    `time_s` is Unix time, `activity_s` how long the activity lasts. `behind` are generators that
     did not answer the last weight update; `dropped` is the books' column at the end of the last
     step.
     """

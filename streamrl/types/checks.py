@@ -1,7 +1,6 @@
-"""What every record of tokens has to satisfy; one place, for one trajectory and for a whole group.
+"""Checks of the records of tokens, the same for one trajectory and for a whole group.
 
-Called by the `__post_init__` of `streamrl.types.rollouts` and `streamrl.types.packed` alone. Each
-check raises ValueError with the field, what it was and what it must be.
+Each check raises ValueError with the field, what it is and what it must be.
 """
 
 import math
@@ -16,7 +15,7 @@ BoolArray = NDArray[np.bool_]
 
 
 class TokenRecord(Protocol):
-    """Arrays [T] that say the same thing of one trajectory or of several, end to end."""
+    """Arrays [T] of the tokens of one trajectory, or of several end to end."""
 
     @property
     def token_ids(self) -> Int32Array: ...
@@ -36,7 +35,7 @@ def check_group(members: tuple[object, ...], prompt_index: int) -> None:
 
 
 def check_tokens(record: TokenRecord) -> None:
-    """What holds for each token, whether the arrays are one trajectory's or a whole group's."""
+    """The rules of each token, in the arrays of one trajectory or of a whole group."""
     require_one_length(record, "token_ids", "response_mask", "behavior_logprobs", "policy_versions")
     mask, logprobs = record.response_mask, record.behavior_logprobs
     if not _is_finite(logprobs):
@@ -62,7 +61,7 @@ def oldest_version(policy_versions: Int32Array) -> int | None:
 
 
 def _is_finite(values: Float32Array) -> bool:
-    """One pass where all is well; a sum of squares may also overflow, so that is looked at."""
+    """One pass if all are finite; a second one if not, since a sum of squares may overflow."""
     return bool(math.isfinite(np.dot(values, values)) or np.isfinite(values).all())
 
 
@@ -80,8 +79,8 @@ def require_one_length(record: object, *fields: str) -> None:
 def _raise_unlike(record: object, *fields: str) -> None:
     lengths = {name: _length(name, getattr(record, name)) for name in fields}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"per-token arrays differ in length: {told}")
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"per-token arrays differ in length: {listed}")
     for name, expected in _DTYPES.items():
         array = getattr(record, name, None)
         if array is not None and array.dtype != expected:

@@ -1,7 +1,7 @@
-"""Sets of prompt indices as runs of consecutive ones.
+"""Sets of prompt indices as ranges of consecutive ones.
 
-A run's prompts are finished roughly in the order in which they began, so however many are open,
-they are few runs. `Books` carries them; `buffers.ledger.entries` keeps them up to date.
+Prompts are finished roughly in the order in which they were granted, so the open ones are few
+ranges, however many they are.
 """
 
 from bisect import bisect_right
@@ -14,16 +14,16 @@ IndexRanges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def ranges_of(prompt_indices: Iterable[int]) -> IndexRanges:
-    """The runs of these prompts, in whatever order and however often they come."""
+    """The ranges of these prompts, in whatever order and however often they come."""
     return IndexRangeSet(prompt_indices).frozen()
 
 
-def members(runs: IndexRanges) -> Iterator[int]:
-    return chain.from_iterable(range(*run) for run in runs)
+def members(ranges: IndexRanges) -> Iterator[int]:
+    return chain.from_iterable(range(*run) for run in ranges)
 
 
 class IndexRangeSet:
-    """A set that changes; each change costs as much as there are runs, not members."""
+    """A set that changes; each change costs as much as there are ranges, not members."""
 
     def __init__(self, prompt_indices: Iterable[int] = ()) -> None:
         self._starts: list[int] = []
@@ -36,32 +36,32 @@ class IndexRangeSet:
 
     def add(self, prompt_index: int) -> None:
         """May be there already."""
-        place = bisect_right(self._starts, prompt_index)
-        if self._holds(place, prompt_index):
+        position = bisect_right(self._starts, prompt_index)
+        if self._holds(position, prompt_index):
             return
-        joins_left = place > 0 and self._stops[place - 1] == prompt_index
-        joins_right = place < len(self._starts) and self._starts[place] == prompt_index + 1
+        joins_left = position > 0 and self._stops[position - 1] == prompt_index
+        joins_right = position < len(self._starts) and self._starts[position] == prompt_index + 1
         if joins_left and joins_right:
-            self._stops[place - 1] = self._stops.pop(place)
-            del self._starts[place]
+            self._stops[position - 1] = self._stops.pop(position)
+            del self._starts[position]
         elif joins_left:
-            self._stops[place - 1] = prompt_index + 1
+            self._stops[position - 1] = prompt_index + 1
         elif joins_right:
-            self._starts[place] = prompt_index
+            self._starts[position] = prompt_index
         else:
-            self._starts.insert(place, prompt_index)
-            self._stops.insert(place, prompt_index + 1)
+            self._starts.insert(position, prompt_index)
+            self._stops.insert(position, prompt_index + 1)
 
     def discard(self, prompt_index: int) -> None:
         """May be gone already."""
-        place = bisect_right(self._starts, prompt_index)
-        if not self._holds(place, prompt_index):
+        position = bisect_right(self._starts, prompt_index)
+        if not self._holds(position, prompt_index):
             return
-        start, stop = self._starts[place - 1], self._stops[place - 1]
+        start, stop = self._starts[position - 1], self._stops[position - 1]
         rest = [(s, e) for s, e in ((start, prompt_index), (prompt_index + 1, stop)) if s < e]
-        self._starts[place - 1 : place] = [start for start, _ in rest]
-        self._stops[place - 1 : place] = [stop for _, stop in rest]
+        self._starts[position - 1 : position] = [start for start, _ in rest]
+        self._stops[position - 1 : position] = [stop for _, stop in rest]
 
-    def _holds(self, place: int, prompt_index: int) -> bool:
-        """Whether the run before `place`, the last that starts in time, reaches `prompt_index`."""
-        return place > 0 and prompt_index < self._stops[place - 1]
+    def _holds(self, position: int, prompt_index: int) -> bool:
+        """Whether the range before `position`, the last that may, contains `prompt_index`."""
+        return position > 0 and prompt_index < self._stops[position - 1]

@@ -1,8 +1,7 @@
-"""A group as it travels and as a buffer keeps it: its siblings' arrays end to end.
+"""The encoded form of a group, as a buffer stores it: its siblings' arrays end to end.
 
-Invariant: a `PackedGroup` that exists stands for a well-formed `TrajectoryGroup`; `group` makes it
-without looking at the tokens again. Clients of a buffer `pack` and unpack; who takes a group in
-reads it as a `PackedGroup`.
+Invariant: every `PackedGroup` is the form of a well-formed `TrajectoryGroup`; `group` makes that
+without checking the tokens again.
 """
 
 import itertools
@@ -24,7 +23,7 @@ from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, Traje
 
 
 def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
-    """What `streamrl.wire` encodes as a `PackedGroup` does; readers check it."""
+    """The fields of a `PackedGroup`, unchecked, for `streamrl.wire` to encode."""
     members = group.trajectories
     return (
         group.group_id,
@@ -39,7 +38,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
 
 
 class Facts(Struct, frozen=True, array_like=True):
-    """What a `Trajectory` holds besides its tokens."""
+    """The fields of a `Trajectory` besides its tokens."""
 
     num_tokens: int
     reward: float
@@ -49,10 +48,10 @@ class Facts(Struct, frozen=True, array_like=True):
 
 
 class PackedGroup(Struct, frozen=True, array_like=True):
-    """A `TrajectoryGroup` as it travels: the arrays [sum of T] of its siblings end to end.
+    """A `TrajectoryGroup` with the arrays [sum of T] of its siblings end to end.
 
-    A buffer checks each group it takes in; here that is one pass over each array, however many
-    siblings there are.
+    A buffer checks each group; here that is one pass over each array, however many siblings there
+    are.
     """
 
     group_id: str

@@ -132,7 +132,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
 
 
 class GroupHeader(Struct, frozen=True, kw_only=True):
-    """What the ledger and the learner's planning need of a group, without its payload."""
+    """The facts of a group that the ledger and the learner's planning need, without payload."""
 
     group_id: str
     prompt_index: int

@@ -46,29 +46,31 @@ def target_of(url: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("backend", SHARED)
-def test_a_line_that_does_not_move_is_told_with_its_holders(backend: str, tmp_path: Path, capsys):
+def test_a_buffer_that_does_not_empty_is_printed_with_its_holders(
+    backend: str, tmp_path: Path, capsys
+):
     with serving(backend, tmp_path, max_staleness=2) as url:
         asyncio.run(hold_groups(url, train=False))
         target = target_of(url, tmp_path)
         assert main(["buffer", "inspect", target, "--interval", "0.05"]) == 0
-        told = capsys.readouterr().out
-        assert "10 groups, at most 30; learner 1 attached" in told
-        assert "10 leased = 1 leased + 9 buffered" in told
-        assert "the books close" in told
-        assert "slow" in told
-        assert "12.5 s" in told
+        output = capsys.readouterr().out
+        assert "10 groups, at most 30; learner 1 attached" in output
+        assert "10 leased = 1 leased + 9 buffered" in output
+        assert "the books close" in output
+        assert "slow" in output
+        assert "12.5 s" in output
         assert main(["buffer", "drain", target, "--deadline", "0.1"]) == 1
-        told = capsys.readouterr().out
-        assert "not drained within 0.1 s: 1 leased (slow 1), 9 buffered and 0 taken" in told
+        output = capsys.readouterr().out
+        assert "not drained within 0.1 s: 1 leased (slow 1), 9 buffered and 0 taken" in output
 
 
 @pytest.mark.parametrize("backend", SHARED)
-def test_an_empty_line_is_drained(backend: str, tmp_path: Path, capsys):
+def test_an_empty_buffer_is_drained(backend: str, tmp_path: Path, capsys):
     with serving(backend, tmp_path, max_staleness=2) as url:
         asyncio.run(hold_groups(url, train=True))
         assert main(["buffer", "drain", target_of(url, tmp_path), "--deadline", "30"]) == 0
-        told = capsys.readouterr().out
-        assert "drained at version 1: 10 trained groups are kept until the learner's next" in told
+        output = capsys.readouterr().out
+        assert "drained at version 1: 10 trained groups are kept until the learner's next" in output
 
 
 @pytest.mark.parametrize(
@@ -86,17 +88,17 @@ def test_what_is_no_buffer_is_one_sentence_and_exit_code_2(capsys, arguments, se
 
 
 @pytest.mark.parametrize("backend", SHARED)
-def test_status_of_a_buffer_alone_tells_what_it_knows(backend: str, tmp_path: Path, capsys):
+def test_status_of_a_buffer_alone_prints_what_it_knows(backend: str, tmp_path: Path, capsys):
     with serving(backend, tmp_path, max_staleness=2) as url:
         asyncio.run(hold_groups(url, train=False))
         target = target_of(url, tmp_path)
         assert main(["status", target]) == 0
-        told = capsys.readouterr().out
-        assert "version 0" in told.splitlines()[0]
-        assert told.splitlines()[1] == "healthy"
-        assert "1 leased, 9 buffered, 0 taken, at most 30; the books close" in told
-        assert "number 1 attached, at version 0" in told
-        slow = told.splitlines()[-1].split()
+        output = capsys.readouterr().out
+        assert "version 0" in output.splitlines()[0]
+        assert output.splitlines()[1] == "healthy"
+        assert "1 leased, 9 buffered, 0 taken, at most 30; the books close" in output
+        assert "number 1 attached, at version 0" in output
+        slow = output.splitlines()[-1].split()
         assert slow[:-2] == ["slow", "active", "0", "0", "1", "12.5", "s", "0", "0"]
         assert main(["status", target, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)

@@ -17,8 +17,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from buffers import messages as m
 from buffers.journal.schema import journal_path
-from buffers.zmq import messages as m
 from buffers.zmq import multipart
 from buffers.zmq.client import ZmqBuffer
 from buffers.zmq.curve import make_keys

@@ -436,7 +436,7 @@ async def test_wrong_puts_have_a_defined_outcome(connect):
     await learner.attach(0, None)
     lease = await lease_one(generator, "a", "g", 0.0)
     assert lease is not None
-    with pytest.raises(LedgerError, match="is for prompt 0; the group says 7"):
+    with pytest.raises(LedgerError, match="is for prompt 0; the group is for 7"):
         await generator.put("a", make_group(7, lease_id="a"))
     await generator.put("a", make_group(0, lease_id="a"))
     with pytest.raises(DuplicateGroupError):

@@ -1,4 +1,4 @@
-"""`streamrl generators` and its orders, against a buffer that other processes reach."""
+"""`streamrl generators` and its commands, against a buffer that other processes reach."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def ask(url: str, call: Callable[[TrajectoryBuffer], Any]) -> Any:
 
 
 @pytest.mark.parametrize("backend", SHARED)
-def test_generators_are_listed_and_given_orders(backend: str, tmp_path: Path, capsys):
+def test_generators_are_listed_and_scheduled(backend: str, tmp_path: Path, capsys):
     with serving(backend, tmp_path, max_staleness=2) as url:
         target = target_of(url, tmp_path)
         held = {"lease_ids": ("quick/1",), "lease_ages_s": (12.5,), "tokens_per_s": 1234.4}
@@ -74,8 +74,8 @@ def test_a_drain_waits_until_the_generator_has_left(backend: str, tmp_path: Path
         target = target_of(url, tmp_path)
         ask(url, lambda buffer: buffer.heartbeat(status("g", lease_ids=("g/1",))))
         assert main(["generators", "drain", target, "g", "--deadline", "0"]) == 1
-        told = capsys.readouterr().out
-        assert "not drained within 0 s: g: draining, 1 leases" in told
+        output = capsys.readouterr().out
+        assert "not drained within 0 s: g: draining, 1 leases" in output
         ask(url, lambda buffer: buffer.set_scheduling_state("g", SchedulingState.ACTIVE))
         draining = threads.submit(main, ["generators", "drain", target, "g"])
         deadline = time.monotonic() + 30

@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 
 from buffers.ledger.events import Event
-from buffers.redis.history import account, forget, history
+from buffers.redis.events import forget, read_events, read_snapshot
 from streamrl.cli import books
 from streamrl.config import load_config
 from streamrl.errors import (
@@ -177,10 +177,8 @@ async def test_a_run_that_is_under_way_is_not_deleted_for_a_new_one(
     assert (await buffer.stats()).books == Books()
 
 
-async def test_the_history_tells_what_became_of_every_group(
-    redis: RedisServer, redis_client: Connect
-):
-    buffer = redis_client(redis.url, "history")
+async def test_the_events_name_the_end_of_every_group(redis: RedisServer, redis_client: Connect):
+    buffer = redis_client(redis.url, "events")
     await buffer.attach(0, None)
     await fill(buffer, "a", "b")
     await lease_one(buffer, "c", "g", 0.0)
@@ -188,7 +186,7 @@ async def test_the_history_tells_what_became_of_every_group(
     await buffer.take(2, 0, 0.0)
     await buffer.advance(1)
     await buffer.acknowledge(1)
-    events = [event async for event in history(redis.url, "history")]
+    events = [event async for event in read_events(redis.url, "events")]
     assert [event.state for event in events if event.prompt_index == 1] == [
         *("leased", "buffered", "taken", "trained", "acknowledged")
     ]
@@ -253,7 +251,7 @@ async def test_a_run_of_another_release_is_refused_and_left_as_it_is(
             lambda: buffer.attach(3, None),
             lambda: buffer.lease(["a"], "g", 0.0),
             lambda: buffer.put("a", make_group(0, lease_id="a")),
-            lambda: account(redis.url, name),
+            lambda: read_snapshot(redis.url, name),
         )
         for call in calls:
             with pytest.raises(OtherReleaseError) as refusal:

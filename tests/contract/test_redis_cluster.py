@@ -10,7 +10,7 @@ from redis import Redis
 from redis.crc import key_slot
 
 from buffers.redis.connection import namespace
-from buffers.redis.history import forget, history
+from buffers.redis.events import forget, read_events
 from streamrl.errors import ConfigError
 from tests.contract.conftest import Connect
 from tests.contract.test_buffers import fill
@@ -89,7 +89,7 @@ async def test_a_run_lives_on_one_node_and_outlives_it(cluster: Cluster, redis_c
     assert books.balanced
     assert books.acknowledged == 4
     assert cluster.admins[3].info("replication")["role"] == "master"
-    events = [event.state async for event in history(cluster.url(*others), RUN)]
+    events = [event.state async for event in read_events(cluster.url(*others), RUN)]
     assert events.count("acknowledged") == 4
     assert await forget(cluster.url(*others), RUN) > 0
     assert not cluster.admins[3].keys()

@@ -1,6 +1,6 @@
-"""The scripts of `buffers/lua` answer as the pure ledger does, and keep the same books.
+"""The scripts of `buffers/redis/lua` answer as the pure ledger does, and keep the same books.
 
-Every call goes to both, a refusal's sentence included; neither is told of the other. The run's keys
+Every call goes to both, a refusal's sentence included; neither knows of the other. The run's keys
 are also copied and put back, as a server does that restarts from an older snapshot.
 """
 
@@ -29,7 +29,7 @@ from buffers.audit import audit
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.redis.buffer import RedisBuffer, RedisSettings
-from buffers.redis.history import forget, history
+from buffers.redis.events import forget, read_events
 from streamrl import wire
 from streamrl.errors import CorruptMessageError, StreamRLError
 from streamrl.types import (
@@ -309,7 +309,7 @@ class Twins(RuleBasedStateMachine):
     @invariant()
     def the_indexes_agree(self) -> None:
         books = self.model.ledger.books()
-        names = ("line", "waiting", "expiries", "entries", "leases")
+        names = ("in_flight", "ready", "expiries", "entries", "leases")
         pipeline = self.server.pipeline()
         for name in names:
             key = f"streamrl:{{{self.run_name}}}:{name}"
@@ -323,15 +323,15 @@ class Twins(RuleBasedStateMachine):
         if not hasattr(self, "redis"):
             return
         self.read()
-        self.runner.run(self.check_history())
+        self.runner.run(self.check_events())
         self.runner.run(self.redis.close())
         self.runner.run(forget(self.url, self.run_name))
         self.server.close()
         self.runner.close()
 
-    async def check_history(self) -> None:
-        """Replayed, the history gives every column of the books."""
-        found = audit([event async for event in history(self.url, self.run_name)])
+    async def check_events(self) -> None:
+        """Replayed, the events give every column of the books."""
+        found = audit([event async for event in read_events(self.url, self.run_name)])
         books = self.model.ledger.books()
         for column in ("leased", "buffered", "taken", "trained"):
             assert found.waiting[column] == getattr(books, column), column

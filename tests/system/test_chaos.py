@@ -67,9 +67,9 @@ def test_a_run_under_fire_trains_every_prompt_once(
         killing.result()
     assert done.returncode == 0, done.stdout + done.stderr
     assert main(["buffer", "audit", str(tmp_path / "run")]) == 0
-    told = json.loads((tmp_path / "run" / "chaos.json").read_text())
-    assert len(told["kills"]) >= 5
-    kinds = {kill["role"].partition("-")[0] for kill in told["kills"]}
+    result = json.loads((tmp_path / "run" / "chaos.json").read_text())
+    assert len(result["kills"]) >= 5
+    kinds = {kill["role"].partition("-")[0] for kill in result["kills"]}
     assert kinds >= {"learner", "generator"}
     assert "30 steps trained 120 prompts" in done.stdout
     run = RunFolder(tmp_path / "run")

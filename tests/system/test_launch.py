@@ -1,4 +1,4 @@
-"""Whole runs as separate processes: they end, the books close, and nobody's death changes that."""
+"""Whole runs as separate processes: they end, the books close, whichever process dies."""
 
 import contextlib
 import io
@@ -40,8 +40,8 @@ def assert_books_close(run: RunFolder) -> None:
 
 
 def assert_audit_passes(run: RunFolder) -> None:
-    told = output_of("buffer", "audit", str(run.folder))
-    assert told.endswith("in order\n"), told
+    output = output_of("buffer", "audit", str(run.folder))
+    assert output.endswith("in order\n"), output
 
 
 def output_of(*arguments: str) -> str:
@@ -89,7 +89,9 @@ def test_without_staleness_the_algorithm_is_synchronous(launch: Launch):
     assert_books_close(run)
 
 
-def test_a_run_goes_on_after_its_learner_or_everybody_was_killed_and_after_ctrl_c(launch: Launch):
+def test_a_run_continues_after_its_learner_or_every_process_was_killed_and_after_ctrl_c(
+    launch: Launch,
+):
     endless = _set("run.max_steps=100000", ONE)
     first = launch(*endless)
     first.until_step(5)
@@ -125,7 +127,7 @@ def test_a_run_goes_on_after_its_learner_or_everybody_was_killed_and_after_ctrl_
     assert all(a["buffer/acknowledged"] <= b["buffer/acknowledged"] for a, b in pairwise(lines))
 
 
-def test_a_killed_buffer_goes_on_as_if_nothing_had_happened_and_an_older_copy_is_told_what_came(
+def test_a_killed_buffer_continues_and_an_older_copy_of_its_journal_is_brought_up_to_date(
     launch: Launch,
 ):
     run = launch(*_set("run.max_steps=60"))
@@ -158,7 +160,7 @@ def test_a_killed_buffer_goes_on_as_if_nothing_had_happened_and_an_older_copy_is
         assert "crashed" not in run.log(role)
 
 
-def test_a_killed_buffer_without_a_journal_is_told_what_it_was(launch: Launch):
+def test_a_killed_buffer_without_a_journal_gets_its_state_back(launch: Launch):
     run = launch(*_set("run.max_steps=40", "buffer.journal=false", ONE))
     run.until_step(5)
     run.child("buffer").kill()

@@ -28,7 +28,7 @@ def leases(folder: Path) -> list[str]:
 def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     launch: Callable[..., Launched], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its reward lasts longer than a heartbeat, so that it is frozen with leases it has told of."""
+    """Its reward lasts longer than a heartbeat, so it is frozen with leases it has reported."""
     settings = (
         f"data.reward={slow_reward(tmp_path, seconds=1.5)}",
         "generator.count=1",
@@ -40,9 +40,9 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     run = launch(*_set(*settings))
     run.until_step(1)
     run.until(lambda: main(["status", str(run.folder)]) == 0)
-    told = capsys.readouterr().out
-    assert "run: step" in told
-    assert "healthy" in told
+    output = capsys.readouterr().out
+    assert "run: step" in output
+    assert "healthy" in output
     generator = run.child("generator-0")
 
     def frozen_with_leases() -> bool:
@@ -60,9 +60,9 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     assert "held by generator-0 (version" in found["too_few_groups"]
     assert "generator-0 has not reported for" in found["generator_silent"]
     assert main(["status", str(run.folder), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["healthy"] is False
-    assert told["learner"]["activity"] == "waits for groups"
+    output = json.loads(capsys.readouterr().out)
+    assert output["healthy"] is False
+    assert output["learner"]["activity"] == "waits for groups"
     generator.send_signal(signal.SIGCONT)
     run.until_step(len(run.lines) + 1)
     run.until(lambda: "goes on after" in run.log("learner"))
@@ -74,7 +74,7 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     assert "has ended" in capsys.readouterr().out
 
 
-def test_a_run_that_nobody_serves_is_told_within_seconds(
+def test_a_run_without_daemons_is_reported_within_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("buffers.try_stats.ANSWER_S", 0.2)

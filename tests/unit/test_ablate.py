@@ -55,7 +55,7 @@ def test_every_value_runs_with_every_seed_in_a_folder_of_its_own(tmp_path):
         ("algorithm.rollout=off", "0", "did you mean 'rollout_is'"),
     ],
 )
-def test_a_mistake_is_told_before_anything_runs(tmp_path, vary, seeds, sentence):
+def test_a_mistake_is_refused_before_anything_runs(tmp_path, vary, seeds, sentence):
     with pytest.raises(ConfigError, match=sentence):
         planned(arguments(tmp_path, vary, seeds))
     assert not any(tmp_path.iterdir())

@@ -26,18 +26,18 @@ REASONS = {"s": "stale", "e": "expired", "o": "orphaned"}
 
 def events(*paths: str) -> list[Event]:
     """From "prompt lease letters"; a lease "-" is a learner's books."""
-    told = []
+    made = []
     for path in paths:
         prompt_index, lease, letters = path.split()
         lease_id = "" if lease == "-" else lease
         for letter in letters:
             if letter in REASONS:
-                told.append(Event(int(prompt_index), "dropped", REASONS[letter], lease_id))
+                made.append(Event(int(prompt_index), "dropped", REASONS[letter], lease_id))
             elif letter == "K":
-                told.append(Event(int(prompt_index), "acknowledged", "books", lease_id))
+                made.append(Event(int(prompt_index), "acknowledged", "books", lease_id))
             else:
-                told.append(Event(int(prompt_index), WORDS[letter], None, lease_id))
-    return told
+                made.append(Event(int(prompt_index), WORDS[letter], None, lease_id))
+    return made
 
 
 def test_a_run_in_order_adds_up():
@@ -93,8 +93,8 @@ def test_a_fault_is_named(history, sentence):
 
 
 def test_a_drop_without_a_reason_is_a_fault():
-    told = [*events("0 a L"), Event(0, "dropped", None, "a")]
-    assert "dropped with the reason None" in audit(told).faults[0]
+    history = [*events("0 a L"), Event(0, "dropped", None, "a")]
+    assert "dropped with the reason None" in audit(history).faults[0]
 
 
 def test_a_ledger_that_disagrees_with_its_events_is_named():
@@ -116,8 +116,8 @@ def test_a_ledger_that_disagrees_with_its_events_is_named():
         ),
         ("DELETE FROM entry WHERE prompt_index = 0", "prompt 0: is None in the journal"),
         ("UPDATE entry SET state = 'taken'", "('a', 'taken') in the journal, but the events say"),
-        ("DELETE FROM history WHERE prompt_index = 0", "prompt 0: was never granted, 1 was"),
-        ("UPDATE history SET path = 'LBTBTR' WHERE prompt_index = 1", "say ('b', 'trained')"),
+        ("DELETE FROM events WHERE prompt_index = 0", "prompt 0: was never granted, 1 was"),
+        ("UPDATE events SET states = 'LBTBTR' WHERE prompt_index = 1", "say ('b', 'trained')"),
     ],
 )
 def test_a_damaged_journal_fails_the_audit(tmp_path: Path, capsys, damage: str, sentence: str):

@@ -36,8 +36,10 @@ LIGHT = [
 def test_light_modules_load_nothing_heavy(module):
     heavy = ["torch", "transformers", "vllm", "matplotlib"]
     code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "[]"
 
 
 def test_the_collector_leaves_out_what_a_command_imports():
@@ -49,8 +51,10 @@ gc.callbacks.append(lambda phase, _: runs.append(phase))
 main.import_command("streamrl.cli.check")
 print(len(runs), gc.isenabled(), gc.get_freeze_count() > 10_000)
 """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["0", "True", "True"]
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.split() == ["0", "True", "True"]
 
 
 def best_of(count: int, *command: str) -> float:
@@ -140,9 +144,9 @@ def test_a_configuration_that_cannot_work_is_one_sentence_and_exit_code_2(
     capsys, arguments, sentence
 ):
     assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert sentence in told
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    assert sentence in output
+    assert "Traceback" not in output
 
 
 def test_every_command_can_be_loaded():

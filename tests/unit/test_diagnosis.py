@@ -1,4 +1,4 @@
-"""Situations in which a run stands still, and the sentence each is told with."""
+"""Situations in which a run stands still, and the sentences that name its cause."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def learner(
     return LearnerStatus(activity=activity, activity_s=for_s, time_s=0.0, **known)
 
 
-def told(stats: BufferStats | None, **fields: object) -> list[str]:
+def text(stats: BufferStats | None, **fields: object) -> list[str]:
     known = {"learner": learner(), **fields}
     reading = Reading(stall_s=STALL_S, stats=stats, **known)
     return [f"{finding.cause}: {finding.sentence}" for finding in diagnose(reading)]
@@ -63,14 +63,14 @@ class Ordered(BufferStats, frozen=True, kw_only=True):
 
 SITUATIONS = {
     "one generator holds what is missing": (
-        told(buffer(holding("gen-3", 511.5, 80.0, version=41), WORKING, leased=4, buffered=14)),
+        text(buffer(holding("gen-3", 511.5, 80.0, version=41), WORKING, leased=4, buffered=14)),
         [
             "too_few_groups: 14 of 16 groups at version 43; 2 held by gen-3 (version 41), oldest "
             "512 s; 2 held by gen-1 (version 43), oldest 4 s"
         ],
     ),
     "it is frozen": (
-        told(
+        text(
             buffer(
                 holding("gen-3", 500.0, version=41), ages_s=(12.0,), leased=1, buffered=15
             )
@@ -82,12 +82,12 @@ SITUATIONS = {
             "others after buffer.lease_ttl_s",
         ],
     ),
-    "leases that nobody has reported yet": (
-        told(buffer(generator("gen-1"), leased=3, buffered=13)),
+    "leases that no generator has reported yet": (
+        text(buffer(generator("gen-1"), leased=3, buffered=13)),
         ["too_few_groups: 13 of 16 groups at version 43; 3 leased and not reported yet"],
     ),
-    "nobody generates": (
-        told(buffer()),
+    "no generator": (
+        text(buffer()),
         [
             "too_few_groups: 0 of 16 groups at version 43",
             "no_generator: no generator reports to the buffer: start one, or see whether it "
@@ -95,21 +95,21 @@ SITUATIONS = {
         ],
     ),
     "the buffer drains": (
-        told(buffer(generator("gen-1"), draining=True)),
+        text(buffer(generator("gen-1"), draining=True)),
         [
             "too_few_groups: 0 of 16 groups at version 43",
             "nothing_leased: the buffer drains (streamrl buffer drain), so it grants no lease",
         ],
     ),
-    "nobody asks": (
-        told(buffer(generator("gen-1"), generator("gen-2"), buffered=9)),
+    "no generator asks for a lease": (
+        text(buffer(generator("gen-1"), generator("gen-2"), buffered=9)),
         [
             "too_few_groups: 9 of 16 groups at version 43",
             "nothing_leased: none of 2 generators asks for a lease",
         ],
     ),
-    "nobody may ask": (
-        told(
+    "no generator may ask for a lease": (
+        text(
             Ordered(
                 incarnation="i",
                 policy_version=43,
@@ -124,7 +124,7 @@ SITUATIONS = {
         ["nothing_leased: none of 1 generators asks for a lease; gen-1 is cordoned"],
     ),
     "weights do not arrive": (
-        told(
+        text(
             buffer(holding("gen-1", 400.0, version=40, num_active=0), leased=1, buffered=15),
             learner=learner(behind=("gen-1",)),
         ),
@@ -135,8 +135,8 @@ SITUATIONS = {
             "learner 43; it has not answered the last weight update",
         ],
     ),
-    "nobody hears the weights": (
-        told(
+    "no receiver of weights": (
+        text(
             buffer(holding("gen-1", 400.0, version=0, num_active=0), leased=1, buffered=15),
             learner=learner(num_receivers=0),
         )[-1:],
@@ -146,40 +146,40 @@ SITUATIONS = {
         ],
     ),
     "a reward that does not end": (
-        told(buffer(holding("gen-1", 400.0, num_active=0), leased=1, buffered=15))[-1:],
+        text(buffer(holding("gen-1", 400.0, num_active=0), leased=1, buffered=15))[-1:],
         [
             "outside_the_engine: gen-1 holds 1 lease and its engine is idle: they wait for its "
             "environment, its reward, or to be put"
         ],
     ),
     "every group fails": (
-        told(
+        text(
             buffer(WORKING, leased=2, dropped={DropReason.FAILED: 45, DropReason.STALE: 2}),
             learner=learner(dropped={DropReason.FAILED: 5, DropReason.STALE: 2}),
         )[-1:],
         ["groups_dropped: groups dropped since the last step: failed 40"],
     ),
     "the disk is full": (
-        told(buffer(WORKING, refusal="the journal cannot be written: No space left"), learner=None),
+        text(buffer(WORKING, refusal="the journal cannot be written: No space left"), learner=None),
         [
             "buffer_refuses: the buffer accepts no groups: the journal cannot be written: No space "
             "left"
         ],
     ),
     "the buffer is away": (
-        told(None, unreachable="the buffer has not answered for 5 s"),
+        text(None, unreachable="the buffer has not answered for 5 s"),
         ["buffer_unreachable: the buffer has not answered for 5 s"],
     ),
     "a long step": (
-        told(buffer(taken=16), learner=learner(LearnerActivity.COMPUTING, 812.0)),
+        text(buffer(taken=16), learner=learner(LearnerActivity.COMPUTING, 812.0)),
         ["learner_busy: step 44 has computed for 812 s"],
     ),
     "a slow disk": (
-        told(buffer(taken=16), learner=learner(LearnerActivity.SAVING, 400.0)),
+        text(buffer(taken=16), learner=learner(LearnerActivity.SAVING, 400.0)),
         ["learner_busy: the learner, at version 43, saves a checkpoint, for 400 s so far"],
     ),
     "a learner that is gone": (
-        told(buffer(buffered=20), learner=learner(for_s=1.0), learner_age_s=40.0, idle_s=41.0),
+        text(buffer(buffered=20), learner=learner(for_s=1.0), learner_age_s=40.0, idle_s=41.0),
         [
             "learner_silent: the learner has not reported for 40 s; its last report: waits for "
             "groups",
@@ -188,11 +188,11 @@ SITUATIONS = {
         ],
     ),
     "no learner yet": (
-        told(replace(buffer(WORKING), books=Books()), learner=None),
+        text(replace(buffer(WORKING), books=Books()), learner=None),
         ["learner_silent: no learner has attached to the buffer"],
     ),
     "a learner that was replaced": (
-        told(
+        text(
             replace(buffer(), books=Books(learner_term=3, taken=16)),
             learner=learner(LearnerActivity.COMPUTING, 1.0),
         ),
@@ -202,7 +202,7 @@ SITUATIONS = {
         ],
     ),
     "seen from the buffer alone": (
-        told(buffer(holding("gen-3", 400.0), leased=1, buffered=15), learner=None),
+        text(buffer(holding("gen-3", 400.0), leased=1, buffered=15), learner=None),
         ["too_few_groups: 15 of 16 groups at version 43; 1 held by gen-3 (version 43), oldest "
          "400 s"],
     ),
@@ -210,7 +210,7 @@ SITUATIONS = {
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_standstill_is_told_with_its_cause(situation: str):
+def test_a_stalled_run_is_reported_with_its_cause(situation: str):
     found, expected = SITUATIONS[situation]
     assert found == expected
 
@@ -228,12 +228,12 @@ def test_a_standstill_is_told_with_its_cause(situation: str):
     ids=["waits", "computes", "no word", "buffer alone", "finished", "ended and gone"],
 )
 def test_a_run_that_moves_or_is_over_is_healthy(stats, fields):
-    assert told(stats, **fields) == []
+    assert text(stats, **fields) == []
 
 
-def test_many_holders_are_told_by_the_four_that_hold_longest():
+def test_of_many_holders_the_four_that_hold_longest_are_named():
     many = [holding(f"gen-{i}", 399.5 + i, 1.0) for i in range(6)]
-    (found,) = told(buffer(*many, leased=12, buffered=4))
+    (found,) = text(buffer(*many, leased=12, buffered=4))
     assert found.endswith(
         "2 held by gen-2 (version 43), oldest 402 s; 4 held by 2 other generators"
     )

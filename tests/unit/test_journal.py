@@ -1,4 +1,4 @@
-"""What the journal recovers is what was committed, after any call, and its history passes audit."""
+"""What the journal recovers is what was committed, after any call; its events pass the audit."""
 
 import sqlite3
 import tempfile

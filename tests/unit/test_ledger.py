@@ -129,7 +129,7 @@ def test_putting_the_same_group_again_changes_nothing_and_another_one_is_a_dupli
 def test_a_group_of_another_prompt_is_refused():
     ledger = make_ledger()
     first, second = grant(ledger, "a"), grant(ledger, "b")
-    with pytest.raises(LedgerError, match="prompt 0; the group says 1"):
+    with pytest.raises(LedgerError, match="prompt 0; the group is for 1"):
         ledger.put(first.lease_id, header(second), 0.0)
 
 

@@ -165,7 +165,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert books.next_prompt_index - len(accounted) <= ended
 
     @invariant()
-    def the_line_is_bounded(self) -> None:
+    def the_groups_in_flight_are_bounded(self) -> None:
         books = self.ledger.books()
         bound = (self.settings["max_staleness"] + 1) * self.settings["groups_per_step"]
         assert books.leased <= bound
@@ -176,7 +176,7 @@ TestLedger = LedgerMachine.TestCase
 
 
 @given(st.lists(st.integers(0, 5) | st.none(), max_size=60))
-def test_the_line_is_a_priority_queue(operations):
+def test_the_ready_queue_is_a_priority_queue(operations):
     """A group of this version joins; None takes the first one out."""
     account, heap = Entries(), []
     line = ReadyQueue(account)
@@ -185,7 +185,7 @@ def test_the_line_is_a_priority_queue(operations):
             entry = account.grant(str(number), 0, 0.0)
             entry.header = GroupHeader.of(make_group(entry.prompt_index, version=version))
             account.move(entry, State.BUFFERED)
-            line.join(entry)
+            line.add(entry)
             heapq.heappush(heap, (version, entry.prompt_index))
         elif heap:
             first = line.first()

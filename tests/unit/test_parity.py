@@ -64,12 +64,12 @@ def test_float32_agrees_bfloat16_less_and_a_threshold_between_them_refuses_one(
     out = tmp_path / "out"
     words = ["parity", config_file, "--dtypes", "float32,bfloat16", "--max-mean-gap", "1e-4"]
     assert main([*words, "--out", str(out)]) == 1
-    told = capsys.readouterr()
-    assert "parity.max_mean_gap is 0.0001 nats, and" in told.err
-    assert "between engine hf in bfloat16 and the learner in float32" in told.err
-    assert "likely: generator.dtype bfloat16 is not learner.dtype float32" in told.err
-    assert "in float32 and the learner" not in told.err
-    assert "ratio error" in told.out
+    output = capsys.readouterr()
+    assert "parity.max_mean_gap is 0.0001 nats, and" in output.err
+    assert "between engine hf in bfloat16 and the learner in float32" in output.err
+    assert "likely: generator.dtype bfloat16 is not learner.dtype float32" in output.err
+    assert "in float32 and the learner" not in output.err
+    assert "ratio error" in output.out
     exact, rough = written(out)
     assert exact["overall"]["max"] < 2e-5
     assert rough["overall"]["mean"] > 100 * exact["overall"]["mean"]
@@ -101,9 +101,9 @@ def test_a_learner_with_other_weights_is_refused(config_file: str, tmp_path: Pat
     assert main([*scoring, *swapped]) == 0
     (found,) = written(tmp_path)
     config = load_config(config_file, ["parity.max_gap=0.5"]).config
-    (told,) = complaints(config, [as_report(found)])
-    assert "parity.max_gap is 0.5 nats" in told
-    assert "do not have the same weights" in told
+    (sentence,) = complaints(config, [as_report(found)])
+    assert "parity.max_gap is 0.5 nats" in sentence
+    assert "do not have the same weights" in sentence
     assert main(["parity", "score", config_file, "--samples", "nowhere", "--out", "x"]) == 2
     assert "cannot read nowhere" in capsys.readouterr().err
 

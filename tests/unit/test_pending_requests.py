@@ -1,6 +1,6 @@
 """Requests that wait at a buffer: in order, on time, and at no cost while nothing is granted."""
 
-from buffers.zmq import messages as m
+from buffers import messages as m
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 
 FAR_S = 1e9

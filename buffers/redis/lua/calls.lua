@@ -1,11 +1,13 @@
--- What a client may ask, each one atomic: `buffers/ledger/state.py`, in Lua.
+-- The calls of a client, each one atomic: `buffers/ledger/state.py` and
+-- `buffers/ledger/generator_registry.py` in Lua.
 --
---   ARGV  call, time or '', ttl_s, groups_per_step, max_staleness, final_version or -1, arguments
---   reply {'ok', ...} or {name of an error class, message}
+--   ARGV   call, time or '', ttl_s, groups_per_step, max_staleness, final_version or -1, arguments
+--   reply  {'ok', ...}, {name of an error class, message}, {'again'}: the staged payload is gone,
+--          {'full'}: no memory, or {'schema', number}: the run's keys have another schema
 --
--- The time is this server's clock (TIME), so that all clients of a run share one, a restart
--- included; a test passes its own. Redis replicates the effects of a script, not its source, so a
--- clock does no harm.
+-- The time is this server's clock (TIME), which all clients of a run share, also after a restart; a
+-- test passes its own. Redis replicates the effects of a script, not its source, so a script may
+-- read the clock.
 
 local function now()
   if ARGV[2] ~= '' then return tonumber(ARGV[2]) end
@@ -27,8 +29,8 @@ local settings = {
 local function read_books()
   local numbers = {}
   for i, name in ipairs(NUMBERS) do numbers[i] = { name, int(state[name]) } end
-  return numbers, call('HGETALL', key('dropped')), call('ZRANGE', key('line'), 0, -1),
-    call('ZRANGE', key('returned'), 0, -1)
+  return numbers, call('HGETALL', key('dropped')), call('ZRANGE', key('in_flight'), 0, -1),
+    call('ZRANGE', key('free'), 0, -1)
 end
 
 local function end_session(session, reason)
@@ -37,7 +39,7 @@ local function end_session(session, reason)
   end
 end
 
-local function forget_silent_generators()
+local function remove_silent_generators()
   local registry = call('HGETALL', key('registry'))
   for i = 1, #registry, 2 do
     if now_s - cmsgpack.unpack(registry[i + 1]).seen_s > ttl_s then
@@ -46,7 +48,7 @@ local function forget_silent_generators()
   end
 end
 
--- Of the server's process: a restarted one may have forgotten something.
+-- The id of the server's process: a restarted one may have lost changes.
 local function incarnation()
   local server = redis.pcall('INFO', 'server')
   return type(server) == 'string' and string.match(server, 'run_id:(%w+)') or ''
@@ -58,10 +60,10 @@ local function read_stats()
     local report = cmsgpack.unpack(packed)
     registry[i], ages[i] = report.status, string.format('%.17g', now_s - report.seen_s)
   end
-  local numbers, dropped, line, returned = read_books()
+  local numbers, dropped, in_flight_prompts, free = read_books()
   return {
-    'ok', numbers, dropped, line, returned, call('HGETALL', key('refused')), oldest() or '',
-    incarnation(), registry, ages, call('HGETALL', key('scheduling_states')),
+    'ok', numbers, dropped, in_flight_prompts, free, call('HGETALL', key('refused')),
+    oldest() or '', incarnation(), registry, ages, call('HGETALL', key('scheduling_states')),
   }
 end
 
@@ -94,8 +96,9 @@ function calls.lease(generator_id, ...)
   return { 'ok', leases, first and string.format('%.17g', tonumber(first) - now_s) or '' }
 end
 
--- A large payload was sent ahead under a key of its own, so that it never passes through Lua.
-function calls.put(token, payload, lease_id, header, group_id, prompt_index, oldest_version, num_bytes)
+-- A large payload is sent ahead under a key of its own, so that Lua does not copy it.
+function calls.put(token, payload, lease_id, header, ...)
+  local group_id, prompt_index, oldest_version, num_bytes = ...
   local staged = key('staged:' .. token)
   if payload == '' and call('EXISTS', staged) == 0 then return { 'again' } end
   local is_kept, kept = pcall(put, lease_id, {
@@ -124,8 +127,8 @@ function calls.refuse_malformed(lease_id)
   return { 'ok' }
 end
 
--- Book the report; `known` is the one before it.
-local function book_report(known, generator_id, session, status)
+-- Store the report; `known` is the one before it.
+local function store_report(known, generator_id, session, status)
   local replaced = known and known.replaced or {}
   if known and known.session ~= session then
     replaced[#replaced + 1] = known.session
@@ -136,7 +139,7 @@ local function book_report(known, generator_id, session, status)
   call('HSET', key('registry'), generator_id, cmsgpack.pack(report))
 end
 
-local function strike_off(generator_id, session)
+local function remove_generator(generator_id, session)
   end_session(session, 'released')
   call('HDEL', key('registry'), generator_id)
   if call('HGET', key('scheduling_states'), generator_id) == 'draining' then
@@ -161,22 +164,27 @@ function calls.heartbeat(generator_id, session, is_leaving, status, held, ...)
     for _, lease in ipairs(cmsgpack.unpack(held)) do
       reassert(lease[1], lease[2], lease[3], now_s, ttl_s)
     end
-    book_report(known, generator_id, session, status)
-    if is_leaving == '1' then strike_off(generator_id, session) end
+    store_report(known, generator_id, session, status)
+    if is_leaving == '1' then remove_generator(generator_id, session) end
   end
   local lost = renew({ ... }, now_s, ttl_s)
   local scheduling_state = call('HGET', key('scheduling_states'), generator_id) or 'active'
-  return { 'ok', state.version, state.finished, lost, incarnation(), scheduling_state, is_fenced and 1 or 0 }
+  return {
+    'ok', state.version, state.finished, lost, incarnation(), scheduling_state,
+    is_fenced and 1 or 0,
+  }
 end
 
--- The ids that are known, if this one is not.
+-- Whether this id is known; if not, all ids that are.
 function calls.set_scheduling_state(generator_id, scheduling_state)
   local known = {}
   for _, name in ipairs({ 'registry', 'scheduling_states' }) do
     if call('HEXISTS', key(name), generator_id) == 1 then
       call('HDEL', key('scheduling_states'), generator_id)
-      if scheduling_state ~= 'active' then call('HSET', key('scheduling_states'), generator_id, scheduling_state) end
-      news.room = true
+      if scheduling_state ~= 'active' then
+        call('HSET', key('scheduling_states'), generator_id, scheduling_state)
+      end
+      notify.may_lease = true
       return { 'ok', 1, {} }
     end
     for _, other in ipairs(call('HKEYS', key(name))) do known[#known + 1] = other end
@@ -205,7 +213,7 @@ function calls.acknowledge(version, learner_term)
 end
 
 function calls.finish(learner_term)
-  check_learner_term(tonumber(learner_term))
+  require_learner_term(tonumber(learner_term))
   state.finished = 1
   return { 'ok' }
 end
@@ -217,7 +225,7 @@ end
 
 function calls.stats()
   expire(now_s)
-  forget_silent_generators()
+  remove_silent_generators()
   return read_stats()
 end
 
@@ -226,12 +234,12 @@ if stored.version and stored.schema ~= SCHEMA then
   return { 'schema', stored.schema or 1 }
 end
 if ARGV[1] == 'put' and ARGV[8] ~= '' then
-  -- Before all else: short of memory, Redis refuses only the first write of a script.
+  -- Short of memory, Redis refuses only the first write of a script, so this one comes first.
   local stored_it = redis.pcall('SET', key('staged:' .. ARGV[7]), ARGV[8])
   if stored_it.err and string.find(stored_it.err, 'OOM') then return { 'full' } end
   if stored_it.err then return stored_it end
 end
--- A write that adds nothing: after one, Redis lets a script finish even where memory is short.
+-- A write that adds nothing: after it Redis lets the script finish even if memory is short.
 call('DEL', key('nothing'))
 local is_done, reply = pcall(calls[ARGV[1]], unpack(ARGV, 7))
 if not is_done then
@@ -239,9 +247,9 @@ if not is_done then
   reply = { reply.kind, reply.message }
 end
 save_state()
-if news.room or news.groups then
-  -- A user who may not publish loses the prompt wake-up, not the call.
+if notify.may_lease or notify.may_take then
+  -- A user who may not publish loses the notification, not the call.
   redis.pcall('PUBLISH', key('changed'),
-    string.format('%d %d %d', news.room and 1 or 0, state.buffered, state.learner_term))
+    string.format('%d %d %d', notify.may_lease and 1 or 0, state.buffered, state.learner_term))
 end
 return reply

@@ -1,26 +1,32 @@
--- The ledger's columns in Redis, and the only code that changes them: `buffers/ledger/entries.py`, in Lua.
+-- The ledger's columns: `buffers/ledger/entries.py` in Lua.
 --
 -- Invariant: as there, an entry enters and leaves a column in one place each, so the books close
--- after every call. The three files of this folder are loaded as one script, in the order account,
--- ledger, calls; KEYS[1] is `streamrl:{RUN}:state`, and every other key shares its hash tag and so
--- its cluster slot.
+-- after every call. The three files of this folder are loaded as one script, in the order entries,
+-- ledger, calls, after a line that sets SCHEMA. KEYS[1] is `streamrl:{RUN}:state`; every other key
+-- has the same hash tag and so the same cluster slot.
 --
---   state     hash    counts, version, term, settings       entries   hash  prompt -> entry
---   leases    hash    lease id -> prompt                   line      zset  leased, buffered, taken
---   expiries  zset    leased: lease id by time               waiting   zset  buffered: by version
---   returned  zset    prompts to be granted again          dropped, refused  hash  reason -> count
---   loans, trained    hash  version -> prompts             generator registry    hash  generator -> report
---   headers   hash    prompt -> header of its group        payload:PROMPT_INDEX, staged:TOKEN
---   scheduling states hash    generator -> scheduling state, unless active
---   history   stream  one event per change of an entry
+--   state              hash    schema, counts, version, learner term, settings
+--   entries            hash    prompt index -> entry
+--   leases             hash    lease id -> prompt index
+--   in_flight          zset    prompt indices that are leased, buffered or taken
+--   expiries           zset    lease ids that are leased, by expiry time
+--   ready              zset    prompt indices that are buffered, by oldest version
+--   free               zset    prompt indices that are granted again
+--   loans, trained     hash    version -> prompt indices
+--   headers            hash    prompt index -> header of its group
+--   payload:INDEX      string  payload of a group;  staged:TOKEN  one that its put has sent ahead
+--   dropped, refused   hash    reason -> count
+--   registry           hash    generator id -> last report
+--   scheduling_states  hash    generator id -> scheduling state, unless active
+--   events             stream  one event per change of an entry
 
 local call = redis.call
 local prefix = string.match(KEYS[1], '^(.*:)state$')
 
 local NUMBERS = {
-  'schema', 'version', 'learner_term', 'finished', 'groups_per_step', 'max_staleness', 'final_version', 'granted',
-  'leased', 'buffered', 'taken', 'trained', 'acknowledged', 'next_prompt_index', 'revision',
-  'num_bytes', 'draining', 'unseen',
+  'schema', 'version', 'learner_term', 'finished', 'draining', 'groups_per_step', 'max_staleness',
+  'final_version', 'granted', 'leased', 'buffered', 'taken', 'trained', 'acknowledged',
+  'next_prompt_index', 'revision', 'num_bytes', 'unseen',
 }
 local RETURNS_PROMPT = { expired = true, released = true, orphaned = true }
 
@@ -28,8 +34,8 @@ local RETURNS_PROMPT = { expired = true, released = true, orphaned = true }
 local MAX_GAP = 100000
 
 local state, stored = {}, {}
--- What those who wait are told: more leases may be granted, more groups may be taken.
-local news = { room = false, groups = false }
+-- What the channel `changed` is notified of: a lease may be granted, a group may be taken.
+local notify = { may_lease = false, may_take = false }
 
 local function key(name)
   return prefix .. name
@@ -60,12 +66,12 @@ local function save_state()
 end
 
 local function record(entry, name, reason)
-  call('XADD', key('history'), '*', 'prompt_index', int(entry.prompt_index), 'state', name,
+  call('XADD', key('events'), '*', 'prompt_index', int(entry.prompt_index), 'state', name,
     'reason', reason or '', 'lease_id', entry.lease_id)
 end
 
 -- Members of equal score are ordered as text.
-local function in_waiting(prompt_index)
+local function ready_member(prompt_index)
   return string.format('%016.0f', prompt_index)
 end
 
@@ -88,15 +94,15 @@ local function enter(entry, column)
   entry.state = column
   state[column] = state[column] + 1
   if column == 'trained' then
-    call('ZREM', key('line'), member)
+    call('ZREM', key('in_flight'), member)
   elseif not from or from == 'trained' then
-    call('ZADD', key('line'), member, member)
+    call('ZADD', key('in_flight'), member, member)
   end
   if column == 'leased' then
     call('ZADD', key('expiries'), string.format('%.17g', entry.expires_at_s), entry.lease_id)
   elseif column == 'buffered' then
-    call('ZADD', key('waiting'), int(entry.oldest_version), in_waiting(entry.prompt_index))
-    news.groups = true
+    call('ZADD', key('ready'), int(entry.oldest_version), ready_member(entry.prompt_index))
+    notify.may_take = true
   end
 end
 
@@ -106,13 +112,17 @@ local function leave(entry)
   if entry.state == 'leased' then
     call('ZREM', key('expiries'), entry.lease_id)
   elseif entry.state == 'buffered' then
-    call('ZREM', key('waiting'), in_waiting(entry.prompt_index))
+    call('ZREM', key('ready'), ready_member(entry.prompt_index))
   end
 end
 
 local function open_lease(prompt_index, lease_id, min_policy_version, expires_at_s)
-  local entry =
-    { prompt_index = prompt_index, lease_id = lease_id, min_policy_version = min_policy_version, expires_at_s = expires_at_s }
+  local entry = {
+    prompt_index = prompt_index,
+    lease_id = lease_id,
+    min_policy_version = min_policy_version,
+    expires_at_s = expires_at_s,
+  }
   enter(entry, 'leased')
   store(entry)
   call('HSET', key('leases'), lease_id, int(prompt_index))
@@ -123,19 +133,19 @@ local function open_lease(prompt_index, lease_id, min_policy_version, expires_at
 end
 
 local function grant(lease_id, min_policy_version, expires_at_s)
-  local returned = call('ZPOPMIN', key('returned'))[1]
-  local prompt_index = tonumber(returned or state.next_prompt_index)
-  if not returned then state.next_prompt_index = prompt_index + 1 end
+  local free = call('ZPOPMIN', key('free'))[1]
+  local prompt_index = tonumber(free or state.next_prompt_index)
+  if not free then state.next_prompt_index = prompt_index + 1 end
   return open_lease(prompt_index, lease_id, min_policy_version, expires_at_s)
 end
 
--- A lease that its holder asserts and this account forgot, if its prompt is free.
+-- A lease that its holder reasserts and this ledger forgot, if its prompt is free.
 local function grant_again(prompt_index, lease_id, min_policy_version, expires_at_s)
-  if call('ZREM', key('returned'), int(prompt_index)) == 0 then
+  if call('ZREM', key('free'), int(prompt_index)) == 0 then
     local following = state.next_prompt_index
     if prompt_index < following or prompt_index >= following + MAX_GAP then return end
     for skipped = following, prompt_index - 1 do
-      call('ZADD', key('returned'), int(skipped), int(skipped))
+      call('ZADD', key('free'), int(skipped), int(skipped))
       record({ prompt_index = skipped, lease_id = '' }, 'dropped', 'orphaned')
     end
     state.next_prompt_index = prompt_index + 1
@@ -148,12 +158,12 @@ local function move(entry, column)
   enter(entry, column)
   store(entry)
   record(entry, column)
-  news.room = news.room or column == 'trained'
+  notify.may_lease = notify.may_lease or column == 'trained'
 end
 
 local function close(entry)
   leave(entry)
-  call('ZREM', key('line'), int(entry.prompt_index))
+  call('ZREM', key('in_flight'), int(entry.prompt_index))
   call('HDEL', key('entries'), int(entry.prompt_index))
   call('HDEL', key('leases'), entry.lease_id)
   if entry.group_id then
@@ -161,7 +171,7 @@ local function close(entry)
     call('UNLINK', key('payload:' .. int(entry.prompt_index)))
     state.num_bytes = state.num_bytes - entry.num_bytes
   end
-  news.room = true
+  notify.may_lease = true
 end
 
 local function acknowledge_entry(entry, by_books)
@@ -174,14 +184,16 @@ local function drop(entry, reason)
   close(entry)
   call('HINCRBY', key('dropped'), reason, 1)
   if RETURNS_PROMPT[reason] then
-    call('ZADD', key('returned'), int(entry.prompt_index), int(entry.prompt_index))
+    call('ZADD', key('free'), int(entry.prompt_index), int(entry.prompt_index))
   end
   record(entry, 'dropped', reason)
 end
 
-local function entries_in_line()
+local function entries_in_flight()
   local entries = {}
-  for i, prompt_index in ipairs(call('ZRANGE', key('line'), 0, -1)) do entries[i] = get(prompt_index) end
+  for i, prompt_index in ipairs(call('ZRANGE', key('in_flight'), 0, -1)) do
+    entries[i] = get(prompt_index)
+  end
   return entries
 end
 
@@ -193,58 +205,65 @@ local function prompt_indices_in(name)
   return prompt_indices
 end
 
-local function return_prompts(prompt_indices)
-  call('DEL', key('returned'))
+local function set_free(prompt_indices)
+  call('DEL', key('free'))
   for prompt_index in pairs(prompt_indices) do
-    call('ZADD', key('returned'), int(prompt_index), int(prompt_index))
+    call('ZADD', key('free'), int(prompt_index), int(prompt_index))
   end
 end
 
--- Prompts in `mine` and not in `others` end without a lease: a learner's books say so.
+-- Prompts in `mine` and not in `others` end by a learner's books instead of a lease.
 local function record_by_books(mine, others, name, reason)
   local ended = {}
   for prompt_index in pairs(mine) do
     if not others[prompt_index] then ended[#ended + 1] = prompt_index end
   end
   table.sort(ended)
-  for _, prompt_index in ipairs(ended) do record({ prompt_index = prompt_index, lease_id = '' }, name, reason) end
+  for _, prompt_index in ipairs(ended) do
+    record({ prompt_index = prompt_index, lease_id = '' }, name, reason)
+  end
 end
 
--- Whether this may be the account of these books at a later time; see `Entries.follows`.
+-- Whether this ledger may be at a later state than the books; see `Entries.follows`.
 local function follows(books)
+  local is_same_term = state.learner_term == books.learner_term
   if state.learner_term < books.learner_term then return false end
-  if state.learner_term == books.learner_term and state.revision < books.revision then return false end
+  if is_same_term and state.revision < books.revision then return false end
   for reason, count in pairs(books.dropped) do
     if tonumber(call('HGET', key('dropped'), reason) or 0) < count then return false end
   end
   return true
 end
 
--- Come to the account of a learner's checkpoint from a later one; see `Entries.reconcile`.
+-- Go back from a later state to the books of a learner's checkpoint; see `Entries.reconcile`.
 local function reconcile(books)
   local unfinished, free = {}, {}
-  for _, run in ipairs(books.open_ranges) do
-    for prompt_index = run[1], run[2] - 1 do unfinished[prompt_index] = true end
+  for _, range in ipairs(books.open_ranges) do
+    for prompt_index = range[1], range[2] - 1 do unfinished[prompt_index] = true end
   end
-  for prompt_index = books.next_prompt_index, state.next_prompt_index - 1 do unfinished[prompt_index] = true end
+  for prompt_index = books.next_prompt_index, state.next_prompt_index - 1 do
+    unfinished[prompt_index] = true
+  end
   for prompt_index in pairs(unfinished) do free[prompt_index] = true end
-  for _, entry in ipairs(entries_in_line()) do
+  for _, entry in ipairs(entries_in_flight()) do
     if not unfinished[entry.prompt_index] then acknowledge_entry(entry, true) end
     free[entry.prompt_index] = nil
   end
-  local was_free = prompt_indices_in('returned')
+  local was_free = prompt_indices_in('free')
   record_by_books(free, was_free, 'dropped', 'orphaned')
-  for prompt_index = state.next_prompt_index, books.next_prompt_index - 1 do was_free[prompt_index] = true end
+  for prompt_index = state.next_prompt_index, books.next_prompt_index - 1 do
+    was_free[prompt_index] = true
+  end
   record_by_books(was_free, unfinished, 'acknowledged', 'books')
-  return_prompts(free)
+  set_free(free)
   state.next_prompt_index = math.max(state.next_prompt_index, books.next_prompt_index)
 end
 
--- Continue the account of a checkpoint that is later than this one; see `Entries.adopt`.
+-- Continue from the books of a checkpoint that are later than this ledger; see `Entries.adopt`.
 local function adopt(books)
   reconcile(books)
   local seen = state.granted - state.unseen
-  state.granted = books.granted + call('ZCARD', key('line'))
+  state.granted = books.granted + call('ZCARD', key('in_flight'))
   state.unseen = state.granted - seen
   state.acknowledged = books.acknowledged + books.trained
   call('DEL', key('dropped'))

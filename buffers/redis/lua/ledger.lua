@@ -1,7 +1,7 @@
--- Admission, eviction, loans and fencing: `buffers/ledger/ledger.py`, in Lua.
+-- Admission, eviction, loans and fencing: `buffers/ledger/ledger.py` in Lua.
 --
--- Invariant: those stated there; `tests/contract/test_redis_equals_ledger.py` holds the two to the
--- same answers and the same books. A refusal leaves what its method did before raising there.
+-- Invariant: those stated there; `tests/contract/test_redis_equals_ledger.py` tests that both give
+-- the same answers and keep the same books. A refusal keeps the changes that were made before it.
 
 local function refuse(kind, message)
   error({ kind = kind, message = message })
@@ -15,7 +15,7 @@ local function in_flight()
   return state.leased + state.buffered + state.taken
 end
 
-local function check_learner_term(learner_term)
+local function require_learner_term(learner_term)
   if learner_term < state.learner_term then
     refuse('FencedError', string.format(
       'this learner is of term %d; term %d took over', learner_term, state.learner_term))
@@ -25,9 +25,11 @@ local function check_learner_term(learner_term)
   end
 end
 
-local function prompt_indices_of(batch)
+local function prompt_indices_of(loan)
   local prompt_indices = {}
-  for prompt_index in string.gmatch(batch or '', '%d+') do prompt_indices[#prompt_indices + 1] = prompt_index end
+  for prompt_index in string.gmatch(loan or '', '%d+') do
+    prompt_indices[#prompt_indices + 1] = prompt_index
+  end
   return prompt_indices
 end
 
@@ -57,7 +59,7 @@ local function num_admitted()
     capacity = math.min(capacity, (state.final_version - state.version) * state.groups_per_step)
   end
   local free = math.max(0, capacity - in_flight())
-  -- A rest that fills no batch would wait in flight for good.
+  -- Groups that fill no batch would stay in flight for good.
   return state.draining == 1 and math.min(free, -in_flight() % state.groups_per_step) or free
 end
 
@@ -71,7 +73,9 @@ end
 
 local function reassert(lease_id, prompt_index, min_policy_version, now_s, ttl_s)
   expire(now_s)
-  if not find(lease_id) then grant_again(prompt_index, lease_id, min_policy_version, now_s + ttl_s) end
+  if not find(lease_id) then
+    grant_again(prompt_index, lease_id, min_policy_version, now_s + ttl_s)
+  end
 end
 
 local function renew(lease_ids, now_s, ttl_s)
@@ -90,7 +94,7 @@ local function renew(lease_ids, now_s, ttl_s)
   return lost
 end
 
--- Whether the payload must be kept.
+-- Take the group in; whether its payload must be kept.
 local function put(lease_id, group, header, now_s)
   expire(now_s)
   local entry = find(lease_id)
@@ -104,7 +108,7 @@ local function put(lease_id, group, header, now_s)
     refuse('DuplicateGroupError',
       string.format('lease %s already holds %s', lease_id, entry.group_id))
   elseif group.prompt_index ~= entry.prompt_index then
-    refuse('LedgerError', string.format('lease %s is for prompt %s; the group says %s',
+    refuse('LedgerError', string.format('lease %s is for prompt %s; the group is for %s',
       lease_id, int(entry.prompt_index), int(group.prompt_index)))
   elseif state.version - group.oldest_version > state.max_staleness then
     drop(entry, 'stale')
@@ -134,7 +138,7 @@ end
 -- The learner's side.
 
 local function oldest()
-  local first = call('ZRANGE', key('waiting'), 0, 0, 'WITHSCORES')
+  local first = call('ZRANGE', key('ready'), 0, 0, 'WITHSCORES')
   if first[1] then return tonumber(first[2]), tonumber(first[1]) end
 end
 
@@ -150,8 +154,10 @@ end
 local function settle(version)
   for _, trained_at in ipairs(versions_of('trained')) do
     if trained_at <= version then
-      local batch = call('HGET', key('trained'), int(trained_at))
-      for _, prompt_index in ipairs(prompt_indices_of(batch)) do acknowledge_entry(get(prompt_index)) end
+      local loan = call('HGET', key('trained'), int(trained_at))
+      for _, prompt_index in ipairs(prompt_indices_of(loan)) do
+        acknowledge_entry(get(prompt_index))
+      end
       call('HDEL', key('trained'), int(trained_at))
     end
   end
@@ -161,8 +167,10 @@ local function attach(version, books)
   local is_older = books and not follows(books)
   settle(version)
   for _, name in ipairs({ 'loans', 'trained' }) do
-    for _, batch in ipairs(call('HVALS', key(name))) do
-      for _, prompt_index in ipairs(prompt_indices_of(batch)) do move(get(prompt_index), 'buffered') end
+    for _, loan in ipairs(call('HVALS', key(name))) do
+      for _, prompt_index in ipairs(prompt_indices_of(loan)) do
+        move(get(prompt_index), 'buffered')
+      end
     end
     call('DEL', key(name))
   end
@@ -173,7 +181,7 @@ local function attach(version, books)
   end
   state.version, state.finished, state.draining = version, 0, 0
   state.learner_term = math.max(state.learner_term, books and books.learner_term or 0) + 1
-  news.room, news.groups = true, true
+  notify.may_lease, notify.may_take = true, true
 end
 
 local function check_take(num_groups, version)
@@ -191,7 +199,7 @@ local function check_take(num_groups, version)
 end
 
 local function take(num_groups, version, learner_term)
-  check_learner_term(learner_term)
+  require_learner_term(learner_term)
   local loan = call('HGET', key('loans'), int(version))
   if not loan then
     check_take(num_groups, version)
@@ -214,7 +222,7 @@ local function take(num_groups, version, learner_term)
 end
 
 local function advance(version, learner_term)
-  check_learner_term(learner_term)
+  require_learner_term(learner_term)
   if version == state.version then return end
   local loan = call('HGET', key('loans'), int(state.version))
   if version ~= state.version + 1 or not loan then
@@ -230,7 +238,7 @@ local function advance(version, learner_term)
 end
 
 local function acknowledge(version, learner_term)
-  check_learner_term(learner_term)
+  require_learner_term(learner_term)
   if version > state.version then
     refuse('LedgerError', string.format(
       'acknowledge of version %d; the ledger is at %d', version, state.version))

@@ -10,14 +10,21 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.moments import Moments
+from streamrl.algorithms.rollout_is.level import Level
 from streamrl.algorithms.rollout_is.rejection import reject
 from streamrl.algorithms.rollout_is.statistics import (
     SAFETY_BOUND,
-    STALENESS_BUCKETS,
-    STALENESS_EDGES,
     RolloutISStatistics,
     largest,
     log_ratio_histogram,
+)
+from streamrl.algorithms.rollout_is.sums import (
+    clip_sums,
+    finite_exp,
+    mismatch_sums,
+    raw_sums,
+    staleness_sums,
+    veto,
 )
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
@@ -65,39 +72,6 @@ def measure_shard(
     )
 
 
-class _Level:
-    """The unit that has one weight: a token, or a sequence with as many votes as tokens."""
-
-    def __init__(self, config: RolloutISSettings, sequences: Sequences) -> None:
-        self.name = config.level
-        self.by_token = config.level == "token"
-        self.sequences = sequences
-        self.counts = None if self.by_token else sequences.lengths.double()
-
-    def aggregate(self, log_ratio: Tensor, log_ratio_sums: Tensor) -> Tensor:
-        """Logarithm of the unit's weight."""
-        match self.name:
-            case "token":
-                return log_ratio
-            case "sequence":
-                return log_ratio_sums
-            case _:
-                return log_ratio_sums / self.sequences.lengths
-
-    def total(self, values: Tensor) -> Tensor:
-        """Sum over tokens."""
-        return values.sum() if self.counts is None else torch.dot(values.double(), self.counts)
-
-    def to_tokens(self, values: Tensor) -> Tensor:
-        return values if self.by_token else self.sequences.expand(values)
-
-    def sequence_mean(self, values: Tensor) -> Tensor:
-        return self.sequences.mean(values) if self.by_token else values
-
-    def of_sequence(self, per_sequence: Tensor) -> Tensor:
-        return self.sequences.expand(per_sequence) if self.by_token else per_sequence
-
-
 def _measure(
     log_ratio: Tensor,
     log_ratio_sums: Tensor,
@@ -108,25 +82,25 @@ def _measure(
     dtype: torch.dtype,
 ) -> Shard:
     """All of one shard whose sequences are finite and not empty. Inputs are float64."""
-    level = _Level(config, sequences)
-    ratio = _exp(log_ratio)
-    mismatch = _mismatch(log_ratio, ratio, log_ratio_sums, train_sums, sequences)
+    level = Level(config, sequences)
+    ratio = finite_exp(log_ratio)
+    mismatch = mismatch_sums(log_ratio, ratio, log_ratio_sums, train_sums, sequences)
     log_weights = level.aggregate(log_ratio, log_ratio_sums)
     bound = math.exp(SAFETY_BOUND)
-    raw = (ratio if level.by_token else _exp(log_weights)).clamp_(1 / bound, bound)
+    raw = (ratio if level.by_token else finite_exp(log_weights)).clamp_(1 / bound, bound)
     upper = math.inf if config.threshold is None else config.threshold
     clipped = raw.clamp(config.lower, upper)
     changed = raw != clipped if config.zeroes_outside else raw > upper
-    vetoed, veto = _veto(log_ratio, sequences, config)
+    vetoed, veto_sums = veto(log_ratio, sequences, config)
     weights = torch.where(changed, 0.0 if config.zeroes_outside else upper, raw)
     weights.masked_fill_(level.of_sequence(vetoed), 0.0)
     rejection = reject(log_ratio, sequences, config.rejection)
     per_sequence = level.sequence_mean(raw)
     sums = (
         mismatch
-        | _raw_sums(raw, log_weights, per_sequence, level, config)
-        | veto
-        | (_clip_sums(changed, level) if config.zeroes_outside else {})
+        | raw_sums(raw, log_weights, per_sequence, level, config)
+        | veto_sums
+        | (clip_sums(changed, level) if config.zeroes_outside else {})
         | {"token/rollout_is_applied_zero_fraction": level.total(weights == 0)}
         | rejection.sums
     )
@@ -149,7 +123,7 @@ def _measure(
         applied_units=Moments.of(weights),
         per_sequence=Moments.of(per_sequence),
         histogram=log_ratio_histogram(log_weights, level.counts),
-        staleness=_by_staleness(staleness, log_ratio, clipped, changed, level),
+        staleness=staleness_sums(staleness, log_ratio, clipped, changed, level),
     )
     return Shard(
         weights=level.to_tokens(weights.to(dtype)),
@@ -158,108 +132,3 @@ def _measure(
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
     )
-
-
-def _veto(
-    log_ratio: Tensor, sequences: Sequences, config: RolloutISSettings
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """vetoed [S]: sequences with a token that the training policy finds all but impossible."""
-    floor = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
-    catastrophic = log_ratio < floor
-    count = catastrophic.sum()
-    vetoed = torch.zeros(len(sequences), dtype=torch.bool, device=log_ratio.device)
-    if count > 0:
-        vetoed = sequences.sum(catastrophic) > 0
-    return vetoed, {
-        "token/rollout_is_catastrophic_token_fraction": count,
-        "sequence/rollout_is_veto_fraction": vetoed.sum(),
-    }
-
-
-def _mismatch(
-    log_ratio: Tensor,
-    ratio: Tensor,
-    log_ratio_sums: Tensor,
-    train_sums: Tensor,
-    sequences: Sequences,
-) -> dict[str, Tensor]:
-    """How far apart the two policies are, whatever is done about it. `ratio` [R] is exp(d)."""
-    num_tokens = torch.tensor(sequences.num_tokens, device=log_ratio.device)
-    train = train_sums / sequences.lengths
-    behind = -log_ratio_sums / sequences.lengths
-    rollout = train + behind
-    bound = SAFETY_BOUND
-    return {
-        "num_tokens": num_tokens,
-        "num_sequences": torch.full_like(num_tokens, len(sequences)),
-        "num_nonfinite": torch.zeros_like(num_tokens),
-        "token/mismatch_kl": -log_ratio_sums.sum(),
-        "token/mismatch_k3_kl": (ratio - 1).sub_(log_ratio).sum(),
-        "token/chi2_token": ratio.clamp(max=math.exp(bound)).square_().sub_(1).sum(),
-        "sequence/chi2_seq": (2 * log_ratio_sums.clamp(-bound, bound)).expm1_().sum(),
-        "sequence/mismatch_training_ppl": _exp(-train).sum(),
-        "sequence/mismatch_training_log_ppl": -train.sum(),
-        "sequence/mismatch_rollout_ppl": _exp(-rollout).sum(),
-        "sequence/mismatch_rollout_log_ppl": -rollout.sum(),
-        "sequence/mismatch_log_ppl_diff": behind.sum(),
-        "sequence/mismatch_log_ppl_abs_diff": behind.abs().sum(),
-        "sequence/mismatch_ppl_ratio": _exp(behind).sum(),
-    }
-
-
-def _raw_sums(
-    raw: Tensor,
-    log_weights: Tensor,
-    sequence_weights: Tensor,
-    level: _Level,
-    config: RolloutISSettings,
-) -> dict[str, Tensor]:
-    """Mean weight and the shares beyond the bounds, before anything is done about them.
-
-    Sequence level compares log weights and counts sequences, the others count tokens (as verl).
-    """
-    lower, upper = config.lower, math.inf if config.threshold is None else config.threshold
-    if config.level == "sequence":
-        scope = "sequence"
-        high, low = (log_weights > math.log(upper)).sum(), (log_weights < _log(lower)).sum()
-    else:
-        scope = "token"
-        high, low = level.total(raw > upper), level.total(raw < lower)
-    return {
-        "token/rollout_is_mean": level.total(raw),
-        f"{scope}/rollout_is_ratio_fraction_high": high,
-        f"{scope}/rollout_is_ratio_fraction_low": low,
-        "sequence/rollout_is_seq_fraction_high": (sequence_weights > upper).sum(),
-        "sequence/rollout_is_seq_fraction_low": (sequence_weights < lower).sum(),
-    }
-
-
-def _clip_sums(changed: Tensor, level: _Level) -> dict[str, Tensor]:
-    return {
-        "token/rollout_is_clipped_fraction": level.total(changed),
-        "sequence/rollout_is_seq_clipped_fraction": (level.sequence_mean(changed) > 0).sum(),
-    }
-
-
-def _by_staleness(
-    staleness: Tensor | None, log_ratio: Tensor, clipped: Tensor, changed: Tensor, level: _Level
-) -> Tensor:
-    """[6, 5] sums per bucket; see `RolloutISStatistics.staleness`. Distance, whatever its sign."""
-    if staleness is None:
-        return log_ratio.new_zeros(len(STALENESS_BUCKETS), 5)
-    edges = torch.tensor(STALENESS_EDGES, device=staleness.device)
-    buckets = torch.arange(len(STALENESS_BUCKETS), device=staleness.device)
-    member = (torch.bucketize(staleness.abs(), edges) == buckets[:, None]).double()
-    weight = level.to_tokens(clipped)
-    changed = level.to_tokens(changed.double())
-    one = torch.ones_like(weight)
-    return member @ torch.stack([one, weight, weight.square(), -log_ratio, changed], dim=1)
-
-
-def _exp(values: Tensor) -> Tensor:
-    """exp that stays finite: beyond e^80 float32 overflows."""
-    return values.clamp(max=80.0).exp_()
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf

@@ -4,6 +4,7 @@ Invariant: the record is that of the choice, so a number that the choice does no
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -59,10 +60,14 @@ def _refusal(
 ) -> InitErrorDetails:
     allowed = records[name].model_fields
     owners = [other for other, record in records.items() if key in record.model_fields]
-    hint = f"it belongs to {kind} {' and '.join(owners)}" if owners else did_you_mean(key, allowed)
-    context: dict[str, Any] = {
-        "sentence": f"unknown key for {kind} {name}; {hint} ({name} has {', '.join(allowed)})"
-    }
+    known = f"{name} has {', '.join(allowed)}"
+    if owners:
+        hint = f"it belongs to {kind} {' and '.join(owners)} ({known})"
+    elif close := get_close_matches(key, allowed, n=1):
+        hint = f"did you mean {close[0]!r}? ({known})"
+    else:
+        hint = known
+    context: dict[str, Any] = {"sentence": f"unknown key for {kind} {name}; {hint}"}
     return InitErrorDetails(
         type=PydanticCustomError("unknown_key", "{sentence}", context), loc=(key,), input=value
     )

@@ -1,7 +1,7 @@
-"""A run's keys as somebody sees them who takes no part in it: its history, and their end.
+"""A run's keys, read or deleted by a process that takes no part in the run.
 
-The history is a Redis stream that the scripts append to; it stays until the run is forgotten, about
-50 bytes an event. Called by `streamrl books` and by auditors.
+The events are a Redis stream that the scripts append to, about 50 bytes an event; it is kept until
+`forget` deletes the run.
 """
 
 from collections.abc import AsyncIterator
@@ -16,13 +16,13 @@ from streamrl.types import DropReason
 PAGE = 1000
 
 
-async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncIterator[Event]:
+async def read_events(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncIterator[Event]:
     """Every event of the run so far, oldest first."""
     after = "-"
     async with _connected(url, run, deadline_s) as connection:
         while True:
-            command = ("XRANGE", f"{namespace(run)}history", after, "+", "COUNT", PAGE)
-            page = (await connection.call("history", command))[0]
+            command = ("XRANGE", f"{namespace(run)}events", after, "+", "COUNT", PAGE)
+            page = (await connection.call("read_events", command))[0]
             for _, fields in page:
                 yield _event(fields)
             if len(page) < PAGE:
@@ -30,8 +30,8 @@ async def history(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncItera
             after = f"({page[-1][0].decode()}"
 
 
-async def account(url: str, run: str, *, deadline_s: float = 60.0) -> LedgerSnapshot:
-    """The totals of the run's ledger, to be compared with its events.
+async def read_snapshot(url: str, run: str, *, deadline_s: float = 60.0) -> LedgerSnapshot:
+    """The totals of the run's ledger that an audit compares with its events.
 
     Raises:
         OtherReleaseError: the run has another schema.
@@ -39,7 +39,7 @@ async def account(url: str, run: str, *, deadline_s: float = 60.0) -> LedgerSnap
     names = ("schema", "granted", "unseen", "acknowledged")
     async with _connected(url, run, deadline_s) as connection:
         numbers, dropped = await connection.call(
-            "account",
+            "read_snapshot",
             ("HMGET", f"{namespace(run)}state", *names),
             ("HGETALL", f"{namespace(run)}dropped"),
         )
@@ -55,7 +55,7 @@ async def account(url: str, run: str, *, deadline_s: float = 60.0) -> LedgerSnap
 
 
 async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
-    """Delete every key of the run; how many there were."""
+    """Delete every key of the run; returns how many there were."""
     cursor, num_keys = 0, 0
     async with _connected(url, run, deadline_s) as connection:
         while True:

@@ -1,0 +1,97 @@
+"""The calls of a buffer's client as requests; a backend carries them to the buffer's state.
+
+Invariant: a request may be repeated. A learner's term belongs to the client that attached.
+"""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from buffers import messages as m
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    HeartbeatReply,
+    Lease,
+    Loan,
+    SchedulingState,
+    TrajectoryGroup,
+)
+
+Reply = TypeVar("Reply")
+
+
+class RequestClient(ABC):
+    """`streamrl.interfaces.TrajectoryBuffer` but for `put` and `close`, which a backend adds."""
+
+    def __init__(self) -> None:
+        self._learner_term = 0
+
+    @abstractmethod
+    async def _call(
+        self, request: m.StateRequest, expected: type[Reply], wait_s: float = 0.0
+    ) -> tuple[Reply, Sequence[Any]]:
+        """The reply and its payloads. Waits up to `wait_s` for one that is not empty."""
+
+    @abstractmethod
+    def _group(self, payload: Any) -> TrajectoryGroup:
+        """The group of a payload."""
+
+    async def lease(
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
+    ) -> tuple[Lease, ...]:
+        request = m.LeaseRequest(tuple(lease_ids), generator_id, wait_s)
+        return (await self._call(request, m.LeaseReply, wait_s))[0].leases
+
+    async def release(self, lease_id: str, reason: DropReason) -> None:
+        await self._call(m.ReleaseRequest(lease_id, reason), m.Done)
+
+    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
+        return (await self._call(m.HeartbeatRequest(status), m.HeartbeatAnswer))[0].reply
+
+    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
+        request = m.AttachRequest(policy_version, books, uuid.uuid4().hex)
+        reply, _ = await self._call(request, m.AttachReply)
+        self._learner_term = reply.learner_term
+        return reply.stats
+
+    async def take(
+        self,
+        num_groups: int,
+        policy_version: int,
+        wait_s: float,
+        *,
+        with_payloads: bool = False,
+    ) -> Loan:
+        term = self._learner_term
+        request = m.TakeRequest(num_groups, policy_version, term, wait_s, with_payloads)
+        reply, payloads = await self._call(request, m.TakeReply, wait_s)
+        return Loan(headers=reply.headers, groups=tuple(map(self._group, payloads)))
+
+    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
+        _, payloads = await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done)
+        return tuple(map(self._group, payloads))
+
+    async def advance(self, policy_version: int) -> BufferStats:
+        request = m.AdvanceRequest(policy_version, self._learner_term)
+        return (await self._call(request, m.StatsReply))[0].stats
+
+    async def acknowledge(self, policy_version: int) -> None:
+        await self._call(m.AcknowledgeRequest(policy_version, self._learner_term), m.Done)
+
+    async def finish(self) -> None:
+        await self._call(m.FinishRequest(self._learner_term), m.Done)
+
+    async def drain(self) -> None:
+        await self._call(m.DrainRequest(), m.Done)
+
+    async def set_scheduling_state(
+        self, generator_id: str, scheduling_state: SchedulingState
+    ) -> None:
+        await self._call(m.SchedulingStateRequest(generator_id, scheduling_state), m.Done)
+
+    async def stats(self) -> BufferStats:
+        return (await self._call(m.StatsRequest(), m.StatsReply))[0].stats

@@ -1,0 +1,215 @@
+"""The messages between a client and a buffer, and what each request does to a `BufferState`.
+
+    request = [request id, request record, payload of a put]      DEALER -> ROUTER
+    reply   = [request id, reply record, payloads of a take or fetch]
+
+`memory://` applies the records in process; `zmq://` encodes them as `streamrl.wire` envelopes, and
+a payload as that of a `PackedGroup`, so a server stores and returns bytes that it need not encode
+again. Every request may be sent again after a lost reply: the ledger answers a repeated one alike.
+"""
+
+from typing import Any, TypeAlias
+
+from msgspec import Struct
+
+from buffers.ledger.state import BufferState
+from streamrl import errors
+from streamrl.errors import StreamRLError
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    HeartbeatReply,
+    Lease,
+    SchedulingState,
+)
+
+State: TypeAlias = BufferState[Any]
+Answer: TypeAlias = tuple[Any, ...]
+"""A reply record, and the payloads that follow it."""
+
+
+class Done(Struct, frozen=True, tag="done"):
+    """The reply to a request that returns nothing, and with payload frames to a fetch."""
+
+
+class LeaseReply(Struct, frozen=True, tag="lease"):
+    leases: tuple[Lease, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.leases
+
+
+class HeartbeatAnswer(Struct, frozen=True, tag="heartbeat"):
+    reply: HeartbeatReply
+
+
+class AttachReply(Struct, frozen=True, tag="attach"):
+    learner_term: int
+    stats: BufferStats
+
+
+class TakeReply(Struct, frozen=True, tag="take"):
+    """Payload frames follow if the request wants them."""
+
+    headers: tuple[GroupHeader, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.headers
+
+
+class StatsReply(Struct, frozen=True, tag="stats"):
+    stats: BufferStats
+
+
+class ErrorReply(Struct, frozen=True, tag="error"):
+    """A refusal; `kind` is the name of a class in `streamrl.errors`."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: StreamRLError) -> "ErrorReply":
+        return cls(type(error).__name__, str(error))
+
+    def exception(self) -> StreamRLError:
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, StreamRLError):
+            return kind(self.message)
+        return StreamRLError(f"{self.kind}: {self.message}")
+
+
+class LeaseRequest(Struct, frozen=True, tag="lease"):
+    lease_ids: tuple[str, ...]
+    generator_id: str
+    wait_s: float
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        return (LeaseReply(state.lease(self.lease_ids, self.generator_id, now_s)),)
+
+
+class PutRequest(Struct, frozen=True, tag="put"):
+    """Its payload follows; a backend decides in which form the state keeps it."""
+
+    lease_id: str
+
+
+class ReleaseRequest(Struct, frozen=True, tag="release"):
+    lease_id: str
+    reason: DropReason
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        state.release(self.lease_id, self.reason)
+        return (Done(),)
+
+
+class HeartbeatRequest(Struct, frozen=True, tag="heartbeat"):
+    status: GeneratorStatus
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        return (HeartbeatAnswer(state.heartbeat(self.status, now_s)),)
+
+
+class AttachRequest(Struct, frozen=True, tag="attach"):
+    """`call_id` is the same when it is sent again: a second term would fence the first."""
+
+    policy_version: int
+    books: Books | None
+    call_id: str
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        learner_term = state.attach(self.policy_version, self.books, self.call_id)
+        return (AttachReply(learner_term, state.stats(now_s)),)
+
+
+class TakeRequest(Struct, frozen=True, tag="take"):
+    num_groups: int
+    policy_version: int
+    learner_term: int
+    wait_s: float
+    with_payloads: bool
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        headers = state.take(self.num_groups, self.policy_version, self.learner_term)
+        wanted = [header.prompt_index for header in headers] if self.with_payloads else []
+        return (TakeReply(headers), *state.fetch(wanted))
+
+
+class FetchRequest(Struct, frozen=True, tag="fetch"):
+    prompt_indices: tuple[int, ...]
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        return (Done(), *state.fetch(self.prompt_indices))
+
+
+class AdvanceRequest(Struct, frozen=True, tag="advance"):
+    policy_version: int
+    learner_term: int
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        state.advance(self.policy_version, self.learner_term)
+        return (StatsReply(state.stats(now_s)),)
+
+
+class AcknowledgeRequest(Struct, frozen=True, tag="acknowledge"):
+    policy_version: int
+    learner_term: int
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        state.acknowledge(self.policy_version, self.learner_term)
+        return (Done(),)
+
+
+class FinishRequest(Struct, frozen=True, tag="finish"):
+    learner_term: int
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        state.finish(self.learner_term)
+        return (Done(),)
+
+
+class DrainRequest(Struct, frozen=True, tag="drain"):
+    def apply(self, state: State, now_s: float) -> Answer:
+        state.drain()
+        return (Done(),)
+
+
+class SchedulingStateRequest(Struct, frozen=True, tag="scheduling_state"):
+    generator_id: str
+    scheduling_state: SchedulingState
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        state.set_scheduling_state(self.generator_id, self.scheduling_state)
+        return (Done(),)
+
+
+class StatsRequest(Struct, frozen=True, tag="stats"):
+    def apply(self, state: State, now_s: float) -> Answer:
+        return (StatsReply(state.stats(now_s)),)
+
+
+StateRequest: TypeAlias = (
+    LeaseRequest
+    | ReleaseRequest
+    | HeartbeatRequest
+    | AttachRequest
+    | TakeRequest
+    | FetchRequest
+    | AdvanceRequest
+    | AcknowledgeRequest
+    | FinishRequest
+    | DrainRequest
+    | SchedulingStateRequest
+    | StatsRequest
+)
+"""Requests that need only the state."""
+
+Request: TypeAlias = StateRequest | PutRequest
+
+Reply: TypeAlias = (
+    Done | LeaseReply | HeartbeatAnswer | AttachReply | TakeReply | StatsReply | ErrorReply
+)
