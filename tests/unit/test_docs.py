@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from docs.generate import FOLDER, pages
 from docs.reference import settings
 from streamrl.config import RunConfig, load_config
+from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
 from streamrl.diagnosis.causes import CAUSES
 from tests.documents import PAGES, ROOT, blocks
 
@@ -86,6 +88,24 @@ def test_configurations_in_the_documents_can_be_loaded(
         path = tmp_path / f"{number}.yaml"
         path.write_text(block.text, encoding="utf-8")
         load_config(path, environment={})
+
+
+def test_settings_in_the_documents_can_be_loaded(tmp_path: Path):
+    parts = [b for b in blocks() if b.language == "yaml" and not b.title]
+    assert len(parts) >= 5
+    for number, block in enumerate(parts):
+        minimal = {"model": {"path": "model"}, "data": {"source": "copy"}}
+        settings_shown = yaml.safe_load(block.text)
+        whole = minimal | {n: {**minimal.get(n, {}), **v} for n, v in settings_shown.items()}
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(yaml.safe_dump(whole), encoding="utf-8")
+        load_config(path, environment={})
+
+
+def test_every_preset_stands_in_the_table():
+    text = (FOLDER / "importance-sampling.md").read_text(encoding="utf-8")
+    missing = [name for name in ROLLOUT_IS_PRESETS if f"\n| `{name}` |" not in text]
+    assert not missing
 
 
 def test_the_readme_is_short():
