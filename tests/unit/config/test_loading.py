@@ -175,7 +175,7 @@ def test_a_section_cannot_be_changed(tmp_path):
         load(tmp_path).run.seed = 3
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = [path for folder in ("configs", "deploy") for path in (ROOT / folder).rglob("*.yaml")]
 
 

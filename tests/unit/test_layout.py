@@ -1,0 +1,48 @@
+"""The limits that keep the tree readable: lines of a file, lines of a function, files of a folder.
+
+The import floors are proven by import-linter, in `make check`.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("streamrl", "buffers", "actors", "learners")
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+MAX_FILES = 15
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Path]:
+    files = [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
+    assert len(files) > 100
+    return files
+
+
+def test_no_file_is_longer_than_the_limit(sources: list[Path]):
+    lua = sorted((ROOT / "buffers").rglob("*.lua"))
+    lengths = {path: len(path.read_text().splitlines()) for path in (*sources, *lua)}
+    assert not {str(p): n for p, n in lengths.items() if n > MAX_FILE_LINES}
+
+
+def test_no_function_is_longer_than_the_limit(sources: list[Path]):
+    long = [where for path in sources for where in long_functions(path)]
+    assert not long
+
+
+def test_no_folder_has_more_files_side_by_side_than_the_limit(sources: list[Path]):
+    folders = Counter(path.parent for path in sources if path.name != "__init__.py")
+    assert not {str(folder): n for folder, n in folders.items() if n > MAX_FILES}
+
+
+def long_functions(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield f"{path}:{node.lineno} {node.name}: {num_lines} lines"
