@@ -35,7 +35,7 @@ class OtherReleaseError(ConfigError):
 
 
 class UnknownGeneratorError(ConfigError):
-    """A person named a generator that the buffer has not heard of."""
+    """The generator that a command names does not report to the buffer."""
 
     @classmethod
     def among(cls, generator_id: str, known: Iterable[str]) -> "UnknownGeneratorError":
@@ -94,7 +94,7 @@ class FencedError(LedgerError):
 
 
 class StorageError(TransportError):
-    """The buffer cannot write what it was told (a full disk): refused, nothing is lost; retried."""
+    """The buffer cannot write a change (a full disk): it is refused, nothing is lost; retried."""
 
 
 class WeightTransferError(TransportError):

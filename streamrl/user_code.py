@@ -6,14 +6,17 @@ it; whatever is wrong with it is one sentence that begins with the field that na
 
 import importlib.util
 import inspect
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from streamrl.errors import ConfigError, did_you_mean
+
+Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 
 def is_user_code(entry: str) -> bool:
@@ -22,7 +25,7 @@ def is_user_code(entry: str) -> bool:
     >>> is_user_code("rewards.py:score"), is_user_code("exact_match")
     (True, False)
     """
-    return ".py" in entry
+    return re.search(r"\.py(:|$)", entry) is not None
 
 
 def check_user_code(entry: str) -> None:
@@ -33,6 +36,21 @@ def check_user_code(entry: str) -> None:
     file, _, name = entry.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"was {entry!r}; code of your own is named PATH.py:NAME")
+
+
+def named(field: str, name: str, built_in: Mapping[str, Entry]) -> Entry:
+    """What a setting names: an entry of the table, or the user's own at PATH.py:NAME.
+
+    Raises:
+        ConfigError: a user's own that cannot be loaded.
+        ValueError: the name is unknown.
+    """
+    if is_user_code(name):
+        return cast(Entry, load_user_code(field, name))
+    if name not in built_in:
+        kind = field.rpartition(".")[2]
+        raise ValueError(f"{kind}: {name!r} is unknown; {did_you_mean(name, built_in)}")
+    return built_in[name]
 
 
 def load_user_code(field: str, entry: str) -> Callable[..., Any]:

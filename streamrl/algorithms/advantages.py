@@ -26,8 +26,8 @@ from streamrl.config.algorithm.advantages import (
     GpgAdvantageSettings,
     GroupNormSettings,
 )
-from streamrl.errors import ConfigError, did_you_mean
-from streamrl.user_code import is_user_code, load_user_code
+from streamrl.errors import ConfigError
+from streamrl.user_code import named
 
 __all__ = [
     "ADVANTAGES",
@@ -194,17 +194,8 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def advantage_estimator(name: str) -> Advantage:
-    """The estimator that `algorithm.advantage` names.
-
-    Raises:
-        ConfigError: a user's own that cannot be loaded.
-        ValueError: the name is unknown.
-    """
-    if is_user_code(name):
-        return load_user_code("algorithm.advantage", name)
-    if name not in ADVANTAGES:
-        raise ValueError(f"advantage: {name!r} is unknown; {did_you_mean(name, ADVANTAGES)}")
-    return ADVANTAGES[name]
+    """What `algorithm.advantage` names; raises as `streamrl.user_code.named` does."""
+    return named("algorithm.advantage", name, ADVANTAGES)
 
 
 def estimate_advantages(name: str, batch: AdvantageInput, config: AdvantageSettings) -> Tensor:

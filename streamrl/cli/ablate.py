@@ -9,6 +9,7 @@ repeated, so an ablation that was stopped continues. Writes a table (`ablation.m
 """
 
 import argparse
+import re
 import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -103,9 +104,14 @@ def plan(base: RunConfig, source: str, arguments: argparse.Namespace) -> Iterato
                 f"{key}={value}",
                 f"run.seed={seed}",
                 f"run.folder={base.run.path}",
-                f"run.name={value}-seed{seed}",
+                f"run.name={_in_a_name(value)}-seed{seed}",
             )
             yield Run(value, seed, load_config(source, overrides).config, overrides)
+
+
+def _in_a_name(value: str) -> str:
+    """The value as part of a run's name; that of a user's own code has a path in it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", value).lstrip("._-")
 
 
 def outcome(value: str, runs: Sequence[Run]) -> Outcome:

@@ -24,7 +24,7 @@ async def test_a_full_server_holds_puts_back_until_a_checkpoint_frees_groups(
     tmp_path: Path, redis_client: Connect
 ):
     with redis_server(tmp_path, "maxmemory 8mb", "appendonly no") as server:
-        buffer = redis_client(server.url, deadline_s=3.0)
+        buffer = redis_client(server.url, deadline_s=6.0)
         await buffer.attach(0, None)
         await fill(buffer, "a", "b", num_response=80_000)
         assert len((await buffer.take(2, 0, 0.0)).headers) == 2

@@ -45,6 +45,12 @@ def test_every_value_runs_with_every_seed_in_a_folder_of_its_own(tmp_path):
     assert [run.config.run.seed for run in runs] == [0, 0, 1, 1]
 
 
+def test_a_users_own_code_can_be_a_value(tmp_path):
+    runs = planned(arguments(tmp_path, "algorithm.loss=ppo,./my losses.py:mine", seeds="0"))
+    assert [run.config.run.name for run in runs] == ["ppo-seed0", "my-losses.py-mine-seed0"]
+    assert runs[1].config.algorithm.loss == "./my losses.py:mine"
+
+
 @pytest.mark.parametrize(
     ("vary", "seeds", "sentence"),
     [

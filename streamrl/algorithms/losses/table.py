@@ -22,8 +22,7 @@ from streamrl.config.algorithm.losses import (
     SapoSettings,
     ToprSettings,
 )
-from streamrl.errors import did_you_mean
-from streamrl.user_code import is_user_code, load_user_code
+from streamrl.user_code import named
 
 PolicyLoss = Callable[[LossInput, Any], LossOutput]
 """(batch, settings) -> loss; the settings are a `LOSS_SETTINGS[name]`, a `LossConfig`, or for a
@@ -65,14 +64,5 @@ class LossConfig(
 
 
 def policy_loss(name: str) -> PolicyLoss:
-    """The loss that `algorithm.loss` names.
-
-    Raises:
-        ConfigError: a user's own that cannot be loaded.
-        ValueError: the name is unknown.
-    """
-    if is_user_code(name):
-        return load_user_code("algorithm.loss", name)
-    if name not in POLICY_LOSSES:
-        raise ValueError(f"loss: {name!r} is unknown; {did_you_mean(name, POLICY_LOSSES)}")
-    return POLICY_LOSSES[name]
+    """The loss that `algorithm.loss` names; raises as `streamrl.user_code.named` does."""
+    return named("algorithm.loss", name, POLICY_LOSSES)
