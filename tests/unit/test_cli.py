@@ -222,6 +222,8 @@ def test_the_view_says_where_the_run_is(tmp_path):
     assert (
         dict(summary_rows(LINES, tmp_path))["mean reward of sampled rollouts"] == "0.075 -> 0.637"
     )
+    short = dict(summary_rows(LINES[:9], tmp_path))
+    assert short["mean reward of sampled rollouts"] == "0.050 -> 0.200"
 
 
 def test_the_report_is_drawn_from_the_metrics(tmp_path):

@@ -30,7 +30,10 @@ def summary_rows(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple
     if not lines:
         return [("steps", "0")]
     rows = [("steps", str(lines[-1]["step"]))]
-    first, last = metric_mean(lines[:5], "reward/mean"), metric_mean(lines[-10:], "reward/mean")
+    # At most a third each, so that the two means of a short run share no step.
+    part = max(1, len(lines) // 3)
+    first = metric_mean(lines[: min(5, part)], "reward/mean")
+    last = metric_mean(lines[-min(10, part) :], "reward/mean")
     if first is not None and last is not None:
         rows.append(("mean reward of sampled rollouts", f"{first:.3f} -> {last:.3f}"))
     if evaluation := read_json(folder / "evaluation.json"):
