@@ -46,9 +46,9 @@ async def test_heads_that_no_kernel_takes_are_refused_before_vllm_starts(tmp_pat
 async def test_the_last_line_of_vllms_errors_is_in_the_error(tmp_path, monkeypatch):
     monkeypatch.setattr(arguments, "require_servable", lambda config, facts: None)
     with pytest.raises(TransportError) as failed:
-        await open_and_sample(config_of(tmp_path, head_dim=16))
+        await open_and_sample(config_of(tmp_path, head_dim=24))
     message = str(failed.value)
-    assert "Unsupported CPU attention configuration: head_dim=16" in message
+    assert "Unsupported CPU attention configuration: head_dim=24" in message
     (log_file,) = (tmp_path / "default" / "logs").glob("vllm-*.log")
     assert f"(see {log_file})" in message
 
