@@ -8,13 +8,12 @@ Invariant: a user's environment that fails costs its group (RolloutError, counte
 never the daemon.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Environment, EnvironmentContext, Transition
 from streamrl.types import Completion
-from streamrl.user_code import is_user_code, load_user_code
+from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
 
 class SingleTurn:
@@ -37,30 +36,16 @@ class UserEnvironment:
     def __init__(self, name: str) -> None:
         self._name = name
         make = load_user_code("generator.environment", name)
-        # User code may raise anything; the sentence must say whose code it was.
-        try:
+        with attributed_to(f"generator.environment: {name}"):
             self._environment: Environment = make()
-        except Exception as error:
-            raise ConfigError(
-                f"generator.environment: {name}: {type(error).__name__}: {error}"
-            ) from error
 
     async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
-        with self._failing_alone():
+        with attributed_to(f"environment {self._name}", RolloutError):
             return tuple(await self._environment.start(context))
 
     async def step(self, completion: Completion) -> Transition:
-        with self._failing_alone():
+        with attributed_to(f"environment {self._name}", RolloutError):
             return await self._environment.step(completion)
-
-    @contextmanager
-    def _failing_alone(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise RolloutError(
-                f"environment {self._name}: {type(error).__name__}: {error}"
-            ) from error
 
 
 BUILT_IN: Mapping[str, Callable[[], Environment]] = {"single_turn": SingleTurn}

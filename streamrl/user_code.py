@@ -8,13 +8,14 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError, StreamRLError, did_you_mean
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 
@@ -70,11 +71,8 @@ def load_user_code(field: str, entry: str) -> Callable[..., Any]:
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"{field}: there is no file {path}")
-    # Whatever the user's file raises, the sentence must say whose file it was.
-    try:
+    with attributed_to(f"{field}: {path}"):
         module = _run(path.resolve())
-    except Exception as error:
-        raise ConfigError(f"{field}: {path}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         own = [
@@ -86,6 +84,19 @@ def load_user_code(field: str, entry: str) -> Callable[..., Any]:
         raise ConfigError(f"{field}: {path} has no function {name!r}; {did_you_mean(name, own)}")
     loaded: Callable[..., Any] = function
     return loaded
+
+
+@contextmanager
+def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterator[None]:
+    """Around code of the user's, which may raise anything: the error says whose code it was.
+
+    Raises:
+        kind: for every exception in the block, as "owner: its type: its message".
+    """
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{owner}: {type(error).__name__}: {error}") from error
 
 
 @cache

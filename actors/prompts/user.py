@@ -19,7 +19,7 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt, PromptSource
-from streamrl.user_code import load_user_code
+from streamrl.user_code import attributed_to, load_user_code
 
 
 class UserPrompts:
@@ -36,20 +36,13 @@ class UserPrompts:
     def __init__(self, field: str, entry: str, kwargs: Mapping[str, Any], seed: int) -> None:
         self._name = f"{field}: {entry}"
         make = load_user_code(field, entry)
-        # Whatever the user's code raises, the sentence must say whose code it was.
-        try:
+        with attributed_to(self._name):
             self._source: PromptSource = make(seed=seed, **kwargs)
-        except Exception as error:
-            raise ConfigError(f"{self._name}: {type(error).__name__}: {error}") from error
         self[0]
 
     def __getitem__(self, prompt_index: int) -> Prompt:
-        try:
+        with attributed_to(f"{self._name}: prompt {prompt_index}"):
             prompt = self._source[prompt_index]
-        except Exception as error:
-            raise ConfigError(
-                f"{self._name}: prompt {prompt_index}: {type(error).__name__}: {error}"
-            ) from error
         if not isinstance(prompt, Prompt):
             raise ConfigError(
                 f"{self._name}: prompt {prompt_index} was {type(prompt).__name__}; it must be a "

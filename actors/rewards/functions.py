@@ -14,6 +14,7 @@ from typing import Any
 
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode
+from streamrl.user_code import attributed_to
 
 
 class FunctionReward:
@@ -35,13 +36,10 @@ class FunctionReward:
         return self._checked(answers, len(episodes))
 
     async def _call(self, argument: Any) -> Any:
-        # User code may raise anything; whatever it is belongs to this group alone.
-        try:
+        with attributed_to(f"reward {self._name}", RolloutError):
             if inspect.iscoroutinefunction(self._function):
                 return await self._function(argument, **self._kwargs)
             return await _in_a_thread(lambda: self._function(argument, **self._kwargs))
-        except Exception as error:
-            raise RolloutError(f"reward {self._name}: {type(error).__name__}: {error}") from error
 
     def _checked(self, answers: Any, expected: int) -> tuple[float, ...]:
         try:
