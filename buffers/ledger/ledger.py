@@ -27,18 +27,19 @@ Pure and deterministic: no input or output, no clock (callers pass `now_s`), no 
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from buffers.ledger.entries import Entries, Entry, LedgerSnapshot, State, header_of
+from buffers.ledger.entries import Entries, Entry, State, header_of
 from buffers.ledger.events import Event
 from buffers.ledger.fencing import require_learner_term
 from buffers.ledger.loans import Loans
 from buffers.ledger.queues import Expiries, ReadyQueue, in_order
+from buffers.ledger.snapshot import LedgerSnapshot
 from streamrl.errors import (
     ConfigError,
     DuplicateGroupError,
     LedgerError,
     UnknownLeaseError,
 )
-from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason
+from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason, ResponseLengths
 
 
 class Ledger:
@@ -141,7 +142,7 @@ class Ledger:
                 f"the group is for {header.prompt_index}"
             )
         if self.version - header.oldest_version > self.max_staleness:
-            self._entries.drop(entry, DropReason.STALE)
+            self._entries.drop(entry, DropReason.STALE, put=header)
             return False
         entry.header = header
         self._make_ready(entry)
@@ -236,6 +237,9 @@ class Ledger:
 
     def refused(self) -> dict[RefusalReason, int]:
         return dict(self._refused)
+
+    def lengths(self) -> ResponseLengths:
+        return self._entries.responses.frozen()
 
     def oldest_version(self) -> int | None:
         """Oldest policy version in the ready queue."""

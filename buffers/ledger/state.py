@@ -9,9 +9,10 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from buffers.ledger.entries import Entry, LedgerSnapshot
+from buffers.ledger.entries import Entry
 from buffers.ledger.generator_registry import GeneratorRegistry
 from buffers.ledger.ledger import Ledger
+from buffers.ledger.snapshot import LedgerSnapshot
 from streamrl.errors import LedgerError
 from streamrl.types import (
     Books,
@@ -141,6 +142,7 @@ class BufferState(Generic[Payload]):
             max_staleness=self.ledger.max_staleness,
             books=self.ledger.books(),
             refused=self.ledger.refused(),
+            lengths=self.ledger.lengths(),
             oldest_version=self.ledger.oldest_version(),
             num_bytes=self._num_bytes,
             generators=self.registry.statuses,

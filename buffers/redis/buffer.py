@@ -218,7 +218,10 @@ class RedisBuffer:
         staging: Command = ("SET", staged, payload, "EX", STAGED_LIFE_S)
         is_large = len(payload) > LARGE_BYTES
         first = (token, b"" if is_large else payload, lease_id, wire.encode(header))
-        fields = (header.group_id, header.prompt_index, header.oldest_version, header.num_bytes)
+        fields = (
+            *(header.group_id, header.prompt_index, header.oldest_version, header.num_bytes),
+            msgspec.msgpack.encode(header.response_lengths),
+        )
         while True:
             await self._memory_limit.wait_for(len(payload))
             try:

@@ -9,21 +9,27 @@ from msgspec.structs import replace
 from streamrl.types.buffer import (
     Books,
     BufferStats,
-    DropReason,
     GeneratorStatus,
     HeartbeatReply,
     LearnerActivity,
     LearnerStatus,
     Lease,
     Loan,
-    RefusalReason,
     SchedulingState,
     admission_capacity,
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
 from streamrl.types.index_ranges import IndexRanges, ranges_of
+from streamrl.types.lengths import (
+    LengthHistogram,
+    ResponseLengths,
+    distance_p_value,
+    length_distance,
+    rounded_length,
+)
 from streamrl.types.packed import PackedGroup, pack
 from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
+from streamrl.types.reasons import DropReason, RefusalReason
 from streamrl.types.rollouts import (
     GREEDY_REWARD,
     INVALID_TURNS,
@@ -72,6 +78,7 @@ __all__ = [
     "LearnerActivity",
     "LearnerStatus",
     "Lease",
+    "LengthHistogram",
     "LoadReport",
     "Loan",
     "Locality",
@@ -79,6 +86,7 @@ __all__ = [
     "ParityReport",
     "ParitySamples",
     "RefusalReason",
+    "ResponseLengths",
     "SamplingParams",
     "SchedulingState",
     "SharedEndpoint",
@@ -88,7 +96,10 @@ __all__ = [
     "Turn",
     "WeightUpdate",
     "admission_capacity",
+    "distance_p_value",
+    "length_distance",
     "pack",
     "ranges_of",
     "replace",
+    "rounded_length",
 ]

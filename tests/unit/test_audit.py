@@ -9,8 +9,8 @@ import pytest
 
 from buffers.audit import audit, compare
 from buffers.journal.schema import journal_path
-from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import Event
+from buffers.ledger.snapshot import LedgerSnapshot
 from streamrl.cli.buffer.audit import main
 from tests.unit.test_journal import fill, open_journal
 

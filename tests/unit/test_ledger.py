@@ -27,6 +27,7 @@ def header(lease: Lease, version: int = 0, group_id: str | None = None) -> Group
         environment="test",
         oldest_version=version,
         lengths=(3,),
+        response_lengths=(2,),
         rewards=(1.0,),
     )
 

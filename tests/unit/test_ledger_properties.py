@@ -60,6 +60,7 @@ class LedgerMachine(RuleBasedStateMachine):
             environment="test",
             oldest_version=oldest,
             lengths=(1,),
+            response_lengths=(oldest, 17),
             rewards=(0.0,),
         )
         self.ledger.put(lease.lease_id, header, self.now_s)

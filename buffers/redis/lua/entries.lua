@@ -16,6 +16,8 @@
 --   headers            hash    prompt index -> header of its group
 --   payload:INDEX      string  payload of a group;  staged:TOKEN  one that its put has sent ahead
 --   dropped, refused   hash    reason -> count
+--   lengths            hash    OUTCOME:LENGTH -> responses, OUTCOME:tokens -> their tokens; the
+--                              outcomes: sampled, trained, and the reasons of drops
 --   registry           hash    generator id -> last report
 --   scheduling_states  hash    generator id -> scheduling state, unless active
 --   events             stream  one event per change of an entry
@@ -65,9 +67,32 @@ local function save_state()
   if #changed > 0 then call('HSET', KEYS[1], unpack(changed)) end
 end
 
-local function record(entry, name, reason)
+-- `response_lengths` (msgpack) are those of a group that is put.
+local function record(entry, name, reason, response_lengths)
   call('XADD', key('events'), '*', 'prompt_index', int(entry.prompt_index), 'state', name,
-    'reason', reason or '', 'lease_id', entry.lease_id)
+    'reason', reason or '', 'lease_id', entry.lease_id,
+    'response_lengths', response_lengths or '')
+end
+
+-- As in `streamrl/types/lengths.py`.
+local function rounded_length(length)
+  local _, num_bits = math.frexp(length)
+  local width = 2 ^ math.max(0, num_bits - 4)
+  return math.floor(length / width) * width + math.floor(width / 2)
+end
+
+-- Count the responses of a group, `sign` 1, or no longer, -1; see `ResponseCounter`.
+local function count_lengths(outcome, response_lengths, sign)
+  local num_tokens, counts = 0, {}
+  for _, length in ipairs(cmsgpack.unpack(response_lengths)) do
+    local rounded = rounded_length(length)
+    counts[rounded] = (counts[rounded] or 0) + sign
+    num_tokens = num_tokens + length * sign
+  end
+  for length, count in pairs(counts) do
+    call('HINCRBY', key('lengths'), outcome .. ':' .. int(length), count)
+  end
+  call('HINCRBY', key('lengths'), outcome .. ':tokens', int(num_tokens))
 end
 
 -- Members of equal score are ordered as text.
@@ -154,10 +179,17 @@ local function grant_again(prompt_index, lease_id, min_policy_version, expires_a
 end
 
 local function move(entry, column)
+  local is_put = entry.state == 'leased'
+  if is_put then
+    count_lengths('sampled', entry.response_lengths, 1)
+  elseif entry.state == 'trained' then
+    count_lengths('trained', entry.response_lengths, -1)
+  end
+  if column == 'trained' then count_lengths('trained', entry.response_lengths, 1) end
   leave(entry)
   enter(entry, column)
   store(entry)
-  record(entry, column)
+  record(entry, column, nil, is_put and entry.response_lengths)
   notify.may_lease = notify.may_lease or column == 'trained'
 end
 
@@ -175,18 +207,25 @@ local function close(entry)
 end
 
 local function acknowledge_entry(entry, by_books)
+  if entry.response_lengths and entry.state ~= 'trained' then
+    count_lengths('trained', entry.response_lengths, 1)
+  end
   close(entry)
   state.acknowledged = state.acknowledged + 1
   record(entry, 'acknowledged', by_books and 'books')
 end
 
-local function drop(entry, reason)
+-- `put` is a group that is dropped instead of taken in.
+local function drop(entry, reason, put)
+  local response_lengths = put and put.response_lengths or entry.response_lengths
+  if put then count_lengths('sampled', response_lengths, 1) end
+  if response_lengths then count_lengths(reason, response_lengths, 1) end
   close(entry)
   call('HINCRBY', key('dropped'), reason, 1)
   if RETURNS_PROMPT[reason] then
     call('ZADD', key('free'), int(entry.prompt_index), int(entry.prompt_index))
   end
-  record(entry, 'dropped', reason)
+  record(entry, 'dropped', reason, put and response_lengths)
 end
 
 local function entries_in_flight()
