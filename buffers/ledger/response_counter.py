@@ -4,7 +4,6 @@ Invariant: sampled = trained + dropped + those of the groups that the ledger hol
 trained. Lengths are rounded, so the counts stay few however many responses there are.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from streamrl.types import DropReason, LengthHistogram, ResponseLengths, rounded_length
@@ -40,21 +39,20 @@ class ResponseCounter:
 
 class _Outcome:
     def __init__(self, known: LengthHistogram) -> None:
-        self._counts = Counter(known.counts)
+        self._counts = dict(known.counts)
         self._num_tokens = known.num_tokens
 
     def add(self, lengths: Sequence[int]) -> None:
-        for length in lengths:
-            self._counts[rounded_length(length)] += 1
-            self._num_tokens += length
+        counts = self._counts
+        for length in map(rounded_length, lengths):
+            counts[length] = counts.get(length, 0) + 1
+        self._num_tokens += sum(lengths)
 
     def remove(self, lengths: Sequence[int]) -> None:
-        for length in lengths:
-            rounded = rounded_length(length)
-            self._counts[rounded] -= 1
-            self._num_tokens -= length
-            if not self._counts[rounded]:
-                del self._counts[rounded]
+        """`lengths` were added before."""
+        removed = LengthHistogram.of(lengths).rounded()
+        left = LengthHistogram(self._counts, self._num_tokens) - removed
+        self._counts, self._num_tokens = left.counts, left.num_tokens
 
     def frozen(self) -> LengthHistogram:
-        return LengthHistogram(dict(self._counts), self._num_tokens)
+        return LengthHistogram({**self._counts}, self._num_tokens)

@@ -8,12 +8,14 @@ tokens, then eight buckets for each power of two, so within 1/16 of the length. 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from msgspec import Struct
 
 from streamrl.types.reasons import DropReason
 
 
+@lru_cache(maxsize=2**16)
 def rounded_length(length: int) -> int:
     """The middle of the bucket of `length`: four significant bits, then a one and zeros."""
     shift = max(0, length.bit_length() - 4)
