@@ -94,13 +94,15 @@ class ResponseLengths(Struct, frozen=True, array_like=True):
     def all_dropped(self) -> LengthHistogram:
         return sum(self.dropped.values(), LengthHistogram())
 
+    def dropped_because(self, reason: DropReason) -> LengthHistogram:
+        return self.dropped.get(reason, LengthHistogram())
+
     def since(self, earlier: "ResponseLengths") -> "ResponseLengths":
         """What came after `earlier`, which is contained in this."""
-        nothing = LengthHistogram()
         return ResponseLengths(
             self.sampled - earlier.sampled,
             self.trained - earlier.trained,
-            {why: n - earlier.dropped.get(why, nothing) for why, n in self.dropped.items()},
+            {why: n - earlier.dropped_because(why) for why, n in self.dropped.items()},
         )
 
     def contains(self, earlier: "ResponseLengths") -> bool:
