@@ -20,8 +20,9 @@ SHORTER = 0.95
 class FairnessWindow:
     """The response lengths that a buffer counts, from the stats after each step."""
 
-    def __init__(self, stats: BufferStats) -> None:
+    def __init__(self, stats: BufferStats, group_size: int) -> None:
         """`stats` are those of the attach; nothing before them is counted."""
+        self._group_size = group_size
         self.num_steps = max(NUM_STEPS, 10 * (stats.max_staleness + 1))
         self._totals = deque([stats.lengths], maxlen=self.num_steps + 1)
         self._steps_to_warning = 0
@@ -37,7 +38,7 @@ class FairnessWindow:
         self._totals.append(stats.lengths)
         window = stats.lengths.since(self._totals[0])
         self._steps_to_warning -= 1
-        if self._steps_to_warning < 0 and is_unfair(window):
+        if self._steps_to_warning <= 0 and is_unfair(window, self._group_size):
             self._steps_to_warning = self.num_steps
             self._warn(window)
         return fairness_metrics(window)
@@ -55,13 +56,15 @@ class FairnessWindow:
         )
 
 
-def is_unfair(window: ResponseLengths) -> bool:
-    """Whether responses were dropped, and those trained are shorter than those sampled.
+def is_unfair(window: ResponseLengths, group_size: int) -> bool:
+    """Whether responses are trained that are shorter than those sampled, because of drops.
 
-    Shorter by a twentieth in the mean, and not by chance: P_VALUE is that of the two samples.
+    That is, by a twentieth in the mean, and what was dropped is not of the distribution of what was
+    trained, by P_VALUE. These two samples share no response, unlike sampled and trained ones. The
+    siblings of a group are alike and count as one.
     """
-    sampled, trained = window.sampled, window.trained
-    if not window.all_dropped.counts or trained.mean >= SHORTER * sampled.mean:
+    trained, dropped = window.trained, window.all_dropped
+    if trained.mean >= SHORTER * window.sampled.mean:
         return False
-    distance = length_distance(sampled, trained)
-    return distance_p_value(distance, sampled.num_responses, trained.num_responses) < P_VALUE
+    num_trained, num_dropped = (n.num_responses // group_size for n in (trained, dropped))
+    return distance_p_value(length_distance(trained, dropped), num_trained, num_dropped) < P_VALUE

@@ -65,7 +65,8 @@ class Learner:
 
     async def run(self) -> None:
         """Make steps until `run.max_steps` or until stopped, then save."""
-        self._fairness = FairnessWindow(await self._session.attach())
+        stats = await self._session.attach()
+        self._fairness = FairnessWindow(stats, self._config.generator.group_size)
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
         self._logged_s = time.perf_counter()

@@ -69,7 +69,7 @@ def _draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
                     axis.plot(*zip(*points, strict=True), label=label, linewidth=1.2)
             axis.set_title(title, fontsize=10)
             axis.set_ylim(bottom=0)
-            if len(series) > 1:
+            if len(axis.lines) > 1:
                 axis.legend(fontsize=8)
         for axis in axes[4:]:
             axis.set_xlabel("step")
