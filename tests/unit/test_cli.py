@@ -230,12 +230,11 @@ def test_the_view_says_where_the_run_is(tmp_path):
 
 
 def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
+    name = "response length, last steps"
     rows = dict(summary_rows(LINES, tmp_path))
-    assert rows["response length, mean"] == "25.5 sampled, 25.5 trained"
-    assert rows["tokens dropped, mean"] == "12.5%"
-    assert "tokens dropped, mean" not in dict(summary_rows(LINES[:15], tmp_path))
-    without = [{"step": 1, "reward/mean": 0.5}]
-    assert "response length, mean" not in dict(summary_rows(without, tmp_path))
+    assert rows[name] == "40 sampled, 40 trained, 25.0% of tokens dropped"
+    assert dict(summary_rows(LINES[:15], tmp_path))[name] == "25 sampled, 25 trained"
+    assert name not in dict(summary_rows([{"step": 1, "reward/mean": 0.5}], tmp_path))
 
 
 def test_the_report_is_drawn_from_the_metrics(tmp_path):

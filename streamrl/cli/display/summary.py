@@ -1,6 +1,6 @@
 """The summary of a run: a table made from the files of its folder."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +51,16 @@ def summary_rows(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple
     staleness = [line["buffer/staleness_max"] for line in lines if "buffer/staleness_max" in line]
     if staleness:
         rows.append(("staleness, largest", f"{max(staleness)}"))
-    rows += _length_rows(lines)
+    rows += _length_rows(lines[-1])
     books = read_books(folder)
     return rows if books is None else [*rows, *books_rows(books)]
 
 
-def _length_rows(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    sampled = metric_mean(lines, "fairness/sampled_length_mean")
-    trained = metric_mean(lines, "fairness/trained_length_mean")
-    dropped = metric_mean(lines, "fairness/dropped_tokens_frac")
+def _length_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of the last window of steps, if its responses were counted."""
+    names = ("sampled_length_mean", "trained_length_mean", "dropped_tokens_frac")
+    sampled, trained, dropped = (last.get(f"fairness/{name}") for name in names)
     if sampled is None or trained is None or dropped is None:
-        return
-    yield "response length, mean", f"{sampled:.3g} sampled, {trained:.3g} trained"
-    if dropped:
-        yield "tokens dropped, mean", f"{dropped:.1%}"
+        return []
+    lost = f", {dropped:.1%} of tokens dropped" if dropped else ""
+    return [("response length, last steps", f"{sampled:.3g} sampled, {trained:.3g} trained{lost}")]
