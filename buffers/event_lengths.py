@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from buffers.ledger.events import Event
-from streamrl.types import DropReason, LengthHistogram, ResponseLengths
+from streamrl.types import DropReason, LengthHistogram, ResponseLengths, length_distance
 
 
 class EventLengths:
@@ -51,16 +51,22 @@ class EventLengths:
 
 
 def length_findings(lengths: ResponseLengths) -> Iterator[str]:
-    """Number, mean, 99th percentile and longest by outcome, in lines; none without a response."""
+    """Number, mean, 99th percentile and longest by outcome, in lines; none without a response.
+
+    The distance is the Kolmogorov-Smirnov one, 0 for equal distributions and 1 at most.
+    """
     sampled = lengths.sampled
     if not sampled.counts:
         return
     yield f"{sampled.num_responses} responses sampled: {_summary(sampled)}"
     if lengths.trained.counts:
-        yield f"  {lengths.trained.num_responses} trained: {_summary(lengths.trained)}"
+        distance = length_distance(sampled, lengths.trained)
+        summary = f"{_summary(lengths.trained)}; distance from sampled {distance:.3f}"
+        yield f"  {lengths.trained.num_responses} trained: {summary}"
     for reason, dropped in sorted(lengths.dropped.items()):
-        share = f"{dropped.num_tokens / max(1, sampled.num_tokens):.1%} of the sampled tokens"
-        yield f"  {dropped.num_responses} dropped ({reason}): {_summary(dropped)}; {share}"
+        percent = 100 * dropped.num_tokens / max(1, sampled.num_tokens)
+        summary = f"{_summary(dropped)}; {percent:.1f} % of the sampled tokens"
+        yield f"  {dropped.num_responses} dropped ({reason}): {summary}"
 
 
 def _summary(lengths: LengthHistogram) -> str:

@@ -161,9 +161,10 @@ def test_the_lengths_by_outcome_are_summed_from_the_events():
     assert lengths.dropped == {DropReason.STALE: LengthHistogram.of([1000, 2000])}
     assert list(findings(found))[-3:] == [
         "7 responses sampled: 447.3 tokens in the mean, 99th percentile 2000, longest 2000",
-        "  4 trained: 27.8 tokens in the mean, 99th percentile 100, longest 100",
+        "  4 trained: 27.8 tokens in the mean, 99th percentile 100, longest 100; "
+        "distance from sampled 0.321",
         "  2 dropped (stale): 1500.0 tokens in the mean, 99th percentile 2000, longest 2000; "
-        "95.8% of the sampled tokens",
+        "95.8 % of the sampled tokens",
     ]
 
 
@@ -196,6 +197,6 @@ def test_a_journal_keeps_the_lengths_of_each_response(tmp_path: Path, capsys):
     journal.close()
     assert main(Namespace(folder=tmp_path)) == 0
     assert (
-        "\n  4 trained: 505.5 tokens in the mean, 99th percentile 1001, longest 1001\n"
-        in capsys.readouterr().out
+        "\n  4 trained: 505.5 tokens in the mean, 99th percentile 1001, longest 1001; "
+        "distance from sampled 0.000\n" in capsys.readouterr().out
     )

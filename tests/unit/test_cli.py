@@ -232,7 +232,7 @@ def test_the_view_says_where_the_run_is(tmp_path):
 def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
     name = "response length, last steps"
     rows = dict(summary_rows(LINES, tmp_path))
-    assert rows[name] == "40 sampled, 40 trained, 25.0% of tokens dropped"
+    assert rows[name] == "40 sampled, 40 trained, 25.0 % of tokens dropped"
     assert dict(summary_rows(LINES[:15], tmp_path))[name] == "25 sampled, 25 trained"
     assert name not in dict(summary_rows([{"step": 1, "reward/mean": 0.5}], tmp_path))
 

@@ -62,5 +62,5 @@ def _length_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
     sampled, trained, dropped = (last.get(f"fairness/{name}") for name in names)
     if sampled is None or trained is None or dropped is None:
         return []
-    lost = f", {dropped:.1%} of tokens dropped" if dropped else ""
+    lost = f", {100 * dropped:.1f} % of tokens dropped" if dropped else ""
     return [("response length, last steps", f"{sampled:.3g} sampled, {trained:.3g} trained{lost}")]
