@@ -24,8 +24,8 @@ from buffers.journal.schema import (
     read_events,
     read_snapshot,
 )
+from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import BY_BOOKS, Event
-from buffers.ledger.snapshot import LedgerSnapshot
 from streamrl.types import DropReason, ResponseLengths
 
 _WAITING = ("leased", "buffered", "taken", "trained")

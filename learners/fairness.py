@@ -8,7 +8,13 @@ import logging
 from collections import deque
 
 from streamrl.metrics import fairness_metrics
-from streamrl.types import BufferStats, ResponseLengths, distance_p_value, length_distance
+from streamrl.types import (
+    BufferStats,
+    OverduePolicy,
+    ResponseLengths,
+    distance_p_value,
+    length_distance,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +46,20 @@ class FairnessWindow:
         self._steps_to_warning -= 1
         if self._steps_to_warning <= 0 and is_unfair(window, self._group_size):
             self._steps_to_warning = self.num_steps
-            self._warn(window)
+            self._warn(window, stats.overdue)
         return fairness_metrics(window)
 
-    def _warn(self, window: ResponseLengths) -> None:
+    def _warn(self, window: ResponseLengths, overdue: OverduePolicy) -> None:
+        may_drop = overdue is OverduePolicy.DROP
         dropped = fairness_metrics(window)["fairness/dropped_tokens_frac"]
         log.warning(
             "over the last %d steps trained responses have %.1f tokens in the mean, sampled ones "
-            "%.1f: %.1f %% of the tokens were dropped with groups that grew too old; set "
-            "buffer.overdue: train or wait",
+            "%.1f: %.1f %% of the tokens were dropped with groups that grew too old%s",
             len(self._totals) - 1,
             window.trained.mean,
             window.sampled.mean,
             100 * dropped,
+            "; set buffer.overdue: train or wait" if may_drop else "",
         )
 
 

@@ -23,9 +23,9 @@ from buffers.journal.schema import (
     read_snapshot,
     transaction,
 )
-from buffers.ledger.entries import Entry, State
+from buffers.ledger.entries import LedgerSnapshot
+from buffers.ledger.entry import Entry, State
 from buffers.ledger.events import Event
-from buffers.ledger.snapshot import LedgerSnapshot
 from buffers.ledger.state import BufferState
 from streamrl.errors import ConfigError
 from streamrl.types import DropReason, GroupHeader, SchedulingState

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import BY_BOOKS, Event
-from buffers.ledger.snapshot import LedgerSnapshot
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
 from streamrl.types import DropReason
 

@@ -7,49 +7,38 @@ one place each, and `on_event` (a journal) is called there. `Ledger` decides; th
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from enum import StrEnum
 
 from msgspec import Struct
 
+from buffers.ledger.columns import Columns
+from buffers.ledger.entry import Entry, State, response_lengths
 from buffers.ledger.events import BY_BOOKS, Event
 from buffers.ledger.response_counter import ResponseCounter
-from buffers.ledger.snapshot import LedgerSnapshot
-from streamrl.types import Books, DropReason, GroupHeader, RefusalReason
+from streamrl.types import Books, DropReason, GroupHeader, RefusalReason, ResponseLengths
 from streamrl.types.index_ranges import IndexRangeSet
 
 # A lease reasserted further ahead than this is invalid; no buffer forgets that many.
 MAX_GAP = 100_000
 
 
-class State(StrEnum):
-    LEASED = "leased"
-    BUFFERED = "buffered"
-    TAKEN = "taken"
-    TRAINED = "trained"
+class LedgerSnapshot(Struct, frozen=True, kw_only=True):
+    """The totals of a ledger: all of its state but the entries.
 
-
-class Entry(Struct):
-    """One open prompt; `min_policy_version` is the oldest version that may sample its tokens.
-
-    `version` is the one it is lent for, or was trained at.
+    `unseen` are the leases that count as granted because a learner's books contain them. `lengths`
+    are counted here alone, so books that are adopted do not change them.
     """
 
-    prompt_index: int
-    lease_id: str
-    min_policy_version: int
-    expires_at_s: float
-    state: State = State.LEASED
-    header: GroupHeader | None = None
-    version: int = -1
-
-
-def header_of(entry: Entry) -> GroupHeader:
-    assert entry.header is not None, "only a LEASED entry has no header"
-    return entry.header
-
-
-def _lengths(entry: Entry) -> tuple[int, ...]:
-    return () if entry.header is None else entry.header.response_lengths
+    version: int = 0
+    learner_term: int = 0
+    finished: bool = False
+    refused: dict[RefusalReason, int] = {}
+    granted: int = 0
+    acknowledged: int = 0
+    dropped: dict[DropReason, int] = {}
+    next_prompt_index: int = 0
+    revision: int = 0
+    unseen: int = 0
+    lengths: ResponseLengths = ResponseLengths()
 
 
 class Entries:
@@ -58,7 +47,7 @@ class Entries:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._prompt_index_of: dict[str, int] = {}
-        self._counts: Counter[State] = Counter()
+        self.columns = Columns()
         self._dropped: Counter[DropReason] = Counter()
         self._granted = 0
         self._acknowledged = 0
@@ -86,7 +75,7 @@ class Entries:
         return None if prompt_index is None else self._entries[prompt_index]
 
     def count(self, *states: State) -> int:
-        return sum(self._counts[state] for state in states)
+        return sum(self.columns.count(state) for state in states)
 
     @property
     def in_flight(self) -> int:
@@ -122,24 +111,24 @@ class Entries:
         self._entries[entry.prompt_index] = entry
         self._prompt_index_of[entry.lease_id] = entry.prompt_index
         self._open.add(entry.prompt_index)
-        self._counts[State.LEASED] += 1
+        self.columns.add(entry)
         self._granted += 1
         self._revision += 1
         self._notify(entry.prompt_index, entry.state, entry.lease_id)
         return entry
 
     def move(self, entry: Entry, state: State, version: int = -1) -> None:
-        lengths = _lengths(entry)
+        lengths = response_lengths(entry)
         if is_put := entry.state is State.LEASED:
             self.responses.put(lengths)
         elif entry.state is State.TRAINED:
             self.responses.give_back(lengths)
         if state is State.TRAINED:
             self.responses.train(lengths)
-        self._counts[entry.state] -= 1
-        self._counts[state] += 1
+        self.columns.remove(entry)
         entry.state = state
         entry.version = version
+        self.columns.add(entry)
         self._set_open(entry.prompt_index, state is not State.TRAINED)
         self._revision += 1
         self._notify(entry.prompt_index, state, entry.lease_id, lengths=lengths if is_put else ())
@@ -147,7 +136,7 @@ class Entries:
     def acknowledge(self, entry: Entry, *, by_books: bool = False) -> None:
         """The entry is contained in a durable checkpoint."""
         if entry.state is not State.TRAINED:
-            self.responses.train(_lengths(entry))
+            self.responses.train(response_lengths(entry))
         self._close(entry)
         self._open.discard(entry.prompt_index)
         self._acknowledged += 1
@@ -158,7 +147,7 @@ class Entries:
         """`put` is the header of a group that is dropped instead of taken in."""
         put_lengths = () if put is None else put.response_lengths
         self.responses.put(put_lengths)
-        self.responses.drop(put_lengths or _lengths(entry), reason)
+        self.responses.drop(put_lengths or response_lengths(entry), reason)
         self._close(entry)
         self._dropped[reason] += 1
         self._set_open(entry.prompt_index, reason.returns_prompt)
@@ -175,10 +164,10 @@ class Entries:
     def books(self, learner_term: int) -> Books:
         return Books(
             granted=self._granted,
-            leased=self._counts[State.LEASED],
-            buffered=self._counts[State.BUFFERED],
-            taken=self._counts[State.TAKEN],
-            trained=self._counts[State.TRAINED],
+            leased=self.columns.count(State.LEASED),
+            buffered=self.columns.count(State.BUFFERED),
+            taken=self.columns.count(State.TAKEN),
+            trained=self.columns.count(State.TRAINED),
             acknowledged=self._acknowledged,
             dropped={reason: count for reason, count in self._dropped.items() if count},
             next_prompt_index=self._next_prompt_index,
@@ -257,7 +246,7 @@ class Entries:
         for entry in entries:
             self._entries[entry.prompt_index] = entry
             self._prompt_index_of[entry.lease_id] = entry.prompt_index
-            self._counts[entry.state] += 1
+            self.columns.add(entry)
         self._dropped = Counter(snapshot.dropped)
         self._granted = snapshot.granted
         self._acknowledged = snapshot.acknowledged
@@ -265,7 +254,7 @@ class Entries:
         self._next_prompt_index = snapshot.next_prompt_index
         self._revision = snapshot.revision
         self._unseen = snapshot.unseen
-        self.responses = ResponseCounter(snapshot.lengths)
+        self.responses.restore(snapshot.lengths)
 
     def _set_free(self, free: Iterable[int]) -> None:
         """These prompts and no others are granted again."""
@@ -281,7 +270,7 @@ class Entries:
 
     def _close(self, entry: Entry) -> None:
         self._revision += 1
-        self._counts[entry.state] -= 1
+        self.columns.remove(entry)
         del self._entries[entry.prompt_index]
         del self._prompt_index_of[entry.lease_id]
         if entry.header is not None:

@@ -12,11 +12,14 @@ from streamrl.types import DropReason, LengthHistogram, ResponseLengths, rounded
 class ResponseCounter:
     """Counts since the buffer's first start; a journal restores them."""
 
-    def __init__(self, lengths: ResponseLengths | None = None) -> None:
-        known = lengths or ResponseLengths()
-        self._sampled = _Outcome(known.sampled)
-        self._trained = _Outcome(known.trained)
-        self._dropped = {reason: _Outcome(counted) for reason, counted in known.dropped.items()}
+    def __init__(self) -> None:
+        self.restore(ResponseLengths())
+
+    def restore(self, lengths: ResponseLengths) -> None:
+        """Continue from these counts."""
+        self._sampled = _Outcome(lengths.sampled)
+        self._trained = _Outcome(lengths.trained)
+        self._dropped = {reason: _Outcome(counted) for reason, counted in lengths.dropped.items()}
 
     def put(self, lengths: Sequence[int]) -> None:
         self._sampled.add(lengths)

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import Event
-from buffers.ledger.snapshot import LedgerSnapshot
 from buffers.redis import replies
 from buffers.redis.connection import SCHEMA, RedisConnection, namespace, other_schema
 from buffers.redis.topology import redacted

@@ -7,12 +7,16 @@ from typing import Any
 
 from streamrl import wire
 from streamrl.types import (
+    AwaitedLease,
     Books,
     BufferStats,
     DropReason,
     GeneratorStatus,
+    GroupHeader,
     Lease,
     LengthHistogram,
+    Loan,
+    OverduePolicy,
     RefusalReason,
     ResponseLengths,
     SchedulingState,
@@ -44,6 +48,13 @@ def leases(reply: Sequence[Any]) -> tuple[Lease, ...]:
     )
 
 
+def loan(reply: Sequence[Any]) -> Loan:
+    """Without payloads."""
+    blobs, wait_due_s = reply
+    headers = tuple(wire.decode(blob, GroupHeader) for blob in blobs)
+    return Loan(headers=headers, wait_due_s=float(wait_due_s))
+
+
 def next_expiry_s(reply: bytes, at_most: float) -> float:
     """Seconds until a lease that was not granted is attempted again."""
     return min(max(float(reply), 0.01), at_most) if reply else at_most
@@ -61,7 +72,8 @@ def books(reply: Sequence[Any]) -> Books:
 
 
 def stats(reply: Sequence[Any]) -> BufferStats:
-    numbers, _, _, _, refused, oldest, incarnation, registry, ages, scheduling_states, sums = reply
+    numbers, _, _, _, refused, oldest, incarnation, registry, ages, *more = reply
+    scheduling_states, sums, awaited, wait_due_s = more
     values = _numbers(numbers)
     statuses = (wire.decode(status, GeneratorStatus) for status in registry)
     reports = sorted(
@@ -73,6 +85,7 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         policy_version=values["version"],
         groups_per_step=values["groups_per_step"],
         max_staleness=values["max_staleness"],
+        overdue=tuple(OverduePolicy)[values["overdue"]],
         books=books(reply),
         refused={RefusalReason(reason): count for reason, count in _pairs(refused)},
         lengths=lengths(_pairs(sums)),
@@ -86,6 +99,15 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         },
         finished=bool(values["finished"]),
         draining=bool(values["draining"]),
+        awaited=tuple(
+            AwaitedLease(
+                lease_id=lease_id.decode(),
+                prompt_index=prompt_index,
+                min_policy_version=min_policy_version,
+            )
+            for lease_id, prompt_index, min_policy_version in awaited
+        ),
+        wait_due_s=float(wait_due_s),
     )
 
 

@@ -7,6 +7,8 @@ decode, so no reader checks shapes a second time. Nothing here is ever changed i
 from msgspec.structs import replace
 
 from streamrl.types.buffer import (
+    MAX_AWAITED,
+    AwaitedLease,
     Books,
     BufferStats,
     GeneratorStatus,
@@ -15,6 +17,7 @@ from streamrl.types.buffer import (
     LearnerStatus,
     Lease,
     Loan,
+    OverduePolicy,
     SchedulingState,
     admission_capacity,
 )
@@ -57,6 +60,8 @@ from streamrl.types.weights import (
 __all__ = [
     "GREEDY_REWARD",
     "INVALID_TURNS",
+    "MAX_AWAITED",
+    "AwaitedLease",
     "Books",
     "BoolArray",
     "BroadcastEndpoint",
@@ -82,6 +87,7 @@ __all__ = [
     "LoadReport",
     "Loan",
     "Locality",
+    "OverduePolicy",
     "PackedGroup",
     "ParityReport",
     "ParitySamples",

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from buffers.audit import audit, compare, findings
 from buffers.journal.schema import journal_path
+from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import Event
-from buffers.ledger.snapshot import LedgerSnapshot
 from streamrl.cli.buffer.audit import main
 from streamrl.types import DropReason, LengthHistogram
 from tests.unit.test_journal import fill, header, open_journal
@@ -189,7 +189,7 @@ def test_a_journal_keeps_the_lengths_of_each_response(tmp_path: Path, capsys):
         journal.commit()
     journal.close()
     state, journal = open_journal(tmp_path)
-    state.take(2, 0, 1)
+    state.take(2, 0, 1, 0.0)
     state.advance(1, 1)
     journal.commit()
     trained = LengthHistogram.of([10, 11, 1000, 1001]).rounded()

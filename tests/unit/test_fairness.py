@@ -11,6 +11,7 @@ from streamrl.types import (
     BufferStats,
     DropReason,
     LengthHistogram,
+    OverduePolicy,
     ResponseLengths,
 )
 
@@ -22,12 +23,14 @@ def stats(
     trained: dict[int, int],
     stale: dict[int, int] | None = None,
     max_staleness: int = 2,
+    overdue: OverduePolicy = OverduePolicy.DROP,
 ) -> BufferStats:
     return BufferStats(
         incarnation="i",
         policy_version=0,
         groups_per_step=1,
         max_staleness=max_staleness,
+        overdue=overdue,
         books=Books(),
         lengths=ResponseLengths(
             LengthHistogram.of(sampled).rounded(),
@@ -137,3 +140,12 @@ def test_a_twentieth_of_the_mean_is_not_reported(caplog):
     window = FairnessWindow(stats({}, {}), group_size=1)
     window.metrics(stats({100: 1000, 110: 50}, {100: 1000}, {110: 50}))
     assert warnings(caplog) == []
+
+
+def test_the_remedy_is_named_where_there_is_one(caplog):
+    window = FairnessWindow(stats({}, {}), group_size=1)
+    window.metrics(
+        stats({SHORT: 90, LONG: 10}, {SHORT: 90}, {LONG: 10}, overdue=OverduePolicy.WAIT)
+    )
+    (warning,) = warnings(caplog)
+    assert warning.endswith("dropped with groups that grew too old")
