@@ -86,7 +86,7 @@ class SglangKind:
         http.request_sync("POST", "/update_weight_version", label)
         http.request_sync("POST", "/continue_generation", ContinueGenerationReqInput())
 
-    def sample(self, http: Http, labels: Labels, request: Request) -> Completion | None:
+    def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
         body = wire_request(request, 0)
         answer = http.request_sync("POST", "/generate", body, GenerateResponse)
         return completion_of(answer, request, labels)

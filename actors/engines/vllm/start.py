@@ -65,7 +65,7 @@ class VllmKind:
         http.request_sync("POST", "/update_weight_version", {"new_version": labels.label(0)})
         http.request_sync("POST", "/resume", {})
 
-    def sample(self, http: Http, labels: Labels, request: Request) -> Completion | None:
+    def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
         body = wire_request(request)
         answer = http.request_sync("POST", GENERATE, body, GenerateTokensResponse)
         return completion_of(answer.choices[0], labels)
