@@ -20,6 +20,7 @@ from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, SamplingParams
 
 _CHECK_S = 0.5
+_ANSWER_S = 60.0
 
 
 class ServerKind(Protocol):
@@ -121,6 +122,12 @@ def require_length(http: Http, config: RunConfig, num_reserved: int = 0) -> None
             f"the server at {http.url} takes {longest} tokens of prompt and completion, and "
             f"generator.max_model_len is {config.max_model_len}"
         )
+
+
+def request_timeout_s(config: RunConfig) -> float:
+    """Longest wait for one completion, which fails then; its episode's deadline ends it before,
+    unless the server does not answer."""
+    return config.generator.group_deadline_s + _ANSWER_S
 
 
 def probe(sample: Callable[[Request], Completion]) -> None:
