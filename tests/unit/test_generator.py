@@ -36,7 +36,6 @@ from streamrl.types import (
     SchedulingState,
     TrajectoryGroup,
     WeightUpdate,
-    replace,
 )
 from tests.records import lease_one
 
@@ -400,59 +399,6 @@ async def test_one_call_leases_all_that_the_engine_has_room_for(monkeypatch):
         await run.train(0)
         await run.until(lambda: run.books.granted == 6)
         assert all(1 <= count <= 4 for count in asked)
-
-
-def leasing_in_reverse(monkeypatch: pytest.MonkeyPatch, min_policy_versions: Sequence[int]) -> None:
-    """Leases come last one first; that of prompt i has the i-th version."""
-    lease = MemoryBuffer.lease
-
-    async def reversed_lease(buffer, lease_ids, generator_id, wait_s):
-        leases = await lease(buffer, lease_ids, generator_id, wait_s)
-        versions = [min_policy_versions[lease.prompt_index] for lease in leases]
-        pairs = zip(leases, versions, strict=True)
-        return [replace(lease, min_policy_version=version) for lease, version in pairs][::-1]
-
-    monkeypatch.setattr(MemoryBuffer, "lease", reversed_lease)
-
-
-async def test_groups_begin_in_the_order_in_which_they_are_due(monkeypatch):
-    run = Run()
-    run.engine.open.clear()
-    run.engine.policy_version = 2
-    leasing_in_reverse(monkeypatch, [2, 2, 1, 1])
-    await run.learner.attach(2, None)
-    async with run.generating():
-        await run.until(lambda: run.engine.num_running == 8)
-        run.engine.open.set()
-    assert run.engine.begun == [3, 3, 4, 4, 1, 1, 2, 2]
-
-
-async def test_groups_that_wait_for_a_version_begin_in_the_order_in_which_they_are_due(monkeypatch):
-    run = Run()
-    run.engine.open.clear()
-    leasing_in_reverse(monkeypatch, [2, 2, 1, 0])
-    monkeypatch.setattr(VersionGate, "is_open", lambda gate, version: True)
-    await run.learner.attach(2, None)
-    async with run.generating() as generator:
-        await run.until(lambda: len(run.engine.begun) == 2)
-        await generator._load(update(1))
-        await run.until(lambda: len(run.engine.begun) == 4)
-        await generator._load(update(2))
-        await run.until(lambda: len(run.engine.begun) == 8)
-        run.engine.open.set()
-    assert run.engine.begun == [4, 4, 3, 3, 1, 1, 2, 2]
-
-
-async def test_heartbeats_report_the_tokens_of_each_groups_longest_sibling():
-    run = Run()
-    run.engine.open.clear()
-    run.engine.at_stop = 17
-    await run.learner.attach(0, None)
-    async with run.generating():
-        await run.until(
-            lambda: any(s.lease_num_tokens == (17,) * 4 for s in run.state.registry.statuses)
-        )
-        run.engine.open.set()
 
 
 async def test_a_drained_generator_finishes_its_groups_and_leaves():
