@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from learners import checkpoint
 from learners.batch import TrainingBatch
+from learners.fairness import FairnessWindow
 from learners.session import LearnerSession
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
@@ -64,7 +65,8 @@ class Learner:
 
     async def run(self) -> None:
         """Make steps until `run.max_steps` or until stopped, then save."""
-        await self._session.attach()
+        stats = await self._session.attach()
+        self._fairness = FairnessWindow(stats, self._config.generator.group_size)
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
         self._logged_s = time.perf_counter()
@@ -113,6 +115,7 @@ class Learner:
                 **staleness_metrics(loan.headers, self._version - 1),
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
+                **self._fairness.metrics(stats),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,
                 "learner/step_s": step_s,

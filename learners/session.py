@@ -56,8 +56,11 @@ class LearnerSession:
         """At the end of the last step that the buffer was notified of."""
         return self._state
 
-    async def attach(self) -> None:
+    async def attach(self) -> BufferStats:
         """Become the buffer's learner, at the version of the session.
+
+        Returns:
+            The buffer's stats after that.
 
         Raises:
             ConfigError: the buffer was started with other settings.
@@ -68,6 +71,7 @@ class LearnerSession:
         _require_same_settings(stats, self._config)
         self._incarnation = stats.incarnation
         self._reporter.update(learner_term=stats.books.learner_term, dropped=stats.books.dropped)
+        return stats
 
     async def take(self, stopping: asyncio.Event) -> Loan | None:
         """The next batch, with its trajectories; None once `stopping` is set.

@@ -11,7 +11,6 @@ from streamrl.types.buffer import (
     AwaitedLease,
     Books,
     BufferStats,
-    DropReason,
     GeneratorStatus,
     HeartbeatReply,
     LearnerActivity,
@@ -19,14 +18,21 @@ from streamrl.types.buffer import (
     Lease,
     Loan,
     OverduePolicy,
-    RefusalReason,
     SchedulingState,
     admission_capacity,
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
 from streamrl.types.index_ranges import IndexRanges, ranges_of
+from streamrl.types.lengths import (
+    LengthHistogram,
+    ResponseLengths,
+    distance_p_value,
+    length_distance,
+    rounded_length,
+)
 from streamrl.types.packed import PackedGroup, pack
 from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
+from streamrl.types.reasons import DropReason, RefusalReason
 from streamrl.types.rollouts import (
     GREEDY_REWARD,
     INVALID_TURNS,
@@ -77,6 +83,7 @@ __all__ = [
     "LearnerActivity",
     "LearnerStatus",
     "Lease",
+    "LengthHistogram",
     "LoadReport",
     "Loan",
     "Locality",
@@ -85,6 +92,7 @@ __all__ = [
     "ParityReport",
     "ParitySamples",
     "RefusalReason",
+    "ResponseLengths",
     "SamplingParams",
     "SchedulingState",
     "SharedEndpoint",
@@ -94,7 +102,10 @@ __all__ = [
     "Turn",
     "WeightUpdate",
     "admission_capacity",
+    "distance_p_value",
+    "length_distance",
     "pack",
     "ranges_of",
     "replace",
+    "rounded_length",
 ]

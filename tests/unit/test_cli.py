@@ -209,6 +209,9 @@ LINES = [
         "learner/tokens_per_s": 2000.0,
         "learner/wait_s": 0.1,
         "learner/step_s": 0.5,
+        **{f"fairness/{name}_length_mean": 10.0 + step for name in ("sampled", "trained")},
+        "fairness/dropped_length_mean": 40.0,
+        "fairness/dropped_tokens_frac": 0.25 if step > 15 else 0.0,
     }
     for step in range(1, 31)
 ]
@@ -224,6 +227,14 @@ def test_the_view_says_where_the_run_is(tmp_path):
     )
     short = dict(summary_rows(LINES[:9], tmp_path))
     assert short["mean reward of sampled rollouts"] == "0.050 -> 0.200"
+
+
+def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
+    name = "response length, last steps"
+    rows = dict(summary_rows(LINES, tmp_path))
+    assert rows[name] == "40 sampled, 40 trained, 25.0 % of tokens dropped"
+    assert dict(summary_rows(LINES[:15], tmp_path))[name] == "25 sampled, 25 trained"
+    assert name not in dict(summary_rows([{"step": 1, "reward/mean": 0.5}], tmp_path))
 
 
 def test_the_report_is_drawn_from_the_metrics(tmp_path):
