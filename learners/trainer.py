@@ -1,7 +1,7 @@
 """One optimizer step: facts, gradient, update.
 
-Invariant: the update is that of the whole batch however it was cut into micro-batches. Runs in one
-thread, apart from all input and output.
+Invariant: the update is that of the whole batch however it was cut into micro-batches, and into
+parts where the algorithm accepts parts. Runs in one thread, apart from all input and output.
 
 A step makes one update, so the training pass itself yields the proximal log-probabilities. A pass
 of their own comes first only where something must know the whole batch beforehand: KL in the
@@ -10,18 +10,33 @@ reward, or weights and denominators that are normalized over all of it.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from learners.batch import MicroBatch, TrainingBatch
 from learners.critic import Critic
-from learners.objective.credit import CreditAssigner
+from learners.objective.credit import CreditAssigner, describe
 from learners.objective.facts import FactCollector
-from learners.objective.gradient import Gradient
+from learners.objective.gradient import Accumulated, Gradient
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.policy import Policy
+from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What the metrics of a step need of a part whose gradient is accumulated."""
+
+    batch: TrainingBatch
+    advantages: torch.Tensor
+    """[R]"""
+    metrics: dict[str, float]
+    """Means over trajectories."""
+    num_micro_batches: int
+    train_s: float
 
 
 class Trainer:
@@ -41,27 +56,55 @@ class Trainer:
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
         self._facts = FactCollector(config.algorithm, self.credit, policy, reference, critic)
         self._gradient = Gradient(config, policy, reference, critic)
+        self._parts: tuple[Part, ...] = ()
+        self._accumulated: Accumulated | None = None
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
         """Make one update; metrics under their public names."""
+        self.accumulate(batch)
+        return self.update()
+
+    def accumulate(self, part: TrainingBatch) -> None:
+        """Add the gradient of a whole batch, or of groups of it that are not added yet.
+
+        Raises:
+            ValueError: the second part of a batch that the algorithm takes as a whole.
+        """
         start = time.perf_counter()
-        micro_batches = self._pack(batch)
-        facts, metrics = self._facts.collect(batch, micro_batches)
+        if self._parts and not accepts_parts(self._config.algorithm):
+            raise ValueError("part: the algorithm takes a batch as a whole")
+        micro_batches = self._pack(part)
+        facts, metrics = self._facts.collect(part, micro_batches)
         if resampling := self._config.algorithm.pf_ppo:
-            chosen = pf_ppo_resample(batch.rewards, resampling)
-            micro_batches = self._pack(batch, chosen.tolist())
-        losses = self._gradient.accumulate(micro_batches, facts)
-        updates = self._update(batch.policy_version)
-        num_tokens, seconds = sum(batch.lengths), time.perf_counter() - start
-        return {
-            **metrics,
-            **losses,
-            **updates,
+            chosen = pf_ppo_resample(part.rewards, resampling)
+            micro_batches = self._pack(part, chosen.tolist())
+        self._accumulated = self._gradient.accumulate(micro_batches, facts, self._accumulated)
+        train_s = time.perf_counter() - start
+        added = Part(part, facts.advantages, metrics, len(micro_batches), train_s)
+        self._parts = (*self._parts, added)
+
+    def discard(self) -> None:
+        """Clear the gradient; the next part is the first of a batch."""
+        self._parts, self._accumulated = (), None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update(self) -> dict[str, float]:
+        """Make one update from the gradient of the batch; metrics under their public names."""
+        assert self._accumulated is not None, "a batch is accumulated first"
+        start = time.perf_counter()
+        metrics = {**self._describe(), **self._gradient.metrics(self._accumulated)}
+        updates = self._update(self._parts[0].batch.policy_version)
+        num_tokens = sum(sum(part.batch.lengths) for part in self._parts)
+        seconds = time.perf_counter() - start + sum(part.train_s for part in self._parts)
+        work = {
             "learner/train_s": seconds,
             "learner/num_tokens": num_tokens,
             "learner/tokens_per_s": num_tokens / seconds,
-            "learner/num_micro_batches": len(micro_batches),
+            "learner/num_micro_batches": sum(part.num_micro_batches for part in self._parts),
+            "learner/num_parts": len(self._parts),
         }
+        self.discard()
+        return {**metrics, **updates, **work}
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """[R response tokens] under the policy, computed as in a step, in nats; on the CPU."""
@@ -70,6 +113,17 @@ class Trainer:
     def _pack(self, batch: TrainingBatch, chosen: Sequence[int] | None = None) -> list[MicroBatch]:
         max_tokens = self._config.learner.max_tokens_per_micro_batch
         return batch.pack(max_tokens, self.policy.device, chosen)
+
+    def _describe(self) -> dict[str, float]:
+        """Metrics of the facts: means weighted by the trajectories of each part, and the others."""
+        counts = [len(part.batch.trajectories) for part in self._parts]
+        means = {
+            name: sum(n * p.metrics[name] for n, p in zip(counts, self._parts, strict=True))
+            / sum(counts)
+            for name in self._parts[0].metrics
+        }
+        advantages = torch.cat([part.advantages for part in self._parts])
+        return {**means, **describe([part.batch for part in self._parts], advantages)}
 
     def _update(self, policy_version: int) -> dict[str, float]:
         """The policy's and the critic's; the policy is frozen while the critic warms up."""
