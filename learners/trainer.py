@@ -10,33 +10,20 @@ reward, or weights and denominators that are normalized over all of it.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from learners.batch import MicroBatch, TrainingBatch
 from learners.critic import Critic
-from learners.objective.credit import CreditAssigner, describe
+from learners.objective.credit import CreditAssigner
 from learners.objective.facts import FactCollector
 from learners.objective.gradient import Accumulated, Gradient
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.policy import Policy
+from learners.step_metrics import Part, of_facts, of_work
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """What the metrics of a step need of a part whose gradient is accumulated."""
-
-    batch: TrainingBatch
-    advantages: torch.Tensor
-    """[R]"""
-    metrics: dict[str, float]
-    """Means over trajectories."""
-    num_micro_batches: int
-    train_s: float
 
 
 class Trainer:
@@ -91,20 +78,12 @@ class Trainer:
     def update(self) -> dict[str, float]:
         """Make one update from the gradient of the batch; metrics under their public names."""
         assert self._accumulated is not None, "a batch is accumulated first"
-        start = time.perf_counter()
-        metrics = {**self._describe(), **self._gradient.metrics(self._accumulated)}
-        updates = self._update(self._parts[0].batch.policy_version)
-        num_tokens = sum(sum(part.batch.lengths) for part in self._parts)
-        seconds = time.perf_counter() - start + sum(part.train_s for part in self._parts)
-        work = {
-            "learner/train_s": seconds,
-            "learner/num_tokens": num_tokens,
-            "learner/tokens_per_s": num_tokens / seconds,
-            "learner/num_micro_batches": sum(part.num_micro_batches for part in self._parts),
-            "learner/num_parts": len(self._parts),
-        }
+        start, parts = time.perf_counter(), self._parts
+        losses = self._gradient.metrics(self._accumulated)
+        updates = self._update(parts[0].batch.policy_version)
         self.discard()
-        return {**metrics, **updates, **work}
+        work = of_work(parts, update_s=time.perf_counter() - start)
+        return {**of_facts(parts), **losses, **updates, **work}
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """[R response tokens] under the policy, computed as in a step, in nats; on the CPU."""
@@ -113,17 +92,6 @@ class Trainer:
     def _pack(self, batch: TrainingBatch, chosen: Sequence[int] | None = None) -> list[MicroBatch]:
         max_tokens = self._config.learner.max_tokens_per_micro_batch
         return batch.pack(max_tokens, self.policy.device, chosen)
-
-    def _describe(self) -> dict[str, float]:
-        """Metrics of the facts: means weighted by the trajectories of each part, and the others."""
-        counts = [len(part.batch.trajectories) for part in self._parts]
-        means = {
-            name: sum(n * p.metrics[name] for n, p in zip(counts, self._parts, strict=True))
-            / sum(counts)
-            for name in self._parts[0].metrics
-        }
-        advantages = torch.cat([part.advantages for part in self._parts])
-        return {**means, **describe([part.batch for part in self._parts], advantages)}
 
     def _update(self, policy_version: int) -> dict[str, float]:
         """The policy's and the critic's; the policy is frozen while the critic warms up."""

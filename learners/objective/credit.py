@@ -7,7 +7,7 @@ checkpoint.
 Shapes: R response tokens, S trajectories.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ class CreditAssignment:
     sample_weights: torch.Tensor | None
     """[S], or None for 1."""
     metrics: dict[str, float]
-    """Means over the trajectories; `describe` has the others."""
+    """Means over the trajectories."""
 
 
 class CreditAssigner:
@@ -118,33 +118,3 @@ class CreditAssigner:
         difficulty = [t.metrics.get("difficulty", 0.0) for t in batch.trajectories]
         lengths = batch.sequences.lengths
         return sample_weights(lengths, config, torch.tensor(difficulty)).float()
-
-
-def describe(parts: Sequence[TrainingBatch], advantages: torch.Tensor) -> dict[str, float]:
-    """Metrics of rewards, lengths and advantages [R] of the batch that these parts make up."""
-    rewards = torch.cat([part.rewards for part in parts])
-    lengths = torch.cat([part.sequences.lengths for part in parts]).float()
-    variances = torch.cat([_reward_variances(part) for part in parts])
-    truncated = [t.finish_reason == "length" for part in parts for t in part.trajectories]
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(unbiased=False)),
-        "reward/min": float(rewards.min()),
-        "reward/max": float(rewards.max()),
-        "reward/groups_alike_frac": float((variances < 1e-8).float().mean()),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": sum(truncated) / len(truncated),
-        "advantage/mean": float(advantages.mean()) if len(advantages) else 0.0,
-        "advantage/abs_mean": float(advantages.abs().mean()) if len(advantages) else 0.0,
-    }
-
-
-def _reward_variances(batch: TrainingBatch) -> torch.Tensor:
-    """[groups] of the batch."""
-    num_groups = int(batch.group_indices.max()) + 1
-    sums = torch.zeros(num_groups).index_add_(0, batch.group_indices, batch.rewards)
-    squares = torch.zeros(num_groups).index_add_(0, batch.group_indices, batch.rewards**2)
-    sizes = batch.group_indices.bincount()
-    return squares / sizes - (sums / sizes) ** 2
