@@ -103,7 +103,8 @@ class LearnerSession:
             if loan is None:
                 return None
             if not loan.headers:
-                log.info("waiting for %d groups at version %d", num_groups, version)
+                num_missing = num_groups - len(self._held)
+                log.info("waiting for %d groups at version %d", num_missing, version)
             elif loan.headers[: len(self._held)] == self._held:
                 self._held = loan.headers
                 return loan

@@ -77,7 +77,10 @@ class Gradient:
         return {**terms, **accumulated.statistics.metrics(self._algorithm.rollout_is)}
 
     def _rescale(self, previous: Accumulated, totals: BatchTotals) -> dict[str, torch.Tensor]:
-        """The terms of the previous parts, and `.grad`, with the denominators of `totals`."""
+        """The terms of the previous parts, and `.grad`, with the denominators of `totals`.
+
+        A critic has whole batches only: its advantage is whitened over them.
+        """
         rescaling = Rescaling.of(self._algorithm, previous.totals, totals)
         for parameter in self._policy.parameters().values():
             if parameter.grad is not None:
