@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from learners.batch import TrainingBatch
+from streamrl.types import FinishReason
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,10 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     rewards = torch.cat([part.batch.rewards for part in parts])
     variances = torch.cat([_reward_variances(part.batch) for part in parts])
     lengths = torch.cat([part.batch.sequences.lengths for part in parts]).float()
-    truncated = [t.finish_reason == "length" for part in parts for t in part.batch.trajectories]
+    truncated = torch.cat([part.batch.is_truncated for part in parts])
+    at_deadline = [
+        t.finish_reason is FinishReason.DEADLINE for part in parts for t in part.batch.trajectories
+    ]
     advantages = torch.cat([part.advantages for part in parts])
     return {
         **means,
@@ -46,7 +50,8 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": sum(truncated) / len(truncated),
+        "response_length/clip_ratio": float(truncated.float().mean()),
+        "response_length/deadline_ratio": sum(at_deadline) / len(at_deadline),
         "advantage/mean": float(advantages.mean()) if len(advantages) else 0.0,
         "advantage/abs_mean": float(advantages.abs().mean()) if len(advantages) else 0.0,
     }

@@ -34,7 +34,8 @@ class CreditAssignment:
     returns: torch.Tensor | None
     """[R] what a critic is trained towards; None without one."""
     sequence_mask: torch.Tensor | None
-    """[S] bool; false for prompts that are too easy or too hard. None keeps all."""
+    """[S] bool; false for prompts that are too easy or too hard, and for trajectories that a limit
+    cut, if these are masked. None keeps all."""
     sample_weights: torch.Tensor | None
     """[S], or None for 1."""
     metrics: dict[str, float]
@@ -68,6 +69,7 @@ class CreditAssigner:
             config.reward,
             self._running,
             batch.num_invalid_turns,
+            batch.is_truncated,
         )
         kl, metrics = None, shaped.metrics
         if proximal_logprobs is not None and reference_logprobs is not None:
@@ -106,10 +108,13 @@ class CreditAssigner:
         return batch.group_indices
 
     def _sequence_mask(self, batch: TrainingBatch) -> torch.Tensor | None:
-        low, high = self._config.reward.difficulty_low, self._config.reward.difficulty_high
-        if low is None and high is None:
-            return None
-        return difficulty_mask(batch.rewards, batch.group_indices, low, high)
+        config, mask = self._config.reward, None
+        if config.difficulty_low is not None or config.difficulty_high is not None:
+            low, high = config.difficulty_low, config.difficulty_high
+            mask = difficulty_mask(batch.rewards, batch.group_indices, low, high)
+        if config.truncated == "mask":
+            mask = ~batch.is_truncated if mask is None else mask & ~batch.is_truncated
+        return mask
 
     def _sample_weights(self, batch: TrainingBatch) -> torch.Tensor | None:
         config = self._config.sample_weight

@@ -14,7 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
-from streamrl.types import TrajectoryGroup, replace
+from streamrl.types import FinishReason, TrajectoryGroup, replace
 from tests.training import make_config, make_groups, make_policy, make_trainer
 
 WHOLE = (5,)
@@ -57,6 +57,8 @@ ACCEPTING: list[dict[str, Any]] = [
     {"reward": {"agentic": {"grouping": "state", "method": "asym_clip"}, "format_penalty": 0.5}},
     {"reward": {"length": {"max_length": 10, "buffer": 8, "penalty": 0.5}}},
     {"reward": {"difficulty_low": 0.4, "difficulty_high": 0.6}},
+    {"reward": {"truncated": "mask"}},
+    {"reward": {"truncated": "penalize", "truncated_penalty": 0.5}},
 ]
 REFUSING: list[dict[str, Any]] = [
     *({"advantage": name} for name in ("gae", "gpg", "reinforce_plus_plus")),
@@ -127,12 +129,16 @@ def of(algorithm: Mapping[str, Any]) -> RunConfig:
 
 
 def with_facts(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """With the metrics that some settings read."""
+    """With what some settings read; the last of each group is truncated."""
     return [
         replace(
             group,
             trajectories=tuple(
-                replace(t, metrics={"greedy_reward": 0.2, "num_invalid_turns": float(i)})
+                replace(
+                    t,
+                    metrics={"greedy_reward": 0.2, "num_invalid_turns": float(i)},
+                    finish_reason=FinishReason.LENGTH if i == 3 else FinishReason.STOP,
+                )
                 for i, t in enumerate(group.trajectories)
             ),
         )
