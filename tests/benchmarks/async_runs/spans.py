@@ -1,0 +1,86 @@
+"""The task of bench_async, named as PATH.py:NAME: spell out a span of a ring of characters.
+
+    >0f=   0123456789abcdef          upward, a span of at most `TURN` characters
+    <f0=   fedcba9876543210          downward, where the span is longer
+
+The lengths of the spans are uniform, or log-normal with `tail` > 0. Long answers have a direction
+of their own, so that short ones do not teach it: a run that trains on few long answers scores lower
+on them.
+
+Invariant: a prompt is a pure function of (seed, prompt index), and none is in both streams.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from streamrl.interfaces import Episode, Prompt
+
+RING = "".join(
+    map(chr, (*range(0x30, 0x3A), *range(0x61, 0x7B), *range(0x41, 0x5B), *range(0x3B1, 0x3D7)))
+)
+ALPHABET = RING + "<>="
+TURN = 40
+_KEPT_OUT = 5
+
+
+class Spans:
+    """The training stream."""
+
+    def __init__(self, seed: int, min_length: int, max_length: int, tail: float = 0.0) -> None:
+        self._seed = seed
+        self._shortest, self._longest, self._tail = min_length, max_length, tail
+
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        rng = np.random.default_rng([self._seed, 0, prompt_index])
+        length = self._length(rng)
+        return span(_start(rng, length, held_out=False), length, prompt_index)
+
+    def _length(self, rng: np.random.Generator) -> int:
+        if self._tail == 0:
+            return int(rng.integers(self._shortest, self._longest + 1))
+        drawn = self._shortest * rng.lognormal(0.0, self._tail)
+        return int(np.clip(drawn, self._shortest, self._longest))
+
+
+class HeldOutSpans:
+    """Held-out prompts: buckets (shortest, longest) by turns, with uniform lengths in each."""
+
+    def __init__(self, seed: int, buckets: Sequence[tuple[int, int]]) -> None:
+        self._seed = seed
+        self._buckets = buckets
+
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        rng = np.random.default_rng([self._seed, 1, prompt_index])
+        shortest, longest = self._buckets[prompt_index % len(self._buckets)]
+        length = int(rng.integers(shortest, longest + 1))
+        return span(_start(rng, length, held_out=True), length, prompt_index)
+
+
+def span(start: int, length: int, prompt_index: int) -> Prompt:
+    """The prompt whose answer has `length` characters, from the one at `start` of the ring on."""
+    step, mark = (-1, "<") if length > TURN else (1, ">")
+    answer = "".join(RING[(start + step * i) % len(RING)] for i in range(length))
+    return Prompt(f"{mark}{answer[0]}{answer[-1]}=", answer, {"prompt_index": prompt_index})
+
+
+def _start(rng: np.random.Generator, length: int, *, held_out: bool) -> int:
+    """A uniform start among those that are held out with this length, or among the others."""
+    starts = [s for s in range(len(RING)) if ((s + length) % _KEPT_OUT == 0) == held_out]
+    return int(rng.choice(starts))
+
+
+def exact_match(episodes: Sequence[Episode], log: str | None = None) -> list[float]:
+    """1.0 where the response is the answer.
+
+    With `log`, one line a group is appended to that file: prompt index, prompt, response lengths.
+    """
+    if log is not None:
+        prompt = episodes[0].prompt
+        lengths = [episode.num_response_tokens for episode in episodes]
+        line = json.dumps([prompt.row["prompt_index"], prompt.content, lengths])
+        with Path(log).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    return [float(episode.response == episode.prompt.answer) for episode in episodes]
