@@ -25,6 +25,7 @@ RECIPE = {
     "num_layers": 2,
     "alphabet": ALPHABET,
     "warm_start_accuracy": 0.9,
+    "batch_size": 64,
     "lr": 3e-3,
 }
 
