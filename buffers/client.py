@@ -65,11 +65,13 @@ class RequestClient(ABC):
         wait_s: float,
         *,
         with_payloads: bool = False,
+        num_held: int | None = None,
     ) -> Loan:
         term = self._learner_term
-        request = m.TakeRequest(num_groups, policy_version, term, wait_s, with_payloads)
+        request = m.TakeRequest(num_groups, policy_version, term, wait_s, with_payloads, num_held)
         reply, payloads = await self._call(request, m.TakeReply, wait_s)
-        return Loan(headers=reply.headers, groups=tuple(map(self._group, payloads)))
+        groups = tuple(map(self._group, payloads))
+        return Loan(headers=reply.headers, groups=groups, wait_due_s=reply.wait_due_s)
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         _, payloads = await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done)

@@ -9,6 +9,7 @@ import importlib.util
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
+from streamrl.types import OverduePolicy
 
 
 def connect(config: RunConfig) -> TrajectoryBuffer:
@@ -41,6 +42,7 @@ def _redis(config: RunConfig) -> TrajectoryBuffer:
     settings = RedisSettings(
         groups_per_step=config.learner.groups_per_step,
         max_staleness=config.buffer.max_staleness,
+        overdue=OverduePolicy(config.buffer.overdue),
         final_version=config.run.max_steps,
         lease_ttl_s=config.buffer.lease_ttl_s,
         max_group_bytes=config.buffer.max_group_bytes,

@@ -24,6 +24,7 @@ from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.run_folder import write_books
 from streamrl.service import Shutdown
+from streamrl.types import OverduePolicy
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     ledger = Ledger(
         groups_per_step=config.learner.groups_per_step,
         max_staleness=config.buffer.max_staleness,
+        overdue=OverduePolicy(config.buffer.overdue),
         final_version=config.run.max_steps,
     )
     state = BufferState[Frame](ledger, lease_ttl_s=config.buffer.lease_ttl_s)

@@ -56,6 +56,7 @@ class TakeReply(Struct, frozen=True, tag="take"):
     """Payload frames follow if the request wants them."""
 
     headers: tuple[GroupHeader, ...] = ()
+    wait_due_s: float = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -132,11 +133,14 @@ class TakeRequest(Struct, frozen=True, tag="take"):
     learner_term: int
     wait_s: float
     with_payloads: bool
+    num_held: int | None = None
 
     def apply(self, state: State, now_s: float) -> Answer:
-        headers = state.take(self.num_groups, self.policy_version, self.learner_term)
-        wanted = [header.prompt_index for header in headers] if self.with_payloads else []
-        return (TakeReply(headers), *state.fetch(wanted))
+        term, num_held = self.learner_term, self.num_held
+        loan = state.take(self.num_groups, self.policy_version, term, now_s, num_held)
+        new = loan.headers[num_held or 0 :] if self.with_payloads else ()
+        payloads = state.fetch([header.prompt_index for header in new])
+        return (TakeReply(loan.headers, loan.wait_due_s), *payloads)
 
 
 class FetchRequest(Struct, frozen=True, tag="fetch"):

@@ -80,7 +80,8 @@ class Learner:
                 await self._publish()
             stats = await self._session.advance(self._version, loan)
             # Before the checkpoint, so that whoever resumes from it finds the step's lines.
-            self._log(loan, {**metrics, "learner/wait_s": wait_s}, stats)
+            waits = {"learner/wait_s": wait_s, "learner/wait_due_s": loan.wait_due_s}
+            self._log(loan, {**metrics, **waits}, stats)
             if self._version % self._config.learner.checkpoint.every == 0:
                 await self._save()
                 await self._session.acknowledge(self._saved_version)

@@ -159,6 +159,7 @@ def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
     for name, theirs, ours in (
         ("learner.groups_per_step", stats.groups_per_step, config.learner.groups_per_step),
         ("buffer.max_staleness", stats.max_staleness, config.buffer.max_staleness),
+        ("buffer.overdue", stats.overdue, config.buffer.overdue),
     ):
         if theirs != ours:
             raise ConfigError(

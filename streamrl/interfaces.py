@@ -86,11 +86,17 @@ class LearnerBuffer(Protocol):
         wait_s: float,
         *,
         with_payloads: bool = False,
+        num_held: int | None = None,
     ) -> Loan:
         """A loan of the oldest groups, to be trained at `policy_version`.
 
-        Waits until there are `num_groups`; empty if there are fewer after `wait_s`. A repeated call
-        for the same version returns the same loan.
+        Waits until there are `num_groups` and, under `buffer.overdue: wait`, those that are due are
+        among them; empty if that is not so after `wait_s`. A repeated call for the same version
+        returns the same loan.
+
+        A caller that holds the first `num_held` groups of the loan gets a part of it as soon as it
+        is longer: those that can be lent while groups that are due are still sampled. The payloads
+        are those of the new groups.
         """
         ...
 

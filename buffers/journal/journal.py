@@ -23,7 +23,8 @@ from buffers.journal.schema import (
     read_snapshot,
     transaction,
 )
-from buffers.ledger.entries import Entry, LedgerSnapshot, State
+from buffers.ledger.entries import LedgerSnapshot
+from buffers.ledger.entry import Entry, State
 from buffers.ledger.events import Event
 from buffers.ledger.state import BufferState
 from streamrl.errors import ConfigError

@@ -7,38 +7,17 @@ one place each, and `on_event` (a journal) is called there. `Ledger` decides; th
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from enum import StrEnum
 
 from msgspec import Struct
 
+from buffers.ledger.columns import Columns
+from buffers.ledger.entry import Entry, State
 from buffers.ledger.events import BY_BOOKS, Event
-from streamrl.types import Books, DropReason, GroupHeader, RefusalReason
+from streamrl.types import Books, DropReason, RefusalReason
 from streamrl.types.index_ranges import IndexRangeSet
 
 # A lease reasserted further ahead than this is invalid; no buffer forgets that many.
 MAX_GAP = 100_000
-
-
-class State(StrEnum):
-    LEASED = "leased"
-    BUFFERED = "buffered"
-    TAKEN = "taken"
-    TRAINED = "trained"
-
-
-class Entry(Struct):
-    """One open prompt; `min_policy_version` is the oldest version that may sample its tokens.
-
-    `version` is the one it is lent for, or was trained at.
-    """
-
-    prompt_index: int
-    lease_id: str
-    min_policy_version: int
-    expires_at_s: float
-    state: State = State.LEASED
-    header: GroupHeader | None = None
-    version: int = -1
 
 
 class LedgerSnapshot(Struct, frozen=True, kw_only=True):
@@ -59,18 +38,13 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     unseen: int = 0
 
 
-def header_of(entry: Entry) -> GroupHeader:
-    assert entry.header is not None, "only a LEASED entry has no header"
-    return entry.header
-
-
 class Entries:
     """Open entries by prompt and by lease, the position in the prompt stream, and the counts."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._prompt_index_of: dict[str, int] = {}
-        self._counts: Counter[State] = Counter()
+        self.columns = Columns()
         self._dropped: Counter[DropReason] = Counter()
         self._granted = 0
         self._acknowledged = 0
@@ -97,7 +71,7 @@ class Entries:
         return None if prompt_index is None else self._entries[prompt_index]
 
     def count(self, *states: State) -> int:
-        return sum(self._counts[state] for state in states)
+        return sum(self.columns.count(state) for state in states)
 
     @property
     def in_flight(self) -> int:
@@ -133,17 +107,17 @@ class Entries:
         self._entries[entry.prompt_index] = entry
         self._prompt_index_of[entry.lease_id] = entry.prompt_index
         self._open.add(entry.prompt_index)
-        self._counts[State.LEASED] += 1
+        self.columns.add(entry)
         self._granted += 1
         self._revision += 1
         self._notify(entry.prompt_index, entry.state, entry.lease_id)
         return entry
 
     def move(self, entry: Entry, state: State, version: int = -1) -> None:
-        self._counts[entry.state] -= 1
-        self._counts[state] += 1
+        self.columns.remove(entry)
         entry.state = state
         entry.version = version
+        self.columns.add(entry)
         self._set_open(entry.prompt_index, state is not State.TRAINED)
         self._revision += 1
         self._notify(entry.prompt_index, state, entry.lease_id)
@@ -173,10 +147,10 @@ class Entries:
     def books(self, learner_term: int) -> Books:
         return Books(
             granted=self._granted,
-            leased=self._counts[State.LEASED],
-            buffered=self._counts[State.BUFFERED],
-            taken=self._counts[State.TAKEN],
-            trained=self._counts[State.TRAINED],
+            leased=self.columns.count(State.LEASED),
+            buffered=self.columns.count(State.BUFFERED),
+            taken=self.columns.count(State.TAKEN),
+            trained=self.columns.count(State.TRAINED),
             acknowledged=self._acknowledged,
             dropped={reason: count for reason, count in self._dropped.items() if count},
             next_prompt_index=self._next_prompt_index,
@@ -254,7 +228,7 @@ class Entries:
         for entry in entries:
             self._entries[entry.prompt_index] = entry
             self._prompt_index_of[entry.lease_id] = entry.prompt_index
-            self._counts[entry.state] += 1
+            self.columns.add(entry)
         self._dropped = Counter(snapshot.dropped)
         self._granted = snapshot.granted
         self._acknowledged = snapshot.acknowledged
@@ -277,7 +251,7 @@ class Entries:
 
     def _close(self, entry: Entry) -> None:
         self._revision += 1
-        self._counts[entry.state] -= 1
+        self.columns.remove(entry)
         del self._entries[entry.prompt_index]
         del self._prompt_index_of[entry.lease_id]
         if entry.header is not None:

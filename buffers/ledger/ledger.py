@@ -1,4 +1,4 @@
-"""The ledger: which prompts are granted, which groups are too stale, and what was trained.
+"""The ledger: which prompts are granted, which groups make a batch, and what was trained.
 
     LEASED -> BUFFERED -> TAKEN -> TRAINED -> acknowledged (gone); dropped(reason) from any
 
@@ -7,13 +7,17 @@ Invariants, whatever is called in whatever order:
 - The books close: leases granted = leased + buffered + taken + trained + acknowledged + dropped.
 - A prompt has one live lease or group at most; in the surviving history it is trained once, or
   dropped for good with a reason, and none is skipped.
-- No group is handed out whose oldest token is more than `max_staleness` versions older than the
-  version that will train it.
+- Unless `overdue` is `train`, no group is handed out whose oldest token is more than
+  `max_staleness` versions older than the version that will train it.
+- If `overdue` is `wait`, no group is dropped as stale, unless a learner or this ledger has lost its
+  history; if `train`, none ever is.
 
 Admission bounds the groups in flight to `streamrl.types.admission_capacity`, so one that is trained
 in order is never too old; a lease's `min_policy_version` states the same for the group at position
-p, which is trained p // groups_per_step versions from here. Nothing is granted before a learner
-attached: only its books give the position of a new buffer in the prompt stream.
+p, which is trained p // groups_per_step versions from here. Groups that overtake others break that
+order; what `overdue` does then, and why it keeps the bound, is in `buffers.ledger.batches`. Nothing
+is granted before a learner attached: only its books give the position of a new buffer in the prompt
+stream.
 
 Oldest first also keeps the bound after a learner's death. Let the lost steps, from version v on,
 have trained at version u groups of oldest version within [u - max_staleness, u]. Given back and
@@ -27,7 +31,10 @@ Pure and deterministic: no input or output, no clock (callers pass `now_s`), no 
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from buffers.ledger.entries import Entries, Entry, LedgerSnapshot, State, header_of
+from buffers.ledger.admission import Admission
+from buffers.ledger.batches import Batches
+from buffers.ledger.entries import Entries, LedgerSnapshot
+from buffers.ledger.entry import Entry, State, header_of
 from buffers.ledger.events import Event
 from buffers.ledger.fencing import require_learner_term
 from buffers.ledger.loans import Loans
@@ -38,14 +45,19 @@ from streamrl.errors import (
     LedgerError,
     UnknownLeaseError,
 )
-from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason
+from streamrl.types import Books, DropReason, GroupHeader, Lease, OverduePolicy, RefusalReason
 
 
 class Ledger:
     """See the module. No more groups are admitted than are trained until `final_version`."""
 
     def __init__(
-        self, *, groups_per_step: int, max_staleness: int, final_version: int | None = None
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        overdue: OverduePolicy = OverduePolicy.WAIT,
+        final_version: int | None = None,
     ) -> None:
         if groups_per_step < 1 or max_staleness < 0:
             raise ConfigError(
@@ -54,13 +66,16 @@ class Ledger:
             )
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
-        self.final_version = final_version
+        self.overdue = overdue
         self.version = self.learner_term = 0
         self.finished = self.draining = False
         self._entries = Entries()
         self._ready = ReadyQueue(self._entries)
         self._expiries = Expiries(self._entries)
-        self._loans = Loans(self._entries, groups_per_step, max_staleness)
+        self._loans = Loans(self._entries)
+        self._admission = Admission(self._entries, groups_per_step, max_staleness, final_version)
+        columns = (self._entries, self._ready, self._loans)
+        self._batches = Batches(*columns, groups_per_step, max_staleness, overdue)
         self._refused: Counter[RefusalReason] = Counter()
 
     # The generators' side.
@@ -72,9 +87,8 @@ class Ledger:
         if entry is None:
             if not self.num_admitted():
                 return None
-            trained_at = self.version + self._entries.in_flight // self.groups_per_step
-            min_policy_version = max(0, trained_at - self.max_staleness)
-            entry = self._entries.grant(lease_id, min_policy_version, now_s + ttl_s)
+            oldest = self._admission.min_policy_version(self.version)
+            entry = self._entries.grant(lease_id, oldest, now_s + ttl_s)
             self._expiries.add(entry)
         return Lease(
             lease_id=lease_id,
@@ -87,12 +101,7 @@ class Ledger:
         """How many more leases fit under the staleness bound and before the run's end."""
         if self.learner_term == 0 or self.finished:
             return 0
-        capacity, in_flight = self._loans.capacity, self._entries.in_flight
-        if self.final_version is not None:
-            capacity = min(capacity, (self.final_version - self.version) * self.groups_per_step)
-        free = max(0, capacity - in_flight)
-        # Groups that fill no batch would stay in flight for good.
-        return min(free, -in_flight % self.groups_per_step) if self.draining else free
+        return self._admission.num_admitted(self.version, draining=self.draining)
 
     def knows(self, lease_id: str) -> bool:
         """Whether this lease is open here, with its group or without."""
@@ -140,7 +149,7 @@ class Ledger:
                 f"lease {lease_id} is for prompt {entry.prompt_index}; "
                 f"the group is for {header.prompt_index}"
             )
-        if self.version - header.oldest_version > self.max_staleness:
+        if self._batches.is_stale(header, self.version):
             self._entries.drop(entry, DropReason.STALE)
             return False
         entry.header = header
@@ -193,22 +202,21 @@ class Ledger:
         self.learner_term = max(self.learner_term, books.learner_term if books else 0) + 1
         return self.learner_term
 
-    def take(self, num_groups: int, version: int, learner_term: int) -> tuple[GroupHeader, ...]:
+    def take(
+        self, num_groups: int, version: int, learner_term: int, num_held: int | None = None
+    ) -> tuple[GroupHeader, ...]:
         """Lend the oldest groups for training at `version`; () while there are too few.
 
         Evicts first what would be too stale by then. The same version gets the same loan again.
+        With `num_held` a part of the batch is lent as soon as it can be, and () returned while the
+        loan has no more groups than these.
         """
         require_learner_term(learner_term, self.learner_term)
-        if not self._loans.prompt_indices(version):
-            self._loans.check(num_groups, version, self.version)
-            self._evict(version)
-            if self._entries.count(State.BUFFERED) < num_groups:
-                return ()
-            for _ in range(num_groups):
-                entry = self._ready.first()
-                assert entry is not None, "they were counted"
-                self._loans.lend(entry, version)
-        return tuple(header_of(self._entries[i]) for i in self._loans.prompt_indices(version))
+        return self._batches.take(num_groups, version, self.version, num_held)
+
+    def awaited(self) -> tuple[Entry, ...]:
+        """The leased groups that the next batch waits for although enough others are finished."""
+        return self._batches.awaited(self.version)
 
     def advance(self, version: int, learner_term: int) -> None:
         """The step that made `version` used the loan of the version before. May be repeated."""
@@ -217,7 +225,7 @@ class Ledger:
             return
         self._loans.train(version, self.version)
         self.version = version
-        self._evict(version)
+        self._batches.evict(version)
 
     def acknowledge(self, version: int, learner_term: int) -> None:
         """A checkpoint of `version` is durable: what it contains is freed. May be repeated."""
@@ -289,9 +297,3 @@ class Ledger:
     def _make_ready(self, entry: Entry) -> None:
         self._entries.move(entry, State.BUFFERED)
         self._ready.add(entry)
-
-    def _evict(self, version: int) -> None:
-        while entry := self._ready.first():
-            if version - header_of(entry).oldest_version <= self.max_staleness:
-                return
-            self._entries.drop(entry, DropReason.STALE)

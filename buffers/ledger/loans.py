@@ -6,35 +6,22 @@ entry has.
 
 from itertools import chain
 
-from buffers.ledger.entries import Entries, Entry, State
-from streamrl.errors import ConfigError, LedgerError
-from streamrl.types import admission_capacity
+from buffers.ledger.entries import Entries
+from buffers.ledger.entry import Entry, State
+from streamrl.errors import LedgerError
 
 
 class Loans:
-    def __init__(self, entries: Entries, groups_per_step: int, max_staleness: int) -> None:
+    def __init__(self, entries: Entries) -> None:
         self._entries = entries
-        self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
         self._lent: dict[int, list[int]] = {}
         self._trained: dict[int, list[int]] = {}
 
-    @property
-    def capacity(self) -> int:
-        """Groups that may be in flight at a time."""
-        return admission_capacity(self._max_staleness, self._groups_per_step)
-
-    def check(self, num_groups: int, version: int, current: int) -> None:
-        """Refuse a loan out of turn, and one that admission can never fill."""
-        following = current + len(self._lent)
+    def require_turn(self, version: int, current: int) -> None:
+        """Refuse a loan out of turn."""
+        following = current + len(self._lent.keys() - {version})
         if version != following:
             raise LedgerError(f"take for version {version}; the next to be trained is {following}")
-        if num_groups > self.capacity:
-            raise ConfigError(
-                f"a batch of {num_groups} groups can never fill: buffer.max_staleness "
-                f"{self._max_staleness} and learner.groups_per_step {self._groups_per_step} admit "
-                f"{self.capacity}"
-            )
 
     def prompt_indices(self, version: int) -> tuple[int, ...]:
         """The groups lent for `version`, oldest first; () if there is no such loan."""

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from buffers.ledger.entries import Entries, Entry, State, header_of
+from buffers.ledger.entries import Entries
+from buffers.ledger.entry import Entry, State, header_of
 
 Position: TypeAlias = tuple[int, int]
 

@@ -9,11 +9,14 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from buffers.ledger.entries import Entry, LedgerSnapshot
+from buffers.ledger.entries import LedgerSnapshot
+from buffers.ledger.entry import Entry
 from buffers.ledger.generator_registry import GeneratorRegistry
 from buffers.ledger.ledger import Ledger
 from streamrl.errors import LedgerError
 from streamrl.types import (
+    MAX_AWAITED,
+    AwaitedLease,
     Books,
     BufferStats,
     DropReason,
@@ -21,6 +24,7 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
+    Loan,
     SchedulingState,
 )
 
@@ -44,6 +48,7 @@ class BufferState(Generic[Payload]):
         self.refusal = ""
         self._learner_terms: dict[str, int] = {}
         self._resumes_until_s: float | None = None
+        self._due_since_s: float | None = None
 
     def lease(self, lease_ids: Sequence[str], generator_id: str, now_s: float) -> tuple[Lease, ...]:
         """Those of these leases that are open, and new ones up to the generator's share."""
@@ -89,18 +94,29 @@ class BufferState(Generic[Payload]):
         """The learner's term; a repeated call with the same `call_id` gets the same one."""
         if call_id and call_id in self._learner_terms:
             return self._learner_terms[call_id]
-        self._resumes_until_s = None
+        self._resumes_until_s = self._due_since_s = None
         learner_term = self.ledger.attach(policy_version, books)
         self._delete_freed()
         self._learner_terms = {**self._learner_terms, call_id: learner_term}
         return learner_term
 
     def take(
-        self, num_groups: int, policy_version: int, learner_term: int
-    ) -> tuple[GroupHeader, ...]:
-        headers = self.ledger.take(num_groups, policy_version, learner_term)
+        self,
+        num_groups: int,
+        policy_version: int,
+        learner_term: int,
+        now_s: float,
+        num_held: int | None = None,
+    ) -> Loan:
+        """The loan without payloads. See `Ledger.take`."""
+        headers = self.ledger.take(num_groups, policy_version, learner_term, num_held)
         self._delete_freed()
-        return headers
+        wait_due_s = self._wait_due_s(now_s)
+        if len(headers) >= num_groups:
+            self._due_since_s = None
+        elif self._due_since_s is None and self.ledger.awaited():
+            self._due_since_s = now_s
+        return Loan(headers=headers, wait_due_s=wait_due_s)
 
     def fetch(self, prompt_indices: Iterable[int]) -> tuple[Payload, ...]:
         missing = [
@@ -139,6 +155,7 @@ class BufferState(Generic[Payload]):
             policy_version=self.ledger.version,
             groups_per_step=self.ledger.groups_per_step,
             max_staleness=self.ledger.max_staleness,
+            overdue=self.ledger.overdue,
             books=self.ledger.books(),
             refused=self.ledger.refused(),
             oldest_version=self.ledger.oldest_version(),
@@ -149,6 +166,8 @@ class BufferState(Generic[Payload]):
             refusal=self.refusal,
             finished=self.ledger.finished,
             draining=self.ledger.draining,
+            awaited=self._awaited(),
+            wait_due_s=self._wait_due_s(now_s),
         )
 
     @property
@@ -204,6 +223,20 @@ class BufferState(Generic[Payload]):
         for lease_id in self.ledger.live_leases():
             if lease_id.startswith(session):
                 self.ledger.release(lease_id, reason)
+
+    def _awaited(self) -> tuple[AwaitedLease, ...]:
+        return tuple(
+            AwaitedLease(
+                lease_id=entry.lease_id,
+                prompt_index=entry.prompt_index,
+                min_policy_version=entry.min_policy_version,
+            )
+            for entry in self.ledger.awaited()[:MAX_AWAITED]
+        )
+
+    def _wait_due_s(self, now_s: float) -> float:
+        """How long the batch at hand has waited for groups that are due, others being finished."""
+        return 0.0 if self._due_since_s is None else now_s - self._due_since_s
 
     def _delete_freed(self) -> None:
         for prompt_index in self.ledger.drain_freed():

@@ -39,6 +39,7 @@ from streamrl.types import (
     HeartbeatReply,
     Lease,
     Loan,
+    OverduePolicy,
     PackedGroup,
     SchedulingState,
     TrajectoryGroup,
@@ -62,6 +63,7 @@ class RedisSettings:
 
     groups_per_step: int
     max_staleness: int
+    overdue: OverduePolicy = OverduePolicy.WAIT
     final_version: int | None = None
     lease_ttl_s: float = 30.0
     max_group_bytes: int = wire.MAX_MESSAGE_BYTES
@@ -143,23 +145,25 @@ class RedisBuffer:
         wait_s: float,
         *,
         with_payloads: bool = False,
+        num_held: int | None = None,
     ) -> Loan:
-        """See the interface. Payloads are read in a second round trip, once their keys are known.
+        """See the interface. Payloads are read in a second round trip, once their keys are known:
+        a script would copy each one twice inside Redis and block other clients meanwhile."""
 
-        A script that returned them would copy each one twice inside Redis and block other clients
-        meanwhile.
-        """
+        held = -1 if num_held is None else num_held
 
-        async def attempt() -> tuple[tuple[GroupHeader, ...], float]:
-            (blobs,) = await self._call("take", num_groups, policy_version, self._learner_term)
-            return tuple(wire.decode(blob, GroupHeader) for blob in blobs), POLL_S
+        async def attempt() -> tuple[Loan, float]:
+            reply = await self._call("take", num_groups, policy_version, self._learner_term, held)
+            return replies.loan(reply), POLL_S
 
         def may_take(n: Notification) -> bool:
-            return n.num_buffered >= num_groups or n.learner_term != self._learner_term
+            is_enough = n.num_buffered >= num_groups - (num_held or 0)
+            return is_enough or n.learner_term != self._learner_term
 
-        headers = await self._wait_for(attempt, wait_s, may_take)
-        wanted = [header.prompt_index for header in headers] if with_payloads else []
-        return Loan(headers=headers, groups=await self.fetch(wanted))
+        loan = await self._wait_for(attempt, wait_s, may_take)
+        new = loan.headers[num_held or 0 :] if with_payloads else ()
+        groups = await self.fetch([header.prompt_index for header in new])
+        return structs.replace(loan, groups=groups)
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         payloads: list[bytes | None] = []
@@ -270,6 +274,7 @@ class RedisBuffer:
         command: Command = (
             *("EVALSHA", script()[1], 1, f"{self._namespace}state", name, now_s),
             *(settings.lease_ttl_s, settings.groups_per_step, settings.max_staleness, final),
+            tuple(OverduePolicy).index(settings.overdue),
             *arguments,
         )
         commands = (command,) if staging is None else (staging, command)

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 Command: TypeAlias = tuple[bytes | str | int | float, ...]
 # Of a run's keys and their values; raised with every change of them.
 SCHEMA = 2
+SCRIPT_FILES = ("entries", "ledger", "batches", "calls")
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 SLOWEST_BYTES_PER_S = 10e6
 
@@ -67,7 +68,7 @@ def other_schema(url: str, found: int) -> OtherReleaseError:
 def script() -> tuple[str, str]:
     """The source of the ledger's script, and its SHA-1, by which EVALSHA names it."""
     folder = resources.files("buffers.redis") / "lua"
-    source = "\n".join((folder / f"{n}.lua").read_text() for n in ("entries", "ledger", "calls"))
+    source = "\n".join((folder / f"{n}.lua").read_text() for n in SCRIPT_FILES)
     source = f"local SCHEMA = {SCHEMA}\n{source}"
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 

@@ -6,11 +6,15 @@ from typing import Any
 
 from streamrl import wire
 from streamrl.types import (
+    AwaitedLease,
     Books,
     BufferStats,
     DropReason,
     GeneratorStatus,
+    GroupHeader,
     Lease,
+    Loan,
+    OverduePolicy,
     RefusalReason,
     SchedulingState,
     ranges_of,
@@ -41,6 +45,13 @@ def leases(reply: Sequence[Any]) -> tuple[Lease, ...]:
     )
 
 
+def loan(reply: Sequence[Any]) -> Loan:
+    """Without payloads."""
+    blobs, wait_due_s = reply
+    headers = tuple(wire.decode(blob, GroupHeader) for blob in blobs)
+    return Loan(headers=headers, wait_due_s=float(wait_due_s))
+
+
 def next_expiry_s(reply: bytes, at_most: float) -> float:
     """Seconds until a lease that was not granted is attempted again."""
     return min(max(float(reply), 0.01), at_most) if reply else at_most
@@ -58,7 +69,8 @@ def books(reply: Sequence[Any]) -> Books:
 
 
 def stats(reply: Sequence[Any]) -> BufferStats:
-    numbers, _, _, _, refused, oldest, incarnation, registry, ages, scheduling_states = reply
+    numbers, _, _, _, refused, oldest, incarnation, registry, ages, *more = reply
+    scheduling_states, awaited, wait_due_s = more
     values = _numbers(numbers)
     statuses = (wire.decode(status, GeneratorStatus) for status in registry)
     reports = sorted(
@@ -70,6 +82,7 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         policy_version=values["version"],
         groups_per_step=values["groups_per_step"],
         max_staleness=values["max_staleness"],
+        overdue=tuple(OverduePolicy)[values["overdue"]],
         books=books(reply),
         refused={RefusalReason(reason): count for reason, count in _pairs(refused)},
         oldest_version=oldest if isinstance(oldest, int) else None,
@@ -82,6 +95,15 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         },
         finished=bool(values["finished"]),
         draining=bool(values["draining"]),
+        awaited=tuple(
+            AwaitedLease(
+                lease_id=lease_id.decode(),
+                prompt_index=prompt_index,
+                min_policy_version=min_policy_version,
+            )
+            for lease_id, prompt_index, min_policy_version in awaited
+        ),
+        wait_due_s=float(wait_due_s),
     )
 
 

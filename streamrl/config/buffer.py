@@ -19,6 +19,11 @@ class BufferSettings(Section):
     user:password@ before the host; or memory://."""
     max_staleness: NotNegative = 2
     """Versions a group may be behind when it is trained; 0 is the synchronous algorithm."""
+    overdue: Literal["wait", "train", "drop"] = "wait"
+    """What happens to a group that others overtake until it would be too old: `wait`, the learner
+    waits for it, and `max_staleness` is exact; `train`, it is trained as old as it is, and
+    `max_staleness` bounds only how far generators run ahead; `drop`, it is dropped, which trains
+    fewer long responses than were sampled."""
     lease_ttl_s: Seconds = 30.0
     """A generator that sends no heartbeat for this long loses its leases."""
     max_group_bytes: Positive = 64 * 2**20

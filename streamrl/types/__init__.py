@@ -7,6 +7,8 @@ decode, so no reader checks shapes a second time. Nothing here is ever changed i
 from msgspec.structs import replace
 
 from streamrl.types.buffer import (
+    MAX_AWAITED,
+    AwaitedLease,
     Books,
     BufferStats,
     DropReason,
@@ -16,6 +18,7 @@ from streamrl.types.buffer import (
     LearnerStatus,
     Lease,
     Loan,
+    OverduePolicy,
     RefusalReason,
     SchedulingState,
     admission_capacity,
@@ -51,6 +54,8 @@ from streamrl.types.weights import (
 __all__ = [
     "GREEDY_REWARD",
     "INVALID_TURNS",
+    "MAX_AWAITED",
+    "AwaitedLease",
     "Books",
     "BoolArray",
     "BroadcastEndpoint",
@@ -75,6 +80,7 @@ __all__ = [
     "LoadReport",
     "Loan",
     "Locality",
+    "OverduePolicy",
     "PackedGroup",
     "ParityReport",
     "ParitySamples",

@@ -28,6 +28,19 @@ class DropReason(StrEnum):
         return self in (DropReason.EXPIRED, DropReason.RELEASED, DropReason.ORPHANED)
 
 
+class OverduePolicy(StrEnum):
+    """What happens to a group that other groups overtake until it would be too old.
+
+    `WAIT`: the learner waits for it, so that no group is older than `max_staleness` when it is
+    trained. `TRAIN`: it is trained however old it is, and the bound holds for admission alone.
+    `DROP`: it is dropped, so that fewer long groups are trained than were sampled.
+    """
+
+    WAIT = "wait"
+    TRAIN = "train"
+    DROP = "drop"
+
+
 class RefusalReason(StrEnum):
     """Why a put without a live lease was refused; such a group is not part of the books."""
 
@@ -63,13 +76,16 @@ class Lease(Struct, frozen=True, kw_only=True):
 
 
 class Loan(Struct, frozen=True, kw_only=True):
-    """Groups lent to the learner for one version, oldest first; false if there were too few.
+    """Groups lent to the learner for one version, in the order of lending; false if there are none.
 
-    `groups` are the payloads of `headers`, in the same order, if the call was `with_payloads`.
+    `groups` are the payloads of the last of `headers`, in the same order: of all but those that the
+    caller holds, if the call was `with_payloads`. `wait_due_s` is how long enough groups were
+    finished, but not those that were due.
     """
 
     headers: tuple[GroupHeader, ...] = ()
     groups: tuple[TrajectoryGroup, ...] = ()
+    wait_due_s: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.headers)
@@ -151,8 +167,22 @@ class HeartbeatReply(Struct, frozen=True, kw_only=True):
     is_fenced: bool = False
 
 
+MAX_AWAITED = 8
+
+
+class AwaitedLease(Struct, frozen=True, kw_only=True):
+    """A lease whose group the learner's next batch waits for, because it is due."""
+
+    lease_id: str
+    prompt_index: int
+    min_policy_version: int
+
+
 class BufferStats(Struct, frozen=True, kw_only=True):
     """The state of the buffer; `incarnation` is new for every start of its server.
+
+    `awaited` are the leases of the groups that are due, first due first, at most MAX_AWAITED, if
+    enough others are finished for the next batch; `wait_due_s` is how long that has been so.
 
     `heartbeat_ages_s` are the seconds since the status of each of `generators`, on the buffer's
     clock; `scheduling_states` has the ids that are not active, whether they report or not.
@@ -163,6 +193,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     policy_version: int
     groups_per_step: int
     max_staleness: int
+    overdue: OverduePolicy
     books: Books
     refused: dict[RefusalReason, int] = {}
     oldest_version: int | None = None
@@ -173,6 +204,8 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     scheduling_states: dict[str, SchedulingState] = {}
     finished: bool = False
     draining: bool = False
+    awaited: tuple[AwaitedLease, ...] = ()
+    wait_due_s: float = 0.0
 
     @property
     def capacity(self) -> int:

@@ -38,6 +38,7 @@ from streamrl.types import (
     Books,
     DropReason,
     GeneratorStatus,
+    Lease,
     RefusalReason,
     SchedulingState,
     TrajectoryGroup,
@@ -155,6 +156,58 @@ async def test_a_lease_waits_for_admission_and_is_unblocked_by_the_learner(conne
     lease = await blocked
     assert lease is not None
     assert lease.prompt_index == 4
+
+
+async def overtake(buffer: TrajectoryBuffer, *late: str) -> dict[str, Lease]:
+    """Leases of version 0 that a step overtakes; the next batch has other groups enough."""
+    leases = {lease.lease_id: lease for lease in await buffer.lease(late, "g", 0.0)}
+    await fill(buffer, "quick 0", "quick 1")
+    await buffer.take(2, 0, 1.0)
+    await buffer.advance(1)
+    await fill(buffer, "quick 2", "quick 3", version=1)
+    return leases
+
+
+async def test_a_batch_waits_for_groups_that_are_due_and_says_how_long(connect):
+    learner = connect()
+    await learner.attach(0, None)
+    leases = await overtake(learner, "a", "b")
+    assert not await learner.take(2, 1, 0.05)
+    awaited = (await learner.stats()).awaited
+    assert [(lease.lease_id, lease.prompt_index) for lease in awaited] == [("a", 0), ("b", 1)]
+    taking = asyncio.create_task(learner.take(2, 1, 5.0, with_payloads=True))
+    await waits_for_due_groups(learner)
+    for lease_id, lease in leases.items():
+        assert not taking.done()
+        await learner.put(lease_id, make_group(lease.prompt_index, lease_id=lease_id))
+    loan = await taking
+    assert [header.prompt_index for header in loan.headers] == [0, 1]
+    assert len(loan.groups) == 2
+    assert 0.05 <= loan.wait_due_s < 5.0
+    stats = await learner.stats()
+    assert (stats.awaited, stats.wait_due_s, stats.books.dropped) == ((), 0.0, {})
+
+
+async def waits_for_due_groups(buffer: TrajectoryBuffer) -> None:
+    async with asyncio.timeout(5.0):
+        while (await buffer.stats()).wait_due_s < 0.05:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_part_of_a_batch_is_lent_while_the_rest_is_due(connect):
+    learner = connect()
+    await learner.attach(0, None)
+    leases = await overtake(learner, "a", "b")
+    await learner.put("b", make_group(leases["b"].prompt_index, lease_id="b"))
+    assert not await learner.take(2, 1, 0.05)
+    part = await learner.take(2, 1, 5.0, with_payloads=True, num_held=0)
+    assert [group.prompt_index for group in part.groups] == [1]
+    rest = asyncio.create_task(learner.take(2, 1, 5.0, with_payloads=True, num_held=1))
+    await learner.put("a", make_group(leases["a"].prompt_index, lease_id="a"))
+    loan = await rest
+    assert [header.prompt_index for header in loan.headers] == [1, 0]
+    assert [group.prompt_index for group in loan.groups] == [0]
+    assert (await learner.advance(2)).books.trained == 4
 
 
 async def test_one_call_leases_several_groups_as_far_as_they_are_admitted(connect):

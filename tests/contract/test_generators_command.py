@@ -15,7 +15,7 @@ from streamrl.cli.display.generators import generator_rows
 from streamrl.cli.main import main
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import Books, BufferStats, GeneratorStatus, SchedulingState
+from streamrl.types import Books, BufferStats, GeneratorStatus, OverduePolicy, SchedulingState
 from tests.contract.limits_config import limits_config
 from tests.contract.test_buffer_command import target_of
 from tests.contract.test_buffer_limits import SHARED, serving
@@ -91,7 +91,13 @@ def test_a_drain_waits_until_the_generator_has_left(backend: str, tmp_path: Path
 
 
 def stats(**fields: Any) -> BufferStats:
-    known = {"policy_version": 0, "groups_per_step": 1, "max_staleness": 1, "books": Books()}
+    known = {
+        "policy_version": 0,
+        "groups_per_step": 1,
+        "max_staleness": 1,
+        "overdue": OverduePolicy.WAIT,
+        "books": Books(),
+    }
     return BufferStats(incarnation="i", **known, **fields)
 
 

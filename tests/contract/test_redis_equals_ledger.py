@@ -38,6 +38,7 @@ from streamrl.types import (
     GeneratorStatus,
     GroupHeader,
     Lease,
+    OverduePolicy,
     SchedulingState,
     TrajectoryGroup,
     pack,
@@ -56,9 +57,10 @@ class Twins(RuleBasedStateMachine):
     @initialize(
         groups_per_step=st.integers(1, 3),
         max_staleness=st.integers(0, 3),
+        overdue=st.sampled_from([OverduePolicy.WAIT, *OverduePolicy]),
         final_version=st.none() | st.integers(2, 30),
     )
-    def start(self, **settings: int) -> None:
+    def start(self, **settings: Any) -> None:
         self.settings = settings
         self.now_s = 1000.1
         self.model = self.blank()
@@ -187,22 +189,33 @@ class Twins(RuleBasedStateMachine):
     def let_time_pass(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(num_groups=st.integers(1, 9), ahead=st.sampled_from([0, 0, 0, 1, 2]))
-    def take(self, num_groups: int, ahead: int) -> None:
+    @rule(
+        num_groups=st.integers(1, 9),
+        ahead=st.sampled_from([0, 0, 0, 1, 2]),
+        num_held=st.none() | st.integers(0, 3),
+    )
+    def take(self, num_groups: int, ahead: int, num_held: int | None = None) -> None:
         version = self.model.ledger.version + ahead
 
-        async def asked() -> tuple[GroupHeader, ...]:
-            return (await self.redis.take(num_groups, version, 0.0)).headers
+        async def asked() -> Any:
+            loan = await self.redis.take(num_groups, version, 0.0, num_held=num_held)
+            return loan.headers, round(loan.wait_due_s, 4)
 
-        headers = self.both(
-            asked(), lambda: self.model.take(num_groups, version, self.learner_term)
-        )
-        if headers is None:
+        def expected() -> Any:
+            term, now_s = self.learner_term, self.now_s
+            loan = self.model.take(num_groups, version, term, now_s, num_held)
+            return loan.headers, round(loan.wait_due_s, 4)
+
+        taken = self.both(asked(), expected)
+        if taken is None:
             return
+        headers, _ = taken
         prompt_indices = [header.prompt_index for header in headers]
         kept = [wire.encode(group) for group in self.model.fetch(prompt_indices)]
         fetched = self.runner.run(self.redis.fetch(prompt_indices))
         assert [wire.encode(group) for group in fetched] == kept
+        if num_held is not None or len(headers) < num_groups:
+            return
         loan = self.runner.run(self.redis.take(num_groups, version, 0.0, with_payloads=True))
         assert loan.headers == headers
         assert [wire.encode(group) for group in loan.groups] == kept
@@ -240,6 +253,33 @@ class Twins(RuleBasedStateMachine):
                 self.put(lease_id, age=1, wrong=9, again=False)
             self.take(self.settings["groups_per_step"], 0)
             self.advance(1)
+
+    @rule(
+        late=st.lists(st.sampled_from(LEASE_IDS), min_size=1, max_size=4, unique=True),
+        num_steps=st.integers(1, 4),
+        in_parts=st.booleans(),
+    )
+    def run_some_steps_with_late_groups(
+        self, late: list[str], num_steps: int, in_parts: bool
+    ) -> None:
+        """Steps overtake some groups, which are finished only once a batch waits for them."""
+        num_groups = self.settings["groups_per_step"]
+        self.save()
+        self.attach(None, "of the checkpoint")
+        for _ in range(num_steps):
+            for _ in range(3):
+                self.lease(LEASE_IDS, "steady")
+            for lease_id in LEASE_IDS:
+                if lease_id not in late:
+                    self.put(lease_id, age=1, wrong=9, again=False)
+            self.take(num_groups, 0)
+            self.advance(1)
+        for lease_id in late:
+            self.take(num_groups, 0, num_held=0 if in_parts else None)
+            self.read()
+            self.let_time_pass(0.1)
+            self.put(lease_id, age=2, wrong=9, again=False)
+        self.take(num_groups, 0)
 
     @rule()
     def save(self) -> None:
@@ -309,14 +349,14 @@ class Twins(RuleBasedStateMachine):
     @invariant()
     def the_indexes_agree(self) -> None:
         books = self.model.ledger.books()
-        names = ("in_flight", "ready", "expiries", "entries", "leases")
+        names = ("in_flight", "ready", "expiries", "leased", "entries", "leases")
         pipeline = self.server.pipeline()
         for name in names:
             key = f"streamrl:{{{self.run_name}}}:{name}"
-            pipeline.zcard(key) if name in names[:3] else pipeline.hlen(key)
+            pipeline.zcard(key) if name in names[:4] else pipeline.hlen(key)
         in_flight = books.leased + books.buffered + books.taken
         everything = in_flight + books.trained
-        expected = [in_flight, books.buffered, books.leased, everything, everything]
+        expected = [in_flight, books.buffered, books.leased, books.leased, everything, everything]
         assert pipeline.execute() == expected
 
     def teardown(self) -> None:
@@ -353,6 +393,7 @@ def comparable(stats: Any) -> Any:
     reports = zip(stats.generators, stats.heartbeat_ages_s, strict=True)
     return (
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
+        *(stats.overdue, stats.awaited, round(stats.wait_due_s, 4)),
         *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),
         stats.scheduling_states,
         sorted(reports, key=lambda report: report[0].generator_id),

@@ -10,6 +10,7 @@ from streamrl.types import (
     GeneratorStatus,
     LearnerActivity,
     LearnerStatus,
+    OverduePolicy,
     replace,
 )
 
@@ -34,6 +35,7 @@ def buffer(
         policy_version=43,
         groups_per_step=16,
         max_staleness=2,
+        overdue=OverduePolicy.WAIT,
         books=Books(learner_term=1, dropped=fields.pop("dropped", {}), **account),
         generators=generators,
         heartbeat_ages_s=ages_s or (0.5,) * len(generators),
@@ -115,6 +117,7 @@ SITUATIONS = {
                 policy_version=43,
                 groups_per_step=16,
                 max_staleness=2,
+                overdue=OverduePolicy.WAIT,
                 books=Books(learner_term=1),
                 generators=(generator("gen-1"),),
                 heartbeat_ages_s=(0.1,),

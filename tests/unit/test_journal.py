@@ -157,7 +157,8 @@ class JournalMachine(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         ledger = self.state.ledger
-        if self.state.take(ledger.groups_per_step, ledger.version, ledger.learner_term):
+        term = ledger.learner_term
+        if self.state.take(ledger.groups_per_step, ledger.version, term, self.now_s):
             self._die_and_come_back()
             ledger = self.state.ledger
             self.state.advance(ledger.version + 1, ledger.learner_term)
@@ -174,7 +175,9 @@ class JournalMachine(RuleBasedStateMachine):
                 for lease in self.state.lease([f"lease {self.num_leases}"], "steady", self.now_s):
                     put(self.state, lease, ledger.version, self.now_s)
                 self.num_leases += 1
-            if self.state.take(ledger.groups_per_step, ledger.version, ledger.learner_term):
+            if self.state.take(
+                ledger.groups_per_step, ledger.version, ledger.learner_term, self.now_s
+            ):
                 self.state.advance(ledger.version + 1, ledger.learner_term)
         self._die_and_come_back()
 
@@ -183,7 +186,7 @@ class JournalMachine(RuleBasedStateMachine):
         ledger = self.state.ledger
         for version in (ledger.version, ledger.version + 1):
             try:
-                self.state.take(ledger.groups_per_step, version, ledger.learner_term)
+                self.state.take(ledger.groups_per_step, version, ledger.learner_term, self.now_s)
             except LedgerError:
                 break
         self._die_and_come_back()
@@ -260,7 +263,7 @@ def test_the_file_does_not_grow_with_the_run(tmp_path):
                 (lease,) = state.lease([f"{version}/{number}"], "g", 0.0)
                 state.put(lease.lease_id, header(lease, version), bytes(20_000), 0.0)
             journal.commit()
-            state.take(2, version, 1)
+            state.take(2, version, 1, 0.0)
             state.advance(version + 1, 1)
             state.acknowledge(version + 1, 1)
             journal.commit()
@@ -297,8 +300,8 @@ def test_another_bound_is_adopted_and_fences_who_counts_with_the_old_one(tmp_pat
     journal.close()
     state, journal = open_journal(tmp_path, groups_per_step=3)
     with pytest.raises(LedgerError, match="took over"):
-        state.take(2, 0, learner_term)
-    assert len(state.take(3, 0, state.attach(0, None))) == 3
+        state.take(2, 0, learner_term, 0.0)
+    assert len(state.take(3, 0, state.attach(0, None), 0.0).headers) == 3
     journal.close()
 
 

@@ -1,5 +1,7 @@
 """The ledger's rules, one at a time. `test_ledger_properties.py` mixes them in any order."""
 
+from typing import Any
+
 import pytest
 
 from buffers.ledger.ledger import Ledger
@@ -11,10 +13,10 @@ from streamrl.errors import (
     LostMemoryError,
     UnknownLeaseError,
 )
-from streamrl.types import Books, DropReason, GroupHeader, Lease, RefusalReason
+from streamrl.types import Books, DropReason, GroupHeader, Lease, OverduePolicy, RefusalReason
 
 
-def make_ledger(groups_per_step: int = 2, max_staleness: int = 1, **kwargs: int) -> Ledger:
+def make_ledger(groups_per_step: int = 2, max_staleness: int = 1, **kwargs: Any) -> Ledger:
     ledger = Ledger(groups_per_step=groups_per_step, max_staleness=max_staleness, **kwargs)
     ledger.attach(0)
     return ledger
@@ -173,7 +175,7 @@ def test_a_prefetched_batch_counts_the_version_it_will_wait_for():
 
 
 def test_a_prefetched_batch_is_evicted_by_the_version_that_will_train_it():
-    ledger = make_ledger(groups_per_step=1, max_staleness=2)
+    ledger = make_ledger(groups_per_step=1, max_staleness=2, overdue=OverduePolicy.DROP)
     fill(ledger, *"abc")
     train_one_step(ledger)
     fill(ledger, "d", version=0)
@@ -182,13 +184,112 @@ def test_a_prefetched_batch_is_evicted_by_the_version_that_will_train_it():
 
 
 def test_what_became_too_stale_is_evicted_with_the_reason():
-    ledger = make_ledger(groups_per_step=1, max_staleness=1)
+    ledger = make_ledger(groups_per_step=1, max_staleness=1, overdue=OverduePolicy.DROP)
     slow = grant(ledger, "slow")
     for _ in range(2):
         fill(ledger, f"quick {ledger.version}", version=ledger.version)
         train_one_step(ledger)
     assert not ledger.put("slow", header(slow, version=0), 0.0)
     assert ledger.books().dropped == {DropReason.STALE: 1}
+
+
+def overtake(ledger: Ledger) -> Lease:
+    """A group leased at version 0 that a step overtakes; another is finished for the next step."""
+    slow = grant(ledger, "slow")
+    fill(ledger, "quick 0")
+    train_one_step(ledger)
+    fill(ledger, "quick 1", version=1)
+    return slow
+
+
+def test_a_batch_waits_for_the_group_that_is_due():
+    ledger = make_ledger(groups_per_step=1, max_staleness=1, overdue=OverduePolicy.WAIT)
+    slow = overtake(ledger)
+    assert ledger.take(1, 1, 1) == ()
+    assert [entry.prompt_index for entry in ledger.awaited()] == [slow.prompt_index]
+    ledger.put("slow", header(slow, version=0), 0.0)
+    assert ledger.awaited() == ()
+    assert train_one_step(ledger) == [slow.prompt_index]
+    assert not ledger.books().dropped
+
+
+def test_a_batch_does_not_wait_for_what_is_due_later():
+    ledger = make_ledger(groups_per_step=2, max_staleness=2, overdue=OverduePolicy.WAIT)
+    for number in range(3):
+        grant(ledger, f"slow {number}")
+    fill(ledger, "a", "b")
+    assert train_one_step(ledger) == [3, 4]
+    fill(ledger, "c", "d", version=1)
+    assert ledger.take(2, 1, 1) == ()  # three are due by version 2, which has two places
+    ledger.release("slow 0", DropReason.FAILED)
+    assert train_one_step(ledger) == [5, 6]
+
+
+def test_a_batch_waits_for_places_that_groups_due_earlier_and_later_need_together():
+    ledger = make_ledger(groups_per_step=1, max_staleness=3, overdue=OverduePolicy.WAIT)
+    fill(ledger, "a", "b")
+    due_at_3 = [grant(ledger, name) for name in "cd"]
+    train_one_step(ledger)
+    grant(ledger, "e")
+    ledger.release("d", DropReason.FAILED)
+    due_at_4 = [grant(ledger, name) for name in "ef"]
+    train_one_step(ledger)
+    fill(ledger, "g", version=2)
+    assert [lease.min_policy_version + 3 for lease in (*due_at_3, *due_at_4)] == [3, 3, 4, 4]
+    assert ledger.take(1, 2, 1) == ()  # one is due at 3 and two at 4, which two steps follow
+    ledger.release("e", DropReason.FAILED)
+    assert train_one_step(ledger) == [6]
+
+
+@pytest.mark.parametrize("end", [DropReason.EXPIRED, DropReason.FAILED])
+def test_a_batch_goes_on_when_the_lease_that_is_due_ends(end):
+    ledger = make_ledger(groups_per_step=1, max_staleness=1, overdue=OverduePolicy.WAIT)
+    overtake(ledger)
+    assert ledger.take(1, 1, 1) == ()
+    if end is DropReason.EXPIRED:
+        ledger.expire(20.0)
+    else:
+        ledger.release("slow", end)
+    assert [group.prompt_index for group in ledger.take(1, 1, 1)] == [2]
+
+
+def test_an_overdue_group_is_trained_as_old_as_it_is():
+    ledger = make_ledger(groups_per_step=1, max_staleness=1, overdue=OverduePolicy.TRAIN)
+    slow = overtake(ledger)
+    for number in range(3):
+        train_one_step(ledger)
+        fill(ledger, f"quicker {number}", version=ledger.version)
+    assert ledger.put("slow", header(slow, version=0), 0.0)
+    assert ledger.version - slow.min_policy_version > ledger.max_staleness
+    assert train_one_step(ledger) == [slow.prompt_index]
+
+
+def test_a_part_of_a_batch_is_lent_while_the_rest_is_due():
+    ledger = make_ledger(groups_per_step=2, max_staleness=1, overdue=OverduePolicy.WAIT)
+    slow = [grant(ledger, name) for name in ("slow", "slower")]
+    fill(ledger, "a", "b")
+    train_one_step(ledger)
+    fill(ledger, "c", "d", version=1)
+    assert ledger.take(2, 1, 1, num_held=0) == ()
+    ledger.put("slow", header(slow[0]), 0.0)
+    assert ledger.take(2, 1, 1) == ()
+    part = ledger.take(2, 1, 1, num_held=0)
+    assert [group.prompt_index for group in part] == [0]
+    assert ledger.take(2, 1, 1, num_held=1) == ()
+    ledger.put("slower", header(slow[1]), 0.0)
+    assert [group.prompt_index for group in ledger.take(2, 1, 1, num_held=1)] == [0, 1]
+
+
+def test_a_part_is_lent_beside_groups_that_are_due_later():
+    ledger = make_ledger(groups_per_step=3, max_staleness=1, overdue=OverduePolicy.WAIT)
+    slow = grant(ledger, "slow")
+    fill(ledger, "a", "b", "c")
+    train_one_step(ledger)
+    fill(ledger, "d", "e", "f", version=1)
+    assert [group.prompt_index for group in ledger.take(3, 1, 1, num_held=0)] == [4, 5]
+    assert ledger.awaited()[0].prompt_index == slow.prompt_index
+    ledger.put("slow", header(slow), 0.0)
+    assert [group.prompt_index for group in ledger.take(3, 1, 1)] == [4, 5, 0]
 
 
 def test_a_batch_that_admission_can_never_fill_is_refused_by_name():

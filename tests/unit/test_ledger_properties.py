@@ -6,15 +6,17 @@ surviving history has trained, at which version, and what the last durable check
 
 import heapq
 from copy import deepcopy
+from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from buffers.ledger.entries import Entries, State
+from buffers.ledger.entries import Entries
+from buffers.ledger.entry import State
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.queues import ReadyQueue
-from streamrl.types import Books, DropReason, GroupHeader, Lease
+from streamrl.types import Books, DropReason, GroupHeader, Lease, OverduePolicy
 from tests.records import make_group
 
 TTL_S = 10.0
@@ -22,9 +24,13 @@ ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED)
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    @initialize(groups_per_step=st.integers(1, 3), max_staleness=st.integers(0, 3))
-    def start(self, groups_per_step: int, max_staleness: int) -> None:
-        self.settings = {"groups_per_step": groups_per_step, "max_staleness": max_staleness}
+    @initialize(
+        groups_per_step=st.integers(1, 3),
+        max_staleness=st.integers(0, 3),
+        overdue=st.sampled_from(OverduePolicy),
+    )
+    def start(self, **settings: Any) -> None:
+        self.settings = settings
         self.ledger = Ledger(**self.settings)
         self.learner_term = self.ledger.attach(0)
         self.now_s = 0.0
@@ -36,6 +42,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.checkpoint: tuple[int, Books, dict[int, int]] = (0, Books(), {})
         self.first_checkpoint = self.checkpoint
         self.older_ledger = Ledger(**self.settings)
+        self.has_lost_history = False
 
     @rule()
     def lease(self) -> None:
@@ -48,12 +55,20 @@ class LedgerMachine(RuleBasedStateMachine):
             self.held[lease.lease_id] = lease
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), extra=st.integers(0, 3))
-    def put(self, data: st.DataObject, extra: int) -> None:
+    @rule(data=st.data(), newer=st.integers(0, 2))
+    def put(self, data: st.DataObject, newer: int) -> None:
         lease = self.held.pop(data.draw(st.sampled_from(sorted(self.held))))
-        self._put(lease, max(0, lease.min_policy_version - 1 + extra))
+        self._put(lease, lease.min_policy_version + newer)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def put_what_older_weights_sampled(self, data: st.DataObject) -> None:
+        lease = self.held.pop(data.draw(st.sampled_from(sorted(self.held))))
+        self._put(lease, max(0, lease.min_policy_version - 1))
 
     def _put(self, lease: Lease, oldest: int) -> None:
+        # Weights of a lost history: a generator samples from none that are older than its lease.
+        self.has_lost_history |= oldest < lease.min_policy_version
         header = GroupHeader(
             group_id=lease.lease_id,
             prompt_index=lease.prompt_index,
@@ -82,15 +97,22 @@ class LedgerMachine(RuleBasedStateMachine):
         self.held = {k: v for k, v in self.held.items() if k in alive - lost}
         assert set(self.ledger.live_leases()) == self.held.keys()
 
-    @rule()
-    def take(self) -> None:
-        loan = self.ledger.take(self.settings["groups_per_step"], self.version, self.learner_term)
+    @rule(in_parts=st.booleans())
+    def take(self, in_parts: bool = False) -> None:
+        num_held = len(self.loan) if in_parts else None
+        num_groups = self.settings["groups_per_step"]
+        loan = self.ledger.take(num_groups, self.version, self.learner_term, num_held)
         for group in loan:
-            assert self.version - group.oldest_version <= self.settings["max_staleness"]
+            is_bounded = self.settings["overdue"] is not OverduePolicy.TRAIN
+            assert not is_bounded or self._staleness(group) <= self.settings["max_staleness"]
             assert group.prompt_index not in self.history
-        self.loan = loan
+        assert loan[: len(self.loan)] == self.loan or not loan
+        self.loan = loan or self.loan
 
-    @precondition(lambda self: self.loan)
+    def _staleness(self, group: GroupHeader) -> int:
+        return self.version - group.oldest_version
+
+    @precondition(lambda self: len(self.loan) == self.settings["groups_per_step"])
     @rule()
     def train(self) -> None:
         self.version += 1
@@ -108,8 +130,39 @@ class LedgerMachine(RuleBasedStateMachine):
                 del self.held[lease.lease_id]
                 self._put(lease, min(lease.min_policy_version + spread, self.version))
             self.take()
-            if self.loan:
+            if len(self.loan) == self.settings["groups_per_step"]:
                 self.train()
+
+    @rule(data=st.data(), num_steps=st.integers(1, 8))
+    def run_some_steps_with_long_tails(self, data: st.DataObject, num_steps: int) -> None:
+        """Groups finish in any order, and the oldest ones only when nothing else can go on.
+
+        With every group finished a batch waits for nobody: there is no deadlock.
+        """
+        for _ in range(num_steps):
+            for _ in range(12):
+                self.lease()
+            finishing = data.draw(st.permutations(sorted(self.held)))
+            while len(self.loan) < self.settings["groups_per_step"]:
+                self.take(in_parts=data.draw(st.booleans()))
+                if finishing and self.held:
+                    lease = self.held.pop(finishing.pop())
+                    first = min(lease.min_policy_version, self.version)
+                    self._put(lease, data.draw(st.integers(first, self.version)))
+                elif len(self.loan) < self.settings["groups_per_step"]:
+                    self.take()
+                    break
+            if len(self.loan) == self.settings["groups_per_step"]:
+                self.train()
+            assert not self.is_stuck()
+
+    def is_stuck(self) -> bool:
+        """Whether enough groups are finished, none is leased, and no batch is lent."""
+        books, missing = self.ledger.books(), self.settings["groups_per_step"] - len(self.loan)
+        if books.leased or books.buffered < missing or missing == 0:
+            return False
+        self.take()
+        return len(self.loan) < self.settings["groups_per_step"]
 
     @rule(acknowledges=st.booleans())
     def save(self, acknowledges: bool) -> None:
@@ -121,6 +174,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(buffer=st.sampled_from(["lives", "comes back blank", "comes back older"]))
     def kill_the_learner(self, buffer: str) -> None:
         """A buffer that comes back never hears again of the leases it remembers."""
+        self.has_lost_history |= buffer != "lives" or self.version > self.checkpoint[0]
         self.version, books, history = self.checkpoint
         self.history = dict(history)
         if buffer != "lives":
@@ -135,6 +189,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def resume_from_an_earlier_checkpoint(self) -> None:
         """The checkpoint is not the last one acknowledged: what came after is made again."""
+        self.has_lost_history |= self.version > self.first_checkpoint[0]
         self.version, books, history = self.first_checkpoint
         self.checkpoint = self.first_checkpoint
         self.history = dict(history)
@@ -147,6 +202,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def _attach(self, books: Books) -> None:
         self.learner_term = self.ledger.attach(self.version, books)
         self.loan = ()
+
+    @invariant()
+    def groups_are_dropped_as_stale_only_by_policy_or_after_a_loss(self) -> None:
+        match self.settings["overdue"]:
+            case OverduePolicy.TRAIN:
+                assert DropReason.STALE not in self.ledger.books().dropped
+            case OverduePolicy.WAIT if not self.has_lost_history:
+                assert DropReason.STALE not in self.ledger.books().dropped
 
     @invariant()
     def the_books_close(self) -> None:

@@ -11,7 +11,14 @@ from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.jsonl import JsonlTracker, read_metrics
 from streamrl.tracking.wandb import FINISH_S
-from streamrl.types import Books, BufferStats, DropReason, GeneratorStatus, GroupHeader
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    OverduePolicy,
+)
 
 
 def make_config(tmp_path: Path, **tracking: object) -> RunConfig:
@@ -126,6 +133,7 @@ def test_generators_are_told_apart_and_together():
         policy_version=3,
         groups_per_step=1,
         max_staleness=1,
+        overdue=OverduePolicy.WAIT,
         books=Books(),
         generators=generators,
     )

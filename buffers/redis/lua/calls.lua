@@ -1,7 +1,8 @@
 -- The calls of a client, each one atomic: `buffers/ledger/state.py` and
 -- `buffers/ledger/generator_registry.py` in Lua.
 --
---   ARGV   call, time or '', ttl_s, groups_per_step, max_staleness, final_version or -1, arguments
+--   ARGV   call, time or '', ttl_s, groups_per_step, max_staleness, final_version or -1,
+--          place of `overdue` in OverduePolicy, arguments
 --   reply  {'ok', ...}, {name of an error class, message}, {'again'}: the staged payload is gone,
 --          {'full'}: no memory, or {'schema', number}: the run's keys have another schema
 --
@@ -23,6 +24,7 @@ local settings = {
   groups_per_step = tonumber(ARGV[4]),
   max_staleness = tonumber(ARGV[5]),
   final_version = tonumber(ARGV[6]),
+  overdue = tonumber(ARGV[7]),
   schema = SCHEMA,
 }
 
@@ -64,6 +66,7 @@ local function read_stats()
   return {
     'ok', numbers, dropped, in_flight_prompts, free, call('HGETALL', key('refused')),
     oldest() or '', incarnation(), registry, ages, call('HGETALL', key('scheduling_states')),
+    awaited_leases(), wait_due_s(now_s),
   }
 end
 
@@ -198,8 +201,16 @@ function calls.attach(version, books)
   return read_stats()
 end
 
-function calls.take(num_groups, version, learner_term)
-  return { 'ok', take(tonumber(num_groups), tonumber(version), tonumber(learner_term)) }
+function calls.take(num_groups, version, learner_term, num_held)
+  num_groups = tonumber(num_groups)
+  local headers = take(num_groups, tonumber(version), tonumber(learner_term), tonumber(num_held))
+  local waited_s = wait_due_s(now_s)
+  if #headers >= num_groups then
+    state.due_since_us = 0
+  elseif state.due_since_us == 0 and #awaited_leases() > 0 then
+    state.due_since_us = math.floor(now_s * 1e6)
+  end
+  return { 'ok', headers, waited_s }
 end
 
 function calls.advance(version, learner_term)
@@ -233,15 +244,15 @@ load_state(settings)
 if stored.version and stored.schema ~= SCHEMA then
   return { 'schema', stored.schema or 1 }
 end
-if ARGV[1] == 'put' and ARGV[8] ~= '' then
+if ARGV[1] == 'put' and ARGV[9] ~= '' then
   -- Short of memory, Redis refuses only the first write of a script, so this one comes first.
-  local stored_it = redis.pcall('SET', key('staged:' .. ARGV[7]), ARGV[8])
+  local stored_it = redis.pcall('SET', key('staged:' .. ARGV[8]), ARGV[9])
   if stored_it.err and string.find(stored_it.err, 'OOM') then return { 'full' } end
   if stored_it.err then return stored_it end
 end
 -- A write that adds nothing: after it Redis lets the script finish even if memory is short.
 call('DEL', key('nothing'))
-local is_done, reply = pcall(calls[ARGV[1]], unpack(ARGV, 7))
+local is_done, reply = pcall(calls[ARGV[1]], unpack(ARGV, 8))
 if not is_done then
   if type(reply) ~= 'table' or not reply.kind then error(reply) end
   reply = { reply.kind, reply.message }

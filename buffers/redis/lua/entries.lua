@@ -1,9 +1,9 @@
 -- The ledger's columns: `buffers/ledger/entries.py` in Lua.
 --
 -- Invariant: as there, an entry enters and leaves a column in one place each, so the books close
--- after every call. The three files of this folder are loaded as one script, in the order entries,
--- ledger, calls, after a line that sets SCHEMA. KEYS[1] is `streamrl:{RUN}:state`; every other key
--- has the same hash tag and so the same cluster slot.
+-- after every call. The four files of this folder are loaded as one script, in the order entries,
+-- ledger, batches, calls, after a line that sets SCHEMA. KEYS[1] is `streamrl:{RUN}:state`; every
+-- other key has the same hash tag and so the same cluster slot.
 --
 --   state              hash    schema, counts, version, learner term, settings
 --   entries            hash    prompt index -> entry
@@ -11,6 +11,7 @@
 --   in_flight          zset    prompt indices that are leased, buffered or taken
 --   expiries           zset    lease ids that are leased, by expiry time
 --   ready              zset    prompt indices that are buffered, by oldest version
+--   leased             zset    prompt indices that are leased, by oldest version that may sample
 --   free               zset    prompt indices that are granted again
 --   loans, trained     hash    version -> prompt indices
 --   headers            hash    prompt index -> header of its group
@@ -26,7 +27,7 @@ local prefix = string.match(KEYS[1], '^(.*:)state$')
 local NUMBERS = {
   'schema', 'version', 'learner_term', 'finished', 'draining', 'groups_per_step', 'max_staleness',
   'final_version', 'granted', 'leased', 'buffered', 'taken', 'trained', 'acknowledged',
-  'next_prompt_index', 'revision', 'num_bytes', 'unseen',
+  'next_prompt_index', 'revision', 'num_bytes', 'unseen', 'overdue', 'due_since_us',
 }
 local RETURNS_PROMPT = { expired = true, released = true, orphaned = true }
 
@@ -100,6 +101,7 @@ local function enter(entry, column)
   end
   if column == 'leased' then
     call('ZADD', key('expiries'), string.format('%.17g', entry.expires_at_s), entry.lease_id)
+    call('ZADD', key('leased'), int(entry.min_policy_version), ready_member(entry.prompt_index))
   elseif column == 'buffered' then
     call('ZADD', key('ready'), int(entry.oldest_version), ready_member(entry.prompt_index))
     notify.may_take = true
@@ -111,6 +113,7 @@ local function leave(entry)
   state[entry.state] = state[entry.state] - 1
   if entry.state == 'leased' then
     call('ZREM', key('expiries'), entry.lease_id)
+    call('ZREM', key('leased'), ready_member(entry.prompt_index))
   elseif entry.state == 'buffered' then
     call('ZREM', key('ready'), ready_member(entry.prompt_index))
   end

@@ -1,4 +1,4 @@
--- Admission, eviction, loans and fencing: `buffers/ledger/ledger.py` in Lua.
+-- Admission, eviction, loans and fencing: `buffers/ledger/ledger.py` and `admission.py` in Lua.
 --
 -- Invariant: those stated there; `tests/contract/test_redis_equals_ledger.py` tests that both give
 -- the same answers and keep the same books. A refusal keeps the changes that were made before it.
@@ -24,6 +24,9 @@ local function require_learner_term(learner_term)
       'lost memory: this buffer knows term %d, not %d', state.learner_term, learner_term))
   end
 end
+
+-- The places of these policies in OverduePolicy; the third one is drop.
+local WAIT, TRAIN = 0, 1
 
 local function prompt_indices_of(loan)
   local prompt_indices = {}
@@ -61,6 +64,11 @@ local function num_admitted()
   local free = math.max(0, capacity - in_flight())
   -- Groups that fill no batch would stay in flight for good.
   return state.draining == 1 and math.min(free, -in_flight() % state.groups_per_step) or free
+end
+
+-- Whether a group is too old to be trained at `version`, and is dropped for it.
+local function is_stale(oldest_version, version)
+  return state.overdue ~= TRAIN and version - oldest_version > state.max_staleness
 end
 
 local function lease(lease_id, now_s, ttl_s)
@@ -110,7 +118,7 @@ local function put(lease_id, group, header, now_s)
   elseif group.prompt_index ~= entry.prompt_index then
     refuse('LedgerError', string.format('lease %s is for prompt %s; the group is for %s',
       lease_id, int(entry.prompt_index), int(group.prompt_index)))
-  elseif state.version - group.oldest_version > state.max_staleness then
+  elseif is_stale(group.oldest_version, state.version) then
     drop(entry, 'stale')
     return false
   end
@@ -144,7 +152,7 @@ end
 
 local function evict(version)
   local oldest_version, prompt_index = oldest()
-  while oldest_version and version - oldest_version > state.max_staleness do
+  while oldest_version and is_stale(oldest_version, version) do
     drop(get(prompt_index), 'stale')
     oldest_version, prompt_index = oldest()
   end
@@ -180,45 +188,9 @@ local function attach(version, books)
     reconcile(books)
   end
   state.version, state.finished, state.draining = version, 0, 0
+  state.due_since_us = 0
   state.learner_term = math.max(state.learner_term, books and books.learner_term or 0) + 1
   notify.may_lease, notify.may_take = true, true
-end
-
-local function check_take(num_groups, version)
-  local following = state.version + call('HLEN', key('loans'))
-  if version ~= following then
-    refuse('LedgerError', string.format(
-      'take for version %d; the next to be trained is %d', version, following))
-  end
-  local capacity = admission_capacity()
-  if num_groups > capacity then
-    refuse('ConfigError', string.format('a batch of %d groups can never fill: '
-      .. 'buffer.max_staleness %d and learner.groups_per_step %d admit %d',
-      num_groups, state.max_staleness, state.groups_per_step, capacity))
-  end
-end
-
-local function take(num_groups, version, learner_term)
-  require_learner_term(learner_term)
-  local loan = call('HGET', key('loans'), int(version))
-  if not loan then
-    check_take(num_groups, version)
-    evict(version)
-    if state.buffered < num_groups then return {} end
-    local prompt_indices = {}
-    for i = 1, num_groups do
-      local _, prompt_index = oldest()
-      move(get(prompt_index), 'taken')
-      prompt_indices[i] = int(prompt_index)
-    end
-    loan = table.concat(prompt_indices, ',')
-    call('HSET', key('loans'), int(version), loan)
-  end
-  local headers = {}
-  for i, prompt_index in ipairs(prompt_indices_of(loan)) do
-    headers[i] = call('HGET', key('headers'), prompt_index)
-  end
-  return headers
 end
 
 local function advance(version, learner_term)

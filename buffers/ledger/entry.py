@@ -1,0 +1,41 @@
+"""One open prompt of the ledger, and the states it passes through."""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from streamrl.types import GroupHeader
+
+
+class State(StrEnum):
+    LEASED = "leased"
+    BUFFERED = "buffered"
+    TAKEN = "taken"
+    TRAINED = "trained"
+
+
+class Entry(Struct):
+    """One open prompt; `min_policy_version` is the oldest version that may sample its tokens.
+
+    `version` is the one it is lent for, or was trained at.
+    """
+
+    prompt_index: int
+    lease_id: str
+    min_policy_version: int
+    expires_at_s: float
+    state: State = State.LEASED
+    header: GroupHeader | None = None
+    version: int = -1
+
+
+def oldest_version(entry: Entry) -> int:
+    """The oldest version that its tokens have or, as long as it is leased, may have."""
+    if entry.state is State.LEASED:
+        return entry.min_policy_version
+    return header_of(entry).oldest_version
+
+
+def header_of(entry: Entry) -> GroupHeader:
+    assert entry.header is not None, "only a LEASED entry has no header"
+    return entry.header
