@@ -29,6 +29,7 @@ def figures(record: RunRecord, prompts: PromptSource) -> Line:
     return {
         "seconds": round(seconds(metrics), 2),
         "wait_s": round(sum(line["learner/wait_s"] for line in metrics[1:]), 2),
+        "wait_due_s": round(sum(line["learner/wait_due_s"] for line in metrics[1:]), 2),
         "staleness_max": max(line["buffer/staleness_max"] for line in metrics),
         "groups_trained": len(trained),
         "trained_twice": len(trained) - len(set(trained)),

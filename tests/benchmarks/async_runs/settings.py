@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.config.buffer import BufferSettings
 from tests.benchmarks.async_runs.spans import ALPHABET, TURN
 
 PER_BUCKET = 128
@@ -24,18 +23,20 @@ RECIPE = {
     "intermediate_size": 192,
     "num_layers": 2,
     "alphabet": ALPHABET,
-    "warm_start_accuracy": 0.9,
     "batch_size": 64,
-    "lr": 3e-3,
+    "lr": 1.5e-3,
+    "warm_start_steps": 600,
 }
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Arguments of `Spans`, and the buckets (shortest, longest) of held-out answer lengths."""
+    """Arguments of `Spans`, the sampled exact match at which the warm start of the model ends, and
+    the buckets (shortest, longest) of held-out answer lengths."""
 
     name: str
     kwargs: Mapping[str, Any]
+    warm_start_accuracy: float
     buckets: tuple[tuple[int, int], ...]
 
     @property
@@ -53,9 +54,10 @@ WORKLOADS = {
         Workload(
             "long-tailed",
             {"min_length": 4, "max_length": 96, "tail": 1.6},
+            0.9,
             ((4, 10), (11, TURN), (TURN + 1, 96)),
         ),
-        Workload("equal", {"min_length": 6, "max_length": 6}, ((6, 6),)),
+        Workload("equal", {"min_length": 6, "max_length": 6}, 0.5, ((6, 6),)),
     )
 }
 
@@ -87,13 +89,14 @@ def configuration(
 ) -> dict[str, Any]:
     """The configuration of one run, whose folder is `name_of(...)` in `folder`."""
     name = name_of(workload, mode.name, seed)
+    recipe = {**RECIPE, "warm_start_accuracy": workload.warm_start_accuracy}
     task = os.path.join(os.path.dirname(__file__), "spans.py")
     return {
         "run": {
             **{"name": name, "folder": folder, "seed": seed},
             **{"max_steps": steps, "evaluate": False},
         },
-        "model": {"path": f"{folder}/model-{workload.name}-{seed}", "recipe": RECIPE},
+        "model": {"path": f"{folder}/model-{workload.name}-{seed}", "recipe": recipe},
         "data": {
             "source": f"{task}:Spans",
             "source_kwargs": dict(workload.kwargs),
@@ -111,7 +114,7 @@ def configuration(
         "buffer": {
             "url": "zmq://127.0.0.1:0",
             "max_staleness": mode.max_staleness,
-            **({"overdue": mode.overdue} if "overdue" in BufferSettings.model_fields else {}),
+            "overdue": mode.overdue,
         },
         "algorithm": {"advantage_config": {"norm_adv_by_std": SCALES_ADVANTAGES}},
         "learner": {

@@ -23,7 +23,8 @@ RING = "".join(
 )
 ALPHABET = RING + "<>="
 TURN = 40
-_KEPT_OUT = 5
+_KEPT_OUT = np.random.default_rng(0).random((len(RING), len(RING) + 1)) < 0.2
+"""[start, length]: the spans that are held out, at random, so that no rule describes them."""
 
 
 class Spans:
@@ -68,8 +69,7 @@ def span(start: int, length: int, prompt_index: int) -> Prompt:
 
 def _start(rng: np.random.Generator, length: int, *, held_out: bool) -> int:
     """A uniform start among those that are held out with this length, or among the others."""
-    starts = [s for s in range(len(RING)) if ((s + length) % _KEPT_OUT == 0) == held_out]
-    return int(rng.choice(starts))
+    return int(rng.choice(np.flatnonzero(_KEPT_OUT[:, length] == held_out)))
 
 
 def exact_match(episodes: Sequence[Episode], log: str | None = None) -> list[float]:

@@ -10,6 +10,7 @@ _COLUMNS = {
     "ratio": "against the faster synchronous",
     "ratio_to_reward": "to the same reward",
     "wait_s": "learner waits, s",
+    "wait_due_s": "of it for due groups, s",
     "staleness_max": "largest staleness",
     "dropped": "dropped (answer length)",
     "unfinished": "unfinished (answer length)",

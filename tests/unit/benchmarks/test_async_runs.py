@@ -86,14 +86,15 @@ def test_the_reward_logs_what_was_sampled(tmp_path: Path):
 
 def test_figures_say_what_was_not_trained():
     prompts = Spans(0, **TAIL)
+    waits = {"learner/wait_s": 0.5, "learner/wait_due_s": 0.25}
     metrics = [
-        {"time_s": time_s, "learner/wait_s": 0.5, "buffer/staleness_max": 2}
-        for time_s in (10.0, 11.0, 14.0)
+        {"time_s": time_s, **waits, "buffer/staleness_max": 2} for time_s in (10.0, 11.0, 14.0)
     ]
     trained = [0, 1, 2, 4, 5, 7]
     sampled = {i: [len(prompts[i].answer) + 1] * 2 for i in (*trained, 3)}
     result = figures(RunRecord(metrics, trained, {3: "stale"}, sampled), prompts)
-    assert (result["seconds"], result["wait_s"], result["staleness_max"]) == (4.0, 1.0, 2)
+    assert (result["seconds"], result["staleness_max"]) == (4.0, 2)
+    assert (result["wait_s"], result["wait_due_s"]) == (1.0, 0.5)
     assert (result["groups_trained"], result["trained_twice"], result["unfinished"]) == (6, 0, 0)
     assert result["dropped"] == {"stale": 1}
     assert result["dropped_answer_length_mean"] == len(prompts[3].answer)
