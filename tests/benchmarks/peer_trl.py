@@ -4,7 +4,8 @@
     .venv/bin/python deploy/install.py TRL/bin/python trl==1.16.0 torch==2.13.0 \
         transformers==5.19.0 msgspec
     PYTHONPATH=. .venv/bin/python tests/benchmarks/peer_trl.py --python TRL/bin/python \
-        [--steps N] [--workloads A,B] [--seeds 0,1,2] [--micro-batches 1,4] [--folder FOLDER]
+        [--steps N] [--workloads A,B] [--seeds 0,1,2] [--checkpoints N] [--micro-batches 1,4] \
+        [--folder FOLDER]
 
 TRL samples with `model.generate` and trains by turns, on all cores; of the numbers of micro-batches
 the fastest counts. With vLLM it would need a GPU or a server beside it. The model is the one of
@@ -23,7 +24,7 @@ from typing import Any
 
 from actors.prompts import open_prompts
 from streamrl.config import RunConfig, load_config
-from tests.benchmarks.async_runs.held_out import held_out
+from tests.benchmarks.async_runs.held_out import curve
 from tests.benchmarks.async_runs.lengths import mean, p99
 from tests.benchmarks.async_runs.records import Line
 from tests.benchmarks.async_runs.run import Plan, make_model, write_configuration
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--micro-batches", default="1")
+    parser.add_argument("--checkpoints", type=int, default=6)
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -47,7 +49,9 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for workload in arguments.workloads.split(","):
             for seed in map(int, arguments.seeds.split(",")):
-                plan = Plan(folder, WORKLOADS[workload], seed, arguments.steps, checkpoints=1)
+                plan = Plan(
+                    folder, WORKLOADS[workload], seed, arguments.steps, arguments.checkpoints
+                )
                 cuts = map(int, arguments.micro_batches.split(","))
                 runs = [run(plan, arguments.python, cut) for cut in cuts]
                 print(json.dumps(min(runs, key=lambda line: line["seconds"])), flush=True)
@@ -66,24 +70,23 @@ def run(plan: Plan, python: str, micro_batches: int) -> Line:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     record = json.loads((output / "trl.json").read_text())
-    models = {0: Path(config.model.path), plan.steps: output}
+    times = dict(enumerate(record["times"], 1))
     return {
         "benchmark": "async",
         "workload": plan.workload.name,
         "seed": plan.seed,
         "mode": "trl",
-        "steps": record["steps"],
+        "steps": len(record["times"]),
         "micro_batches": micro_batches,
         **figures(config, record),
-        "curve": [
-            {
-                "step": step,
-                "seconds": round(record["seconds"], 2) if step else 0.0,
-                **held_out(config, plan.workload, model),
-            }
-            for step, model in models.items()
-        ],
+        "curve": curve(config, plan.workload, {0: config.model.path, **saved(output)}, times),
     }
+
+
+def saved(output: Path) -> dict[int, Path]:
+    """The checkpoints, by step."""
+    folders = {int(path.name.rpartition("-")[2]): path for path in output.glob("checkpoint-*")}
+    return dict(sorted(folders.items()))
 
 
 def settings(config: RunConfig, plan: Plan, output: Path, micro_batches: int) -> dict[str, Any]:
@@ -100,6 +103,7 @@ def settings(config: RunConfig, plan: Plan, output: Path, micro_batches: int) ->
         "warmup_steps": config.learner.optimizer.warmup_steps,
         "num_threads": config.learner.num_threads,
         "micro_batches": micro_batches,
+        "save_every": config.learner.checkpoint.every,
         "model": config.model.path,
         "folder": str(output),
     }
@@ -113,19 +117,19 @@ def figures(config: RunConfig, record: dict[str, Any]) -> Line:
     """
     indices = [prompt_index for prompt_index, _ in record["completed"]]
     lengths = [length for _, length in record["completed"]]
-    num_groups = record["steps"] * config.learner.groups_per_step
+    num_groups = len(record["times"]) * config.learner.groups_per_step
     size = config.generator.group_size
     if sorted(indices) != [i for i in range(num_groups) for _ in range(size)]:
         raise ValueError(f"TRL trained other prompts than 0 to {num_groups - 1}, {size} times each")
     prompts = open_prompts(config.data, config.run.seed)
     return {
-        "seconds": round(record["seconds"], 2),
+        "seconds": round(record["times"][-1] - record["times"][0], 2),
         "groups_trained": num_groups,
         "trained_answer_length_mean": mean([len(prompts[i].answer) for i in range(num_groups)]),
         "trained_tokens": sum(lengths),
         "trained_response_length_mean": mean(lengths),
         "trained_response_length_p99": p99(lengths),
-        "lengths_by_step": by_step(lengths, record["steps"]),
+        "lengths_by_step": by_step(lengths, len(record["times"])),
     }
 
 

@@ -65,8 +65,7 @@ def with_ratios(lines: Sequence[Line]) -> list[Line]:
     fastest = min(line["seconds"] for line in synchronous)
     reward = min(max(point["reward"] for point in line["curve"]) for line in synchronous)
     times = [seconds_to(line["curve"], reward) for line in lines]
-    reached = [t for line, t in zip(lines, times, strict=True) if is_synchronous(line) and t]
-    earliest = min(reached, default=None)
+    earliest = min(t or 0.0 for line, t in zip(lines, times, strict=True) if is_synchronous(line))
     return [
         {
             **line,
@@ -89,10 +88,10 @@ def seconds_to(curve: Sequence[Line], reward: float) -> float | None:
     >>> seconds_to([{"seconds": 0, "reward": 0.2}, {"seconds": 10, "reward": 0.6}], 0.4)
     5.0
     """
+    if curve[0]["reward"] >= reward:
+        return float(curve[0]["seconds"])
     for before, after in pairwise(curve):
         if after["reward"] >= reward:
-            rise = after["reward"] - before["reward"]
-            part = (reward - before["reward"]) / rise if rise > 0 else 1.0
-            elapsed = after["seconds"] - before["seconds"]
-            return float(before["seconds"] + max(0.0, part) * elapsed)
+            part = (reward - before["reward"]) / (after["reward"] - before["reward"])
+            return float(before["seconds"] + part * (after["seconds"] - before["seconds"]))
     return None

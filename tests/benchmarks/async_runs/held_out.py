@@ -1,8 +1,7 @@
 """Exact match of checkpoints on held-out prompts, by the length of the answer; off the clock."""
 
 import asyncio
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actors.evaluation import greedy_groups
@@ -42,23 +41,24 @@ def by_bucket(rewards: Sequence[float], names: Sequence[str]) -> Line:
     return {"reward": round(sum(rewards) / len(rewards), 4), "exact": exact}
 
 
-def curve(config: RunConfig, workload: Workload, metrics: Sequence[Line]) -> list[Line]:
-    """Of the model at the start and of every checkpoint, with the seconds since the first step."""
-    times = {line["step"]: line["time_s"] - metrics[0]["time_s"] for line in metrics}
-    folders = sorted((config.run.path / "checkpoints").glob("step-*"))
-    models = {0: Path(config.model.path), **{step_of(folder): folder for folder in folders}}
+def curve(
+    config: RunConfig,
+    workload: Workload,
+    models: Mapping[int, str | Path],
+    times: Mapping[int, float],
+) -> list[Line]:
+    """Of the model at each step, with the seconds since the end of the first step."""
     return [
         {
             "step": step,
-            "seconds": round(times.get(step, 0.0), 2),
-            **held_out(config, workload, model),
+            "seconds": round(times.get(step, times[1]) - times[1], 2),
+            **held_out(config, workload, Path(model)),
         }
         for step, model in models.items()
     ]
 
 
-def step_of(checkpoint: Path) -> int:
-    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
-    if match is None:
-        raise ValueError(f"{checkpoint} is no checkpoint")
-    return int(match[1])
+def checkpoints(run: Path) -> dict[int, Path]:
+    """By step, in their order."""
+    folders = sorted((run / "checkpoints").glob("step-*"))
+    return {int(folder.name.removeprefix("step-")): folder for folder in folders}

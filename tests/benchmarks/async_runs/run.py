@@ -10,7 +10,7 @@ import yaml
 from actors.prompts import open_prompts
 from streamrl.config import RunConfig, load_config
 from tests.benchmarks.async_runs.figures import figures
-from tests.benchmarks.async_runs.held_out import curve
+from tests.benchmarks.async_runs.held_out import checkpoints, curve
 from tests.benchmarks.async_runs.records import Line, read_record
 from tests.benchmarks.async_runs.settings import Mode, Workload, configuration, name_of
 
@@ -36,6 +36,8 @@ def run(plan: Plan, mode: Mode) -> Line:
     streamrl("launch", str(path), "--no-view")
     prompts = open_prompts(config.data, config.run.seed)
     record = read_record(config.run.path, Path(config.data.reward_kwargs["log"]), prompts)
+    models = {0: config.model.path, **checkpoints(config.run.path)}
+    times = {line["step"]: line["time_s"] for line in record.metrics}
     return {
         "benchmark": "async",
         "workload": plan.workload.name,
@@ -43,7 +45,7 @@ def run(plan: Plan, mode: Mode) -> Line:
         "mode": mode.name,
         "steps": plan.steps,
         **figures(record, prompts),
-        "curve": curve(config, plan.workload, record.metrics),
+        "curve": curve(config, plan.workload, models, times),
     }
 
 

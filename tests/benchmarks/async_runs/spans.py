@@ -7,7 +7,8 @@ The lengths of the spans are uniform, or log-normal with `tail` > 0. Long answer
 of their own, so that short ones do not teach it: a run that trains on few long answers scores lower
 on them.
 
-Invariant: a prompt is a pure function of (seed, prompt index), and none is in both streams.
+Invariant: a prompt is a pure function of (seed, prompt index), and none is in both streams unless
+all lengths are equal.
 """
 
 import json
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.interfaces import Episode, Prompt
 
@@ -25,6 +27,8 @@ ALPHABET = RING + "<>="
 TURN = 40
 _KEPT_OUT = np.random.default_rng(0).random((len(RING), len(RING) + 1)) < 0.2
 """[start, length]: the spans that are held out, at random, so that no rule describes them."""
+
+Starts = NDArray[np.int64]
 
 
 class Spans:
@@ -37,7 +41,8 @@ class Spans:
     def __getitem__(self, prompt_index: int) -> Prompt:
         rng = np.random.default_rng([self._seed, 0, prompt_index])
         length = self._length(rng)
-        return span(_start(rng, length, held_out=False), length, prompt_index)
+        starts = _starts(length, held_out=False, all_equal=self._shortest == self._longest)
+        return span(int(rng.choice(starts)), length, prompt_index)
 
     def _length(self, rng: np.random.Generator) -> int:
         if self._tail == 0:
@@ -57,7 +62,8 @@ class HeldOutSpans:
         rng = np.random.default_rng([self._seed, 1, prompt_index])
         shortest, longest = self._buckets[prompt_index % len(self._buckets)]
         length = int(rng.integers(shortest, longest + 1))
-        return span(_start(rng, length, held_out=True), length, prompt_index)
+        starts = _starts(length, held_out=True, all_equal=shortest == longest)
+        return span(int(rng.choice(starts)), length, prompt_index)
 
 
 def span(start: int, length: int, prompt_index: int) -> Prompt:
@@ -67,9 +73,12 @@ def span(start: int, length: int, prompt_index: int) -> Prompt:
     return Prompt(f"{mark}{answer[0]}{answer[-1]}=", answer, {"prompt_index": prompt_index})
 
 
-def _start(rng: np.random.Generator, length: int, *, held_out: bool) -> int:
-    """A uniform start among those that are held out with this length, or among the others."""
-    return int(rng.choice(np.flatnonzero(_KEPT_OUT[:, length] == held_out)))
+def _starts(length: int, *, held_out: bool, all_equal: bool) -> Starts:
+    """Where a span of this length may start. One length has as many spans as the ring has places,
+    too few to learn from a part of them, so both streams have them all."""
+    if all_equal:
+        return np.arange(len(RING))
+    return np.flatnonzero(_KEPT_OUT[:, length] == held_out)
 
 
 def exact_match(episodes: Sequence[Episode], log: str | None = None) -> list[float]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tests.benchmarks.async_runs.figures import with_ratios
 from tests.benchmarks.async_runs.records import Line
 
 _COLUMNS = {
@@ -26,9 +27,16 @@ def tables(lines: Sequence[Line]) -> str:
     """One table a workload; a row a mode, in the order of the lines."""
     parts = []
     for workload in dict.fromkeys(line["workload"] for line in lines):
-        chosen = [line for line in lines if line["workload"] == workload]
+        chosen = with_all_ratios([line for line in lines if line["workload"] == workload])
         parts.append(f"{heading(chosen)}\n\n" + "\n".join(table(chosen)))
     return "\n\n".join(parts)
+
+
+def with_all_ratios(lines: Sequence[Line]) -> list[Line]:
+    """Also of the lines that were printed without the synchronous runs beside them."""
+    seeds = dict.fromkeys(line["seed"] for line in lines)
+    by_seed = [[line for line in lines if line["seed"] == seed] for seed in seeds]
+    return [line for of_seed in by_seed for line in with_ratios(of_seed)]
 
 
 def heading(lines: Sequence[Line]) -> str:
@@ -76,8 +84,8 @@ def cell(lines: Sequence[Line], column: str) -> str:
 
 
 def with_length(count: int, lines: Sequence[Line], column: str) -> str:
-    length = average([line.get(column) for line in lines])
-    return f"{count} ({show(length)})" if count else "0"
+    lengths = [line[column] for line in lines if line.get(column) is not None]
+    return f"{count} ({show(average(lengths))})" if count else "0"
 
 
 def average(values: Sequence[float | None]) -> float | None:

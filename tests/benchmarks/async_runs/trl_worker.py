@@ -2,9 +2,9 @@
 
     PYTHONPATH=. PYTHON tests/benchmarks/async_runs/trl_worker.py SETTINGS.json
 
-Prompts come in the order of their indices. Writes the model, the tokenizer and `trl.json` (seconds
-from the first step to the last; prompt index and response length of every completion, in the order
-of training) into the folder of the settings.
+Prompts come in the order of their indices. Writes `checkpoint-STEP` and `trl.json` (the time at the
+end of every step; prompt index and response length of every completion, in the order of training)
+into the folder of the settings.
 """
 
 import json
@@ -72,7 +72,9 @@ def main(settings: dict[str, Any]) -> None:
         adam_beta2=0.95,
         weight_decay=0.01,
         max_grad_norm=1.0,
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=settings["save_every"],
+        save_only_model=True,
         report_to="none",
         disable_tqdm=True,
         logging_strategy="no",
@@ -88,8 +90,7 @@ def main(settings: dict[str, Any]) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    trainer.save_model(settings["folder"])
-    record = {"seconds": times[-1] - times[0], "steps": len(times), "completed": completed}
+    record = {"times": times, "completed": completed}
     (Path(settings["folder"]) / "trl.json").write_text(json.dumps(record))
 
 
