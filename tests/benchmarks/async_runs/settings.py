@@ -23,9 +23,7 @@ RECIPE = {
     "intermediate_size": 192,
     "num_layers": 2,
     "alphabet": ALPHABET,
-    "batch_size": 64,
-    "lr": 1.5e-3,
-    "warm_start_steps": 600,
+    "lr": 3e-3,
 }
 
 

@@ -7,8 +7,7 @@ The lengths of the spans are uniform, or log-normal with `tail` > 0. Long answer
 of their own, so that short ones do not teach it: a run that trains on few long answers scores lower
 on them.
 
-Invariant: a prompt is a pure function of (seed, prompt index), and none is in both streams unless
-all lengths are equal.
+Invariant: a prompt is a pure function of (seed, prompt index), and no held-out prompt is trained.
 """
 
 import json
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streamrl.interfaces import Episode, Prompt
 
@@ -27,8 +25,8 @@ ALPHABET = RING + "<>="
 TURN = 40
 _KEPT_OUT = np.random.default_rng(0).random((len(RING), len(RING) + 1)) < 0.2
 """[start, length]: the spans that are held out, at random, so that no rule describes them."""
-
-Starts = NDArray[np.int64]
+_WARM_START = 2**30
+"""The warm start of a model reads prompts from here on, and may see any span."""
 
 
 class Spans:
@@ -41,8 +39,8 @@ class Spans:
     def __getitem__(self, prompt_index: int) -> Prompt:
         rng = np.random.default_rng([self._seed, 0, prompt_index])
         length = self._length(rng)
-        starts = _starts(length, held_out=False, all_equal=self._shortest == self._longest)
-        return span(int(rng.choice(starts)), length, prompt_index)
+        allowed = ~_KEPT_OUT[:, length] | (prompt_index >= _WARM_START)
+        return span(int(rng.choice(np.flatnonzero(allowed))), length, prompt_index)
 
     def _length(self, rng: np.random.Generator) -> int:
         if self._tail == 0:
@@ -62,8 +60,8 @@ class HeldOutSpans:
         rng = np.random.default_rng([self._seed, 1, prompt_index])
         shortest, longest = self._buckets[prompt_index % len(self._buckets)]
         length = int(rng.integers(shortest, longest + 1))
-        starts = _starts(length, held_out=True, all_equal=shortest == longest)
-        return span(int(rng.choice(starts)), length, prompt_index)
+        start = int(rng.choice(np.flatnonzero(_KEPT_OUT[:, length])))
+        return span(start, length, prompt_index)
 
 
 def span(start: int, length: int, prompt_index: int) -> Prompt:
@@ -71,14 +69,6 @@ def span(start: int, length: int, prompt_index: int) -> Prompt:
     step, mark = (-1, "<") if length > TURN else (1, ">")
     answer = "".join(RING[(start + step * i) % len(RING)] for i in range(length))
     return Prompt(f"{mark}{answer[0]}{answer[-1]}=", answer, {"prompt_index": prompt_index})
-
-
-def _starts(length: int, *, held_out: bool, all_equal: bool) -> Starts:
-    """Where a span of this length may start. One length has as many spans as the ring has places,
-    too few to learn from a part of them, so both streams have them all."""
-    if all_equal:
-        return np.arange(len(RING))
-    return np.flatnonzero(_KEPT_OUT[:, length] == held_out)
 
 
 def exact_match(episodes: Sequence[Episode], log: str | None = None) -> list[float]:
