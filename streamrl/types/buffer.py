@@ -132,9 +132,10 @@ class Books(Struct, frozen=True, kw_only=True):
 class GeneratorStatus(Struct, frozen=True, kw_only=True):
     """A generator's heartbeat. `session` is new for every process.
 
-    `lease_ages_s` are the seconds since each of `lease_ids` was granted. `held` is sent to a buffer
-    whose incarnation has changed, which may have forgotten these leases. `is_catching_up`: the
-    generator requests no lease until it has loaded the version it needs.
+    `lease_ages_s` are the seconds since each of `lease_ids` was granted; `lease_num_tokens` are the
+    tokens sampled so far by the longest sibling of each, -1 if its engine has reported none. `held`
+    is sent to a buffer whose incarnation has changed, which may have forgotten these leases.
+    `is_catching_up`: the generator requests no lease until it has loaded the version it needs.
     """
 
     generator_id: str
@@ -143,6 +144,7 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     lease_ids: tuple[str, ...] = ()
     held: tuple[Lease, ...] = ()
     lease_ages_s: tuple[float, ...] = ()
+    lease_num_tokens: tuple[int, ...] = ()
     num_active: int = 0
     num_waiting: int = 0
     num_tokens: int = 0
