@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.benchmarks.async_runs.spans import ALPHABET, TURN
 
-PER_BUCKET = 128
+PER_BUCKET = 256
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 16
 MAX_PROMPT_LENGTH = 4
