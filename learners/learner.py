@@ -57,6 +57,7 @@ class Learner:
         self._trained_log = trained_log
         self._reporter = reporter
         self._version = self._saved_version = session.state.policy_version
+        self._published_version = -1
         self._logged_s = time.perf_counter()
         self._stopping = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
@@ -96,7 +97,7 @@ class Learner:
         wait_s, trained = 0.0, Loan()
         while len(trained.headers) < self._config.learner.groups_per_step:
             start_s = time.perf_counter()
-            loan = await self._session.take(self._stopping)
+            loan = await self._session.take(self._stopping, self._publish_awaited)
             wait_s += time.perf_counter() - start_s
             if loan is None or len(loan.groups) == len(loan.headers):
                 self._discard(trained)
@@ -124,6 +125,15 @@ class Learner:
         self._reporter.set_activity(LearnerActivity.PUBLISHING, policy_version=version)
         await self._compute(lambda: self._sender.snapshot(parameters, version))
         self._sender.publish()
+        self._published_version = version
+
+    async def _publish_awaited(self) -> None:
+        """Publish before `weights.publish_every` says so.
+
+        Groups that failed may have left only leases in flight that this version has to sample.
+        """
+        if self._published_version < self._version:
+            await self._publish()
 
     def _log(self, loan: Loan, metrics: Mapping[str, float], stats: BufferStats) -> None:
         now_s = time.perf_counter()

@@ -85,13 +85,16 @@ class LearnerSession:
         self._reporter.update(learner_term=stats.books.learner_term, dropped=stats.books.dropped)
         return stats
 
-    async def take(self, stopping: asyncio.Event) -> Loan | None:
+    async def take(
+        self, stopping: asyncio.Event, on_wait: Callable[[], Awaitable[None]]
+    ) -> Loan | None:
         """The loan of the next batch, with its trajectories; None once `stopping` is set.
 
-        Waits until generators have put enough groups. Under an algorithm that accepts parts, the
-        loan may be a part of the batch; the next call then waits for more groups and returns all
-        headers, and the trajectories of the new groups. It returns those of all groups where the
-        buffer has lent other ones instead: the batch begins again.
+        Waits until generators have put enough groups, and calls `on_wait` every TAKE_WAIT_S. Under
+        an algorithm that accepts parts, the loan may be a part of the batch; the next call then
+        waits for more groups and returns all headers, and the trajectories of the new groups. It
+        returns those of all groups where the buffer has lent other ones instead: the batch begins
+        again.
         """
         num_groups, version = self._config.learner.groups_per_step, self._state.policy_version
 
@@ -109,6 +112,7 @@ class LearnerSession:
             if not loan.headers:
                 num_missing = num_groups - len(self._held)
                 log.info("waiting for %d groups at version %d", num_missing, version)
+                await on_wait()
             elif loan.headers[: len(self._held)] == self._held:
                 self._held = loan.headers
                 return loan

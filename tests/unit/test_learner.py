@@ -56,7 +56,13 @@ class PartsBuffer(MemoryBuffer):
         self.held.append(num_held)
         async with self._changed:
             least = num_groups if num_held is None else num_held + 1
-            await self._changed.wait_for(lambda: self._has_lost_memory or len(self.lent) >= least)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait_for(
+                        lambda: self._has_lost_memory or len(self.lent) >= least
+                    )
+            except TimeoutError:
+                return Loan()
         if self._has_lost_memory:
             self._has_lost_memory, self.lent = False, ()
             raise LostMemoryError("it restarted")
@@ -73,8 +79,11 @@ class PartsBuffer(MemoryBuffer):
 
 
 class Sender:
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
     def snapshot(self, parameters: Mapping[str, torch.Tensor], policy_version: int) -> None:
-        pass
+        self.versions.append(policy_version)
 
     def publish(self) -> None:
         pass
@@ -97,10 +106,11 @@ class Run:
 
     def __init__(self, config: RunConfig) -> None:
         self.buffer, self.lines, self.reporter = PartsBuffer(), Lines(), CountingReporter()
+        self.sender = Sender()
         self.trainer = make_trainer(config)
         session = LearnerSession(config, self.buffer, self.reporter, LearnerState())
         self.learner = Learner(
-            config, self.trainer, session, Sender(), self.lines, Lines(), self.reporter
+            config, self.trainer, session, self.sender, self.lines, Lines(), self.reporter
         )
         self.task = asyncio.create_task(self.learner.run())
 
@@ -165,6 +175,22 @@ async def test_a_part_is_trained_while_the_rest_of_the_batch_is_sampled(saved):
     assert [line["learner/num_parts"] for line in run.lines] == [2, 1]
     assert (run.buffer.advanced, saved) == ([1, 2], [1, 2])
     assert run.buffer.held == [0, 1, 0]
+
+
+async def test_a_version_that_generators_may_wait_for_is_published_early(saved, monkeypatch):
+    monkeypatch.setattr("learners.session.TAKE_WAIT_S", 0.02)
+    config = configure(max_steps=2)
+    weights = config.weights.model_copy(update={"publish_every": 3})
+    run = Run(config.model_copy(update={"weights": weights}))
+    await run.buffer.lend(*make_groups(0, 3))
+    async with asyncio.timeout(20):
+        while run.sender.versions != [0, 1]:
+            await asyncio.sleep(0.005)
+    await run.until_held(0, num_calls=6)
+    assert run.sender.versions == [0, 1]
+    await run.buffer.lend(*make_groups(1, 3))
+    await run.end()
+    assert run.sender.versions == [0, 1]
 
 
 async def test_a_learner_that_stops_in_a_part_discards_its_gradient(saved, caplog):

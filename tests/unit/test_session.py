@@ -58,9 +58,13 @@ async def fill(buffer: MemoryBuffer, num_groups: int) -> None:
         await buffer.put(lease.lease_id, make_group(lease.prompt_index))
 
 
+async def nothing() -> None:
+    pass
+
+
 async def take(session: LearnerSession) -> Loan:
     async with asyncio.timeout(10):
-        loan = await session.take(asyncio.Event())
+        loan = await session.take(asyncio.Event(), nothing)
     assert loan is not None
     return loan
 
@@ -85,7 +89,7 @@ async def test_a_step_advances_the_version_and_the_books():
 async def test_a_wait_for_groups_ends_when_the_learner_stops():
     session, stopping = make_session(MemoryBuffer(make_state())), asyncio.Event()
     await session.attach()
-    taking = asyncio.create_task(session.take(stopping))
+    taking = asyncio.create_task(session.take(stopping, nothing))
     await asyncio.sleep(0.05)
     assert not taking.done()
     stopping.set()
