@@ -24,6 +24,7 @@ from buffers.journal.schema import (
 )
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import BY_BOOKS, Event
+from buffers.retries import ends_without_group, most_retried
 from streamrl.types import DropReason
 
 _WAITING = ("leased", "buffered", "taken", "trained")
@@ -45,10 +46,14 @@ class PromptState(Struct, frozen=True):
 
 
 class EventAudit(Struct, frozen=True, kw_only=True):
-    """The sums of the events; `faults` has a sentence for each thing out of order."""
+    """The sums of the events; `faults` has a sentence for each thing out of order.
+
+    `retried` are the leases of each prompt that ended without a group, though it may have one now.
+    """
 
     granted: int
     ended: Counter[str]
+    retried: Counter[int]
     prompts: Mapping[int, PromptState]
     faults: tuple[str, ...]
 
@@ -80,7 +85,7 @@ async def audit_redis(url: str, run: str) -> EventAudit:
 
 def audit(events: Iterable[Event]) -> EventAudit:
     """Follow every event; their order matters within a prompt only."""
-    granted, ended = 0, Counter[str]()
+    granted, ended, retried = 0, Counter[str](), Counter[int]()
     prompts: dict[int, PromptState] = {}
     faults: list[str] = []
     for event in events:
@@ -88,12 +93,16 @@ def audit(events: Iterable[Event]) -> EventAudit:
         if fault := _fault(event, prompt):
             faults.append(f"prompt {event.prompt_index}: {fault}")
         granted += event.state == "leased"
+        if ends_without_group(event):
+            retried[event.prompt_index] += 1
         if event.lease_id and event.state in _ENDED:
             ended[_end(event)] += 1
         prompts[event.prompt_index] = PromptState(
             event.state, event.lease_id, event.state == "dropped" and _returns(event.reason)
         )
-    result = EventAudit(granted=granted, ended=ended, prompts=prompts, faults=tuple(faults))
+    result = EventAudit(
+        granted=granted, ended=ended, retried=retried, prompts=prompts, faults=tuple(faults)
+    )
     return _with_faults(result, _sum_faults(result))
 
 
@@ -121,6 +130,8 @@ def findings(result: EventAudit) -> Iterator[str]:
     for state in _WAITING:
         yield f"  {result.waiting[state]} {state}"
     yield f"{len(result.prompts)} prompts, {result.num_free} of them to be granted again"
+    for prompt in most_retried(result.retried):
+        yield f"  prompt {prompt.prompt_index}: {prompt.num_leases} leases ended without a group"
 
 
 def _with_faults(result: EventAudit, *faults: Iterable[str]) -> EventAudit:
@@ -128,6 +139,7 @@ def _with_faults(result: EventAudit, *faults: Iterable[str]) -> EventAudit:
     return EventAudit(
         granted=result.granted,
         ended=result.ended,
+        retried=result.retried,
         prompts=result.prompts,
         faults=(*result.faults, *more),
     )

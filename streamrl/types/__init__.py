@@ -8,6 +8,8 @@ from msgspec.structs import replace
 
 from streamrl.types.buffer import (
     MAX_AWAITED,
+    MAX_RETRIED,
+    MIN_RETRIED_LEASES,
     AwaitedLease,
     Books,
     BufferStats,
@@ -20,6 +22,7 @@ from streamrl.types.buffer import (
     Loan,
     OverduePolicy,
     RefusalReason,
+    RetriedPrompt,
     SchedulingState,
     admission_capacity,
 )
@@ -55,6 +58,8 @@ __all__ = [
     "GREEDY_REWARD",
     "INVALID_TURNS",
     "MAX_AWAITED",
+    "MAX_RETRIED",
+    "MIN_RETRIED_LEASES",
     "AwaitedLease",
     "Books",
     "BoolArray",
@@ -85,6 +90,7 @@ __all__ = [
     "ParityReport",
     "ParitySamples",
     "RefusalReason",
+    "RetriedPrompt",
     "SamplingParams",
     "SchedulingState",
     "SharedEndpoint",

@@ -132,9 +132,10 @@ class Books(Struct, frozen=True, kw_only=True):
 class GeneratorStatus(Struct, frozen=True, kw_only=True):
     """A generator's heartbeat. `session` is new for every process.
 
-    `lease_ages_s` are the seconds since each of `lease_ids` was granted. `held` is sent to a buffer
-    whose incarnation has changed, which may have forgotten these leases. `is_catching_up`: the
-    generator requests no lease until it has loaded the version it needs.
+    `lease_ages_s` are the seconds since each of `lease_ids` was granted; `lease_num_tokens` are the
+    tokens sampled so far by the longest sibling of each, -1 if its engine has reported none. `held`
+    is sent to a buffer whose incarnation has changed, which may have forgotten these leases.
+    `is_catching_up`: the generator requests no lease until it has loaded the version it needs.
     """
 
     generator_id: str
@@ -143,6 +144,7 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     lease_ids: tuple[str, ...] = ()
     held: tuple[Lease, ...] = ()
     lease_ages_s: tuple[float, ...] = ()
+    lease_num_tokens: tuple[int, ...] = ()
     num_active: int = 0
     num_waiting: int = 0
     num_tokens: int = 0
@@ -168,6 +170,8 @@ class HeartbeatReply(Struct, frozen=True, kw_only=True):
 
 
 MAX_AWAITED = 8
+MAX_RETRIED = 4
+MIN_RETRIED_LEASES = 3
 
 
 class AwaitedLease(Struct, frozen=True, kw_only=True):
@@ -178,11 +182,20 @@ class AwaitedLease(Struct, frozen=True, kw_only=True):
     min_policy_version: int
 
 
+class RetriedPrompt(Struct, frozen=True, kw_only=True):
+    """An open prompt that has no group after `num_leases`, which expired or were released."""
+
+    prompt_index: int
+    num_leases: int
+
+
 class BufferStats(Struct, frozen=True, kw_only=True):
     """The state of the buffer; `incarnation` is new for every start of its server.
 
     `awaited` are the leases of the groups that are due, first due first, at most MAX_AWAITED, if
     enough others are finished for the next batch; `wait_due_s` is how long that has been so.
+    `retried` are the prompts that have no group after MIN_RETRIED_LEASES or more, most leases
+    first, at most MAX_RETRIED; a restarted buffer counts them anew.
 
     `heartbeat_ages_s` are the seconds since the status of each of `generators`, on the buffer's
     clock; `scheduling_states` has the ids that are not active, whether they report or not.
@@ -206,6 +219,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     draining: bool = False
     awaited: tuple[AwaitedLease, ...] = ()
     wait_due_s: float = 0.0
+    retried: tuple[RetriedPrompt, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -244,7 +258,7 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
 
     `time_s` is Unix time, `activity_s` how long the activity lasts. `behind` are generators that
     did not answer the last weight update; `dropped` is the books' column at the end of the last
-    step.
+    step; `waits_for` is a sentence about the group that is due, if the learner waits for one.
     """
 
     policy_version: int
@@ -256,3 +270,4 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     num_receivers: int = 0
     behind: tuple[str, ...] = ()
     dropped: dict[DropReason, int] = {}
+    waits_for: str = ""

@@ -393,7 +393,7 @@ def comparable(stats: Any) -> Any:
     reports = zip(stats.generators, stats.heartbeat_ages_s, strict=True)
     return (
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
-        *(stats.overdue, stats.awaited, round(stats.wait_due_s, 4)),
+        *(stats.overdue, stats.awaited, round(stats.wait_due_s, 4), stats.retried),
         *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),
         stats.scheduling_states,
         sorted(reports, key=lambda report: report[0].generator_id),

@@ -17,6 +17,7 @@
 --   headers            hash    prompt index -> header of its group
 --   payload:INDEX      string  payload of a group;  staged:TOKEN  one that its put has sent ahead
 --   dropped, refused   hash    reason -> count
+--   retried            zset    prompt indices without a group, by leases that ended without one
 --   registry           hash    generator id -> last report
 --   scheduling_states  hash    generator id -> scheduling state, unless active
 --   events             stream  one event per change of an entry
@@ -66,7 +67,18 @@ local function save_state()
   if #changed > 0 then call('HSET', KEYS[1], unpack(changed)) end
 end
 
+-- Count the leases of a prompt that ended without a group; see `buffers/retries.py`.
+local function count_retries(entry, name, reason)
+  local member = string.format('%016.0f', entry.prompt_index)
+  if name == 'dropped' and RETURNS_PROMPT[reason] then
+    if entry.lease_id ~= '' then call('ZINCRBY', key('retried'), 1, member) end
+  elseif name == 'dropped' or name == 'buffered' or name == 'acknowledged' then
+    call('ZREM', key('retried'), member)
+  end
+end
+
 local function record(entry, name, reason)
+  count_retries(entry, name, reason)
   call('XADD', key('events'), '*', 'prompt_index', int(entry.prompt_index), 'state', name,
     'reason', reason or '', 'lease_id', entry.lease_id)
 end
