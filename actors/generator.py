@@ -6,7 +6,8 @@
     receiver.run      load the announced updates (`streamrl.weights.receiver`)
 
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
-group that fails does not affect others. Nothing here waits for the learner, only for admission.
+group that fails does not affect others. Groups begin in the order in which they are due. Nothing
+here waits for the learner, only for admission.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ import logging
 import math
 import time
 import uuid
-from dataclasses import dataclass
 
 from actors.chat import PromptTooLongError
+from actors.leased_group import LeasedGroup
 from actors.locality import weight_locality
-from actors.rollout import GroupRunner
+from actors.rollout import GroupProgress, GroupRunner
 from actors.version_gate import VersionGate
 from streamrl.config import RunConfig
 from streamrl.errors import (
@@ -53,16 +54,6 @@ MAX_FAILURES = 50
 SHUTDOWN_GRACE_S = 3.0
 
 
-@dataclass(eq=False)
-class _Group:
-    """A group that is generated; `min_policy_version` is the oldest version that may sample it."""
-
-    lease: Lease
-    task: asyncio.Task[None]
-    leased_at_s: float
-    min_policy_version: int
-
-
 class Generator:
     """One generator; `run` returns when the run is over or `stop` was called."""
 
@@ -79,7 +70,7 @@ class Generator:
         self._incarnation = ""
         self._scheduling_state = SchedulingState.ACTIVE
         self._version_gate = VersionGate(config.weights.publish_every, config.buffer.max_staleness)
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, LeasedGroup] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
         self._num_failures = 0
@@ -134,7 +125,7 @@ class Generator:
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:
             task = tasks.create_task(self._generate(lease))
-            self._groups[lease.lease_id] = _Group(
+            self._groups[lease.lease_id] = LeasedGroup(
                 lease, task, time.monotonic(), lease.min_policy_version
             )
 
@@ -150,9 +141,8 @@ class Generator:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
         lease_id = lease.lease_id
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._reaches(lease_id))
-            await self._put(lease_id, await self._runner.run(lease))
+            progress = await self._wait_for_turn(lease_id)
+            await self._put(lease_id, await self._runner.run(lease, progress))
             self._num_failures = 0
         except PromptTooLongError as error:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
@@ -182,8 +172,19 @@ class Generator:
                 raise
             await self._buffer.put(lease_id, group)
 
-    def _reaches(self, lease_id: str) -> bool:
-        return self._engine.policy_version >= self._groups[lease_id].min_policy_version
+    async def _wait_for_turn(self, lease_id: str) -> GroupProgress:
+        """Waits for the version that may sample the group, and for the groups due before it to
+        begin. Returns the group's progress."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_next(lease_id))
+            group = self._groups[lease_id]
+            group.has_begun = True
+            self._changed.notify_all()
+        return group.progress
+
+    def _is_next(self, lease_id: str) -> bool:
+        groups = self._groups
+        return groups[lease_id].is_next(groups.values(), self._engine.policy_version)
 
     def _count_failure(self, error: StreamRLError) -> None:
         self._num_failures += 1
@@ -273,6 +274,7 @@ class Generator:
             policy_version=self._engine.policy_version,
             lease_ids=tuple(self._groups),
             lease_ages_s=tuple(now_s - group.leased_at_s for group in self._groups.values()),
+            lease_num_tokens=tuple(group.progress.num_tokens for group in self._groups.values()),
             num_active=int(gauges["num_active"]),
             num_waiting=int(gauges["num_waiting"]),
             num_tokens=int(num_tokens),

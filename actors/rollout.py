@@ -1,18 +1,18 @@
 """From a lease to a trajectory group: run the siblings' episodes concurrently, score, record.
 
 Invariant: a group holds facts of what was sampled and nothing derived; if a sibling fails, the
-whole group fails (RolloutError).
+whole group fails (RolloutError). A sibling that a limit cuts has not failed.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 
 from actors.chat import Renderer
+from actors.episode import EpisodeRun, Rollout
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     Engine,
@@ -23,69 +23,20 @@ from streamrl.interfaces import (
     PromptSource,
     Reward,
 )
-from streamrl.types import (
-    GREEDY_REWARD,
-    Completion,
-    FinishReason,
-    Float32Array,
-    Int32Array,
-    Lease,
-    SamplingParams,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
-)
+from streamrl.types import GREEDY_REWARD, Lease, SamplingParams, TrajectoryGroup
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens [n], observed (version -1) or sampled, with what is recorded of each."""
+@dataclass(eq=False)
+class GroupProgress:
+    """The episodes of a group that is being sampled; none before it begins."""
 
-    token_ids: Int32Array
-    logprobs: Float32Array
-    policy_versions: Int32Array
-
-    @classmethod
-    def observed(cls, token_ids: tuple[int, ...]) -> "Segment":
-        ids = np.array(token_ids, dtype=np.int32)
-        return cls(ids, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
-
-    @classmethod
-    def sampled(cls, completion: Completion) -> "Segment":
-        c = completion
-        return cls(c.token_ids, c.logprobs, c.policy_versions)
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """One episode's tokens in order, before it has a reward."""
-
-    segments: tuple[Segment, ...]
-    turns: tuple[Turn, ...]
-    metrics: Mapping[str, float]
+    episodes: Sequence[EpisodeRun] = ()
 
     @property
-    def finish_reason(self) -> FinishReason:
-        return self.turns[-1].finish_reason
-
-    @property
-    def last_response(self) -> list[int]:
-        """The token ids that the policy sampled in its last turn."""
-        return [int(token) for token in self.segments[-1].token_ids]
-
-    def trajectory(self, reward: float, metrics: Mapping[str, float]) -> Trajectory:
-        """The flat record with these metrics beside its own; see `streamrl.types.Trajectory`."""
-        segments = self.segments
-        return Trajectory(
-            token_ids=np.concatenate([s.token_ids for s in segments]),
-            response_mask=np.concatenate([s.policy_versions >= 0 for s in segments]),
-            behavior_logprobs=np.concatenate([s.logprobs for s in segments]),
-            policy_versions=np.concatenate([s.policy_versions for s in segments]),
-            reward=reward,
-            finish_reason=self.finish_reason,
-            turns=self.turns,
-            metrics={**metrics, **self.metrics},
-        )
+    def num_tokens(self) -> int:
+        """Tokens that the longest sibling has sampled so far, as far as the engine has reported
+        them; -1 if it has reported none."""
+        return max((episode.num_tokens for episode in self.episodes), default=-1)
 
 
 @dataclass(frozen=True)
@@ -103,49 +54,66 @@ class GroupRunner:
     max_model_len: int
     with_greedy_reward: bool = False
     """Whether to score a greedy completion, too, and record its reward with every sibling."""
-    deadline_s: float | None = None
+    deadline_s: float = 3600.0
     """`generator.group_deadline_s`."""
 
-    async def run(self, lease: Lease) -> TrajectoryGroup:
-        """The finished group of the lease's prompt.
+    async def run(self, lease: Lease, progress: GroupProgress | None = None) -> TrajectoryGroup:
+        """The finished group of the lease's prompt; `progress` may be read meanwhile.
 
         Waits for the siblings' completions, environments and the reward, or for the deadline.
 
         Raises:
-            RolloutError: a sibling or the reward failed, or the deadline is over.
+            RolloutError: a sibling or the reward failed, or the deadline left nothing to score.
             PromptTooLongError: the prompt is too long and `data.truncation` is `drop`.
         """
-        try:
-            async with asyncio.timeout(self.deadline_s) as deadline:
-                return await self._group(lease)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise RolloutError(
-                f"not finished within generator.group_deadline_s, which is {self.deadline_s:g} s"
-            ) from error
-
-    async def _group(self, lease: Lease) -> TrajectoryGroup:
+        progress = GroupProgress() if progress is None else progress
         prompt = self.prompts[lease.prompt_index]
         context = EnvironmentContext(prompt, self.renderer.encode(prompt), self.renderer)
-        siblings = [self._episode(context, self.sampling) for _ in range(self.group_size)]
+        samplings = [self.sampling] * self.group_size
         if self.with_greedy_reward:
-            greedy = structs.replace(self.sampling, temperature=0.0)
-            siblings = [*siblings, self._episode(context, greedy)]
-        episodes = await _all_or_none(siblings)
-        rollouts = episodes[: self.group_size]
-        rewards = await self._score(prompt, rollouts)
+            samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
+        progress.episodes = [self._episode() for _ in samplings]
+        rollouts = await _all_or_none(
+            episode.run(context, sampling)
+            for episode, sampling in zip(progress.episodes, samplings, strict=True)
+        )
+        return await self._scored_group(lease, prompt, rollouts)
+
+    def _episode(self) -> EpisodeRun:
+        return EpisodeRun(
+            self.engine,
+            self.make_environment,
+            max_model_len=self.max_model_len,
+            deadline_s=self.deadline_s,
+        )
+
+    async def _scored_group(
+        self, lease: Lease, prompt: Prompt, rollouts: Sequence[Rollout]
+    ) -> TrajectoryGroup:
+        """The record of a group, of which a greedy rollout is not part. Waits for the reward, or
+        for as long as the episodes had."""
+        siblings, greedy = rollouts[: self.group_size], rollouts[self.group_size :]
         metrics = _prompt_metrics(prompt)
-        if self.with_greedy_reward:
-            (greedy_reward,) = await self._score(prompt, episodes[self.group_size :])
-            metrics = {**metrics, GREEDY_REWARD: greedy_reward}
+        try:
+            async with asyncio.timeout(self.deadline_s) as limit:
+                rewards = await self._score(prompt, siblings)
+                if greedy:
+                    (greedy_reward,) = await self._score(prompt, greedy)
+                    metrics = {**metrics, GREEDY_REWARD: greedy_reward}
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RolloutError(
+                "the reward has not scored the group within generator.group_deadline_s, which is "
+                f"{self.deadline_s:g} s"
+            ) from error
         return TrajectoryGroup(
             group_id=f"{lease.prompt_index}:{lease.lease_id}",
             prompt_index=lease.prompt_index,
             environment=self.environment,
             trajectories=tuple(
                 rollout.trajectory(reward, metrics)
-                for rollout, reward in zip(rollouts, rewards, strict=True)
+                for rollout, reward in zip(siblings, rewards, strict=True)
             ),
         )
 
@@ -156,33 +124,6 @@ class GroupRunner:
 
     async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float]:
         return await self.reward.score([self._scored(prompt, rollout) for rollout in rollouts])
-
-    async def _episode(self, start: EnvironmentContext, sampling: SamplingParams) -> Rollout:
-        """One episode. Waits for the engine, then for the environment, turn by turn."""
-        environment = self.make_environment()
-        observation = await environment.start(start)
-        context: tuple[int, ...] = ()
-        segments: tuple[Segment, ...] = ()
-        turns: tuple[Turn, ...] = ()
-        metrics: dict[str, float] = {}
-        while True:
-            context = (*context, *observation)
-            completion = await self.engine.generate(context, sampling)
-            if not len(completion.token_ids):
-                raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")
-            transition = await environment.step(completion)
-            turn = Turn(
-                num_observation_tokens=len(observation),
-                num_completion_tokens=len(completion.token_ids),
-                finish_reason=completion.finish_reason,
-                num_tool_calls=transition.num_tool_calls,
-            )
-            segments = (*segments, Segment.observed(observation), Segment.sampled(completion))
-            turns, metrics = (*turns, turn), {**metrics, **transition.metrics}
-            context = (*context, *completion.token_ids.tolist())
-            observation = transition.observation
-            if transition.done or len(context) + len(observation) >= self.max_model_len:
-                return Rollout(segments, turns, metrics)
 
     def _scored(self, prompt: Prompt, rollout: Rollout) -> Episode:
         return Episode(

@@ -59,6 +59,11 @@ class TrainingBatch:
         return torch.tensor([t.reward for t in self.trajectories])
 
     @cached_property
+    def is_truncated(self) -> torch.Tensor:
+        """[S] bool, whether a limit ended the trajectory."""
+        return torch.tensor([t.finish_reason.is_truncated for t in self.trajectories])
+
+    @cached_property
     def num_invalid_turns(self) -> torch.Tensor:
         """[S] as the environment counted them; 0 where it does not."""
         return torch.tensor([t.metrics.get(INVALID_TURNS, 0.0) for t in self.trajectories])

@@ -8,6 +8,7 @@ The buffer has two interfaces, because no caller needs both: `GeneratorBuffer` f
 `LearnerBuffer` for the learner. A backend implements both as `TrajectoryBuffer`.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -150,6 +151,16 @@ class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
         ...
 
 
+@dataclass(eq=False)
+class CompletionHandle:
+    """What the caller of `Engine.generate` and the engine share while a completion is sampled."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the caller: the completion ends with the tokens that it has."""
+    num_tokens: int = -1
+    """Set by the engine: tokens sampled so far; stays -1 if it does not report them."""
+
+
 class Engine(Protocol):
     """Token ids in, token ids out. Every method may be called from the event loop at any time."""
 
@@ -159,9 +170,15 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
     ) -> Completion:
         """One completion. Cancelling the call gives its slot back at the next token.
+
+        Once `handle.stop` is set it ends at the next token, as `FinishReason.DEADLINE`, with what
+        was sampled, which may be nothing. Requests that wait for a slot are stopped as well.
 
         Raises:
             RolloutError: this request cannot be served; others are not touched.

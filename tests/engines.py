@@ -36,6 +36,7 @@ class HfEngines:
 
     # Tokens that take it seconds: an update comes through meanwhile, on a busy machine, too.
     num_long = 1500
+    reports_tokens = True
 
     def __init__(self, folder: Path) -> None:
         self._made: list[Engine] = []
@@ -67,6 +68,7 @@ class VllmEngines:
     """One engine for each shape, kept from test to test; the default one serves long requests."""
 
     num_long = 3000
+    reports_tokens = True
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -115,6 +117,7 @@ class UrlEngines(VllmEngines):
     """Engines on servers elsewhere: one server for each precision, which serves one at a time."""
 
     engine: str
+    reports_tokens = False
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

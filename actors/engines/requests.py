@@ -1,14 +1,21 @@
-"""Requests in flight, each a task, so that closing an engine ends all of them.
+"""Requests in flight, each a task, so that closing an engine ends all of them; and how one of them
+is stopped early.
 
 Invariant: `run` returns the request's result, raises its error or, after `cancel_all`, the error of
 `raise_if_over`.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+from streamrl.types import Completion, FinishReason
+
 T = TypeVar("T")
+_ABORT_EVERY_S = 1.0
 
 
 class InFlightRequests(Generic[T]):
@@ -40,3 +47,33 @@ class InFlightRequests(Generic[T]):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def aborted_on(
+    stop: asyncio.Event, abort: Callable[[], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Calls `abort` once `stop` is set, until the block has ended: an engine ignores an abort that
+    arrives before its request."""
+
+    async def repeat() -> None:
+        await stop.wait()
+        while True:
+            await abort()
+            await asyncio.sleep(_ABORT_EVERY_S)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def nothing_sampled() -> Completion:
+    """The answer to a request that was stopped before its first token."""
+    return Completion(
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        policy_versions=np.zeros(0, np.int32),
+        finish_reason=FinishReason.DEADLINE,
+    )

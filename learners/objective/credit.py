@@ -23,6 +23,7 @@ from streamrl.algorithms.rewards import (
     token_rewards,
 )
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.types import FinishReason
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,8 @@ class CreditAssignment:
     returns: torch.Tensor | None
     """[R] what a critic is trained towards; None without one."""
     sequence_mask: torch.Tensor | None
-    """[S] bool; false for prompts that are too easy or too hard. None keeps all."""
+    """[S] bool; false for prompts that are too easy or too hard, and for trajectories that a limit
+    cut, if these are masked. None keeps all."""
     sample_weights: torch.Tensor | None
     """[S], or None for 1."""
     metrics: dict[str, float]
@@ -67,6 +69,7 @@ class CreditAssigner:
             config.reward,
             self._running,
             batch.num_invalid_turns,
+            batch.is_truncated,
         )
         kl, metrics = None, shaped.metrics
         if proximal_logprobs is not None and reference_logprobs is not None:
@@ -105,10 +108,13 @@ class CreditAssigner:
         return batch.group_indices
 
     def _sequence_mask(self, batch: TrainingBatch) -> torch.Tensor | None:
-        low, high = self._config.reward.difficulty_low, self._config.reward.difficulty_high
-        if low is None and high is None:
-            return None
-        return difficulty_mask(batch.rewards, batch.group_indices, low, high)
+        config, mask = self._config.reward, None
+        if config.difficulty_low is not None or config.difficulty_high is not None:
+            low, high = config.difficulty_low, config.difficulty_high
+            mask = difficulty_mask(batch.rewards, batch.group_indices, low, high)
+        if config.truncated == "mask":
+            mask = ~batch.is_truncated if mask is None else mask & ~batch.is_truncated
+        return mask
 
     def _sample_weights(self, batch: TrainingBatch) -> torch.Tensor | None:
         config = self._config.sample_weight
@@ -127,7 +133,7 @@ def _describe(batch: TrainingBatch, advantages: torch.Tensor) -> dict[str, float
     squares = torch.zeros(num_groups).index_add_(0, batch.group_indices, rewards**2)
     sizes = batch.group_indices.bincount()
     spread = squares / sizes - (sums / sizes) ** 2
-    truncated = [t.finish_reason == "length" for t in batch.trajectories]
+    at_deadline = [t.finish_reason is FinishReason.DEADLINE for t in batch.trajectories]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(unbiased=False)),
@@ -137,7 +143,8 @@ def _describe(batch: TrainingBatch, advantages: torch.Tensor) -> dict[str, float
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": sum(truncated) / len(truncated),
+        "response_length/clip_ratio": float(batch.is_truncated.float().mean()),
+        "response_length/deadline_ratio": sum(at_deadline) / len(at_deadline),
         "advantage/mean": float(advantages.mean()) if len(advantages) else 0.0,
         "advantage/abs_mean": float(advantages.abs().mean()) if len(advantages) else 0.0,
     }

@@ -1,7 +1,8 @@
 """Rewards on their way to token rewards: shaping, normalization, weights and resampling.
 
-The order is that of ROLL (github.com/alibaba/ROLL): format penalty, normalize, clip, length
-reward, KL per token, whiten; then the advantage estimator whitens and clips in its turn.
+The order is that of ROLL (github.com/alibaba/ROLL): format penalty and, of our own, the penalty of
+truncated trajectories, normalize, clip, length reward, KL per token, whiten; then the advantage
+estimator whitens and clips in its turn.
 
 Invariant: one call takes the whole batch; every function returns new tensors. Scores are [S], one
 per trajectory.
@@ -75,6 +76,7 @@ def shape_rewards(
     config: RewardSettings,
     running: RunningMoments | None = None,
     num_invalid_turns: Tensor | None = None,
+    is_truncated: Tensor | None = None,
 ) -> ShapedRewards:
     """Everything that happens to a trajectory's reward before it is put on tokens.
 
@@ -83,10 +85,13 @@ def shape_rewards(
         groups: [S] int64: siblings; with `agentic` whatever its grouping compares.
         running: state of scope `running`; updated with this batch first.
         num_invalid_turns: [S], for `format_penalty`.
+        is_truncated: [S] bool, for `truncated_penalty`.
     """
     shaped = rewards.double()
     if num_invalid_turns is not None:
         shaped = shaped - config.format_penalty * num_invalid_turns
+    if is_truncated is not None and config.truncated_penalty is not None:
+        shaped = shaped - config.truncated_penalty * is_truncated
     if config.agentic is not None:
         shaped = normalize_agentic(shaped, groups, config.agentic.method)
     else:

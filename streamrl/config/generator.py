@@ -46,7 +46,8 @@ class GeneratorSettings(Section):
     num_threads: NotNegative = 0
     """CPU threads of one generator; 0 leaves torch's choice."""
     group_deadline_s: Seconds = 3600.0
-    """A group that takes longer, in the engine, its environment or its reward, has failed."""
+    """An episode that takes longer ends as truncated, with the tokens that it has; the reward of
+    a group has the same time again. The default is 32,768 tokens at 9 tokens/s."""
     drain_s: Seconds = 5.0
     """After SIGTERM, time given to unfinished groups before their leases are released."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)

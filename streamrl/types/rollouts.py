@@ -20,11 +20,21 @@ from streamrl.types.checks import (
 
 
 class FinishReason(StrEnum):
-    """Why a completion, and with it a trajectory, ended."""
+    """Why a completion, and with it a trajectory, ended.
+
+    `LENGTH`: it reached `generator.max_new_tokens` or the longest context. `DEADLINE`: it was still
+    being sampled at `generator.group_deadline_s`.
+    """
 
     STOP = "stop"
     LENGTH = "length"
+    DEADLINE = "deadline"
     ABORT = "abort"
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit ended it, not the policy or the environment."""
+        return self in (FinishReason.LENGTH, FinishReason.DEADLINE)
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):

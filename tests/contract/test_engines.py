@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from streamrl.errors import RolloutError, WeightTransferError
+from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, SamplingParams
 from tests.engines import (
     HfEngines,
@@ -197,6 +198,51 @@ async def test_canceled_requests_give_their_slots_back(make_engine):
         task.cancel()
     async with asyncio.timeout(20):
         await engine.generate([6], SamplingParams(max_new_tokens=2, **FREE))
+    await until(lambda: engine.gauges()["num_active"] == 0)
+
+
+async def test_a_stopped_completion_has_what_was_sampled_and_the_others_go_on(make_engine, engines):
+    engine = await make_engine(max_model_len=4000)
+    first = engine.gauges()["num_tokens"]
+    handle = CompletionHandle()
+    endless = SamplingParams(max_new_tokens=3900, **FREE)
+    stopped = asyncio.create_task(engine.generate([5, 6, 7], endless, handle))
+    whole = SamplingParams(max_new_tokens=engines.num_long, **FREE)
+    other = asyncio.create_task(engine.generate([9], whole))
+    await until(lambda: engine.gauges()["num_tokens"] >= first + 100)
+    handle.stop.set()
+    async with asyncio.timeout(20):
+        completion = await stopped
+    num_tokens = len(completion.token_ids)
+    assert (completion.finish_reason, 0 < num_tokens < 3900) == (FinishReason.DEADLINE, True)
+    assert set(completion.policy_versions.tolist()) == {0}
+    expected = chosen(logprobs_of(make_model(), [5, 6, 7], completion), completion)
+    assert np.abs(expected - completion.logprobs).max() < 1e-4
+    if engines.reports_tokens:
+        assert 0 < handle.num_tokens <= num_tokens
+    else:
+        assert handle.num_tokens == -1
+    assert len((await other).token_ids) == engines.num_long
+    assert (
+        len((await engine.generate([9], SamplingParams(max_new_tokens=2, **FREE))).token_ids) == 2
+    )
+
+
+async def test_a_stopped_request_that_waits_for_a_slot_is_answered_without_a_token(make_engine):
+    engine = await make_engine(max_model_len=4000)
+    endless = SamplingParams(max_new_tokens=3900, **FREE)
+    running = [asyncio.create_task(engine.generate([5], endless)) for _ in range(4)]
+    await until(lambda: engine.gauges()["num_active"] == 4)
+    handle = CompletionHandle()
+    waiting = asyncio.create_task(engine.generate([6], endless, handle))
+    await until(lambda: engine.gauges()["num_waiting"] == 1)
+    handle.stop.set()
+    async with asyncio.timeout(20):
+        completion = await waiting
+    assert (len(completion.token_ids), completion.finish_reason) == (0, FinishReason.DEADLINE)
+    assert not any(task.done() for task in running)
+    for task in running:
+        task.cancel()
     await until(lambda: engine.gauges()["num_active"] == 0)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from actors.engines.hf.batch import Request
 from actors.engines.hf.engine import HfEngine
+from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, SamplingParams
 
 
@@ -27,19 +28,23 @@ class StandInEngine(HfEngine):
         self._retracts = False
 
     @property
+    def has_requests(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
     def has_running(self) -> bool:
         running = any(not request.is_canceled for request in self._running)
         return running and not self._retracts
 
     def submit(
-        self, prompt: list[int], sampling: SamplingParams
-    ) -> tuple[Request, asyncio.Future[Completion]]:
-        request = Request(tuple(prompt), sampling)
+        self, prompt: list[int], sampling: SamplingParams, handle: CompletionHandle
+    ) -> asyncio.Future[Completion]:
+        request = Request(tuple(prompt), sampling, handle)
         future: asyncio.Future[Completion] = self._loop.create_future()
         with self._wake:
             self._waiting.append((request, future))
             self._wake.notify()
-        return request, future
+        return future
 
     async def pause(self, *, retract: bool) -> None:
         """Waits until no token is being sampled."""

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from streamrl.types import Completion, SamplingParams
+from streamrl.interfaces import CompletionHandle
+from streamrl.types import Completion, FinishReason, SamplingParams
 from tests.standins.http_server import serve
 from tests.standins.sglang_engine import StandInEngine, is_retracted, joined
 
@@ -87,15 +88,12 @@ class StandIn:
             done = await self._complete(prompt, sampling, aborted)
         finally:
             del self._asked[rid]
-        meta = {"id": rid, "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
-        if done is None:
-            return 200, {"text": "", "output_ids": [], "meta_info": meta}
         has_mask = body.get("return_sampling_mask", False)
         is_cut = sampling.top_k or sampling.top_p < 1
         return 200, {
             "text": "",
             "output_ids": done.token_ids.tolist(),
-            "meta_info": meta | self._meta(done, has_mask=has_mask, is_cut=bool(is_cut)),
+            "meta_info": {"id": rid} | self._meta(done, has_mask=has_mask, is_cut=bool(is_cut)),
         }
 
     def _sampling(self, given: dict[str, Any]) -> SamplingParams:
@@ -117,33 +115,29 @@ class StandIn:
 
     async def _complete(
         self, prompt: list[int], sampling: SamplingParams, aborted: asyncio.Event
-    ) -> Completion | None:
-        """Waits for the engine, as often as it takes the request back, or for the abort."""
+    ) -> Completion:
+        """Waits for the engine, as often as it takes the request back, or for the abort, which
+        leaves what was sampled."""
         done: Completion | None = None
         while True:
             read = [*prompt, *(done.token_ids.tolist() if done else [])]
             left = sampling.max_new_tokens - (len(read) - len(prompt))
             fewest = max(0, sampling.min_new_tokens - (len(read) - len(prompt)))
             rest = structs.replace(sampling, max_new_tokens=left, min_new_tokens=fewest)
-            request, future = self._engine.submit(read, rest)
-            giving_up = asyncio.create_task(aborted.wait())
-            await asyncio.wait([future, giving_up], return_when=asyncio.FIRST_COMPLETED)
-            giving_up.cancel()
-            if aborted.is_set():
-                request.is_canceled = True
-                return None
-            done = joined(done, future.result())
+            future = self._engine.submit(read, rest, CompletionHandle(aborted))
+            done = joined(done, await future)
             if not is_retracted(done):
                 return done
 
     def _meta(self, done: Completion, *, has_mask: bool, is_cut: bool) -> dict[str, Any]:
         ids, logprobs = done.token_ids.tolist(), done.logprobs.tolist()
         labels = [self._engine.labels[i] for i in done.policy_versions.tolist()]
-        starts = [i for i in range(len(ids)) if i == 0 or labels[i] != labels[i - 1]]
+        labels = labels or self._engine.labels[-1:]
+        starts = [i for i in range(len(labels)) if i == 0 or labels[i] != labels[i - 1]]
         # Before truncation they would be others; the engine inside knows those after it only.
         plain = [None] * len(ids) if is_cut else logprobs
         meta = {
-            "finish_reason": {"type": str(done.finish_reason)},
+            "finish_reason": _finish_reason(done),
             "completion_tokens": len(ids),
             "output_token_logprobs": [[p, t, None] for p, t in zip(plain, ids, strict=True)],
             "weight_version": labels[-1],
@@ -161,10 +155,12 @@ class StandIn:
 
     async def pause_generation(self, body: dict[str, Any]) -> Answer:
         self._unpaused.clear()
-        await self._engine.pause(retract=body["mode"] == "retract")
         if body["mode"] == "abort":
             for aborted in self._asked.values():
                 aborted.set()
+            while self._engine.has_requests:
+                await asyncio.sleep(0.001)
+        await self._engine.pause(retract=body["mode"] == "retract")
         return 200, {"status": "ok"}
 
     async def continue_generation(self, body: dict[str, Any]) -> Answer:
@@ -238,6 +234,13 @@ class StandIn:
         async with server:
             await ended.wait()
         await self._engine.end()
+
+
+def _finish_reason(done: Completion) -> dict[str, str]:
+    if done.finish_reason is not FinishReason.DEADLINE:
+        return {"type": str(done.finish_reason)}
+    message = "Aborted" if len(done.token_ids) else "Abort in waiting queue"
+    return {"type": "abort", "message": message}
 
 
 def _join(address: str, name: str, rank: int, world_size: int, backend: str) -> Any:

@@ -18,7 +18,13 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
-from streamrl.interfaces import EnvironmentContext, Episode, Prompt, Transition
+from streamrl.interfaces import (
+    CompletionHandle,
+    EnvironmentContext,
+    Episode,
+    Prompt,
+    Transition,
+)
 from streamrl.types import (
     Books,
     Completion,
@@ -38,9 +44,21 @@ def make_ledger() -> Ledger:
     return Ledger(groups_per_step=2, max_staleness=1)
 
 
+async def first_of(*events: asyncio.Event) -> asyncio.Event:
+    """Waits for one of the events."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+    return next(event for event in events if event.is_set())
+
+
 class FakeEngine:
     """Answers with the prompt's length as token when `open` is set:
-    twice when sampled, three times when greedy."""
+    twice when sampled, three times when greedy. One that is stopped is answered with `at_stop` of
+    them."""
 
     def __init__(self) -> None:
         self.policy_version = 0
@@ -50,25 +68,35 @@ class FakeEngine:
         self.num_failures = sys.maxsize
         self.num_running = 0
         self.most_running = 0
+        self.at_stop = 0
+        self.begun: list[int] = []
 
-    async def generate(self, prompt: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
+    ) -> Completion:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
+        self.begun.append(len(prompt))
         try:
             await asyncio.sleep(0)
-            await self.open.wait()
+            handle.num_tokens = self.at_stop
+            if await first_of(self.open, handle.stop) is handle.stop:
+                return self._completion(prompt, self.at_stop, FinishReason.DEADLINE)
             if self.failure and self.num_failures:
                 self.num_failures -= 1
                 raise self.failure
             count = 2 if sampling.temperature else 3
-            return Completion(
-                token_ids=np.full(count, len(prompt), np.int32),
-                logprobs=np.full(count, -1.0, np.float32),
-                policy_versions=np.full(count, self.policy_version, np.int32),
-                finish_reason=FinishReason.STOP,
-            )
+            return self._completion(prompt, count, FinishReason.STOP)
         finally:
             self.num_running -= 1
+
+    def _completion(self, prompt: Sequence[int], count: int, reason: FinishReason) -> Completion:
+        return Completion(
+            token_ids=np.full(count, len(prompt), np.int32),
+            logprobs=np.full(count, -1.0, np.float32),
+            policy_versions=np.full(count, self.policy_version, np.int32),
+            finish_reason=reason,
+        )
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
         if update.endpoint.path == "unreadable":

@@ -1,4 +1,4 @@
-"""The HF engine's thread in a step that does not end."""
+"""The HF engine: requests that are stopped, and its thread in a step that does not end."""
 
 import asyncio
 import threading
@@ -7,11 +7,32 @@ from typing import Any
 import pytest
 
 from actors.engines.hf import engine as hf
+from actors.engines.hf.batch import Request, RunningBatch
 from streamrl.errors import RolloutError
-from streamrl.types import SamplingParams
-from tests.tiny_model import make_llama
+from streamrl.types import FinishReason, SamplingParams
+from tests.tiny_model import VOCAB_SIZE, make_llama
 
 DEADLINE_S = 30.0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ({"max_new_tokens": 9}, FinishReason.DEADLINE),
+        ({"max_new_tokens": 1}, FinishReason.LENGTH),
+        ({"max_new_tokens": 9, "stop_token_ids": tuple(range(VOCAB_SIZE))}, FinishReason.STOP),
+    ],
+)
+def test_a_request_stopped_at_its_end_has_ended_by_itself(sampling, reason):
+    batch = RunningBatch(
+        make_llama(0), num_slots=1, max_model_len=16, eos_token_ids=frozenset(), seed=0
+    )
+    request = Request((5,), SamplingParams(**sampling))
+    request.handle.stop.set()
+    batch.join([request], 3)
+    ((left, completion),) = batch.leave()
+    assert (left, request.handle.num_tokens, len(batch)) == (request, 1, 0)
+    assert (completion.finish_reason, completion.policy_versions.tolist()) == (reason, [3])
 
 
 async def test_close_waits_a_while_for_a_step_and_then_leaves_it_alone(monkeypatch, caplog):

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from actors.engines import requests
 from actors.engines.model import ModelFacts
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import ConnectionLostError, Http, RefusedError, SlowAnswerError
@@ -22,6 +23,7 @@ from actors.engines.served.server import Labels, Request, VersionSpan, completio
 from actors.engines.served.start import probe, wait_until_up
 from actors.engines.vllm.start import VllmKind, open_vllm
 from streamrl.errors import ConfigError, RolloutError, TransportError
+from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
 from tests.engines import make_model, run_config
 from tests.ports import free_port
@@ -34,20 +36,27 @@ def an_answer(logprob: float = -0.5) -> Completion:
     return completion([3], [logprob], np.zeros(1, np.int32), "stop")
 
 
+def aborted(*token_ids: int) -> Completion:
+    """The server's answer to a request that an update or an abort has ended."""
+    count = len(token_ids)
+    return completion(token_ids, [-0.5] * count, np.zeros(count, np.int32), "abort")
+
+
 class FakeServer:
-    """Answers each request with what `answers` has next; a load resolves `at_load` to None."""
+    """Answers each request with what `answers` has next; a load resolves `at_load` to an abort."""
 
     name = "Fake"
 
-    def __init__(self, *answers: Completion | Exception | asyncio.Future | None) -> None:
+    def __init__(self, *answers: Completion | Exception | asyncio.Future) -> None:
         self._answers = list(answers)
         self.asked: list[Request] = []
         self.aborted: list[str] = []
         self.is_gone = False
         self.num_refusals = 0
-        self.at_load: asyncio.Future[None] | None = None
+        self.at_load: asyncio.Future[Completion] | None = None
+        self.at_abort: asyncio.Future[Completion] | None = None
 
-    async def sample(self, request: Request) -> Completion | None:
+    async def sample(self, request: Request) -> Completion:
         self.asked.append(request)
         if not self._answers:
             await asyncio.Event().wait()
@@ -60,12 +69,14 @@ class FakeServer:
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+        if self.at_abort is not None and len(self.aborted) > 1:
+            self.at_abort.set_result(aborted(3, 4))
 
     async def receive(self, update: WeightUpdate) -> None: ...
 
     async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
         if self.at_load is not None:
-            self.at_load.set_result(None)
+            self.at_load.set_result(aborted(3))
         on_loaded()
         return 0.25
 
@@ -101,7 +112,7 @@ async def test_a_lost_connection_is_asked_again_under_another_id():
 
 
 async def test_a_request_given_up_for_an_update_begins_anew():
-    given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    given_up: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     server = FakeServer(given_up, an_answer())
     server.at_load = given_up
     engine = engine_on(server)
@@ -119,9 +130,37 @@ async def test_a_request_given_up_for_an_update_begins_anew():
 
 
 async def test_a_request_given_up_without_an_update_fails():
-    engine = engine_on(FakeServer(None))
+    engine = engine_on(FakeServer(aborted(3)))
     with pytest.raises(RolloutError, match="gave a request up without an update"):
         await engine.generate([5], ONE)
+    await engine.close()
+
+
+async def test_a_stopped_request_is_aborted_until_it_is_answered_with_what_was_sampled(monkeypatch):
+    monkeypatch.setattr(requests, "_ABORT_EVERY_S", 0.001)
+    at_abort: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+    server, handle = FakeServer(at_abort), CompletionHandle()
+    server.at_abort = at_abort
+    engine = engine_on(server)
+    running = asyncio.create_task(engine.generate([5], ONE, handle))
+    async with asyncio.timeout(10):
+        while not server.asked:
+            await asyncio.sleep(0)
+        handle.stop.set()
+        answer = await running
+    assert (answer.token_ids.tolist(), answer.finish_reason) == ([3, 4], FinishReason.DEADLINE)
+    assert server.aborted == [server.asked[0].id] * 2, "it had ignored the first one"
+    assert handle.num_tokens == -1, "the server reports none"
+    await engine.close()
+
+
+async def test_a_request_stopped_before_it_was_sent_is_not_sent():
+    server, handle = FakeServer(), CompletionHandle()
+    engine = engine_on(server)
+    handle.stop.set()
+    answer = await engine.generate([5], ONE, handle)
+    assert (len(answer.token_ids), answer.finish_reason) == (0, FinishReason.DEADLINE)
+    assert server.asked == []
     await engine.close()
 
 

@@ -14,8 +14,8 @@ from actors.engines.served.engine import ServedEngine
 from streamrl.config import RunConfig
 from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import ConfigError
-from streamrl.interfaces import Engine
-from streamrl.types import Completion, SamplingParams
+from streamrl.interfaces import CompletionHandle, Engine
+from streamrl.types import Completion, FinishReason, SamplingParams
 from tests.engines import VllmEngines, make_model, update_to
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -43,6 +43,12 @@ async def num_tokens(engine: Engine) -> float:
     return read["num_tokens"]
 
 
+async def until_sampled(engine: Engine, total: float) -> None:
+    async with asyncio.timeout(20):
+        while await num_tokens(engine) < total:
+            await asyncio.sleep(0.001)
+
+
 async def update_in_mid_generation(
     engine: Engine, path: Path, settings: VllmSettings
 ) -> list[Completion]:
@@ -51,9 +57,7 @@ async def update_in_mid_generation(
     update = update_to(make_model(seed=1), 1, path / "one.safetensors")
     before = await num_tokens(engine)
     running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
-    async with asyncio.timeout(20):
-        while await num_tokens(engine) < before + 60:
-            await asyncio.sleep(0.001)
+    await until_sampled(engine, before + 60)
     report = await engine.load_weights(update)
     assert report.pause_s < 5
     return await asyncio.gather(*running)
@@ -102,6 +106,24 @@ async def test_wait_ends_and_abort_begins_anew(engine, tmp_path, mode, version):
         assert len(completion.token_ids) == LONG.max_new_tokens
         assert set(completion.policy_versions.tolist()) == {version}
         assert logprob_errors(version, prompt, completion).max() < 1e-4
+
+
+async def test_a_completion_stopped_after_an_update_has_the_versions_of_its_tokens(
+    engine, tmp_path
+):
+    handle, prompt = CompletionHandle(), PROMPTS[0]
+    first = await num_tokens(engine)
+    running = asyncio.create_task(engine.generate(prompt, LONG, handle))
+    await until_sampled(engine, first + 60)
+    await engine.load_weights(update_to(make_model(seed=1), 1, tmp_path / "one.safetensors"))
+    await until_sampled(engine, await num_tokens(engine) + 60)
+    handle.stop.set()
+    completion = await running
+    assert completion.finish_reason is FinishReason.DEADLINE
+    assert 60 < len(completion.token_ids) < LONG.max_new_tokens
+    old = completion.policy_versions == 0
+    assert set(completion.policy_versions.tolist()) == {0, 1}
+    assert logprob_errors(0, prompt, completion)[old].max() < 1e-4
 
 
 async def test_prefixes_are_not_shared_across_versions(engine, tmp_path):

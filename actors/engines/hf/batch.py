@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -18,17 +18,23 @@ from actors.engines.hf import attention
 from actors.engines.hf.cache import SlotCache
 from actors.engines.hf.records import Records
 from actors.engines.hf.sampling import RowSampling, sample
+from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, SamplingParams
 
 _PREFILL_TOKENS = 16384
 
 
 class Request(Struct, eq=False):
-    """One request; `is_canceled` may be set at any time, from any thread."""
+    """One request; `is_canceled` and the handle's stop may be set at any time, from any thread."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    handle: CompletionHandle = field(default_factory=CompletionHandle)
     is_canceled: bool = False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.handle.stop.is_set()
 
 
 class RunningBatch:
@@ -89,16 +95,18 @@ class RunningBatch:
 
     @torch.inference_mode()
     def leave(self) -> list[tuple[Request, Completion]]:
-        """Removes the rows that are done or canceled; the last rows move into their slots."""
+        """Removes the rows that are done, stopped or canceled; the last rows take their slots."""
         records = self._records
         is_stop = self._stops.contains(records.stop_set[: records.size], records.last_token_ids)
-        is_canceled = np.array([request.is_canceled for request in self._rows], dtype=np.bool_)
+        is_full = records.is_full
+        is_over = np.array([r.is_canceled or r.is_stopped for r in self._rows], dtype=np.bool_)
         left = []
-        for row in np.flatnonzero(is_stop | records.is_full | is_canceled)[::-1].tolist():
-            is_full = records.counts[row] >= records.limits[row]
-            reason = FinishReason.LENGTH if is_full else FinishReason.ABORT
+        for row in np.flatnonzero(is_stop | is_full | is_over)[::-1].tolist():
+            request = self._rows[row]
+            reason = FinishReason.DEADLINE if request.is_stopped else FinishReason.ABORT
+            reason = FinishReason.LENGTH if is_full[row] else reason
             reason = FinishReason.STOP if is_stop[row] else reason
-            left.append((self._rows[row], records.completion(row, reason)))
+            left.append((request, records.completion(row, reason)))
             self._close(row)
         return left
 
@@ -155,6 +163,8 @@ class RunningBatch:
         )
         token_ids, logprobs = sample(logits, sampling, self._generator)
         records.append(first, token_ids.cpu().numpy(), logprobs.cpu().numpy(), policy_version)
+        for request, count in zip(self._rows[rows], records.counts[rows].tolist(), strict=True):
+            request.handle.num_tokens = count
         self.num_tokens += len(logits)
 
 

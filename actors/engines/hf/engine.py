@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from actors.engines.hf.batch import Request, RunningBatch
 from actors.engines.hf.weights import SpareWeights
 from actors.engines.prompt import eos_set, require_known_tokens, room_for
+from actors.engines.requests import nothing_sampled
 from actors.engines.updates import UpdatableEngine
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, SamplingParams, WeightUpdate
 from streamrl.weights.transports.receive import TransferReceiver
 
@@ -84,12 +86,16 @@ class HfEngine(UpdatableEngine):
         )
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
     ) -> Completion:
-        """One completion, cut at `max_new_tokens` or at the longest length."""
+        """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
         room_for(prompt_token_ids, self._max_model_len)
         require_known_tokens(prompt_token_ids, self._vocab_size)
-        request = Request(tuple(prompt_token_ids), sampling)
+        request = Request(tuple(prompt_token_ids), sampling, handle or CompletionHandle())
+        request.handle.num_tokens = 0
         future: Future = self._loop.create_future()
         with self._wake:
             self._raise_if_dead()
@@ -189,6 +195,7 @@ class HfEngine(UpdatableEngine):
 
         A prefill delays the running requests by about one step, so slots are filled many at a time.
         """
+        self._answer_stopped()
         free = self._batch.num_slots - len(self._batch)
         if free < min(len(self._waiting), max(1, self._batch.num_slots // 8)):
             return []
@@ -199,6 +206,15 @@ class HfEngine(UpdatableEngine):
                 self._running[request] = future
                 joining.append(request)
         return joining
+
+    def _answer_stopped(self) -> None:
+        """Answers the waiting requests that are stopped."""
+        stopped = [entry for entry in self._waiting if entry[0].is_stopped]
+        for entry in stopped:
+            self._waiting.remove(entry)
+        if stopped:
+            answers = [(future, nothing_sampled()) for _, future in stopped]
+            self._loop.call_soon_threadsafe(_resolve, answers)
 
     def _answer(self, done: list[tuple[Request, Completion]]) -> None:
         answers = [(self._running.pop(request), completion) for request, completion in done]

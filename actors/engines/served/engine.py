@@ -19,7 +19,7 @@ from msgspec import structs
 
 from actors.engines.model import ModelFacts
 from actors.engines.prompt import require_known_tokens, room_for
-from actors.engines.requests import InFlightRequests
+from actors.engines.requests import InFlightRequests, aborted_on, nothing_sampled
 from actors.engines.served.http import (
     ConnectionLostError,
     RefusedError,
@@ -30,7 +30,8 @@ from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import Request, Server
 from actors.engines.updates import UpdatableEngine
 from streamrl.errors import RolloutError, TransportError, WeightTransferError
-from streamrl.types import Completion, SamplingParams, WeightUpdate
+from streamrl.interfaces import CompletionHandle
+from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
 
 log = logging.getLogger(__name__)
 _READINGS_S = 0.25
@@ -72,13 +73,29 @@ class ServedEngine(UpdatableEngine):
         self._watch_task = asyncio.create_task(self._watch())
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
     ) -> Completion:
-        """One completion, cut at `max_new_tokens` or at the longest length."""
+        """One completion, cut at `max_new_tokens`, at the longest length or by the handle.
+
+        The handle's number of tokens stays -1: the server answers once, at the end.
+        """
         room = room_for(prompt_token_ids, self._max_model_len)
         require_known_tokens(prompt_token_ids, self._facts.vocab_size)
         self._raise_if_over()
-        return await self._requests.run(self._complete(list(prompt_token_ids), sampling, room))
+        eos = frozenset() if sampling.ignore_eos else self._facts.eos
+        request = Request(
+            id="",
+            prompt_token_ids=list(prompt_token_ids),
+            sampling=sampling,
+            max_new_tokens=min(sampling.max_new_tokens, room),
+            stops=eos | frozenset(sampling.stop_token_ids),
+            cache_salt="",
+        )
+        stop = handle.stop if handle else asyncio.Event()
+        return await self._requests.run(self._complete(request, stop))
 
     def gauges(self) -> Mapping[str, float]:
         """The server's last readings, and the requests that wait on this side."""
@@ -119,40 +136,35 @@ class ServedEngine(UpdatableEngine):
         super()._on_loaded(update)
         self._num_updates += 1
 
-    async def _complete(
-        self, prompt_token_ids: list[int], sampling: SamplingParams, room: int
-    ) -> Completion:
+    async def _complete(self, request: Request, stop: asyncio.Event) -> Completion:
         """Sends the request until it has an answer: with pause_mode abort, an update makes requests
-        in flight begin anew."""
-        eos = frozenset() if sampling.ignore_eos else self._facts.eos
-        request = Request(
-            id="",
-            prompt_token_ids=prompt_token_ids,
-            sampling=sampling,
-            max_new_tokens=min(sampling.max_new_tokens, room),
-            stops=eos | frozenset(sampling.stop_token_ids),
-            cache_salt="",
-        )
+        in flight begin anew. One that is stopped is answered with what was sampled."""
         async with self._slots:
             self._num_sent += 1
             try:
-                while True:
-                    answer = await retry_lost(lambda: self._send(request), self._retry_timeout_s)
-                    if answer is not None:
+                while not stop.is_set():
+                    answer = await retry_lost(
+                        lambda: self._send(request, stop), self._retry_timeout_s
+                    )
+                    if answer.finish_reason is not FinishReason.ABORT:
                         return answer
+                    if stop.is_set():
+                        return structs.replace(answer, finish_reason=FinishReason.DEADLINE)
+                return nothing_sampled()
             except TransportError as error:
                 self._fail(error)
                 raise
             finally:
                 self._num_sent -= 1
 
-    async def _send(self, request: Request) -> Completion | None:
+    async def _send(self, request: Request, stop: asyncio.Event) -> Completion:
         request_id = f"{self._name}-{next(self._numbers):012d}"
         salt = f"{self._name}-{self._num_updates}"
         identified = structs.replace(request, id=request_id, cache_salt=salt)
         num_loads = self._num_loads_ended
         try:
-            answer = await self._server.sample(identified)
+            async with aborted_on(stop, lambda: self._abort(request_id)):
+                answer = await self._server.sample(identified)
         except (RefusedError, SlowAnswerError) as error:
             raise RolloutError(f"{self._server.name} refused a request: {error}") from error
         except (asyncio.CancelledError, ConnectionLostError):
@@ -160,7 +172,8 @@ class ServedEngine(UpdatableEngine):
             self._aborts.add(aborting)
             aborting.add_done_callback(self._aborts.discard)
             raise
-        if answer is None and self._num_loads_begun == num_loads:
+        is_aborted = answer.finish_reason is FinishReason.ABORT and not stop.is_set()
+        if is_aborted and self._num_loads_begun == num_loads:
             raise RolloutError("the inference server gave a request up without an update")
         return answer
 

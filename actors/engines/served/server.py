@@ -88,8 +88,9 @@ class Server(Protocol):
     name: str
     """The library's name, for messages."""
 
-    async def sample(self, request: Request) -> Completion | None:
-        """The completion, or None if the server gave the request up (an update, an abort).
+    async def sample(self, request: Request) -> Completion:
+        """The completion; `FinishReason.ABORT` with what was sampled, if an update or `abort` has
+        ended it.
 
         Raises:
             RolloutError, RefusedError, SlowAnswerError: this request fails alone.
@@ -98,7 +99,7 @@ class Server(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Frees the request's slot; its answer is ignored."""
+        """Ends the request, if the server has it; `sample` gets the answer."""
         ...
 
     async def receive(self, update: WeightUpdate) -> None:

@@ -3,6 +3,7 @@
 Blocking, since a generator has nothing else to do before its engine is up.
 """
 
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -19,6 +20,7 @@ from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, SamplingParams
 
 _CHECK_S = 0.5
+_ANSWER_S = 60.0
 
 
 class ServerKind(Protocol):
@@ -47,7 +49,7 @@ class ServerKind(Protocol):
         them as version 0."""
         ...
 
-    def sample(self, http: Http, labels: Labels, request: Request) -> Completion | None: ...
+    def sample(self, http: Http, labels: Labels, request: Request) -> Completion: ...
 
     def refusal(self, http: Http, error: RefusedError) -> ConfigError:
         """The error for a server that refuses one of these requests."""
@@ -122,7 +124,13 @@ def require_length(http: Http, config: RunConfig, num_reserved: int = 0) -> None
         )
 
 
-def probe(sample: Callable[[Request], Completion | None]) -> None:
+def request_timeout_s(config: RunConfig) -> float:
+    """Longest wait for one completion, which fails then; its episode's deadline ends it before,
+    unless the server does not answer."""
+    return config.generator.group_deadline_s + _ANSWER_S
+
+
+def probe(sample: Callable[[Request], Completion]) -> None:
     """Samples one token with top_k 1: under the truncated distribution its log-probability is 0.
 
     Raises:
@@ -141,11 +149,11 @@ def probe(sample: Callable[[Request], Completion | None]) -> None:
         answer = sample(request)
     except RolloutError as error:
         raise ConfigError(f"the inference server fails at its first token: {error}") from error
-    if answer is None or abs(float(answer.logprobs[0])) > 1e-3:
-        logprob = "none" if answer is None else f"{float(answer.logprobs[0]):.3f}"
+    logprob = float(answer.logprobs[0]) if len(answer.logprobs) else math.nan
+    if not abs(logprob) <= 1e-3:
         raise ConfigError(
             "the inference server does not report log-probabilities of the distribution it samples "
-            f"from: that of the only candidate was {logprob} instead of 0"
+            f"from: that of the only candidate was {logprob:.3f} instead of 0"
         )
 
 

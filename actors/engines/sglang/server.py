@@ -58,7 +58,7 @@ class SglangServer:
         self._request_timeout_s = request_timeout_s
         self._seeds = (int(s) for s in _seeds(seed))
 
-    async def sample(self, request: Request) -> Completion | None:
+    async def sample(self, request: Request) -> Completion:
         if request.sampling.seed is not None and not self._is_deterministic:
             raise RolloutError(
                 "SGLang uses a seed only with generator.sglang.enable_deterministic_inference"
@@ -86,14 +86,15 @@ class SglangServer:
         await self._http.close()
 
 
-def completion_of(answer: GenerateResponse, request: Request, labels: Labels) -> Completion | None:
+def completion_of(answer: GenerateResponse, request: Request, labels: Labels) -> Completion:
     meta, reason = answer.meta_info, answer.meta_info.finish_reason.type
-    if reason == "abort":
-        return None
     token_ids = answer.output_ids
     logprobs = [math.nan if entry[0] is None else entry[0] for entry in meta.output_token_logprobs]
     if is_truncated(request):
         logprobs = meta.output_token_sampling_logprobs or []
+    if reason == "abort":
+        # A request that is aborted in SGLang's queue, after a retraction, may come without some.
+        token_ids = token_ids[: len(logprobs)]
     if not np.isfinite(logprobs).all():
         raise RolloutError("SGLang sampled a token whose log-probability is not finite")
     versions = versions_of(meta.weight_versions, len(token_ids), labels)

@@ -7,7 +7,7 @@ from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import UNLABELED, Labels, Request
-from actors.engines.served.start import host_of, open_served, require_length
+from actors.engines.served.start import host_of, open_served, request_timeout_s, require_length
 from actors.engines.sglang.arguments import NUM_RESERVED, launch_command, wire_request
 from actors.engines.sglang.messages import (
     ContinueGenerationReqInput,
@@ -86,7 +86,7 @@ class SglangKind:
         http.request_sync("POST", "/update_weight_version", label)
         http.request_sync("POST", "/continue_generation", ContinueGenerationReqInput())
 
-    def sample(self, http: Http, labels: Labels, request: Request) -> Completion | None:
+    def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
         body = wire_request(request, 0)
         answer = http.request_sync("POST", "/generate", body, GenerateResponse)
         return completion_of(answer, request, labels)
@@ -108,7 +108,7 @@ class SglangKind:
             labels,
             seed=self._seed,
             is_deterministic=self.settings.enable_deterministic_inference,
-            request_timeout_s=self.settings.request_timeout_s,
+            request_timeout_s=request_timeout_s(self._config),
         )
 
 

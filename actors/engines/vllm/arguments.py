@@ -22,6 +22,8 @@ from streamrl.errors import ConfigError
 from streamrl.types import SamplingParams
 
 _CPU_KV_CACHE_BYTES = 512 * 2**20
+# Each report wakes a task of the event loop.
+_REPORT_EVERY_TOKENS = 32
 # By its name `uni` vLLM replaces it on CPUs, where it would have to bind threads to cores.
 IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _FIXED: dict[str, Any] = {
@@ -62,7 +64,7 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
 def vllm_sampling(
     sampling: SamplingParams, max_new_tokens: int, eos_token_ids: frozenset[int]
 ) -> VllmSamplingParams:
-    """vLLM's record of the same request: one answer at its end, not decoded to text.
+    """vLLM's record of the same request: all tokens so far now and then, not decoded to text.
 
     End-of-sequence tokens are passed as stop tokens: without a tokenizer vLLM knows none.
     """
@@ -81,7 +83,8 @@ def vllm_sampling(
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE,
+        stream_interval=_REPORT_EVERY_TOKENS,
     )
 
 

@@ -33,7 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.engines.model import ModelFacts
 from actors.engines.prompt import require_known_tokens, room_for
-from actors.engines.requests import InFlightRequests
+from actors.engines.requests import InFlightRequests, aborted_on, nothing_sampled
 from actors.engines.served.server import UNLABELED
 from actors.engines.updates import UpdatableEngine
 from actors.engines.vllm.arguments import engine_arguments, vllm_sampling
@@ -43,6 +43,7 @@ from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
 from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
 
 # After it vLLM's processes are killed; they hold no state.
@@ -82,18 +83,27 @@ class VllmEngine(UpdatableEngine):
         return cls(arguments, config.generator.vllm, facts, processes)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
     ) -> Completion:
-        """One completion, cut at `max_new_tokens` or at the longest length."""
+        """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
+        handle = handle or CompletionHandle()
         room = room_for(prompt_token_ids, self._max_model_len)
         require_known_tokens(prompt_token_ids, self._vocab_size)
         params = vllm_sampling(sampling, min(sampling.max_new_tokens, room), self._eos)
-        while True:
+        while not handle.stop.is_set():
+            handle.num_tokens = 0
             self._raise_if_closed()
-            output = await self._requests.run(self._sample(list(prompt_token_ids), params))
-            # With pause_mode abort an update makes requests in flight begin anew.
+            output = await self._requests.run(self._sample(list(prompt_token_ids), params, handle))
             if output.finish_reason != FinishReason.ABORT:
-                return _completion(output)
+                return _completion(output, FinishReason(output.finish_reason))
+            # vLLM's answer to an abort has what was sampled. With pause_mode abort an update aborts
+            # requests in flight, too; they begin anew.
+            if handle.stop.is_set():
+                return _completion(output, FinishReason.DEADLINE)
+        return nothing_sampled()
 
     def gauges(self) -> Mapping[str, float]:
         """Beside those of the interface: `kv_usage` (fraction) and the total `num_preemptions`."""
@@ -125,13 +135,16 @@ class VllmEngine(UpdatableEngine):
         self._cache_salt = f"{update.learner_id}/{update.policy_version}"
 
     async def _sample(
-        self, prompt_token_ids: list[int], params: VllmSamplingParams
+        self, prompt_token_ids: list[int], params: VllmSamplingParams, handle: CompletionHandle
     ) -> CompletionOutput:
-        """vLLM's only answer. Waits for it; canceling frees the request's slot."""
+        """vLLM's last answer. Waits for it; canceling frees the request's slot."""
         prompt = tokens_input(prompt_token_ids, cache_salt=self._cache_salt)
+        request_id = str(next(self._numbers))
         try:
-            async for answer in self._llm.generate(prompt, params, str(next(self._numbers))):
-                last = answer
+            async with aborted_on(handle.stop, lambda: self._llm.abort(request_id)):
+                async for answer in self._llm.generate(prompt, params, request_id):
+                    last = answer
+                    handle.num_tokens = len(answer.outputs[0].token_ids)
         except EngineDeadError as error:
             raise await asyncio.to_thread(self._processes.death) from error
         except Exception as error:
@@ -179,7 +192,7 @@ def _start(arguments: AsyncEngineArgs, gauges: Gauges, processes: VllmProcesses)
         return AsyncLLM.from_vllm_config(checked, stat_loggers=[gauges])
 
 
-def _completion(output: CompletionOutput) -> Completion:
+def _completion(output: CompletionOutput, finish_reason: FinishReason) -> Completion:
     first_of_each = output.logprobs.start_indices
     versions = np.full(len(output.token_ids), -1, dtype=np.int32)
     for span in output.weight_versions:
@@ -188,5 +201,5 @@ def _completion(output: CompletionOutput) -> Completion:
         token_ids=np.array(output.token_ids, dtype=np.int32),
         logprobs=np.array([output.logprobs.logprobs[i] for i in first_of_each], dtype=np.float32),
         policy_versions=versions,
-        finish_reason=FinishReason(output.finish_reason),
+        finish_reason=finish_reason,
     )

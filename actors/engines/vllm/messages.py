@@ -78,9 +78,7 @@ def wire_request(request: Request) -> GenerateRequest:
     )
 
 
-def completion_of(choice: GenerateTokensChoice, labels: Labels) -> Completion | None:
-    if choice.finish_reason == "abort":
-        return None
+def completion_of(choice: GenerateTokensChoice, labels: Labels) -> Completion:
     return completion(
         choice.token_ids,
         [token.logprob for token in choice.logprobs.content],

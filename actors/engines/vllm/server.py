@@ -38,7 +38,7 @@ class VllmServer:
         self._labels = labels
         self._request_timeout_s = request_timeout_s
 
-    async def sample(self, request: Request) -> Completion | None:
+    async def sample(self, request: Request) -> Completion:
         answer = await self._http.post(
             GENERATE,
             wire_request(request),

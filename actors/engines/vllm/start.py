@@ -9,7 +9,7 @@ from actors.engines.model import ModelFacts
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.server import UNLABELED, Labels, Request
-from actors.engines.served.start import host_of, open_served, require_length
+from actors.engines.served.start import host_of, open_served, request_timeout_s, require_length
 from actors.engines.vllm.cpu import has_gpu, require_servable
 from actors.engines.vllm.messages import GenerateTokensResponse, completion_of, wire_request
 from actors.engines.vllm.server import GENERATE, HttpVerbs, VllmServer
@@ -65,7 +65,7 @@ class VllmKind:
         http.request_sync("POST", "/update_weight_version", {"new_version": labels.label(0)})
         http.request_sync("POST", "/resume", {})
 
-    def sample(self, http: Http, labels: Labels, request: Request) -> Completion | None:
+    def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
         body = wire_request(request)
         answer = http.request_sync("POST", GENERATE, body, GenerateTokensResponse)
         return completion_of(answer.choices[0], labels)
@@ -77,7 +77,7 @@ class VllmKind:
         )
 
     def server(self, http: Http, labels: Labels) -> VllmServer:
-        timeout_s = self.settings.request_timeout_s
+        timeout_s = request_timeout_s(self._config)
         loader = WeightLoader(
             HttpVerbs(http, timeout_s),
             self.settings,

@@ -46,6 +46,11 @@ class RewardSettings(Section):
 
     format_penalty: float = Field(default=0.0, ge=0)
     """Subtracted per turn that the environment could not parse."""
+    truncated: Literal["train", "mask", "penalize"] = "train"
+    """Trajectories that max_new_tokens, max_model_len or group_deadline_s cut: train on them, mask
+    them in the loss (their rewards still count for the siblings' advantages), or penalize them."""
+    truncated_penalty: float | None = Field(default=None, gt=0)
+    """Subtracted from the reward of a truncated trajectory; needed by truncated penalize."""
     agentic: AgenticNormalizationSettings | None = None
     """Normalization for agentic tasks; null uses norm_mean and norm_std."""
     norm_mean: NormScope | None = None
@@ -67,6 +72,11 @@ class RewardSettings(Section):
     def _check(self) -> Self:
         if self.agentic and (self.norm_mean or self.norm_std):
             raise ValueError("agentic: excludes norm_mean and norm_std; set one or the other")
+        if (self.truncated == "penalize") != (self.truncated_penalty is not None):
+            raise ValueError(
+                f"truncated: is {self.truncated} and truncated_penalty is "
+                f"{self.truncated_penalty}; set truncated: penalize and truncated_penalty together"
+            )
         low, high = self.difficulty_low, self.difficulty_high
         if low is not None and high is not None and low >= high:
             raise ValueError(

@@ -21,8 +21,6 @@ class ServerSettings(Section):
     into files."""
     start_timeout_s: Seconds = 600.0
     """How long a server may take to come up."""
-    request_timeout_s: Seconds = 3600.0
-    """Longest wait for one completion; it then fails alone."""
     retry_timeout_s: Seconds = 30.0
     """Connections lost are tried again for so long; then the generator ends with an error."""
 

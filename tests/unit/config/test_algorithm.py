@@ -69,6 +69,8 @@ def test_rollout_is_is_a_preset_or_a_record() -> None:
         ),
         ({"reward": {"agentic": {}, "norm_mean": "batch"}}, "set one or the other"),
         ({"reward": {"difficulty_low": 0.9, "difficulty_high": 0.1}}, "difficulty_low: is 0.9"),
+        ({"reward": {"truncated": "penalize"}}, "set truncated: penalize and truncated_penalty"),
+        ({"reward": {"truncated_penalty": 1.0}}, "truncated: is train and truncated_penalty is 1"),
         ({"reward": {"length": {"max_length": 4, "buffer": 5}}}, "at most max_length"),
         ({"kl_reward": {"kind": "full"}}, "which kl_loss alone computes"),
         ({"proximal": "recomputed"}, "'recompute', 'behavior' or 'loglinear'"),

@@ -45,6 +45,10 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ("num_generations=8", "TRL's name; here it is generator.group_size"),
         ("generator.max_completion_length=9", "TRL's name; here it is generator.max_new_tokens"),
         ("per_device_train_batch_size=1", "here it is learner.max_tokens_per_micro_batch"),
+        (
+            "algorithm.mask_truncated_completions=true",
+            "TRL's name; here it is algorithm.reward.truncated: mask",
+        ),
         ("algorithm.beta=0.1", "TRL's name; here it is algorithm.kl_loss.coef"),
         ("temperature=0.7", "TRL's name; here it is generator.temperature"),
         ("algorithm.loss_config.epsilon_high=0.3", "it is algorithm.loss_config.clip_ratio_high"),

@@ -83,6 +83,7 @@ ROLL = {
     "reward_normalization.grouping": "algorithm.reward.agentic.grouping",
     "reward_normalization.method": "algorithm.reward.agentic.method",
     "format_penalty": "algorithm.reward.format_penalty",
+    "max_len_mask": "algorithm.reward.truncated: mask",
     "difficulty_loss_weight": "algorithm.sample_weight.difficulty",
     "length_loss_weight": "algorithm.sample_weight.length",
     "add_token_level_kl": "algorithm.kl_reward.coef, where 0 is off",

@@ -34,6 +34,7 @@ TRL = {
     "epsilon_high": "algorithm.loss_config.clip_ratio_high",
     "delta": "algorithm.loss_config.clip_ratio_c",
     "loss_type": "algorithm.loss_config.loss_agg_mode",
+    "mask_truncated_completions": "algorithm.reward.truncated: mask",
     "scale_rewards": "algorithm.advantage_config.norm_adv_by_std",
     "importance_sampling_level": "algorithm.loss: gspo, which is its level sequence",
     "sapo_temperature_pos": "algorithm.loss_config.tau_pos",
