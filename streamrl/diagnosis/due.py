@@ -21,10 +21,16 @@ def due_group(stats: BufferStats) -> str:
     held = _holder(stats, first.lease_id)
     sentence = f"step {stats.policy_version + 1} waits for prompt {first.prompt_index}{held}"
     num_as_due = sum(other.min_policy_version == first.min_policy_version for other in others)
-    more = " or more" if num_as_due == MAX_AWAITED - 1 else ""
-    as_due = (f"{num_as_due}{more} others are as due",) if num_as_due else ()
     remedy = "raise buffer.max_staleness or set buffer.overdue: train"
-    return "; ".join([sentence, *as_due, remedy])
+    return "; ".join([sentence, *_as_due(num_as_due), remedy])
+
+
+def _as_due(count: int) -> tuple[str, ...]:
+    if not count:
+        return ()
+    more = " or more" if count == MAX_AWAITED - 1 else ""
+    groups = "group is" if count == 1 else "groups are"
+    return (f"{count}{more} other {groups} as due",)
 
 
 def _holder(stats: BufferStats, lease_id: str) -> str:

@@ -124,6 +124,17 @@ class Twins(RuleBasedStateMachine):
             self.redis.release(lease_id, reason), lambda: self.model.release(lease_id, reason)
         )
 
+    @rule(
+        lease_ids=st.lists(st.sampled_from(LEASE_IDS), min_size=1, max_size=3, unique=True),
+        num_times=st.integers(2, 4),
+    )
+    def give_back_again_and_again(self, lease_ids: list[str], num_times: int) -> None:
+        for _ in range(num_times):
+            self.lease(lease_ids, "steady")
+            for lease_id in lease_ids:
+                self.release(lease_id, DropReason.RELEASED)
+        self.read()
+
     @rule(lease_id=st.sampled_from(LEASE_IDS))
     def put_nonsense(self, lease_id: str) -> None:
         with pytest.raises(CorruptMessageError):
