@@ -14,8 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from buffers.connect import require_redis
+from buffers.event_lengths import EventLengths, length_findings
 from buffers.journal.schema import (
     FREE,
     open_to_read,
@@ -25,7 +27,7 @@ from buffers.journal.schema import (
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import BY_BOOKS, Event
 from buffers.retries import ends_without_group, most_retried
-from streamrl.types import DropReason
+from streamrl.types import DropReason, ResponseLengths
 
 _WAITING = ("leased", "buffered", "taken", "trained")
 _ENDED = ("acknowledged", "dropped")
@@ -55,6 +57,7 @@ class EventAudit(Struct, frozen=True, kw_only=True):
     ended: Counter[str]
     retried: Counter[int]
     prompts: Mapping[int, PromptState]
+    lengths: ResponseLengths
     faults: tuple[str, ...]
 
     @property
@@ -87,11 +90,13 @@ def audit(events: Iterable[Event]) -> EventAudit:
     """Follow every event; their order matters within a prompt only."""
     granted, ended, retried = 0, Counter[str](), Counter[int]()
     prompts: dict[int, PromptState] = {}
+    lengths = EventLengths()
     faults: list[str] = []
     for event in events:
         prompt = prompts.get(event.prompt_index, PromptState())
         if fault := _fault(event, prompt):
             faults.append(f"prompt {event.prompt_index}: {fault}")
+        lengths.add(event)
         granted += event.state == "leased"
         if ends_without_group(event):
             retried[event.prompt_index] += 1
@@ -101,7 +106,12 @@ def audit(events: Iterable[Event]) -> EventAudit:
             event.state, event.lease_id, event.state == "dropped" and _returns(event.reason)
         )
     result = EventAudit(
-        granted=granted, ended=ended, retried=retried, prompts=prompts, faults=tuple(faults)
+        granted=granted,
+        ended=ended,
+        retried=retried,
+        prompts=prompts,
+        lengths=lengths.by_outcome(),
+        faults=tuple(faults),
     )
     return _with_faults(result, _sum_faults(result))
 
@@ -111,6 +121,7 @@ def compare(result: EventAudit, snapshot: LedgerSnapshot) -> Iterator[str]:
     granted = snapshot.granted - snapshot.unseen
     if granted != result.granted:
         yield f"the ledger has {granted} leases granted, the events {result.granted}"
+    yield from _length_faults(snapshot.lengths, result.lengths.rounded())
     if snapshot.unseen:
         return
     ended = {
@@ -132,17 +143,25 @@ def findings(result: EventAudit) -> Iterator[str]:
     yield f"{len(result.prompts)} prompts, {result.num_free} of them to be granted again"
     for prompt in most_retried(result.retried):
         yield f"  prompt {prompt.prompt_index}: {prompt.num_leases} leases ended without a group"
+    yield from length_findings(result.lengths)
 
 
 def _with_faults(result: EventAudit, *faults: Iterable[str]) -> EventAudit:
     more = (fault for found in faults for fault in found)
-    return EventAudit(
-        granted=result.granted,
-        ended=result.ended,
-        retried=result.retried,
-        prompts=result.prompts,
-        faults=(*result.faults, *more),
-    )
+    return replace(result, faults=(*result.faults, *more))
+
+
+def _length_faults(ledger: ResponseLengths, events: ResponseLengths) -> Iterator[str]:
+    for name, here, there in (
+        ("sampled", ledger.sampled, events.sampled),
+        ("trained", ledger.trained, events.trained),
+        ("dropped", ledger.all_dropped, events.all_dropped),
+    ):
+        if here != there:
+            yield (
+                f"the ledger has {here.num_responses} {name} responses with {here.num_tokens} "
+                f"tokens, the events {there.num_responses} with {there.num_tokens}"
+            )
 
 
 def _sum_faults(result: EventAudit) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """The learner's loop: take, train, publish, advance, save.
 
 Invariant: policy version v stands for v completed steps, here, in the buffer and at the generators;
-a group is acknowledged only once a checkpoint that contains it is on disk.
+a group is acknowledged only once a checkpoint that contains it is on disk. A part of a batch is in
+no version: what interrupts the batch discards the gradient.
 Waits for groups: unblocked by generators that put enough of them, or by `stop`. Steps have a thread
 of their own, so that the weight channel, status and signals work meanwhile.
 """
@@ -12,10 +13,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from learners import checkpoint
 from learners.batch import TrainingBatch
+from learners.fairness import FairnessWindow
 from learners.session import LearnerSession
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
@@ -59,41 +62,61 @@ class Learner:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
     def stop(self) -> None:
-        """Finish the step at hand, make it durable, and return."""
+        """Finish the step at hand if its batch is complete, make it durable, and return."""
         self._stopping.set()
 
     async def run(self) -> None:
         """Make steps until `run.max_steps` or until stopped, then save."""
-        await self._session.attach()
+        stats = await self._session.attach()
+        self._fairness = FairnessWindow(stats, self._config.generator.group_size)
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
         self._logged_s = time.perf_counter()
         while self._version < self._config.run.max_steps:
-            start_s = time.perf_counter()
-            loan = await self._session.take(self._stopping)
-            if loan is None:
+            step = await self._train()
+            if step is None:
                 break
-            wait_s = time.perf_counter() - start_s
-            metrics = await self._train(loan)
+            loan, metrics = step
             # Before the buffer grants leases of the next version, which need these weights.
             if self._version % self._config.weights.publish_every == 0:
                 await self._publish()
             stats = await self._session.advance(self._version, loan)
             # Before the checkpoint, so that whoever resumes from it finds the step's lines.
-            waits = {"learner/wait_s": wait_s, "learner/wait_due_s": loan.wait_due_s}
-            self._log(loan, {**metrics, **waits}, stats)
+            self._log(loan, metrics, stats)
             if self._version % self._config.learner.checkpoint.every == 0:
                 await self._save()
                 await self._session.acknowledge(self._saved_version)
         await self._finish()
 
-    async def _train(self, loan: Loan) -> dict[str, float]:
-        """One step; metrics under their public names."""
-        self._reporter.set_activity(LearnerActivity.COMPUTING)
-        batch = TrainingBatch.of(loan.groups, self._version)
-        metrics = await self._compute(lambda: self._trainer.step(batch))
+    async def _train(self) -> tuple[Loan, dict[str, float]] | None:
+        """One step over the loan that is returned, with metrics; None if it is stopped before.
+
+        Where the batch is lent in parts, each is trained while the next one is still sampled.
+        """
+        wait_s, trained = 0.0, Loan()
+        while len(trained.headers) < self._config.learner.groups_per_step:
+            start_s = time.perf_counter()
+            loan = await self._session.take(self._stopping)
+            wait_s += time.perf_counter() - start_s
+            if loan is None or len(loan.groups) == len(loan.headers):
+                self._discard(trained)
+            if loan is None:
+                return None
+            self._reporter.set_activity(LearnerActivity.COMPUTING)
+            part = TrainingBatch.of(loan.groups, self._version)
+            await self._compute(partial(self._trainer.accumulate, part))
+            trained = loan
+        metrics = await self._compute(self._trainer.update)
         self._version += 1
-        return metrics
+        waits = {"learner/wait_s": wait_s, "learner/wait_due_s": trained.wait_due_s}
+        return trained, {**metrics, **waits}
+
+    def _discard(self, part: Loan) -> None:
+        """Discard the gradient of a part whose batch ends or begins again."""
+        if part:
+            num_groups, step = len(part.headers), self._version + 1
+            log.warning("discarded the gradient of %d groups of step %d", num_groups, step)
+            self._trainer.discard()
 
     async def _publish(self) -> None:
         """Copy the weights, in the compute thread, and announce the version."""
@@ -113,6 +136,7 @@ class Learner:
                 **staleness_metrics(loan.headers, self._version - 1),
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
+                **self._fairness.metrics(stats),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,
                 "learner/step_s": step_s,

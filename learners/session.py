@@ -5,7 +5,8 @@ another one replaced gets FencedError. The session holds the version and the boo
 a checkpoint stores them, and a buffer that lost its memory is restored from them.
 
 Invariant: a request that such a buffer refuses is repeated once the session has attached again, in
-one place for all requests. Groups that were taken and not trained return to the buffer.
+one place for all requests. Groups that were taken and not trained return to the buffer when a
+learner attaches, so attaching ends the loan at hand.
 """
 
 import asyncio
@@ -15,10 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from learners.status_reporter import StatusReporter
+from streamrl.algorithms.parts import accepts_parts
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, FencedError, LedgerError, LostMemoryError
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import Books, BufferStats, LearnerActivity, Loan, ranges_of, replace
+from streamrl.types import (
+    Books,
+    BufferStats,
+    GroupHeader,
+    LearnerActivity,
+    Loan,
+    ranges_of,
+    replace,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +60,18 @@ class LearnerSession:
         self._reporter = reporter
         self._state = state
         self._incarnation = ""
+        self._held: tuple[GroupHeader, ...] = ()
 
     @property
     def state(self) -> LearnerState:
         """At the end of the last step that the buffer was notified of."""
         return self._state
 
-    async def attach(self) -> None:
+    async def attach(self) -> BufferStats:
         """Become the buffer's learner, at the version of the session.
+
+        Returns:
+            The buffer's stats after that.
 
         Raises:
             ConfigError: the buffer was started with other settings.
@@ -67,24 +81,39 @@ class LearnerSession:
         stats = await self._buffer.attach(version, self._state.books)
         _require_same_settings(stats, self._config)
         self._incarnation = stats.incarnation
+        self._held = ()
         self._reporter.update(learner_term=stats.books.learner_term, dropped=stats.books.dropped)
+        return stats
 
     async def take(self, stopping: asyncio.Event) -> Loan | None:
-        """The next batch, with its trajectories; None once `stopping` is set.
+        """The loan of the next batch, with its trajectories; None once `stopping` is set.
 
-        Waits until generators have put enough groups.
+        Waits until generators have put enough groups. Under an algorithm that accepts parts, the
+        loan may be a part of the batch; the next call then waits for more groups and returns all
+        headers, and the trajectories of the new groups. It returns those of all groups where the
+        buffer has lent other ones instead: the batch begins again.
         """
         num_groups, version = self._config.learner.groups_per_step, self._state.policy_version
 
         async def request() -> Loan | None:
-            take = self._buffer.take(num_groups, version, TAKE_WAIT_S, with_payloads=True)
+            num_held = len(self._held) if accepts_parts(self._config.algorithm) else None
+            take = self._buffer.take(
+                num_groups, version, TAKE_WAIT_S, with_payloads=True, num_held=num_held
+            )
             return await _unless_set(stopping, take)
 
         while not stopping.is_set():
             loan = await self._call(LearnerActivity.WAITING, request)
-            if loan is None or loan.headers:
+            if loan is None:
+                return None
+            if not loan.headers:
+                num_missing = num_groups - len(self._held)
+                log.info("waiting for %d groups at version %d", num_missing, version)
+            elif loan.headers[: len(self._held)] == self._held:
+                self._held = loan.headers
                 return loan
-            log.info("waiting for %d groups at version %d", num_groups, version)
+            else:
+                self._held = ()
         return None
 
     async def advance(self, policy_version: int, loan: Loan) -> BufferStats:
@@ -93,6 +122,7 @@ class LearnerSession:
         Returns:
             The buffer's stats after that.
         """
+        self._held = ()
         trained = [header.prompt_index for header in loan.headers]
         # The books for a buffer that lost its memory before it recorded this step.
         books = books_with(self._state.books, trained)

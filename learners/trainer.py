@@ -1,7 +1,7 @@
 """One optimizer step: facts, gradient, update.
 
-Invariant: the update is that of the whole batch however it was cut into micro-batches. Runs in one
-thread, apart from all input and output.
+Invariant: the update is that of the whole batch however it was cut into micro-batches, and into
+parts where the algorithm accepts parts. Runs in one thread, apart from all input and output.
 
 A step makes one update, so the training pass itself yields the proximal log-probabilities. A pass
 of their own comes first only where something must know the whole batch beforehand: KL in the
@@ -17,9 +17,11 @@ from learners.batch import MicroBatch, TrainingBatch
 from learners.critic import Critic
 from learners.objective.credit import CreditAssigner
 from learners.objective.facts import FactCollector
-from learners.objective.gradient import Gradient
+from learners.objective.gradient import Accumulated, Gradient
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.policy import Policy
+from learners.step_metrics import Part, of_facts, of_work
+from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig
 
@@ -41,27 +43,47 @@ class Trainer:
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
         self._facts = FactCollector(config.algorithm, self.credit, policy, reference, critic)
         self._gradient = Gradient(config, policy, reference, critic)
+        self._parts: tuple[Part, ...] = ()
+        self._accumulated: Accumulated | None = None
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
         """Make one update; metrics under their public names."""
+        self.accumulate(batch)
+        return self.update()
+
+    def accumulate(self, part: TrainingBatch) -> None:
+        """Add the gradient of a whole batch, or of groups of it that are not added yet.
+
+        Raises:
+            ValueError: the second part of a batch that the algorithm takes as a whole.
+        """
         start = time.perf_counter()
-        micro_batches = self._pack(batch)
-        facts, metrics = self._facts.collect(batch, micro_batches)
+        if self._parts and not accepts_parts(self._config.algorithm):
+            raise ValueError("part: the algorithm takes a batch as a whole")
+        micro_batches = self._pack(part)
+        facts, metrics = self._facts.collect(part, micro_batches)
         if resampling := self._config.algorithm.pf_ppo:
-            chosen = pf_ppo_resample(batch.rewards, resampling)
-            micro_batches = self._pack(batch, chosen.tolist())
-        losses = self._gradient.accumulate(micro_batches, facts)
-        updates = self._update(batch.policy_version)
-        num_tokens, seconds = sum(batch.lengths), time.perf_counter() - start
-        return {
-            **metrics,
-            **losses,
-            **updates,
-            "learner/train_s": seconds,
-            "learner/num_tokens": num_tokens,
-            "learner/tokens_per_s": num_tokens / seconds,
-            "learner/num_micro_batches": len(micro_batches),
-        }
+            chosen = pf_ppo_resample(part.rewards, resampling)
+            micro_batches = self._pack(part, chosen.tolist())
+        self._accumulated = self._gradient.accumulate(micro_batches, facts, self._accumulated)
+        train_s = time.perf_counter() - start
+        added = Part(part, facts.advantages, metrics, len(micro_batches), train_s)
+        self._parts = (*self._parts, added)
+
+    def discard(self) -> None:
+        """Clear the gradient; the next part is the first of a batch."""
+        self._parts, self._accumulated = (), None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update(self) -> dict[str, float]:
+        """Make one update from the gradient of the batch; metrics under their public names."""
+        assert self._accumulated is not None, "a batch is accumulated first"
+        start, parts = time.perf_counter(), self._parts
+        losses = self._gradient.metrics(self._accumulated)
+        updates = self._update(parts[0].batch.policy_version)
+        self.discard()
+        work = of_work(parts, update_s=time.perf_counter() - start)
+        return {**of_facts(parts), **losses, **updates, **work}
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """[R response tokens] under the policy, computed as in a step, in nats; on the CPU."""

@@ -1,11 +1,20 @@
 """Metrics of the buffer and the generators, under their public names.
 
-Invariant: the same names at every step, so a table of them has no gaps; counts are running totals.
+Invariant: the same names at every step, so a table of them has no gaps; counts are running totals,
+lengths those of a window of steps.
 """
 
 from collections.abc import Sequence
 
-from streamrl.types import Books, BufferStats, DropReason, GroupHeader, RefusalReason
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GroupHeader,
+    RefusalReason,
+    ResponseLengths,
+    length_distance,
+)
 
 
 def books_metrics(books: Books) -> dict[str, float]:
@@ -40,4 +49,25 @@ def staleness_metrics(headers: Sequence[GroupHeader], policy_version: int) -> di
     return {
         "buffer/staleness_mean": sum(distances) / len(distances),
         "buffer/staleness_max": max(distances),
+    }
+
+
+def fairness_metrics(lengths: ResponseLengths) -> dict[str, float]:
+    """The lengths in tokens of the responses of a window, by outcome; 0 where there is none.
+
+    The fractions are of the tokens that were trained or dropped in the window.
+    """
+    outcomes = {
+        "sampled": lengths.sampled,
+        "trained": lengths.trained,
+        "dropped": lengths.all_dropped,
+    }
+    ended = max(1, lengths.trained.num_tokens + lengths.all_dropped.num_tokens)
+    tokens = {reason: lengths.dropped_because(reason).num_tokens for reason in DropReason}
+    return {
+        **{f"fairness/{name}_length_mean": n.mean for name, n in outcomes.items()},
+        **{f"fairness/{name}_length_p99": n.quantile(0.99) for name, n in outcomes.items()},
+        "fairness/length_distance": length_distance(lengths.sampled, lengths.trained),
+        "fairness/dropped_tokens_frac": lengths.all_dropped.num_tokens / ended,
+        **{f"fairness/dropped_{reason}_tokens_frac": n / ended for reason, n in tokens.items()},
     }

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from learners.batch import TrainingBatch
+from learners.critic import Critic
 from learners.policy import Policy
+from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
@@ -42,9 +44,11 @@ def make_trajectory(rng: np.random.Generator, num_prompt: int, num_response: int
     )
 
 
-def make_batch(seed: int = 0, num_groups: int = 5, group_size: int = 4) -> TrainingBatch:
+def make_groups(
+    seed: int = 0, num_groups: int = 5, group_size: int = 4
+) -> tuple[TrajectoryGroup, ...]:
     rng = np.random.default_rng(seed)
-    groups = [
+    return tuple(
         TrajectoryGroup(
             group_id=str(i),
             prompt_index=i,
@@ -55,5 +59,19 @@ def make_batch(seed: int = 0, num_groups: int = 5, group_size: int = 4) -> Train
             ),
         )
         for i in range(num_groups)
-    ]
-    return TrainingBatch.of(groups, policy_version=4)
+    )
+
+
+def make_batch(seed: int = 0, num_groups: int = 5, group_size: int = 4) -> TrainingBatch:
+    return TrainingBatch.of(make_groups(seed, num_groups, group_size), policy_version=4)
+
+
+def make_trainer(config: RunConfig) -> Trainer:
+    """With the models that the algorithm needs; the reference has a larger head."""
+    torch.manual_seed(0)
+    reference = make_policy() if config.algorithm.needs_reference else None
+    if reference is not None:
+        with torch.no_grad():
+            reference.model.get_output_embeddings().weight.mul_(1.5)
+    critic = Critic(config, make_policy()) if config.algorithm.needs_values else None
+    return Trainer(config, make_policy(), reference, critic)

@@ -3,7 +3,7 @@
 Invariant: after `commit` the file holds exactly the ledger's state, however this process ends;
 after a failed commit it holds the state of the last success, and the next commit writes the same
 changes. What ends is deleted in the same transaction and its pages are used again, so there is no
-log to compact; only the events grow, by about thirty bytes a lease. Leases get a new time to live
+log to compact; only the events grow, by about sixty bytes a lease. Leases get a new time to live
 on recovery, because clocks differ between processes.
 """
 
@@ -33,8 +33,9 @@ from streamrl.types import DropReason, GroupHeader, SchedulingState
 log = logging.getLogger(__name__)
 
 _PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?)"
-_PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?)
-    ON CONFLICT (number) DO UPDATE SET states = states || excluded.states"""
+_PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?, ?)
+    ON CONFLICT (number) DO UPDATE SET states = states || excluded.states,
+    response_lengths = coalesce(excluded.response_lengths, response_lengths)"""
 
 
 class Journal:
@@ -130,12 +131,14 @@ class Journal:
 
     def _write(self, snapshot: LedgerSnapshot) -> tuple[dict[int, int], list[int]]:
         """Returns the payloads stored, with their leases' numbers, and those deleted."""
-        rows: dict[int, tuple[int, str, str]] = {}
+        rows: dict[int, tuple[int, str, str, bytes | None]] = {}
         last: dict[int, Event] = {}
         for number, event in self._pending:
-            states = rows[number][2] if number in rows else ""
-            letter = LETTERS[event.reason or event.state]
-            rows[number] = (event.prompt_index, event.lease_id, states + letter)
+            *_, states, lengths = rows.get(number, ("", None))
+            if event.response_lengths:
+                lengths = msgspec.msgpack.encode(event.response_lengths)
+            states += LETTERS[event.reason or event.state]
+            rows[number] = (event.prompt_index, event.lease_id, states, lengths)
             last[event.prompt_index] = event
         self._db.executemany(_PUT_EVENTS, ((number, *row) for number, row in rows.items()))
         for event in last.values():

@@ -5,7 +5,8 @@
     entry     every open prompt: its lease, state and header; or that it is free
     payload   the bytes of every group that is held
     scheduling_state   of each generator that is not active
-    events    one row a lease: the states it was in, one letter each; never deleted
+    events    one row a lease: the states it was in, one letter each, and the lengths of the
+              responses that were put (msgpack); never deleted
 
 Invariant: every change is one transaction, and a failed one changes nothing. `Journal` writes the
 file; others may read it while the buffer runs.
@@ -24,7 +25,7 @@ from buffers.ledger.events import BY_BOOKS, Event
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
 from streamrl.types import DropReason
 
-FORMAT = 2
+FORMAT = 3
 MAX_LOG_BYTES = 64 * 2**20
 FREE = "free"
 LETTERS = {
@@ -60,7 +61,7 @@ CREATE TABLE IF NOT EXISTS entry (prompt_index INTEGER PRIMARY KEY, number INTEG
 CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER PRIMARY KEY, data BLOB);
 CREATE TABLE IF NOT EXISTS scheduling_state (generator_id TEXT PRIMARY KEY, scheduling_state TEXT);
 CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, prompt_index INTEGER, lease_id TEXT,
-    states TEXT);
+    states TEXT, response_lengths BLOB);
 """
 
 
@@ -99,17 +100,22 @@ def _require_format(db: sqlite3.Connection, path: Path) -> None:
 
 def read_events(db: sqlite3.Connection) -> Iterator[Event]:
     """Every transition of every lease, those of one prompt in their order."""
-    for prompt_index, lease_id, letters in db.execute(
-        "SELECT prompt_index, lease_id, states FROM events ORDER BY number"
+    for prompt_index, lease_id, letters, packed in db.execute(
+        "SELECT prompt_index, lease_id, states, response_lengths FROM events ORDER BY number"
     ):
-        for letter in letters:
-            word = _WORDS[letter]
-            if isinstance(word, DropReason):
-                yield Event(prompt_index, "dropped", str(word), lease_id)
-            elif word == BY_BOOKS:
-                yield Event(prompt_index, "acknowledged", word, lease_id)
-            else:
-                yield Event(prompt_index, word, None, lease_id)
+        lengths = msgspec.msgpack.decode(packed, type=tuple[int, ...]) if packed else ()
+        for place, letter in enumerate(letters):
+            # A lease is granted first; what follows, if it has lengths, is its put.
+            yield _event(prompt_index, lease_id, letter, lengths if place == 1 else ())
+
+
+def _event(prompt_index: int, lease_id: str, letter: str, lengths: tuple[int, ...]) -> Event:
+    word = _WORDS[letter]
+    if isinstance(word, DropReason):
+        return Event(prompt_index, "dropped", str(word), lease_id, lengths)
+    if word == BY_BOOKS:
+        return Event(prompt_index, "acknowledged", word, lease_id)
+    return Event(prompt_index, word, None, lease_id, lengths)
 
 
 def read_snapshot(db: sqlite3.Connection) -> LedgerSnapshot:

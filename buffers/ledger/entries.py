@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from msgspec import Struct
 
 from buffers.ledger.columns import Columns
-from buffers.ledger.entry import Entry, State
+from buffers.ledger.entry import Entry, State, response_lengths
 from buffers.ledger.events import BY_BOOKS, Event
-from streamrl.types import Books, DropReason, RefusalReason
+from buffers.ledger.response_counter import ResponseCounter
+from streamrl.types import Books, DropReason, GroupHeader, RefusalReason, ResponseLengths
 from streamrl.types.index_ranges import IndexRangeSet
 
 # A lease reasserted further ahead than this is invalid; no buffer forgets that many.
@@ -23,7 +24,8 @@ MAX_GAP = 100_000
 class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     """The totals of a ledger: all of its state but the entries.
 
-    `unseen` are the leases that count as granted because a learner's books contain them.
+    `unseen` are the leases that count as granted because a learner's books contain them. `lengths`
+    are counted here alone, so books that are adopted do not change them.
     """
 
     version: int = 0
@@ -36,6 +38,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     next_prompt_index: int = 0
     revision: int = 0
     unseen: int = 0
+    lengths: ResponseLengths = ResponseLengths()
 
 
 class Entries:
@@ -54,6 +57,7 @@ class Entries:
         self._revision = 0
         self._unseen = 0
         self._freed: list[int] = []
+        self.responses = ResponseCounter()
         self.subscribers: list[Callable[[Event], None]] = []
 
     def __iter__(self) -> Iterator[Entry]:
@@ -114,29 +118,42 @@ class Entries:
         return entry
 
     def move(self, entry: Entry, state: State, version: int = -1) -> None:
+        lengths = response_lengths(entry)
+        if is_put := entry.state is State.LEASED:
+            self.responses.put(lengths)
+        elif entry.state is State.TRAINED:
+            self.responses.give_back(lengths)
+        if state is State.TRAINED:
+            self.responses.train(lengths)
         self.columns.remove(entry)
         entry.state = state
         entry.version = version
         self.columns.add(entry)
         self._set_open(entry.prompt_index, state is not State.TRAINED)
         self._revision += 1
-        self._notify(entry.prompt_index, state, entry.lease_id)
+        self._notify(entry.prompt_index, state, entry.lease_id, lengths=lengths if is_put else ())
 
     def acknowledge(self, entry: Entry, *, by_books: bool = False) -> None:
         """The entry is contained in a durable checkpoint."""
+        if entry.state is not State.TRAINED:
+            self.responses.train(response_lengths(entry))
         self._close(entry)
         self._open.discard(entry.prompt_index)
         self._acknowledged += 1
         reason = BY_BOOKS if by_books else None
         self._notify(entry.prompt_index, "acknowledged", entry.lease_id, reason)
 
-    def drop(self, entry: Entry, reason: DropReason) -> None:
+    def drop(self, entry: Entry, reason: DropReason, put: GroupHeader | None = None) -> None:
+        """`put` is the header of a group that is dropped instead of taken in."""
+        put_lengths = () if put is None else put.response_lengths
+        self.responses.put(put_lengths)
+        self.responses.drop(put_lengths or response_lengths(entry), reason)
         self._close(entry)
         self._dropped[reason] += 1
         self._set_open(entry.prompt_index, reason.returns_prompt)
         if reason.returns_prompt:
             insort(self._free, entry.prompt_index)
-        self._notify(entry.prompt_index, "dropped", entry.lease_id, reason)
+        self._notify(entry.prompt_index, "dropped", entry.lease_id, reason, put_lengths)
 
     def drain_freed(self) -> tuple[int, ...]:
         """Prompts with a payload that were closed since the last call."""
@@ -219,6 +236,7 @@ class Entries:
             next_prompt_index=self._next_prompt_index,
             revision=self._revision,
             unseen=self._unseen,
+            lengths=self.responses.frozen(),
         )
 
     def restore(
@@ -236,6 +254,7 @@ class Entries:
         self._next_prompt_index = snapshot.next_prompt_index
         self._revision = snapshot.revision
         self._unseen = snapshot.unseen
+        self.responses.restore(snapshot.lengths)
 
     def _set_free(self, free: Iterable[int]) -> None:
         """These prompts and no others are granted again."""
@@ -258,7 +277,12 @@ class Entries:
             self._freed.append(entry.prompt_index)
 
     def _notify(
-        self, prompt_index: int, state: str, lease_id: str = "", reason: str | None = None
+        self,
+        prompt_index: int,
+        state: str,
+        lease_id: str = "",
+        reason: str | None = None,
+        lengths: tuple[int, ...] = (),
     ) -> None:
         for on_event in self.subscribers:
-            on_event(Event(prompt_index, str(state), reason and str(reason), lease_id))
+            on_event(Event(prompt_index, str(state), reason, lease_id, lengths))

@@ -39,3 +39,8 @@ def oldest_version(entry: Entry) -> int:
 def header_of(entry: Entry) -> GroupHeader:
     assert entry.header is not None, "only a LEASED entry has no header"
     return entry.header
+
+
+def response_lengths(entry: Entry) -> tuple[int, ...]:
+    """In tokens, those of its group; () if it has none yet."""
+    return () if entry.header is None else entry.header.response_lengths

@@ -16,10 +16,12 @@ BY_BOOKS = "books"
 class Event(Struct, frozen=True):
     """`state`: leased, buffered, taken, trained, acknowledged, dropped (then with its `reason`).
 
-    "acknowledged" has the reason BY_BOOKS where the group was not trained here.
+    "acknowledged" has the reason BY_BOOKS where the group was not trained here. The transition
+    that a put causes, to buffered or dropped, has the `response_lengths` of the group; others ().
     """
 
     prompt_index: int
     state: str
     reason: str | None
     lease_id: str
+    response_lengths: tuple[int, ...] = ()

@@ -70,6 +70,7 @@ class Ledger:
         self.version = self.learner_term = 0
         self.finished = self.draining = False
         self._entries = Entries()
+        self.responses = self._entries.responses
         self._ready = ReadyQueue(self._entries)
         self._expiries = Expiries(self._entries)
         self._loans = Loans(self._entries)
@@ -150,7 +151,7 @@ class Ledger:
                 f"the group is for {header.prompt_index}"
             )
         if self._batches.is_stale(header, self.version):
-            self._entries.drop(entry, DropReason.STALE)
+            self._entries.drop(entry, DropReason.STALE, put=header)
             return False
         entry.header = header
         self._make_ready(entry)

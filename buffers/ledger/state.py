@@ -161,6 +161,7 @@ class BufferState(Generic[Payload]):
             overdue=self.ledger.overdue,
             books=self.ledger.books(),
             refused=self.ledger.refused(),
+            lengths=self.ledger.responses.frozen(),
             oldest_version=self.ledger.oldest_version(),
             num_bytes=self._num_bytes,
             generators=self.registry.statuses,

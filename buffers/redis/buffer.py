@@ -218,15 +218,16 @@ class RedisBuffer:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.deadline_s
         token = uuid.uuid4().hex
-        staged = f"{self._namespace}staged:{token}"
-        staging: Command = ("SET", staged, payload, "EX", STAGED_LIFE_S)
         is_large = len(payload) > LARGE_BYTES
+        staged: Command = ("SET", f"{self._namespace}staged:{token}", payload, "EX", STAGED_LIFE_S)
+        staging = staged if is_large else None
         first = (token, b"" if is_large else payload, lease_id, wire.encode(header))
         fields = (header.group_id, header.prompt_index, header.oldest_version, header.num_bytes)
+        lengths = msgspec.msgpack.encode(header.response_lengths)
         while True:
             await self._memory_limit.wait_for(len(payload))
             try:
-                await self._call("put", *first, *fields, staging=staging if is_large else None)
+                await self._call("put", *first, *fields, lengths, staging=staging)
                 return
             except exceptions.OutOfMemoryError as error:
                 full = self._memory_limit.full(len(payload))

@@ -7,8 +7,11 @@ The events are a Redis stream that the scripts append to, about 50 bytes an even
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import Event
+from buffers.redis import replies
 from buffers.redis.connection import SCHEMA, RedisConnection, namespace, other_schema
 from buffers.redis.topology import redacted
 from streamrl.types import DropReason
@@ -38,10 +41,11 @@ async def read_snapshot(url: str, run: str, *, deadline_s: float = 60.0) -> Ledg
     """
     names = ("schema", "granted", "unseen", "acknowledged")
     async with _connected(url, run, deadline_s) as connection:
-        numbers, dropped = await connection.call(
+        numbers, dropped, lengths = await connection.call(
             "read_snapshot",
             ("HMGET", f"{namespace(run)}state", *names),
             ("HGETALL", f"{namespace(run)}dropped"),
+            ("HGETALL", f"{namespace(run)}lengths"),
         )
     schema, granted, unseen, acknowledged = (int(number or 0) for number in numbers)
     if granted and schema != SCHEMA:
@@ -51,6 +55,7 @@ async def read_snapshot(url: str, run: str, *, deadline_s: float = 60.0) -> Ledg
         unseen=unseen,
         acknowledged=acknowledged,
         dropped={DropReason(reason.decode()): int(n) for reason, n in dropped.items()},
+        lengths=replies.lengths((name.decode(), int(n)) for name, n in lengths.items()),
     )
 
 
@@ -77,9 +82,11 @@ async def _connected(url: str, run: str, deadline_s: float) -> AsyncIterator[Red
 
 
 def _event(fields: dict[bytes, bytes]) -> Event:
+    packed = fields[b"response_lengths"]
     return Event(
         prompt_index=int(fields[b"prompt_index"]),
         state=fields[b"state"].decode(),
         reason=fields[b"reason"].decode() or None,
         lease_id=fields[b"lease_id"].decode(),
+        response_lengths=msgspec.msgpack.decode(packed, type=tuple[int, ...]) if packed else (),
     )

@@ -1,5 +1,6 @@
 """The answers of the scripts in `buffers/redis/lua` as records."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -13,9 +14,11 @@ from streamrl.types import (
     GeneratorStatus,
     GroupHeader,
     Lease,
+    LengthHistogram,
     Loan,
     OverduePolicy,
     RefusalReason,
+    ResponseLengths,
     RetriedPrompt,
     SchedulingState,
     ranges_of,
@@ -71,7 +74,7 @@ def books(reply: Sequence[Any]) -> Books:
 
 def stats(reply: Sequence[Any]) -> BufferStats:
     numbers, _, _, _, refused, oldest, incarnation, registry, ages, *more = reply
-    scheduling_states, awaited, wait_due_s, retried = more
+    scheduling_states, sums, awaited, wait_due_s, retried = more
     values = _numbers(numbers)
     statuses = (wire.decode(status, GeneratorStatus) for status in registry)
     reports = sorted(
@@ -86,6 +89,7 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         overdue=tuple(OverduePolicy)[values["overdue"]],
         books=books(reply),
         refused={RefusalReason(reason): count for reason, count in _pairs(refused)},
+        lengths=lengths(_pairs(sums)),
         oldest_version=oldest if isinstance(oldest, int) else None,
         num_bytes=values["num_bytes"],
         generators=tuple(status for status, _ in reports),
@@ -109,6 +113,25 @@ def stats(reply: Sequence[Any]) -> BufferStats:
             RetriedPrompt(prompt_index=int(prompt_index), num_leases=num_leases)
             for prompt_index, num_leases in _pairs(retried)
         ),
+    )
+
+
+def lengths(pairs: Iterable[tuple[str, int]]) -> ResponseLengths:
+    """From the fields of the hash `lengths`, see `lua/entries.lua`, and their values."""
+    counts: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    num_tokens: dict[str, int] = {}
+    for name, number in pairs:
+        outcome, _, length = name.partition(":")
+        if length == "tokens":
+            num_tokens[outcome] = number
+        elif number:
+            counts[outcome][int(length)] = number
+    known = {name: LengthHistogram(counts[name], total) for name, total in num_tokens.items()}
+    blank = LengthHistogram()
+    return ResponseLengths(
+        sampled=known.pop("sampled", blank),
+        trained=known.pop("trained", blank),
+        dropped={DropReason(reason): histogram for reason, histogram in known.items()},
     )
 
 

@@ -23,7 +23,6 @@ from streamrl.algorithms.rewards import (
     token_rewards,
 )
 from streamrl.config.algorithm import AlgorithmSettings
-from streamrl.types import FinishReason
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +39,7 @@ class CreditAssignment:
     sample_weights: torch.Tensor | None
     """[S], or None for 1."""
     metrics: dict[str, float]
+    """Means over the trajectories."""
 
 
 class CreditAssigner:
@@ -87,7 +87,7 @@ class CreditAssigner:
             returns=returns,
             sequence_mask=self._sequence_mask(batch),
             sample_weights=self._sample_weights(batch),
-            metrics={**metrics, **_describe(batch, advantages)},
+            metrics=metrics,
         )
 
     def state_dict(self) -> dict[str, float]:
@@ -123,28 +123,3 @@ class CreditAssigner:
         difficulty = [t.metrics.get("difficulty", 0.0) for t in batch.trajectories]
         lengths = batch.sequences.lengths
         return sample_weights(lengths, config, torch.tensor(difficulty)).float()
-
-
-def _describe(batch: TrainingBatch, advantages: torch.Tensor) -> dict[str, float]:
-    """Metrics of rewards, lengths and advantages."""
-    rewards, lengths = batch.rewards, batch.sequences.lengths.float()
-    num_groups = int(batch.group_indices.max()) + 1
-    sums = torch.zeros(num_groups).index_add_(0, batch.group_indices, rewards)
-    squares = torch.zeros(num_groups).index_add_(0, batch.group_indices, rewards**2)
-    sizes = batch.group_indices.bincount()
-    spread = squares / sizes - (sums / sizes) ** 2
-    at_deadline = [t.finish_reason is FinishReason.DEADLINE for t in batch.trajectories]
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(unbiased=False)),
-        "reward/min": float(rewards.min()),
-        "reward/max": float(rewards.max()),
-        "reward/groups_alike_frac": float((spread < 1e-8).float().mean()),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": float(batch.is_truncated.float().mean()),
-        "response_length/deadline_ratio": sum(at_deadline) / len(at_deadline),
-        "advantage/mean": float(advantages.mean()) if len(advantages) else 0.0,
-        "advantage/abs_mean": float(advantages.abs().mean()) if len(advantages) else 0.0,
-    }

@@ -1,10 +1,12 @@
 """The gradient of a step: for each micro-batch a forward pass, correction, loss, backward pass.
 
 Invariant: the gradient and the metrics are those of the whole batch however it was cut, because
-every denominator counts the tokens and trajectories of all micro-batches.
+every denominator counts the tokens and trajectories of all micro-batches. A batch that comes in
+parts has the denominators of the parts so far; each further part scales what was accumulated.
 Shapes: R response tokens of a micro-batch.
 """
 
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
@@ -16,9 +18,21 @@ from learners.objective.facts import Facts
 from learners.policy import Policy
 from streamrl.algorithms.losses import BatchTotals, LossInput
 from streamrl.algorithms.objective import policy_objective
+from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.config import RunConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """What `.grad` holds of a batch: all of it, or its parts so far."""
+
+    totals: BatchTotals
+    terms: dict[str, torch.Tensor]
+    """Metrics, with the denominators of `totals`."""
+    statistics: RolloutISStatistics | None
+    """Of the corrections; None if each was off, or was made for the batch as a whole."""
 
 
 class Gradient:
@@ -33,20 +47,45 @@ class Gradient:
         self._reference = reference
         self._critic = critic
 
-    def accumulate(self, micro_batches: list[MicroBatch], facts: Facts) -> dict[str, float]:
-        """Add the gradient of these micro-batches; metrics of all of them together."""
+    def accumulate(
+        self, micro_batches: list[MicroBatch], facts: Facts, previous: Accumulated | None = None
+    ) -> Accumulated:
+        """Add the gradient of these micro-batches to that of the previous parts of the batch."""
         slices = [(m, facts.select(m)) for m in micro_batches]
         totals = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
         terms, shards = [], []
+        if previous is not None:
+            totals = previous.totals + totals
+            terms = [self._rescale(previous, totals)]
+            shards = [previous.statistics]
         for micro_batch, rows in slices:
             policy_terms, statistics = self._backward(micro_batch, rows, totals)
             terms.append({**policy_terms, **self._critic_backward(micro_batch, rows, totals)})
-            shards += [] if statistics is None else [statistics]
-        metrics = {name: float(sum(term[name] for term in terms)) for name in terms[0]}
-        if not shards:
-            return metrics
-        mismatch = reduce(RolloutISStatistics.merge, shards)
-        return {**metrics, **mismatch.metrics(self._algorithm.rollout_is)}
+            shards.append(statistics)
+        measured = [statistics for statistics in shards if statistics is not None]
+        return Accumulated(
+            totals=totals,
+            terms={name: reduce(add, (term[name] for term in terms)) for name in terms[0]},
+            statistics=reduce(RolloutISStatistics.merge, measured) if measured else None,
+        )
+
+    def metrics(self, accumulated: Accumulated) -> dict[str, float]:
+        """Under their public names."""
+        terms = {name: float(value) for name, value in accumulated.terms.items()}
+        if accumulated.statistics is None:
+            return terms
+        return {**terms, **accumulated.statistics.metrics(self._algorithm.rollout_is)}
+
+    def _rescale(self, previous: Accumulated, totals: BatchTotals) -> dict[str, torch.Tensor]:
+        """The terms of the previous parts, and `.grad`, with the denominators of `totals`.
+
+        A critic has whole batches only: its advantage is whitened over them.
+        """
+        rescaling = Rescaling.of(self._algorithm, previous.totals, totals)
+        for parameter in self._policy.parameters().values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(rescaling.loss)
+        return {name: term * rescaling.of_metric(name) for name, term in previous.terms.items()}
 
     def _backward(
         self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals

@@ -24,6 +24,22 @@ _PANELS = (
         "Throughput in tokens/s",
         (("generator/tokens_per_s", "generated"), ("learner/tokens_per_s", "trained")),
     ),
+    (
+        "Response length in tokens, mean",
+        (
+            ("fairness/sampled_length_mean", "sampled"),
+            ("fairness/trained_length_mean", "trained"),
+            ("fairness/dropped_length_mean", "dropped"),
+        ),
+    ),
+    (
+        "Response length in tokens, 99th percentile",
+        (
+            ("fairness/sampled_length_p99", "sampled"),
+            ("fairness/trained_length_p99", "trained"),
+            ("fairness/dropped_length_p99", "dropped"),
+        ),
+    ),
 )
 
 
@@ -45,7 +61,7 @@ def write_report(folder: Path) -> list[dict[str, Any]]:
 
 
 def _draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    with drawn(folder / "report.png", 2, 2, (10, 6)) as (figure, axes):
+    with drawn(folder / "report.png", 3, 2, (10, 9)) as (figure, axes):
         for axis, (title, series) in zip(axes, _PANELS, strict=True):
             for name, label in series:
                 points = [(x["step"], x[name]) for x in lines if x.get(name) is not None]
@@ -53,8 +69,8 @@ def _draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
                     axis.plot(*zip(*points, strict=True), label=label, linewidth=1.2)
             axis.set_title(title, fontsize=10)
             axis.set_ylim(bottom=0)
-            if len(series) > 1:
+            if len(axis.lines) > 1:
                 axis.legend(fontsize=8)
-        for axis in axes[2:]:
+        for axis in axes[4:]:
             axis.set_xlabel("step")
         figure.suptitle(folder.name)

@@ -13,7 +13,6 @@ from streamrl.types.buffer import (
     AwaitedLease,
     Books,
     BufferStats,
-    DropReason,
     GeneratorStatus,
     HeartbeatReply,
     LearnerActivity,
@@ -21,15 +20,22 @@ from streamrl.types.buffer import (
     Lease,
     Loan,
     OverduePolicy,
-    RefusalReason,
     RetriedPrompt,
     SchedulingState,
     admission_capacity,
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
 from streamrl.types.index_ranges import IndexRanges, ranges_of
+from streamrl.types.lengths import (
+    LengthHistogram,
+    ResponseLengths,
+    distance_p_value,
+    length_distance,
+    rounded_length,
+)
 from streamrl.types.packed import PackedGroup, pack
 from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
+from streamrl.types.reasons import DropReason, RefusalReason
 from streamrl.types.rollouts import (
     GREEDY_REWARD,
     INVALID_TURNS,
@@ -82,6 +88,7 @@ __all__ = [
     "LearnerActivity",
     "LearnerStatus",
     "Lease",
+    "LengthHistogram",
     "LoadReport",
     "Loan",
     "Locality",
@@ -90,6 +97,7 @@ __all__ = [
     "ParityReport",
     "ParitySamples",
     "RefusalReason",
+    "ResponseLengths",
     "RetriedPrompt",
     "SamplingParams",
     "SchedulingState",
@@ -100,7 +108,10 @@ __all__ = [
     "Turn",
     "WeightUpdate",
     "admission_capacity",
+    "distance_p_value",
+    "length_distance",
     "pack",
     "ranges_of",
     "replace",
+    "rounded_length",
 ]

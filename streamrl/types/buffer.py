@@ -5,27 +5,9 @@ from enum import StrEnum
 from msgspec import Struct
 
 from streamrl.types.index_ranges import IndexRanges, members
+from streamrl.types.lengths import ResponseLengths
+from streamrl.types.reasons import DropReason, RefusalReason
 from streamrl.types.rollouts import GroupHeader, TrajectoryGroup
-
-
-class DropReason(StrEnum):
-    """Why a lease or its group was dropped instead of trained.
-
-    After `EXPIRED`, `RELEASED` and `ORPHANED` the prompt is granted again; after the others it is
-    not.
-    """
-
-    STALE = "stale"
-    FAILED = "failed"
-    FILTERED = "filtered"
-    MALFORMED = "malformed"
-    EXPIRED = "expired"
-    RELEASED = "released"
-    ORPHANED = "orphaned"
-
-    @property
-    def returns_prompt(self) -> bool:
-        return self in (DropReason.EXPIRED, DropReason.RELEASED, DropReason.ORPHANED)
 
 
 class OverduePolicy(StrEnum):
@@ -39,14 +21,6 @@ class OverduePolicy(StrEnum):
     WAIT = "wait"
     TRAIN = "train"
     DROP = "drop"
-
-
-class RefusalReason(StrEnum):
-    """Why a put without a live lease was refused; such a group is not part of the books."""
-
-    DUPLICATE = "duplicate"
-    UNKNOWN_LEASE = "unknown_lease"
-    MALFORMED = "malformed"
 
 
 class SchedulingState(StrEnum):
@@ -200,6 +174,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     `heartbeat_ages_s` are the seconds since the status of each of `generators`, on the buffer's
     clock; `scheduling_states` has the ids that are not active, whether they report or not.
     `refusal` is why the buffer accepts no group at present, such as a full disk; "" if it does.
+    `lengths` are those since the buffer's first start, rounded.
     """
 
     incarnation: str
@@ -209,6 +184,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     overdue: OverduePolicy
     books: Books
     refused: dict[RefusalReason, int] = {}
+    lengths: ResponseLengths = ResponseLengths()
     oldest_version: int | None = None
     num_bytes: int = 0
     generators: tuple[GeneratorStatus, ...] = ()

@@ -5,6 +5,7 @@ without checking the tokens again.
 """
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -78,14 +79,13 @@ class PackedGroup(Struct, frozen=True, array_like=True):
 
     def group(self) -> TrajectoryGroup:
         """The group; its arrays are views of this one's."""
-        ends = itertools.accumulate(facts.num_tokens for facts in self.facts)
         return TrajectoryGroup(
             group_id=self.group_id,
             prompt_index=self.prompt_index,
             environment=self.environment,
             trajectories=tuple(
-                self._slice(facts, slice(end - facts.num_tokens, end))
-                for facts, end in zip(self.facts, ends, strict=True)
+                self._slice(facts, tokens)
+                for facts, tokens in zip(self.facts, self._siblings(), strict=True)
             ),
         )
 
@@ -98,9 +98,18 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             environment=self.environment,
             oldest_version=oldest,
             lengths=tuple(facts.num_tokens for facts in self.facts),
+            response_lengths=tuple(
+                int(np.count_nonzero(self.response_mask[tokens])) for tokens in self._siblings()
+            ),
             rewards=tuple(facts.reward for facts in self.facts),
             num_bytes=num_bytes,
         )
+
+    def _siblings(self) -> Iterator[slice]:
+        """Where each sibling's tokens are."""
+        lengths = (facts.num_tokens for facts in self.facts)
+        ends = itertools.pairwise(itertools.accumulate(lengths, initial=0))
+        return itertools.starmap(slice, ends)
 
     def _slice(self, facts: Facts, tokens: slice) -> Trajectory:
         return _Slice(

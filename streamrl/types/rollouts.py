@@ -5,6 +5,7 @@ Shapes: T tokens of a trajectory, N tokens of a completion. Log-probabilities ar
 
 from enum import StrEnum
 
+import numpy as np
 from msgspec import Struct
 
 from streamrl.types.checks import (
@@ -110,7 +111,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
     @property
     def num_response_tokens(self) -> int:
-        return int(self.response_mask.sum())
+        return int(np.count_nonzero(self.response_mask))
 
     @property
     def oldest_version(self) -> int | None:
@@ -142,13 +143,17 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
 
 
 class GroupHeader(Struct, frozen=True, kw_only=True):
-    """The facts of a group that the ledger and the learner's planning need, without payload."""
+    """The facts of a group that the ledger and the learner's planning need, without payload.
+
+    `lengths` are the tokens of each trajectory, `response_lengths` those that the policy sampled.
+    """
 
     group_id: str
     prompt_index: int
     environment: str
     oldest_version: int
     lengths: tuple[int, ...]
+    response_lengths: tuple[int, ...]
     rewards: tuple[float, ...]
     num_bytes: int = 0
 
@@ -160,6 +165,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
             environment=group.environment,
             oldest_version=group.oldest_version,
             lengths=tuple(t.num_tokens for t in group.trajectories),
+            response_lengths=tuple(t.num_response_tokens for t in group.trajectories),
             rewards=tuple(t.reward for t in group.trajectories),
             num_bytes=num_bytes,
         )

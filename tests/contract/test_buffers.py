@@ -39,6 +39,7 @@ from streamrl.types import (
     DropReason,
     GeneratorStatus,
     Lease,
+    LengthHistogram,
     RefusalReason,
     RetriedPrompt,
     SchedulingState,
@@ -294,6 +295,22 @@ async def test_a_take_may_bring_the_payloads_and_advance_the_stats(connect):
     stats = await learner.advance(1)
     assert stats == await learner.stats()
     assert (stats.policy_version, stats.books.trained, stats.in_flight) == (1, 2, 2)
+
+
+async def test_the_stats_count_responses_by_length_and_outcome(connect):
+    learner, generator = connect(), connect()
+    await learner.attach(0, None)
+    for name, num_response in (("a", 5), ("b", 70), ("c", 300)):
+        lease = await lease_one(generator, name, "g", 5.0)
+        assert lease is not None
+        group = make_group(lease.prompt_index, lease_id=name, num_response=num_response)
+        await generator.put(name, group)
+    await learner.take(2, 0, 5.0)
+    for lengths in ((await learner.advance(1)).lengths, (await generator.stats()).lengths):
+        assert lengths.sampled == LengthHistogram.of([5, 5, 70, 70, 300, 300]).rounded()
+        assert lengths.trained == LengthHistogram.of([5, 5, 70, 70]).rounded()
+        assert lengths.dropped == {}
+    assert (await learner.attach(0, None)).lengths.trained == LengthHistogram()
 
 
 async def test_a_take_waits_for_a_whole_batch_and_is_unblocked_by_a_put(connect):

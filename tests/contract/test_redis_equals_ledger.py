@@ -104,12 +104,17 @@ class Twins(RuleBasedStateMachine):
         age=st.integers(0, 4),
         wrong=st.integers(0, 9),
         again=st.booleans(),
+        num_response=st.integers(1, 100),
     )
-    def put(self, lease_id: str, age: int, wrong: int, again: bool) -> None:
+    def put(self, lease_id: str, age: int, wrong: int, again: bool, num_response: int = 4) -> None:
         prompt_index = self.prompt_indices.get(lease_id, 0) + (wrong == 0)
         name = "another" if wrong == 1 else lease_id
         group = make_group(
-            prompt_index, lease_id=name, version=max(0, self.version + 1 - age), size=1
+            prompt_index,
+            lease_id=name,
+            version=max(0, self.version + 1 - age),
+            size=1 + num_response % 2,
+            num_response=num_response,
         )
         header = GroupHeader.of(group, num_bytes=len(wire.encode(pack(group))))
         for _ in range(1 + again):
@@ -386,6 +391,7 @@ class Twins(RuleBasedStateMachine):
         books = self.model.ledger.books()
         for column in ("leased", "buffered", "taken", "trained"):
             assert found.waiting[column] == getattr(books, column), column
+        assert found.lengths.rounded() == self.model.ledger.snapshot().lengths
 
 
 class Refusal(tuple[str, str]):
@@ -406,7 +412,7 @@ def comparable(stats: Any) -> Any:
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
         *(stats.overdue, stats.awaited, round(stats.wait_due_s, 4), stats.retried),
         *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),
-        stats.scheduling_states,
+        *(stats.scheduling_states, stats.lengths),
         sorted(reports, key=lambda report: report[0].generator_id),
     )
 

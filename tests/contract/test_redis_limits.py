@@ -147,5 +147,5 @@ async def test_large_groups_pass_and_leave_nothing_behind(
     assert (await buffer.stats()).num_bytes == 0
     server = Redis.from_url(redis.url)
     left = {key.rpartition(b":")[2] for key in server.scan_iter("streamrl:{large}:*")}
-    assert left == {b"state", b"events"}
+    assert left == {b"state", b"events", b"lengths"}
     server.close()

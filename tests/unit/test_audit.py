@@ -6,13 +6,15 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from buffers.audit import audit, compare, findings
 from buffers.journal.schema import journal_path
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import Event
 from streamrl.cli.buffer.audit import main
-from tests.unit.test_journal import fill, open_journal
+from streamrl.types import DropReason, LengthHistogram
+from tests.unit.test_journal import fill, header, open_journal
 
 WORDS = {
     "L": "leased",
@@ -140,3 +142,68 @@ def test_a_damaged_journal_fails_the_audit(tmp_path: Path, capsys, damage: str, 
         db.commit()
     assert main(Namespace(folder=tmp_path)) == 1
     assert sentence in capsys.readouterr().out
+
+
+def with_lengths(history: list[Event], *lengths: int) -> list[Event]:
+    """The first event after the lease is the put."""
+    return [history[0], replace(history[1], response_lengths=lengths), *history[2:]]
+
+
+def test_the_lengths_by_outcome_are_summed_from_the_events():
+    found = audit(
+        [
+            *with_lengths(events("0 a LBTRA"), 1, 100),
+            *with_lengths(events("1 b LBTR"), 3),
+            *with_lengths(events("2 c LBTRB"), 20),
+            *with_lengths(events("3 d LBs"), 1000),
+            *with_lengths(events("4 e Ls"), 2000),
+            *with_lengths(events("5 f LBK"), 7),
+            *events("6 g Le", "7 h L"),
+        ]
+    )
+    assert found.faults == ()
+    lengths = found.lengths
+    assert lengths.sampled == LengthHistogram.of([1, 100, 3, 20, 1000, 2000, 7])
+    assert lengths.trained == LengthHistogram.of([1, 100, 3, 7])
+    assert lengths.dropped == {DropReason.STALE: LengthHistogram.of([1000, 2000])}
+    assert list(findings(found))[-3:] == [
+        "7 responses sampled: 447.3 tokens in the mean, 99th percentile 2000, longest 2000",
+        "  4 trained: 27.8 tokens in the mean, 99th percentile 100, longest 100; "
+        "distance from sampled 0.321",
+        "  2 dropped (stale): 1500.0 tokens in the mean, 99th percentile 2000, longest 2000; "
+        "95.8 % of the sampled tokens",
+    ]
+
+
+def test_a_ledger_that_counts_other_lengths_is_named():
+    found = audit(with_lengths(events("0 a LBTRA"), 40, 50))
+    lengths = found.lengths.rounded()
+    totals = LedgerSnapshot(granted=1, acknowledged=1, lengths=lengths)
+    assert list(compare(found, totals)) == []
+    other = replace(totals, lengths=replace(lengths, trained=LengthHistogram()))
+    assert list(compare(found, other)) == [
+        "the ledger has 0 trained responses with 0 tokens, the events 2 with 90"
+    ]
+
+
+def test_a_journal_keeps_the_lengths_of_each_response(tmp_path: Path, capsys):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    for name, length in (("a", 10), ("b", 1000)):
+        (lease,) = state.lease([name], "g", 0.0)
+        put_header = replace(header(lease, 0), response_lengths=(length, length + 1))
+        state.put(name, put_header, b"payload", 0.0)
+        journal.commit()
+    journal.close()
+    state, journal = open_journal(tmp_path)
+    state.take(2, 0, 1, 0.0)
+    state.advance(1, 1)
+    journal.commit()
+    trained = LengthHistogram.of([10, 11, 1000, 1001]).rounded()
+    assert state.stats(0.0).lengths.trained == trained
+    journal.close()
+    assert main(Namespace(folder=tmp_path)) == 0
+    assert (
+        "\n  4 trained: 505.5 tokens in the mean, 99th percentile 1001, longest 1001; "
+        "distance from sampled 0.000\n" in capsys.readouterr().out
+    )

@@ -213,6 +213,9 @@ LINES = [
         "learner/tokens_per_s": 2000.0,
         "learner/wait_s": 0.1,
         "learner/step_s": 0.5,
+        **{f"fairness/{name}_length_mean": 10.0 + step for name in ("sampled", "trained")},
+        "fairness/dropped_length_mean": 40.0,
+        "fairness/dropped_tokens_frac": 0.25 if step > 15 else 0.0,
     }
     for step in range(1, 31)
 ]
@@ -244,19 +247,7 @@ def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time():
     config = load_config(QUICKSTART).config
     lines = [{**line, "learner/wait_due_s": 0.05} for line in LINES]
     *_, learner = printed(render(config, lines, {"learner": "runs"}))
-    assert learner.split() == [
-        "learner",
-        "runs",
-        "2000",
-        "30",
-        "waits",
-        "20",
-        "%,",
-        "due",
-        "groups",
-        "10",
-        "%",
-    ]
+    assert learner.split(maxsplit=4) == ["learner", "runs", "2000", "30", WAITS]
     view = printed(render(config, lines, {"learner": "runs"}, "step 31 waits for prompt 812"))
     assert view[1] == "step 31 waits for prompt 812"
     assert len(view) == 5
@@ -282,6 +273,14 @@ def test_the_view_reads_the_wait_of_a_learner_that_reports(tmp_path):
     assert read_wait(tmp_path) == "step 31 waits for prompt 812"
     write(time_s=time.time() - 60.0)
     assert read_wait(tmp_path) == ""
+
+
+def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
+    name = "response length, last steps"
+    rows = dict(summary_rows(LINES, tmp_path))
+    assert rows[name] == "40 sampled, 40 trained, 25.0 % of tokens dropped"
+    assert dict(summary_rows(LINES[:15], tmp_path))[name] == "25 sampled, 25 trained"
+    assert name not in dict(summary_rows([{"step": 1, "reward/mean": 0.5}], tmp_path))
 
 
 def test_the_report_is_drawn_from_the_metrics(tmp_path):

@@ -13,7 +13,16 @@ from streamrl.errors import (
     LostMemoryError,
     UnknownLeaseError,
 )
-from streamrl.types import Books, DropReason, GroupHeader, Lease, OverduePolicy, RefusalReason
+from streamrl.types import (
+    Books,
+    DropReason,
+    GroupHeader,
+    Lease,
+    LengthHistogram,
+    OverduePolicy,
+    RefusalReason,
+    ResponseLengths,
+)
 
 
 def make_ledger(groups_per_step: int = 2, max_staleness: int = 1, **kwargs: Any) -> Ledger:
@@ -22,13 +31,16 @@ def make_ledger(groups_per_step: int = 2, max_staleness: int = 1, **kwargs: Any)
     return ledger
 
 
-def header(lease: Lease, version: int = 0, group_id: str | None = None) -> GroupHeader:
+def header(
+    lease: Lease, version: int = 0, group_id: str | None = None, length: int = 2
+) -> GroupHeader:
     return GroupHeader(
         group_id=group_id or f"group of {lease.lease_id}",
         prompt_index=lease.prompt_index,
         environment="test",
         oldest_version=version,
         lengths=(3,),
+        response_lengths=(length, length),
         rewards=(1.0,),
     )
 
@@ -39,9 +51,9 @@ def grant(ledger: Ledger, lease_id: str, now_s: float = 0.0, ttl_s: float = 10.0
     return lease
 
 
-def fill(ledger: Ledger, *lease_ids: str, version: int = 0) -> None:
+def fill(ledger: Ledger, *lease_ids: str, version: int = 0, length: int = 2) -> None:
     for lease_id in lease_ids:
-        ledger.put(lease_id, header(grant(ledger, lease_id), version), 0.0)
+        ledger.put(lease_id, header(grant(ledger, lease_id), version, length=length), 0.0)
 
 
 def train_one_step(ledger: Ledger, learner_term: int = 1) -> list[int]:
@@ -398,3 +410,63 @@ def test_a_buffer_that_lost_its_memory_does_not_call_its_learner_fenced():
     assert (
         blank.attach(2, Books(granted=2, acknowledged=2, next_prompt_index=2, learner_term=3)) == 4
     )
+
+
+def test_responses_are_counted_by_length_when_they_are_put_trained_and_dropped():
+    ledger = make_ledger(groups_per_step=1, max_staleness=0)
+    fill(ledger, "a", length=7)
+    train_one_step(ledger)
+    fill(ledger, "b", version=1, length=9)
+    lengths = ledger.responses.frozen()
+    assert lengths.sampled == LengthHistogram.of([7, 7, 9, 9])
+    assert lengths.trained == LengthHistogram.of([7, 7])
+    assert lengths.dropped == {}
+    train_one_step(ledger)
+    ledger.acknowledge(2, 1)
+    assert ledger.responses.frozen().trained == LengthHistogram.of([7, 7, 9, 9])
+
+
+def test_the_lengths_of_what_is_dropped_as_it_is_put_and_of_what_is_evicted_are_counted():
+    ledger = make_ledger(groups_per_step=1, max_staleness=2)
+    slow = grant(ledger, "slow")
+    fill(ledger, "a", length=3)
+    train_one_step(ledger)
+    fill(ledger, "b", version=-1, length=4)
+    fill(ledger, "c", version=-1, length=5)
+    train_one_step(ledger)
+    assert not ledger.put("slow", header(slow, version=-1, length=90), 0.0)
+    ledger.release(grant(ledger, "failed").lease_id, DropReason.FAILED)
+    stale = LengthHistogram.of([5, 5, 90, 90]).rounded()
+    assert ledger.responses.frozen().dropped == {DropReason.STALE: stale}
+    assert ledger.responses.frozen().trained == LengthHistogram.of([3, 3, 4, 4])
+    assert ledger.responses.frozen().sampled.num_tokens == 2 * (3 + 4 + 5 + 90)
+
+
+def test_what_a_learner_gives_back_is_not_trained_until_it_is_trained_again():
+    ledger = make_ledger(groups_per_step=1, max_staleness=3)
+    fill(ledger, "a", length=1)
+    fill(ledger, "b", length=2)
+    train_one_step(ledger)
+    train_one_step(ledger)
+    ledger.attach(1)
+    assert ledger.responses.frozen().trained == LengthHistogram.of([1, 1])
+    train_one_step(ledger, learner_term=2)
+    assert ledger.responses.frozen().trained == LengthHistogram.of([1, 1, 2, 2])
+    assert ledger.responses.frozen().sampled == ledger.responses.frozen().trained
+
+
+def test_a_group_that_a_learners_books_contain_was_trained():
+    ledger = make_ledger(groups_per_step=1, max_staleness=3)
+    fill(ledger, "a", length=6)
+    ledger.attach(1, Books(granted=1, acknowledged=1, next_prompt_index=1, revision=9))
+    assert ledger.books().acknowledged == 1
+    assert ledger.responses.frozen().trained == LengthHistogram.of([6, 6])
+
+
+def test_a_blank_ledger_counts_lengths_anew():
+    old = make_ledger(groups_per_step=1, max_staleness=3)
+    fill(old, "a", "b")
+    train_one_step(old)
+    new = Ledger(groups_per_step=1, max_staleness=3)
+    new.attach(1, old.books())
+    assert new.responses.frozen() == ResponseLengths()

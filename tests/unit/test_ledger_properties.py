@@ -17,7 +17,7 @@ from buffers.ledger.entry import State
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.queues import ReadyQueue
 from buffers.retries import RetryCounter
-from streamrl.types import Books, DropReason, GroupHeader, Lease, OverduePolicy
+from streamrl.types import Books, DropReason, GroupHeader, Lease, LengthHistogram, OverduePolicy
 from tests.records import make_group
 
 TTL_S = 10.0
@@ -83,6 +83,7 @@ class LedgerMachine(RuleBasedStateMachine):
             environment="test",
             oldest_version=oldest,
             lengths=(1,),
+            response_lengths=(oldest, 17),
             rewards=(0.0,),
         )
         self.ledger.put(lease.lease_id, header, self.now_s)
@@ -242,6 +243,18 @@ class LedgerMachine(RuleBasedStateMachine):
             assert prompt_index in open_prompts
             entry = self.ledger.entry(prompt_index)
             assert entry is None or entry.state is State.LEASED
+
+    @invariant()
+    def every_sampled_response_waits_or_has_an_outcome(self) -> None:
+        lengths = self.ledger.responses.frozen()
+        entries = map(self.ledger.entry, range(self.ledger.books().next_prompt_index))
+        waiting = LengthHistogram.of(
+            length
+            for entry in entries
+            if entry and entry.header and entry.state is not State.TRAINED
+            for length in entry.header.response_lengths
+        ).rounded()
+        assert lengths.sampled == lengths.trained + lengths.all_dropped + waiting
 
     @invariant()
     def the_groups_in_flight_are_bounded(self) -> None:

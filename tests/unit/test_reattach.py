@@ -71,6 +71,7 @@ def _put(ledger: Ledger, name: str, oldest_version: int) -> None:
         environment="test",
         oldest_version=oldest_version,
         lengths=(1,),
+        response_lengths=(1,),
         rewards=(0.0,),
     )
     ledger.put(name, header, 0.0)

@@ -43,6 +43,7 @@ def put(state: BufferState[bytes], *prompt_indices: int) -> None:
             environment="test",
             oldest_version=0,
             lengths=(3,),
+            response_lengths=(2,),
             rewards=(1.0,),
         )
         assert lease.prompt_index == prompt_index

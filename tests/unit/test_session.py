@@ -10,7 +10,7 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from learners.session import LearnerSession, LearnerState
 from streamrl.errors import ConfigError, FencedError
-from streamrl.types import Books, LearnerActivity, Loan, TrajectoryGroup
+from streamrl.types import Books, LearnerActivity, Lease, Loan, TrajectoryGroup
 from tests.records import make_group
 from tests.training import make_config
 
@@ -123,6 +123,47 @@ async def test_a_step_that_the_buffer_lost_is_in_its_books_again():
     assert (books.acknowledged, books.next_prompt_index) == (2, 2)
     await session.acknowledge(1)
     assert session.state.books == books
+
+
+async def with_a_group_that_is_due(buffer: MemoryBuffer, session: LearnerSession) -> Lease:
+    """Two steps made, two groups finished, and the lease of an older group that is due."""
+    await session.attach()
+    leases = await buffer.lease([f"gen/{i}" for i in range(6)], "gen", 0.0)
+    for version in (0, 1):
+        for lease in leases[2 * version + 1 : 2 * version + 3]:
+            await buffer.put(lease.lease_id, make_group(lease.prompt_index))
+        await session.advance(version + 1, await take(session))
+    newer = await buffer.lease(["gen/6"], "gen", 0.0)
+    for lease in (leases[5], *newer):
+        group = make_group(lease.prompt_index, version=lease.min_policy_version)
+        await buffer.put(lease.lease_id, group)
+    return leases[0]
+
+
+async def test_the_new_groups_of_a_loan_come_while_one_that_is_due_is_awaited():
+    buffer = MemoryBuffer(make_state())
+    session = make_session(buffer)
+    late = await with_a_group_that_is_due(buffer, session)
+    part = await take(session)
+    assert [group.prompt_index for group in part.groups] == [5]
+    taking = asyncio.create_task(take(session))
+    await buffer.put(late.lease_id, make_group(late.prompt_index))
+    whole = await taking
+    assert whole.headers[:1] == part.headers
+    assert [group.prompt_index for group in whole.groups] == [0]
+    stats = await session.advance(3, whole)
+    assert (stats.books.trained, stats.books.dropped) == (6, {})
+
+
+async def test_a_part_that_returned_to_the_buffer_is_lent_again_with_all_trajectories():
+    buffer = MemoryBuffer(make_state())
+    session = make_session(buffer)
+    late = await with_a_group_that_is_due(buffer, session)
+    part = await take(session)
+    await session.attach()
+    assert (await take(session)).groups == part.groups
+    await buffer.put(late.lease_id, make_group(late.prompt_index))
+    assert len((await take(session)).groups) == 1
 
 
 async def test_a_learner_that_was_replaced_does_not_attach_again():

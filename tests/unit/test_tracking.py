@@ -150,6 +150,7 @@ def test_staleness_is_a_distance():
             environment="e",
             oldest_version=v,
             lengths=(1,),
+            response_lengths=(1,),
             rewards=(0.0,),
         )
         for v in (5, 3, 6)

@@ -18,7 +18,7 @@ from streamrl.config.learner import OptimizerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
-from tests.training import make_batch, make_config, make_policy
+from tests.training import make_batch, make_config, make_policy, make_trainer
 
 
 def plain_logprobs(
@@ -65,13 +65,7 @@ def test_a_multi_turn_trajectory_counts_its_sampled_tokens_only():
 def weights_after(
     config: RunConfig, num_steps: int = 2
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    torch.manual_seed(0)
-    reference = make_policy() if config.algorithm.needs_reference else None
-    if reference is not None:
-        with torch.no_grad():
-            reference.model.get_output_embeddings().weight.mul_(1.5)
-    critic = Critic(config, make_policy()) if config.algorithm.needs_values else None
-    trainer = Trainer(config, make_policy(), reference, critic)
+    trainer = make_trainer(config)
     for step in range(num_steps):
         metrics = trainer.step(make_batch(seed=step))
     return {n: p.detach().clone() for n, p in trainer.policy.parameters().items()}, metrics

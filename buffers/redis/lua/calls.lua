@@ -74,7 +74,7 @@ local function read_stats()
   return {
     'ok', numbers, dropped, in_flight_prompts, free, call('HGETALL', key('refused')),
     oldest() or '', incarnation(), registry, ages, call('HGETALL', key('scheduling_states')),
-    awaited_leases(), wait_due_s(now_s), retried(),
+    call('HGETALL', key('lengths')), awaited_leases(), wait_due_s(now_s), retried(),
   }
 end
 
@@ -109,7 +109,7 @@ end
 
 -- A large payload is sent ahead under a key of its own, so that Lua does not copy it.
 function calls.put(token, payload, lease_id, header, ...)
-  local group_id, prompt_index, oldest_version, num_bytes = ...
+  local group_id, prompt_index, oldest_version, num_bytes, response_lengths = ...
   local staged = key('staged:' .. token)
   if payload == '' and call('EXISTS', staged) == 0 then return { 'again' } end
   local is_kept, kept = pcall(put, lease_id, {
@@ -117,6 +117,7 @@ function calls.put(token, payload, lease_id, header, ...)
     prompt_index = tonumber(prompt_index),
     oldest_version = tonumber(oldest_version),
     num_bytes = tonumber(num_bytes),
+    response_lengths = response_lengths,
   }, header, now_s)
   if is_kept and kept then
     call('RENAME', staged, key('payload:' .. prompt_index))

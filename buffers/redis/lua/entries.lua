@@ -1,71 +1,12 @@
 -- The ledger's columns: `buffers/ledger/entries.py` in Lua.
 --
 -- Invariant: as there, an entry enters and leaves a column in one place each, so the books close
--- after every call. The four files of this folder are loaded as one script, in the order entries,
--- ledger, batches, calls, after a line that sets SCHEMA. KEYS[1] is `streamrl:{RUN}:state`; every
--- other key has the same hash tag and so the same cluster slot.
---
---   state              hash    schema, counts, version, learner term, settings
---   entries            hash    prompt index -> entry
---   leases             hash    lease id -> prompt index
---   in_flight          zset    prompt indices that are leased, buffered or taken
---   expiries           zset    lease ids that are leased, by expiry time
---   ready              zset    prompt indices that are buffered, by oldest version
---   leased             zset    prompt indices that are leased, by oldest version that may sample
---   free               zset    prompt indices that are granted again
---   loans, trained     hash    version -> prompt indices
---   headers            hash    prompt index -> header of its group
---   payload:INDEX      string  payload of a group;  staged:TOKEN  one that its put has sent ahead
---   dropped, refused   hash    reason -> count
---   retried            zset    prompt indices without a group, by leases that ended without one
---   registry           hash    generator id -> last report
---   scheduling_states  hash    generator id -> scheduling state, unless active
---   events             stream  one event per change of an entry
+-- after every call.
 
-local call = redis.call
-local prefix = string.match(KEYS[1], '^(.*:)state$')
-
-local NUMBERS = {
-  'schema', 'version', 'learner_term', 'finished', 'draining', 'groups_per_step', 'max_staleness',
-  'final_version', 'granted', 'leased', 'buffered', 'taken', 'trained', 'acknowledged',
-  'next_prompt_index', 'revision', 'num_bytes', 'unseen', 'overdue', 'due_since_us',
-}
 local RETURNS_PROMPT = { expired = true, released = true, orphaned = true }
 
 -- As in `buffers/ledger/entries.py`.
 local MAX_GAP = 100000
-
-local state, stored = {}, {}
--- What the channel `changed` is notified of: a lease may be granted, a group may be taken.
-local notify = { may_lease = false, may_take = false }
-
-local function key(name)
-  return prefix .. name
-end
-
--- Lua's own conversion loses digits above 1e14.
-local function int(number)
-  return string.format('%.0f', number)
-end
-
-local function load_state(settings)
-  local values = call('HMGET', KEYS[1], unpack(NUMBERS))
-  for i, name in ipairs(NUMBERS) do
-    stored[name] = tonumber(values[i])
-    state[name] = stored[name] or settings[name] or 0
-  end
-end
-
-local function save_state()
-  local changed = {}
-  for _, name in ipairs(NUMBERS) do
-    if state[name] ~= stored[name] then
-      changed[#changed + 1] = name
-      changed[#changed + 1] = int(state[name])
-    end
-  end
-  if #changed > 0 then call('HSET', KEYS[1], unpack(changed)) end
-end
 
 -- Count the leases of a prompt that ended without a group; see `buffers/retries.py`.
 local function count_retries(entry, name, reason)
@@ -77,10 +18,12 @@ local function count_retries(entry, name, reason)
   end
 end
 
-local function record(entry, name, reason)
+-- `response_lengths` (msgpack) are those of a group that is put.
+local function record(entry, name, reason, response_lengths)
   count_retries(entry, name, reason)
   call('XADD', key('events'), '*', 'prompt_index', int(entry.prompt_index), 'state', name,
-    'reason', reason or '', 'lease_id', entry.lease_id)
+    'reason', reason or '', 'lease_id', entry.lease_id,
+    'response_lengths', response_lengths or '')
 end
 
 -- Members of equal score are ordered as text.
@@ -169,10 +112,17 @@ local function grant_again(prompt_index, lease_id, min_policy_version, expires_a
 end
 
 local function move(entry, column)
+  local is_put = entry.state == 'leased'
+  if is_put then
+    count_lengths('sampled', entry.response_lengths, 1)
+  elseif entry.state == 'trained' then
+    count_lengths('trained', entry.response_lengths, -1)
+  end
+  if column == 'trained' then count_lengths('trained', entry.response_lengths, 1) end
   leave(entry)
   enter(entry, column)
   store(entry)
-  record(entry, column)
+  record(entry, column, nil, is_put and entry.response_lengths)
   notify.may_lease = notify.may_lease or column == 'trained'
 end
 
@@ -190,18 +140,25 @@ local function close(entry)
 end
 
 local function acknowledge_entry(entry, by_books)
+  if entry.response_lengths and entry.state ~= 'trained' then
+    count_lengths('trained', entry.response_lengths, 1)
+  end
   close(entry)
   state.acknowledged = state.acknowledged + 1
   record(entry, 'acknowledged', by_books and 'books')
 end
 
-local function drop(entry, reason)
+-- `put` is a group that is dropped instead of taken in.
+local function drop(entry, reason, put)
+  local response_lengths = put and put.response_lengths or entry.response_lengths
+  if put then count_lengths('sampled', response_lengths, 1) end
+  if response_lengths then count_lengths(reason, response_lengths, 1) end
   close(entry)
   call('HINCRBY', key('dropped'), reason, 1)
   if RETURNS_PROMPT[reason] then
     call('ZADD', key('free'), int(entry.prompt_index), int(entry.prompt_index))
   end
-  record(entry, 'dropped', reason)
+  record(entry, 'dropped', reason, put and response_lengths)
 end
 
 local function entries_in_flight()

@@ -119,7 +119,7 @@ local function put(lease_id, group, header, now_s)
     refuse('LedgerError', string.format('lease %s is for prompt %s; the group is for %s',
       lease_id, int(entry.prompt_index), int(group.prompt_index)))
   elseif is_stale(group.oldest_version, state.version) then
-    drop(entry, 'stale')
+    drop(entry, 'stale', group)
     return false
   end
   for name, value in pairs(group) do entry[name] = value end

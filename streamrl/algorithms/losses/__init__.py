@@ -12,7 +12,12 @@ Different from the originals on purpose: empty sequences are in no mean (verl's 
 its geo_mean counts them); in geo_mean a sequence of zero weights contributes 0, not 1e-10 of it.
 """
 
-from streamrl.algorithms.losses.aggregation import BatchTotals, aggregate, token_mean
+from streamrl.algorithms.losses.aggregation import (
+    BatchTotals,
+    aggregate,
+    denominator,
+    token_mean,
+)
 from streamrl.algorithms.losses.input import LossInput, LossOutput
 from streamrl.algorithms.losses.table import POLICY_LOSSES, LossConfig, PolicyLoss, policy_loss
 from streamrl.algorithms.losses.terms import entropy_bonus, kl_loss, sft_loss, value_loss
@@ -27,6 +32,7 @@ __all__ = [
     "LossOutput",
     "PolicyLoss",
     "aggregate",
+    "denominator",
     "entropy_bonus",
     "kl_loss",
     "policy_loss",

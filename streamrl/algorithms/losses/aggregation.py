@@ -12,7 +12,7 @@ from torch import Tensor
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.losses import AggregationMode, LossSettings
 
-__all__ = ["BatchTotals", "aggregate", "token_mean"]
+__all__ = ["BatchTotals", "aggregate", "denominator", "token_mean"]
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,29 @@ def aggregate(
     totals = BatchTotals.of(sequences, loss_mask) if totals is None else totals
     if loss_mask is not None:
         per_token = torch.where(loss_mask, per_token, 0.0)
-    num_sequences = max(totals.num_sequences, 1)
+    if mode != "seq-mean-token-mean":
+        return per_token.sum() / denominator(mode, totals, config)
+    if loss_mask is None:
+        return sequences.mean(per_token).sum() / denominator(mode, totals)
+    counted = sequences.sum(loss_mask).clamp(min=1)
+    return (sequences.sum(per_token) / counted).sum() / denominator(mode, totals)
+
+
+def denominator(
+    mode: AggregationMode, totals: BatchTotals, config: LossSettings | None = None
+) -> float:
+    """What `aggregate` divides by: the only thing in it that depends on the rest of the batch."""
     match mode:
         case "token-mean":
-            return per_token.sum() / max(totals.num_tokens, 1)
+            return max(totals.num_tokens, 1)
         case "token-sum":
-            return per_token.sum()
-        case "seq-mean-token-sum":
-            return per_token.sum() / num_sequences
-        case "seq-mean-token-mean":
-            if loss_mask is None:
-                return sequences.mean(per_token).sum() / num_sequences
-            counted = sequences.sum(loss_mask).clamp(min=1)
-            return (sequences.sum(per_token) / counted).sum() / num_sequences
+            return 1
+        case "seq-mean-token-sum" | "seq-mean-token-mean":
+            return max(totals.num_sequences, 1)
         case "seq-mean-token-sum-norm":
             config = LossSettings() if config is None else config
             scale = config.loss_scale_factor or max(totals.longest, 1)
-            return per_token.sum() / (scale * (num_sequences if config.norm_by_sequences else 1))
+            return scale * (max(totals.num_sequences, 1) if config.norm_by_sequences else 1)
     raise ValueError(f"mode: {mode!r} is not an aggregation mode")
 
 

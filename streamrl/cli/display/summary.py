@@ -51,5 +51,16 @@ def summary_rows(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple
     staleness = [line["buffer/staleness_max"] for line in lines if "buffer/staleness_max" in line]
     if staleness:
         rows.append(("staleness, largest", f"{max(staleness)}"))
+    rows += _length_rows(lines[-1])
     books = read_books(folder)
     return rows if books is None else [*rows, *books_rows(books)]
+
+
+def _length_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of the last window of steps, if its responses were counted."""
+    names = ("sampled_length_mean", "trained_length_mean", "dropped_tokens_frac")
+    sampled, trained, dropped = (last.get(f"fairness/{name}") for name in names)
+    if sampled is None or trained is None or dropped is None:
+        return []
+    lost = f", {100 * dropped:.1f} % of tokens dropped" if dropped else ""
+    return [("response length, last steps", f"{sampled:.3g} sampled, {trained:.3g} trained{lost}")]

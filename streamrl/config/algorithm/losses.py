@@ -152,3 +152,6 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
 
 RATIO_FREE_LOSSES = ("gpg", "reinforce", "dro")
 """Losses without a ratio to the proximal policy: only importance weights correct them."""
+
+SEQUENCE_MEAN_LOSSES = ("gspo", "geo_mean", "sapo")
+"""Losses that are always aggregated as seq-mean-token-mean, whatever `loss_agg_mode`."""

@@ -1,0 +1,77 @@
+"""Whether what is trained is as long as what is sampled, over the last steps.
+
+Invariant: a window holds at least ten times as many steps as groups may be in flight for, so that
+what is sampled and not yet trained is a small part of it.
+"""
+
+import logging
+from collections import deque
+
+from streamrl.metrics import fairness_metrics
+from streamrl.types import (
+    BufferStats,
+    OverduePolicy,
+    ResponseLengths,
+    distance_p_value,
+    length_distance,
+)
+
+log = logging.getLogger(__name__)
+
+NUM_STEPS = 50
+P_VALUE = 0.01
+SHORTER = 0.95
+
+
+class FairnessWindow:
+    """The response lengths that a buffer counts, from the stats after each step."""
+
+    def __init__(self, stats: BufferStats, group_size: int) -> None:
+        """`stats` are those of the attach; nothing before them is counted."""
+        self._group_size = group_size
+        self.num_steps = max(NUM_STEPS, 10 * (stats.max_staleness + 1))
+        self._totals = deque([stats.lengths], maxlen=self.num_steps + 1)
+        self._steps_to_warning = 0
+
+    def metrics(self, stats: BufferStats) -> dict[str, float]:
+        """Those of the window that ends with `stats`; logs a warning where training is unfair.
+
+        A buffer whose totals are lower than before has lost its memory, or a learner attached to it
+        again; the window then begins anew.
+        """
+        if not stats.lengths.contains(self._totals[-1]):
+            self._totals.clear()
+        self._totals.append(stats.lengths)
+        window = stats.lengths.since(self._totals[0])
+        self._steps_to_warning -= 1
+        if self._steps_to_warning <= 0 and is_unfair(window, self._group_size):
+            self._steps_to_warning = self.num_steps
+            self._warn(window, stats.overdue)
+        return fairness_metrics(window)
+
+    def _warn(self, window: ResponseLengths, overdue: OverduePolicy) -> None:
+        may_drop = overdue is OverduePolicy.DROP
+        dropped = fairness_metrics(window)["fairness/dropped_tokens_frac"]
+        log.warning(
+            "over the last %d steps trained responses have %.1f tokens in the mean, sampled ones "
+            "%.1f: %.1f %% of the tokens were dropped with groups that grew too old%s",
+            len(self._totals) - 1,
+            window.trained.mean,
+            window.sampled.mean,
+            100 * dropped,
+            "; set buffer.overdue: train or wait" if may_drop else "",
+        )
+
+
+def is_unfair(window: ResponseLengths, group_size: int) -> bool:
+    """Whether responses are trained that are shorter than those sampled, because of drops.
+
+    That is, by a twentieth in the mean, and what was dropped is not of the distribution of what was
+    trained, by P_VALUE. These two samples share no response, unlike sampled and trained ones. The
+    siblings of a group are alike and count as one.
+    """
+    trained, dropped = window.trained, window.all_dropped
+    if trained.mean >= SHORTER * window.sampled.mean:
+        return False
+    num_trained, num_dropped = (n.num_responses // group_size for n in (trained, dropped))
+    return distance_p_value(length_distance(trained, dropped), num_trained, num_dropped) < P_VALUE

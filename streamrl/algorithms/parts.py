@@ -1,0 +1,92 @@
+"""Batches in parts: groups that are trained while the others of their batch are still sampled.
+
+Under the settings that accept parts, what is known of a group depends on that group alone; what
+depends on the batch is the denominator of the loss, which all terms of the loss share. The gradient
+of the parts so far, times the old denominator, divided by the new one, is then their share of the
+gradient of the larger batch.
+"""
+
+from dataclasses import dataclass
+
+from streamrl.algorithms.losses import BatchTotals, denominator
+from streamrl.algorithms.objective import LOSS_TERMS
+from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.losses import SEQUENCE_MEAN_LOSSES, AggregationMode
+from streamrl.config.algorithm.rewards import RewardSettings
+
+_ADVANTAGES = frozenset({"reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo", "remax", "opo"})
+_LOSSES = frozenset(
+    {"ppo", "gspo", "gpg", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl"}
+    | {"topr", "reinforce", "dro"}
+)
+
+
+def accepts_parts(config: AlgorithmSettings) -> bool:
+    """Whether the parts of a batch make the update that the batch as a whole makes.
+
+    False where a number of one group depends on the other groups: what is normalized over the
+    batch or has a state that each batch updates. False for a user's own loss and advantage, which
+    may depend on anything, and where two terms of the loss have different denominators.
+    """
+    weights, correction = config.sample_weight, config.rollout_is
+    is_over_the_batch = (
+        config.advantage_config.whiten
+        or _shapes_over_the_batch(config.reward)
+        or weights.difficulty
+        or weights.length
+        or config.pf_ppo is not None
+        or config.kl_reward.coef > 0
+        or correction.batch_normalize
+        or correction.normalize_by == "kept"
+    )
+    return (
+        config.advantage in _ADVANTAGES
+        and config.loss in _LOSSES
+        and not is_over_the_batch
+        and _has_one_denominator(config)
+    )
+
+
+@dataclass(frozen=True)
+class Rescaling:
+    """By how much the share of earlier parts falls when the batch grows by another part."""
+
+    loss: float
+    """Factor of the gradient, and of the metrics that are terms of the loss."""
+    mean: float
+    """Factor of the metrics that are means over tokens."""
+
+    @classmethod
+    def of(cls, config: AlgorithmSettings, old: BatchTotals, new: BatchTotals) -> "Rescaling":
+        mode, numbers = _loss_mode(config), config.loss_config
+        return cls(
+            loss=denominator(mode, old, numbers) / denominator(mode, new, numbers),
+            mean=denominator("token-mean", old) / denominator("token-mean", new),
+        )
+
+    def of_metric(self, name: str) -> float:
+        return self.loss if name in LOSS_TERMS else self.mean
+
+
+def _shapes_over_the_batch(config: RewardSettings) -> bool:
+    if config.agentic is not None:
+        compares_siblings = config.agentic.grouping == "state"
+    else:
+        compares_siblings = {config.norm_mean, config.norm_std}.isdisjoint({"batch", "running"})
+    return config.whiten or not compares_siblings
+
+
+def _loss_mode(config: AlgorithmSettings) -> AggregationMode:
+    if config.loss in SEQUENCE_MEAN_LOSSES:
+        return "seq-mean-token-mean"
+    return config.loss_config.loss_agg_mode
+
+
+def _has_one_denominator(config: AlgorithmSettings) -> bool:
+    """Whether the terms beside the policy loss are divided by the same number as it."""
+    by_sequences = ("seq-mean-token-mean", "seq-mean-token-sum")
+    return (
+        config.loss not in SEQUENCE_MEAN_LOSSES
+        or config.loss_config.loss_agg_mode in by_sequences
+        or not (config.kl_loss.coef or config.entropy_coef or config.sft_coef)
+    )
