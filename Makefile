@@ -44,6 +44,8 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Each takes arguments, as its docstring says; bench_async.py: --steps, --workloads, --policies,
+# --bounds, --seeds, --checkpoints, --folder, --table.
 bench: $(VENV)/dev.stamp
 	@for bench in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
 

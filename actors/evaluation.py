@@ -27,6 +27,12 @@ def newest_model(config: RunConfig) -> Path:
 
 async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
     """Mean reward of greedy completions of `data.num_eval_prompts` held-out prompts."""
+    groups = await greedy_groups(config, model)
+    return {"model": str(model), "num_prompts": len(groups), **_summary(groups)}
+
+
+async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]:
+    """One greedy response to each held-out prompt, in the order of the prompts."""
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
     section = config.model.model_copy(update={"path": str(model)})
@@ -39,7 +45,7 @@ async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
     numbers = range(config.data.num_eval_prompts)
     groups = await asyncio.gather(*(greedy.run(_lease(number)) for number in numbers))
     await engine.close()
-    return {"model": str(model), "num_prompts": len(groups), **_summary(groups)}
+    return groups
 
 
 def _lease(prompt_index: int) -> Lease:

@@ -18,9 +18,9 @@ from learners.critic import Critic
 from learners.objective.credit import CreditAssigner
 from learners.objective.facts import FactCollector
 from learners.objective.gradient import Accumulated, Gradient
+from learners.objective.step_metrics import Part, of_facts, of_work
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.policy import Policy
-from learners.step_metrics import Part, of_facts, of_work
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig
