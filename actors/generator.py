@@ -148,7 +148,8 @@ class Generator:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)
         except RolloutError as error:
-            log.warning("prompt %d failed: %s", lease.prompt_index, error)
+            origin = self._runner.origin(lease)
+            log.warning("prompt %d%s failed: %s", lease.prompt_index, origin, error)
             await self._buffer.release(lease_id, DropReason.FAILED)
             self._count_failure(error)
         except LedgerError as error:

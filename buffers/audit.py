@@ -26,6 +26,7 @@ from buffers.journal.schema import (
 )
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import BY_BOOKS, Event
+from buffers.retries import ends_without_group, most_retried
 from streamrl.types import DropReason, ResponseLengths
 
 _WAITING = ("leased", "buffered", "taken", "trained")
@@ -47,10 +48,14 @@ class PromptState(Struct, frozen=True):
 
 
 class EventAudit(Struct, frozen=True, kw_only=True):
-    """The sums of the events; `faults` has a sentence for each thing out of order."""
+    """The sums of the events; `faults` has a sentence for each thing out of order.
+
+    `retried` are the leases of each prompt that ended without a group, though it may have one now.
+    """
 
     granted: int
     ended: Counter[str]
+    retried: Counter[int]
     prompts: Mapping[int, PromptState]
     lengths: ResponseLengths
     faults: tuple[str, ...]
@@ -83,7 +88,7 @@ async def audit_redis(url: str, run: str) -> EventAudit:
 
 def audit(events: Iterable[Event]) -> EventAudit:
     """Follow every event; their order matters within a prompt only."""
-    granted, ended = 0, Counter[str]()
+    granted, ended, retried = 0, Counter[str](), Counter[int]()
     prompts: dict[int, PromptState] = {}
     lengths = EventLengths()
     faults: list[str] = []
@@ -93,6 +98,8 @@ def audit(events: Iterable[Event]) -> EventAudit:
             faults.append(f"prompt {event.prompt_index}: {fault}")
         lengths.add(event)
         granted += event.state == "leased"
+        if ends_without_group(event):
+            retried[event.prompt_index] += 1
         if event.lease_id and event.state in _ENDED:
             ended[_end(event)] += 1
         prompts[event.prompt_index] = PromptState(
@@ -101,6 +108,7 @@ def audit(events: Iterable[Event]) -> EventAudit:
     result = EventAudit(
         granted=granted,
         ended=ended,
+        retried=retried,
         prompts=prompts,
         lengths=lengths.by_outcome(),
         faults=tuple(faults),
@@ -133,6 +141,8 @@ def findings(result: EventAudit) -> Iterator[str]:
     for state in _WAITING:
         yield f"  {result.waiting[state]} {state}"
     yield f"{len(result.prompts)} prompts, {result.num_free} of them to be granted again"
+    for prompt in most_retried(result.retried):
+        yield f"  prompt {prompt.prompt_index}: {prompt.num_leases} leases ended without a group"
     yield from length_findings(result.lengths)
 
 

@@ -6,7 +6,7 @@ says when it ends. A task of its own, so that a long step, a dead buffer or a wa
 reported while it lasts.
 
 Invariant: a report never delays the learner; a buffer that does not answer is a finding.
-Waits REPORT_S between two reports, and for the buffer's stats to explain a stall, which
+Waits REPORT_S between two reports, and for the buffer's stats to explain a wait or a stall, which
 `try_stats` bounds.
 """
 
@@ -21,6 +21,7 @@ import msgspec
 from buffers.try_stats import try_stats
 from streamrl.config import RunConfig
 from streamrl.diagnosis import Reading, diagnose
+from streamrl.diagnosis.due import SHOWN_AFTER_S, lasting_wait
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import LEARNER_FILE
 from streamrl.types import LearnerActivity, LearnerStatus, replace
@@ -58,12 +59,17 @@ class StatusReporter:
     def _activity_s(self) -> float:
         return time.monotonic() - self._start_s
 
+    @property
+    def _is_waiting(self) -> bool:
+        return self._status.activity is LearnerActivity.WAITING
+
     def set_activity(self, activity: LearnerActivity, **fields: Any) -> None:
         """Update the activity and other fields; its duration is counted from the first call."""
         if activity is not self._status.activity:
             if self._report_stall_after_s > self._stall_s:
                 log.info("the learner goes on after %.0f s", self._activity_s)
             self._start_s, self._report_stall_after_s = time.monotonic(), self._stall_s
+            self.update(waits_for="")
         self.update(activity=activity, **fields)
 
     def update(self, **fields: Any) -> None:
@@ -78,8 +84,17 @@ class StatusReporter:
                 self._write()
                 if self._activity_s >= self._report_stall_after_s:
                     await self._report_stall()
+                elif self._is_waiting and self._activity_s >= SHOWN_AFTER_S:
+                    await self._update_wait()
         finally:
             self._write()
+
+    async def _update_wait(self) -> None:
+        """Which group the learner waits for, if it still does when the buffer has answered."""
+        start_s = self._start_s
+        stats, _ = await try_stats(self._buffer)
+        if self._start_s == start_s:
+            self.update(waits_for="" if stats is None else lasting_wait(stats))
 
     async def _report_stall(self) -> None:
         start_s = self._start_s

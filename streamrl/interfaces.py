@@ -200,11 +200,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the prompt stream: a string or chat messages, and what its reward may need."""
+    """One row of the prompt stream: a string or chat messages, and what its reward may need.
+
+    `origin` is for messages: where the row is found, such as "row 17 of train.jsonl".
+    """
 
     content: str | tuple[Mapping[str, str], ...]
     answer: str
     row: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
 
 
 @dataclass(frozen=True)

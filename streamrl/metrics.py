@@ -33,6 +33,7 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
     return {
         **{f"buffer/refused_{reason}": stats.refused.get(reason, 0) for reason in RefusalReason},
         "buffer/num_bytes": stats.num_bytes,
+        "buffer/max_leases_per_prompt": max((p.num_leases for p in stats.retried), default=0),
         "generator/count": len(generators),
         "generator/tokens_per_s": sum(g.tokens_per_s for g in generators),
         "generator/num_active": sum(g.num_active for g in generators),

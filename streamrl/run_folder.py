@@ -17,7 +17,7 @@ import msgspec
 
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.errors import ConfigError
-from streamrl.types import Books, BufferStats
+from streamrl.types import Books, BufferStats, LearnerStatus
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError):
         return {}
     return content
+
+
+def read_learner(folder: Path) -> LearnerStatus | None:
+    """The learner's last report; None also for one that another release wrote."""
+    try:
+        return msgspec.convert(read_json(folder / LEARNER_FILE), LearnerStatus, str_keys=True)
+    except msgspec.ValidationError:
+        return None
 
 
 def config_of(folder: Path) -> RunConfig:

@@ -41,9 +41,10 @@ class FilePrompts:
 
     def __getitem__(self, prompt_index: int) -> Prompt:
         epoch, place = divmod(prompt_index, len(self._rows))
-        row = self._rows[place if self._seed is None else int(self._order(epoch)[place])]
+        number = place if self._seed is None else int(self._order(epoch)[place])
+        row, origin = self._rows[number], f"row {number} of {self._path.name}"
         try:
-            return Prompt(_content(row[self._prompt_key]), str(row[self._answer_key]), row)
+            return Prompt(_content(row[self._prompt_key]), str(row[self._answer_key]), row, origin)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"data.source: a row of {self._path} lacks {error}") from error
 

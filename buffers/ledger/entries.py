@@ -1,7 +1,7 @@
 """The ledger's columns: every open prompt, every count, and the only code that changes them.
 
 Invariant: the books close after every method here, because an entry enters and leaves a column in
-one place each, and `on_event` (a journal) is called there. `Ledger` decides; this module counts.
+one place each, and `subscribers` are called there. `Ledger` decides; this module counts.
 """
 
 from bisect import bisect_left, insort
@@ -58,7 +58,7 @@ class Entries:
         self._unseen = 0
         self._freed: list[int] = []
         self.responses = ResponseCounter()
-        self.on_event: Callable[[Event], None] | None = None
+        self.subscribers: list[Callable[[Event], None]] = []
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._entries.values()))
@@ -284,5 +284,5 @@ class Entries:
         reason: str | None = None,
         lengths: tuple[int, ...] = (),
     ) -> None:
-        if self.on_event is not None:
-            self.on_event(Event(prompt_index, str(state), reason, lease_id, lengths))
+        for on_event in self.subscribers:
+            on_event(Event(prompt_index, str(state), reason, lease_id, lengths))

@@ -293,7 +293,7 @@ class Ledger:
 
     def subscribe(self, on_event: Callable[[Event], None]) -> None:
         """Call `on_event` with every transition from here on."""
-        self._entries.on_event = on_event
+        self._entries.subscribers.append(on_event)
 
     def _make_ready(self, entry: Entry) -> None:
         self._entries.move(entry, State.BUFFERED)

@@ -13,6 +13,7 @@ from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.entry import Entry
 from buffers.ledger.generator_registry import GeneratorRegistry
 from buffers.ledger.ledger import Ledger
+from buffers.retries import RetryCounter
 from streamrl.errors import LedgerError
 from streamrl.types import (
     MAX_AWAITED,
@@ -49,6 +50,8 @@ class BufferState(Generic[Payload]):
         self._learner_terms: dict[str, int] = {}
         self._resumes_until_s: float | None = None
         self._due_since_s: float | None = None
+        self._retries = RetryCounter()
+        ledger.subscribe(self._retries.on_event)
 
     def lease(self, lease_ids: Sequence[str], generator_id: str, now_s: float) -> tuple[Lease, ...]:
         """Those of these leases that are open, and new ones up to the generator's share."""
@@ -169,6 +172,7 @@ class BufferState(Generic[Payload]):
             draining=self.ledger.draining,
             awaited=self._awaited(),
             wait_due_s=self._wait_due_s(now_s),
+            retried=self._retries.retried(),
         )
 
     @property

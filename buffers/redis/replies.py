@@ -19,6 +19,7 @@ from streamrl.types import (
     OverduePolicy,
     RefusalReason,
     ResponseLengths,
+    RetriedPrompt,
     SchedulingState,
     ranges_of,
 )
@@ -73,7 +74,7 @@ def books(reply: Sequence[Any]) -> Books:
 
 def stats(reply: Sequence[Any]) -> BufferStats:
     numbers, _, _, _, refused, oldest, incarnation, registry, ages, *more = reply
-    scheduling_states, sums, awaited, wait_due_s = more
+    scheduling_states, sums, awaited, wait_due_s, retried = more
     values = _numbers(numbers)
     statuses = (wire.decode(status, GeneratorStatus) for status in registry)
     reports = sorted(
@@ -108,6 +109,10 @@ def stats(reply: Sequence[Any]) -> BufferStats:
             for lease_id, prompt_index, min_policy_version in awaited
         ),
         wait_due_s=float(wait_due_s),
+        retried=tuple(
+            RetriedPrompt(prompt_index=int(prompt_index), num_leases=num_leases)
+            for prompt_index, num_leases in _pairs(retried)
+        ),
     )
 
 

@@ -24,10 +24,12 @@ from buffers.try_stats import try_stats
 from streamrl.cli.buffer.target import open_buffer
 from streamrl.cli.display.books import balance
 from streamrl.cli.display.generators import print_generators
+from streamrl.cli.display.numbers import wait_shares
 from streamrl.config import RunConfig, load_config
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose
-from streamrl.run_folder import LEARNER_FILE, config_of, read_json
+from streamrl.diagnosis.due import lasting_wait
+from streamrl.run_folder import config_of, read_learner
 from streamrl.tracking.jsonl import read_last
 from streamrl.types import BufferStats, LearnerStatus
 
@@ -72,7 +74,7 @@ async def read_status(target: str) -> RunStatus:
         stats, unreachable = await try_stats(buffer)
     run = RunSettings() if config is None else config.run
     last_line = {} if config is None else read_last(run.path / "metrics.jsonl")
-    learner = None if config is None else _learner(run.path / LEARNER_FILE)
+    learner = None if config is None else read_learner(run.path)
     now_s = time.time()
     reading = Reading(
         stall_s=run.stall_s,
@@ -106,7 +108,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     stats, learner = status.reading.stats, status.reading.learner
     yield "buffer", "does not answer" if stats is None else _buffer_row(stats)
     if learner is not None:
-        yield "learner", _learner_row(learner, status.reading)
+        yield "learner", _learner_row(learner, status)
         behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
         sent = f"version {learner.policy_version} for {learner.num_receivers} receivers"
         yield "weights", sent + behind
@@ -115,6 +117,9 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
             "learner",
             f"number {stats.books.learner_term} attached, at version {stats.policy_version}",
         )
+    waits_for = _waits_for(status.reading)
+    if waits_for and not status.reading.is_stalled:
+        yield "waiting", waits_for
 
 
 def as_json(status: RunStatus) -> dict[str, Any]:
@@ -130,6 +135,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "reward": status.last_line.get("reward/mean"),
         "last_step_s": reading.idle_s,
         "waited_s": reading.waited_s,
+        "waits_for": _waits_for(reading),
         "stall_s": reading.stall_s,
         "buffer": msgspec.to_builtins(reading.stats, str_keys=True),
         "learner": msgspec.to_builtins(reading.learner, str_keys=True),
@@ -146,14 +152,6 @@ def _config_of(target: str) -> RunConfig | None:
     return config_of(config.run.path) if (config.run.path / "config.yaml").exists() else config
 
 
-def _learner(path: Path) -> LearnerStatus | None:
-    """Its last report; None also for one that another release wrote."""
-    try:
-        return msgspec.convert(read_json(path), LearnerStatus, str_keys=True)
-    except msgspec.ValidationError:
-        return None
-
-
 def _buffer_row(stats: BufferStats) -> str:
     books = stats.books
     return (
@@ -162,7 +160,14 @@ def _buffer_row(stats: BufferStats) -> str:
     )
 
 
-def _learner_row(learner: LearnerStatus, reading: Reading) -> str:
+def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
+    reading = status.reading
     if not reading.is_learner_reporting:
         return f"{learner.activity}, {reading.learner_age_s:.0f} s ago"
-    return f"{learner.activity}, for {reading.waited_s:.1f} s"
+    shares = f"; last step: {wait_shares([status.last_line])}" if status.last_line else ""
+    return f"{learner.activity}, for {reading.waited_s:.1f} s{shares}"
+
+
+def _waits_for(reading: Reading) -> str:
+    """The group that the run waits for; "" if it waits for none."""
+    return "" if reading.stats is None or reading.is_over else lasting_wait(reading.stats)

@@ -6,6 +6,7 @@ what a person can change.
 
 from collections.abc import Callable, Iterator
 
+from streamrl.diagnosis.due import due_group
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, Reading, lease_ages_s, reports
 from streamrl.types import BufferStats, GeneratorStatus, LearnerActivity
 
@@ -48,7 +49,8 @@ def _learner_silent(reading: Reading) -> Iterator[str]:
         yield "no learner has attached to the buffer"
     if stats is None or stats.books.taken or not (learner or reading.is_stalled):
         return
-    if stats.books.learner_term and stats.books.buffered >= stats.groups_per_step:
+    is_enough = stats.books.buffered >= stats.groups_per_step and not stats.awaited
+    if stats.books.learner_term and is_enough:
         yield (
             f"{stats.books.buffered} groups are buffered and no learner takes them: the learner "
             f"that attached last, at version {stats.policy_version}, is gone"
@@ -66,9 +68,16 @@ def _learner_fenced(reading: Reading) -> Iterator[str]:
         )
 
 
+def _due_group(reading: Reading) -> Iterator[str]:
+    """Enough groups are finished, but not those that `buffer.overdue: wait` does not overtake."""
+    stats = reading.stats_if_waiting
+    if stats is not None and stats.awaited:
+        yield due_group(stats)
+
+
 def _too_few_groups(reading: Reading) -> Iterator[str]:
-    stats = reading.awaited
-    if stats is None:
+    stats = reading.stats_if_waiting
+    if stats is None or stats.awaited:
         return
     enough, version = stats.groups_per_step, stats.policy_version
     ready = f"{min(stats.books.buffered, enough)} of {enough} groups at version {version}"
@@ -76,7 +85,7 @@ def _too_few_groups(reading: Reading) -> Iterator[str]:
 
 
 def _no_generator(reading: Reading) -> Iterator[str]:
-    stats = reading.awaited
+    stats = reading.stats_if_waiting
     if stats is not None and not stats.generators:
         yield "no generator reports to the buffer: start one, or see whether it reaches buffer.url"
 
@@ -94,7 +103,7 @@ def _generator_silent(reading: Reading) -> Iterator[str]:
 
 def _old_weights(reading: Reading) -> Iterator[str]:
     """A lease is sampled only by its `min_policy_version` or a newer one."""
-    stats, learner = reading.awaited, reading.learner
+    stats, learner = reading.stats_if_waiting, reading.learner
     if stats is None:
         return
     for status in (*_idle_holders(stats), *_catching_up(stats)):
@@ -111,7 +120,7 @@ def _old_weights(reading: Reading) -> Iterator[str]:
 
 
 def _outside_the_engine(reading: Reading) -> Iterator[str]:
-    stats = reading.awaited
+    stats = reading.stats_if_waiting
     if stats is None:
         return
     for status in _idle_holders(stats):
@@ -123,7 +132,7 @@ def _outside_the_engine(reading: Reading) -> Iterator[str]:
 
 
 def _nothing_leased(reading: Reading) -> Iterator[str]:
-    stats = reading.awaited
+    stats = reading.stats_if_waiting
     if stats is None:
         return
     coming = stats.books.leased + stats.books.buffered
@@ -141,8 +150,19 @@ def _nothing_leased(reading: Reading) -> Iterator[str]:
         yield "; ".join([no_request, *states[:_NAMED]])
 
 
+def _prompt_retried(reading: Reading) -> Iterator[str]:
+    """Each generator that samples it may end, though the run as a whole goes on."""
+    if reading.stats is None or reading.is_over:
+        return
+    for prompt in reading.stats.retried:
+        yield (
+            f"prompt {prompt.prompt_index} has been leased {prompt.num_leases} times without a "
+            "result: its generator died or gave it back each time; see the generators' logs"
+        )
+
+
 def _groups_dropped(reading: Reading) -> Iterator[str]:
-    stats, learner = reading.awaited, reading.learner
+    stats, learner = reading.stats_if_waiting, reading.learner
     if stats is None or learner is None:
         return
     new = {r: count - learner.dropped.get(r, 0) for r, count in stats.books.dropped.items()}
@@ -156,12 +176,14 @@ CAUSES: dict[str, Callable[[Reading], Iterator[str]]] = {
     "learner_busy": _learner_busy,
     "learner_silent": _learner_silent,
     "learner_fenced": _learner_fenced,
+    "due_group": _due_group,
     "too_few_groups": _too_few_groups,
     "no_generator": _no_generator,
     "generator_silent": _generator_silent,
     "old_weights": _old_weights,
     "outside_the_engine": _outside_the_engine,
     "nothing_leased": _nothing_leased,
+    "prompt_retried": _prompt_retried,
     "groups_dropped": _groups_dropped,
 }
 

@@ -53,7 +53,7 @@ class Reading(Struct, frozen=True, kw_only=True):
         return not self.is_over and self.waited_s >= self.stall_s
 
     @property
-    def awaited(self) -> BufferStats | None:
+    def stats_if_waiting(self) -> BufferStats | None:
         """The buffer's stats, if a stalled run waits for groups."""
         stats, learner = self.stats, self.learner
         if not self.is_stalled or stats is None:
@@ -61,7 +61,7 @@ class Reading(Struct, frozen=True, kw_only=True):
         if learner is not None and self.is_learner_reporting:
             return stats if learner.activity is LearnerActivity.WAITING else None
         is_short = not stats.books.taken and stats.books.buffered < stats.groups_per_step
-        return stats if stats.books.learner_term and is_short else None
+        return stats if stats.books.learner_term and (is_short or stats.awaited) else None
 
 
 def reports(stats: BufferStats | None) -> list[tuple[GeneratorStatus, float]]:

@@ -8,6 +8,8 @@ from msgspec.structs import replace
 
 from streamrl.types.buffer import (
     MAX_AWAITED,
+    MAX_RETRIED,
+    MIN_RETRIED_LEASES,
     AwaitedLease,
     Books,
     BufferStats,
@@ -18,6 +20,7 @@ from streamrl.types.buffer import (
     Lease,
     Loan,
     OverduePolicy,
+    RetriedPrompt,
     SchedulingState,
     admission_capacity,
 )
@@ -61,6 +64,8 @@ __all__ = [
     "GREEDY_REWARD",
     "INVALID_TURNS",
     "MAX_AWAITED",
+    "MAX_RETRIED",
+    "MIN_RETRIED_LEASES",
     "AwaitedLease",
     "Books",
     "BoolArray",
@@ -93,6 +98,7 @@ __all__ = [
     "ParitySamples",
     "RefusalReason",
     "ResponseLengths",
+    "RetriedPrompt",
     "SamplingParams",
     "SchedulingState",
     "SharedEndpoint",

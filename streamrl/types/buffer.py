@@ -144,6 +144,8 @@ class HeartbeatReply(Struct, frozen=True, kw_only=True):
 
 
 MAX_AWAITED = 8
+MAX_RETRIED = 4
+MIN_RETRIED_LEASES = 3
 
 
 class AwaitedLease(Struct, frozen=True, kw_only=True):
@@ -154,11 +156,20 @@ class AwaitedLease(Struct, frozen=True, kw_only=True):
     min_policy_version: int
 
 
+class RetriedPrompt(Struct, frozen=True, kw_only=True):
+    """An open prompt that has no group after `num_leases`, which expired or were released."""
+
+    prompt_index: int
+    num_leases: int
+
+
 class BufferStats(Struct, frozen=True, kw_only=True):
     """The state of the buffer; `incarnation` is new for every start of its server.
 
     `awaited` are the leases of the groups that are due, first due first, at most MAX_AWAITED, if
     enough others are finished for the next batch; `wait_due_s` is how long that has been so.
+    `retried` are the prompts that have no group after MIN_RETRIED_LEASES or more, most leases
+    first, at most MAX_RETRIED; a restarted buffer counts them anew.
 
     `heartbeat_ages_s` are the seconds since the status of each of `generators`, on the buffer's
     clock; `scheduling_states` has the ids that are not active, whether they report or not.
@@ -184,6 +195,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     draining: bool = False
     awaited: tuple[AwaitedLease, ...] = ()
     wait_due_s: float = 0.0
+    retried: tuple[RetriedPrompt, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -222,7 +234,7 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
 
     `time_s` is Unix time, `activity_s` how long the activity lasts. `behind` are generators that
     did not answer the last weight update; `dropped` is the books' column at the end of the last
-    step.
+    step; `waits_for` is a sentence about the group that is due, if the learner waits for one.
     """
 
     policy_version: int
@@ -234,3 +246,4 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     num_receivers: int = 0
     behind: tuple[str, ...] = ()
     dropped: dict[DropReason, int] = {}
+    waits_for: str = ""

@@ -41,6 +41,7 @@ from streamrl.types import (
     Lease,
     LengthHistogram,
     RefusalReason,
+    RetriedPrompt,
     SchedulingState,
     TrajectoryGroup,
     pack,
@@ -193,6 +194,20 @@ async def waits_for_due_groups(buffer: TrajectoryBuffer) -> None:
     async with asyncio.timeout(5.0):
         while (await buffer.stats()).wait_due_s < 0.05:
             await asyncio.sleep(0.01)
+
+
+async def test_a_prompt_without_a_group_after_three_leases_is_in_the_stats(connect):
+    buffer = connect()
+    await buffer.attach(0, None)
+    for number in range(3):
+        assert (await buffer.stats()).retried == ()
+        assert await lease_one(buffer, f"a/{number}", "g", 0.0)
+        await buffer.release(f"a/{number}", DropReason.RELEASED)
+    expected = RetriedPrompt(prompt_index=0, num_leases=3)
+    assert (await buffer.stats()).retried == (expected,)
+    lease = await lease_one(buffer, "b", "g", 0.0)
+    await buffer.put("b", make_group(lease.prompt_index, lease_id="b"))
+    assert (await buffer.stats()).retried == ()
 
 
 async def test_a_part_of_a_batch_is_lent_while_the_rest_is_due(connect):

@@ -129,6 +129,17 @@ class Twins(RuleBasedStateMachine):
             self.redis.release(lease_id, reason), lambda: self.model.release(lease_id, reason)
         )
 
+    @rule(
+        lease_ids=st.lists(st.sampled_from(LEASE_IDS), min_size=1, max_size=3, unique=True),
+        num_times=st.integers(2, 4),
+    )
+    def give_back_again_and_again(self, lease_ids: list[str], num_times: int) -> None:
+        for _ in range(num_times):
+            self.lease(lease_ids, "steady")
+            for lease_id in lease_ids:
+                self.release(lease_id, DropReason.RELEASED)
+        self.read()
+
     @rule(lease_id=st.sampled_from(LEASE_IDS))
     def put_nonsense(self, lease_id: str) -> None:
         with pytest.raises(CorruptMessageError):
@@ -399,7 +410,7 @@ def comparable(stats: Any) -> Any:
     reports = zip(stats.generators, stats.heartbeat_ages_s, strict=True)
     return (
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
-        *(stats.overdue, stats.awaited, round(stats.wait_due_s, 4)),
+        *(stats.overdue, stats.awaited, round(stats.wait_due_s, 4), stats.retried),
         *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),
         *(stats.scheduling_states, stats.lengths),
         sorted(reports, key=lambda report: report[0].generator_id),

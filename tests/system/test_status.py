@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from streamrl.cli.display.view import read_wait
 from streamrl.cli.main import main
 from streamrl.cli.status import read_status
 from streamrl.diagnosis import diagnose
@@ -72,6 +74,57 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     run.end()
     assert main(["status", str(run.folder)]) == 0
     assert "has ended" in capsys.readouterr().out
+
+
+HOLDING = """
+import os, time
+
+def score(episodes):
+    try:
+        os.rename({hold!r}, {held!r})
+    except FileNotFoundError:
+        return [1.0 for _ in episodes]
+    while os.path.exists({held!r}):
+        time.sleep(0.02)
+    return [1.0 for _ in episodes]
+"""
+
+
+def test_a_group_that_a_step_waits_for_is_named_while_others_are_finished(
+    launch: Callable[..., Launched], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The reward holds the first group that it scores after the file `hold` is there."""
+    hold, held = tmp_path / "hold", tmp_path / "held"
+    (tmp_path / "holding.py").write_text(HOLDING.format(hold=str(hold), held=str(held)))
+    settings = (
+        f"data.reward={tmp_path / 'holding.py'}:score",
+        "generator.count=1",
+        "run.stall_s=4",
+        "run.max_steps=100000",
+    )
+    run = launch(*_set(*settings))
+    run.until_step(1)
+    hold.touch()
+
+    def waits_for() -> str:
+        main(["status", str(run.folder), "--json"])
+        return str(json.loads(capsys.readouterr().out)["waits_for"])
+
+    run.until(lambda: waits_for() != "")
+    run.until(lambda: " on generator-0: " in read_wait(run.folder))
+    run.until(lambda: "due_group" in causes(run.folder))
+    found = causes(run.folder)
+    step = len(run.lines) + 1
+    expected = rf"step {step} waits for prompt \d+ on generator-0: \d+ tokens, \d+ s; raise buffer"
+    assert re.match(expected, found["due_group"]), found
+    assert "too_few_groups" not in found
+    run.until(lambda: f"step {step} waits for prompt" in run.log("learner"))
+    held.unlink()
+    run.until_step(step)
+    assert run.lines[step - 1]["learner/wait_due_s"] >= 4
+    assert run.lines[-1]["buffer/dropped_stale"] == 0
+    run.process.send_signal(signal.SIGINT)
+    run.end()
 
 
 def test_a_run_without_daemons_is_reported_within_seconds(

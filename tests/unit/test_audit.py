@@ -53,6 +53,13 @@ def test_a_run_in_order_adds_up():
     assert found.num_free == 1
 
 
+def test_prompts_that_were_leased_again_and_again_are_listed_also_once_they_are_trained():
+    found = audit(events("0 a Le", "0 b Le", "0 c Le", "0 d LBTRA", "1 e Le", "1 f Ls", "0 - o"))
+    assert found.faults == ()
+    assert found.retried == {0: 3, 1: 1}
+    assert list(findings(found))[-1] == "  prompt 0: 3 leases ended without a group"
+
+
 @pytest.mark.parametrize(
     "history",
     [

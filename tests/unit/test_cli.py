@@ -1,22 +1,26 @@
 """The command line answers at once, and what it says a person can act on."""
 
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console, RenderableType
 
 from streamrl.cli.arguments.commands import COMMANDS
-from streamrl.cli.display.numbers import sparkline
+from streamrl.cli.display.numbers import sparkline, wait_shares
 from streamrl.cli.display.summary import summary_rows
-from streamrl.cli.display.view import headline
+from streamrl.cli.display.view import headline, read_wait, render
 from streamrl.cli.main import main
 from streamrl.cli.report import write_report
 from streamrl.config import load_config
 from streamrl.errors import ConfigError
 from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import JsonlTracker
+from streamrl.types import LearnerActivity, LearnerStatus
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -227,6 +231,48 @@ def test_the_view_says_where_the_run_is(tmp_path):
     )
     short = dict(summary_rows(LINES[:9], tmp_path))
     assert short["mean reward of sampled rollouts"] == "0.050 -> 0.200"
+
+
+WAITS = "waits 20 %, due groups 10 %"
+
+
+def printed(view: RenderableType) -> list[str]:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(view)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time():
+    config = load_config(QUICKSTART).config
+    lines = [{**line, "learner/wait_due_s": 0.05} for line in LINES]
+    *_, learner = printed(render(config, lines, {"learner": "runs"}))
+    assert learner.split(maxsplit=4) == ["learner", "runs", "2000", "30", WAITS]
+    view = printed(render(config, lines, {"learner": "runs"}, "step 31 waits for prompt 812"))
+    assert view[1] == "step 31 waits for prompt 812"
+    assert len(view) == 5
+    assert wait_shares(lines) == WAITS
+    assert wait_shares(LINES) == "waits 20 %"
+
+
+def test_the_view_reads_the_wait_of_a_learner_that_reports(tmp_path):
+    def write(**fields: object) -> None:
+        status = LearnerStatus(
+            policy_version=30,
+            learner_term=1,
+            activity=LearnerActivity.WAITING,
+            activity_s=2.0,
+            waits_for="step 31 waits for prompt 812",
+            **fields,
+        )
+        content = msgspec.to_builtins(status, str_keys=True)
+        (tmp_path / "learner.json").write_text(json.dumps(content))
+
+    assert read_wait(tmp_path) == ""
+    write(time_s=time.time())
+    assert read_wait(tmp_path) == "step 31 waits for prompt 812"
+    write(time_s=time.time() - 60.0)
+    assert read_wait(tmp_path) == ""
 
 
 def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):

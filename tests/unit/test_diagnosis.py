@@ -3,7 +3,9 @@
 import pytest
 
 from streamrl.diagnosis import Reading, diagnose
+from streamrl.diagnosis.due import lasting_wait
 from streamrl.types import (
+    AwaitedLease,
     Books,
     BufferStats,
     DropReason,
@@ -11,6 +13,7 @@ from streamrl.types import (
     LearnerActivity,
     LearnerStatus,
     OverduePolicy,
+    RetriedPrompt,
     replace,
 )
 
@@ -43,6 +46,18 @@ def buffer(
     )
 
 
+def awaited(*lease_ids: str, wait_s: float = 41.0, due_later: int = 0) -> dict[str, object]:
+    """Fields of a buffer whose next batch waits for these leases; the last ones are due later."""
+    num_due = len(lease_ids) - due_later
+    leases = tuple(
+        AwaitedLease(
+            lease_id=lease_id, prompt_index=812 + i, min_policy_version=41 + (i >= num_due)
+        )
+        for i, lease_id in enumerate(lease_ids)
+    )
+    return {"awaited": leases, "wait_due_s": wait_s, "buffered": 17, "leased": len(lease_ids)}
+
+
 def learner(
     activity: LearnerActivity = LearnerActivity.WAITING, for_s: float = 310.0, **fields: object
 ) -> LearnerStatus:
@@ -57,6 +72,8 @@ def text(stats: BufferStats | None, **fields: object) -> list[str]:
 
 
 WORKING = holding("gen-1", 3.0, 2.0)
+LONG = replace(holding("gen-3", 40.5, 400.0), lease_num_tokens=(3911, -1))
+REMEDY = "raise buffer.max_staleness or set buffer.overdue: train"
 
 
 class Ordered(BufferStats, frozen=True, kw_only=True):
@@ -204,6 +221,58 @@ SITUATIONS = {
             "number 1); this one ends at its next call"
         ],
     ),
+    "a group that is due": (
+        text(buffer(WORKING, LONG, **awaited("gen-3/0"))),
+        [f"due_group: step 44 waits for prompt 812 on gen-3: 3,911 tokens, 41 s; {REMEDY}"],
+    ),
+    "an engine that reports no tokens, and groups that are as due or due later": (
+        text(buffer(WORKING, LONG, **awaited("gen-3/1", "gen-1/0", "gen-1/1", due_later=1))),
+        [
+            "due_group: step 44 waits for prompt 812 on gen-3: 400 s; 1 other group is as due; "
+            f"{REMEDY}"
+        ],
+    ),
+    "more groups that are due than the buffer lists": (
+        text(buffer(WORKING, LONG, **awaited("gen-3/1", *(f"gen-1/{i}" for i in range(7))))),
+        [
+            "due_group: step 44 waits for prompt 812 on gen-3: 400 s; 7 or more other groups are "
+            f"as due; {REMEDY}"
+        ],
+    ),
+    "a group that is due, of which nobody reports": (
+        text(buffer(WORKING, **awaited("gone/0"))),
+        [f"due_group: step 44 waits for prompt 812, which no generator reports; {REMEDY}"],
+    ),
+    "a group that is due, seen from the buffer alone": (
+        text(buffer(LONG, **awaited("gen-3/1"), taken=3), learner=None),
+        [f"due_group: step 44 waits for prompt 812 on gen-3: 400 s; {REMEDY}"],
+    ),
+    "a group that is due hangs in its reward": (
+        text(buffer(holding("gen-3", 400.0, num_active=0), **awaited("gen-3/0"))),
+        [
+            f"due_group: step 44 waits for prompt 812 on gen-3: 400 s; {REMEDY}",
+            "outside_the_engine: gen-3 holds 1 lease and its engine is idle: they wait for its "
+            "environment, its reward, or to be put",
+        ],
+    ),
+    "prompts that end each generator, long before anything stalls": (
+        text(
+            buffer(
+                WORKING,
+                retried=(
+                    RetriedPrompt(prompt_index=812, num_leases=5),
+                    RetriedPrompt(prompt_index=9, num_leases=3),
+                ),
+            ),
+            learner=learner(for_s=1.0),
+        ),
+        [
+            "prompt_retried: prompt 812 has been leased 5 times without a result: its generator "
+            "died or gave it back each time; see the generators' logs",
+            "prompt_retried: prompt 9 has been leased 3 times without a result: its generator "
+            "died or gave it back each time; see the generators' logs",
+        ],
+    ),
     "seen from the buffer alone": (
         text(buffer(holding("gen-3", 400.0), leased=1, buffered=15), learner=None),
         ["too_few_groups: 15 of 16 groups at version 43; 1 held by gen-3 (version 43), oldest "
@@ -225,10 +294,14 @@ def test_a_stalled_run_is_reported_with_its_cause(situation: str):
         (buffer(taken=16), {"learner": learner(LearnerActivity.COMPUTING, 299.0)}),
         (buffer(WORKING, leased=2, taken=16), {"learner": None, "idle_s": 12.0}),
         (buffer(holding("gen-1", 200.0), leased=1), {"learner": None}),
+        (buffer(LONG, **awaited("gen-3/1")), {"learner": learner(for_s=41.0)}),
         (buffer(finished=True), {}),
         (None, {"learner": learner(LearnerActivity.ENDED), "learner_age_s": 900.0}),
     ],
-    ids=["waits", "computes", "no word", "buffer alone", "finished", "ended and gone"],
+    ids=[
+        *("waits", "computes", "no word", "buffer alone", "waits for what is due"),
+        *("finished", "ended and gone"),
+    ],
 )
 def test_a_run_that_moves_or_is_over_is_healthy(stats, fields):
     assert text(stats, **fields) == []
@@ -241,3 +314,10 @@ def test_of_many_holders_the_four_that_hold_longest_are_named():
         "2 held by gen-2 (version 43), oldest 402 s; 4 held by 2 other generators"
     )
     assert "gen-5" in found.split(";")[1]
+
+
+def test_a_wait_for_a_due_group_is_shown_once_it_has_lasted_a_second():
+    sentence = f"step 44 waits for prompt 812 on gen-3: 3,911 tokens, 41 s; {REMEDY}"
+    assert lasting_wait(buffer(LONG, **awaited("gen-3/0", wait_s=1.0))) == sentence
+    assert lasting_wait(buffer(LONG, **awaited("gen-3/0", wait_s=0.9))) == ""
+    assert lasting_wait(buffer(LONG)) == ""

@@ -112,7 +112,8 @@ class FakeEngine:
 
 class Prompts:
     def __getitem__(self, prompt_index: int) -> Prompt:
-        return Prompt("x" * (prompt_index % 5 + 1), str(prompt_index))
+        origin = f"row {prompt_index % 2} of rows.jsonl"
+        return Prompt("x" * (prompt_index % 5 + 1), str(prompt_index), origin=origin)
 
 
 class FakeRenderer:
@@ -273,7 +274,7 @@ async def test_a_group_finished_before_the_buffer_told_of_its_loss_is_not_lost()
     assert run.books.granted == 4
 
 
-async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on():
+async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on(caplog):
     run = Run()
     await run.learner.attach(0, None)
     run.engine.failure = RolloutError("no luck")
@@ -282,6 +283,7 @@ async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on():
         await run.until(lambda: run.books.buffered == 4)
     assert run.books.dropped[DropReason.FAILED] >= 3
     assert run.books.balanced
+    assert "prompt 1 (row 1 of rows.jsonl) failed: no luck" in caplog.text
 
 
 async def test_a_generator_whose_every_group_fails_gives_up_with_the_reason():

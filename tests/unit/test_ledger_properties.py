@@ -16,11 +16,19 @@ from buffers.ledger.entries import Entries
 from buffers.ledger.entry import State
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.queues import ReadyQueue
+from buffers.retries import RetryCounter
 from streamrl.types import Books, DropReason, GroupHeader, Lease, LengthHistogram, OverduePolicy
 from tests.records import make_group
 
 TTL_S = 10.0
 ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED)
+
+
+class CountedLedger(Ledger):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.retries = RetryCounter()
+        self.subscribe(self.retries.on_event)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -31,7 +39,7 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def start(self, **settings: Any) -> None:
         self.settings = settings
-        self.ledger = Ledger(**self.settings)
+        self.ledger = CountedLedger(**self.settings)
         self.learner_term = self.ledger.attach(0)
         self.now_s = 0.0
         self.num_leases = 0
@@ -41,7 +49,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.history: dict[int, int] = {}
         self.checkpoint: tuple[int, Books, dict[int, int]] = (0, Books(), {})
         self.first_checkpoint = self.checkpoint
-        self.older_ledger = Ledger(**self.settings)
+        self.older_ledger = CountedLedger(**self.settings)
         self.has_lost_history = False
 
     @rule()
@@ -179,7 +187,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.version, books, history = self.checkpoint
         self.history = dict(history)
         if buffer != "lives":
-            blank = Ledger(**self.settings)
+            blank = CountedLedger(**self.settings)
             self.ledger = deepcopy(self.older_ledger) if buffer.endswith("older") else blank
             self.held = {}
         self._attach(books)
@@ -227,6 +235,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert accounted <= set(range(books.next_prompt_index))
         ended = sum(n for reason, n in books.dropped.items() if not reason.returns_prompt)
         assert books.next_prompt_index - len(accounted) <= ended
+
+    @invariant()
+    def only_open_prompts_without_a_group_are_counted_as_retried(self) -> None:
+        open_prompts = set(self.ledger.books().open_prompt_indices)
+        for prompt_index in self.ledger.retries._num_leases:
+            assert prompt_index in open_prompts
+            entry = self.ledger.entry(prompt_index)
+            assert entry is None or entry.state is State.LEASED
 
     @invariant()
     def every_sampled_response_waits_or_has_an_outcome(self) -> None:

@@ -45,6 +45,7 @@ def test_a_file_keeps_its_order_if_asked_to(tmp_path):
     prompts = open_prompts(data, seed=1)
     assert [prompts[i].answer for i in range(9)] == ["0", "1", "2", "3", "4", "5", "6", "0", "1"]
     assert prompts[3].row["level"] == 3
+    assert prompts[9].origin == "row 2 of rows.jsonl"
 
 
 @pytest.mark.parametrize(

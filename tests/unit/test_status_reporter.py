@@ -13,9 +13,10 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from learners import status_reporter as module
 from learners.status_reporter import StatusReporter
+from streamrl.cli.display.view import read_wait
 from streamrl.errors import TransportError
 from streamrl.types import BufferStats, LearnerActivity, TrajectoryGroup
-from tests.records import lease_one
+from tests.records import lease_one, make_group
 from tests.training import make_config
 
 STALL_S = 0.05
@@ -86,6 +87,32 @@ async def test_a_wait_is_explained_again_when_it_doubles_and_its_end_is_logged(t
     await reporting(reporter, lambda: len(stalls()) == 4)
     assert "step 4 has computed for" in stalls()[3]
     assert reporter.num_stalls == 2
+
+
+async def test_the_file_names_the_group_that_is_waited_for_until_the_wait_ends(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr("streamrl.diagnosis.due.SHOWN_AFTER_S", 0.0)
+    buffer = make_buffer()
+    await buffer.attach(0, None)
+    slow = await lease_one(buffer, "gen-1/0", "gen-1", 0.0)
+    for version in (0, 1):
+        for number in (1, 2):
+            lease = await lease_one(buffer, f"gen-1/{version}{number}", "gen-1", 0.0)
+            await buffer.put(lease.lease_id, make_group(lease.prompt_index, version=version))
+        if version == 0:
+            await buffer.take(2, 0, 0.0)
+            await buffer.advance(1)
+    assert not await buffer.take(2, 1, 0.0)
+    reporter = make_reporter(tmp_path, buffer)
+    reporter.set_activity(LearnerActivity.WAITING, policy_version=1, learner_term=1)
+    await reporting(reporter, lambda: read_wait(tmp_path / "run") != "")
+    assert read_wait(tmp_path / "run").startswith(
+        f"step 2 waits for prompt {slow.prompt_index}, which no generator reports"
+    )
+    reporter.set_activity(LearnerActivity.COMPUTING)
+    await reporting(reporter, lambda: read_wait(tmp_path / "run") == "")
 
 
 async def test_an_unreachable_buffer_is_the_finding(tmp_path, caplog):

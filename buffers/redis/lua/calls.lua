@@ -18,6 +18,8 @@ end
 
 -- As in `buffers/ledger/generator_registry.py`.
 local MAX_REPLACED = 8
+-- As in `streamrl/types/buffer.py`.
+local MAX_RETRIED, MIN_RETRIED_LEASES = 4, 3
 
 local now_s, ttl_s = now(), tonumber(ARGV[3])
 local settings = {
@@ -56,6 +58,12 @@ local function incarnation()
   return type(server) == 'string' and string.match(server, 'run_id:(%w+)') or ''
 end
 
+-- Prompts and their leases that ended without a group, most leases first.
+local function retried()
+  return call('ZREVRANGEBYSCORE', key('retried'), '+inf', MIN_RETRIED_LEASES, 'WITHSCORES',
+    'LIMIT', 0, MAX_RETRIED)
+end
+
 local function read_stats()
   local registry, ages = call('HVALS', key('registry')), {}
   for i, packed in ipairs(registry) do
@@ -66,7 +74,7 @@ local function read_stats()
   return {
     'ok', numbers, dropped, in_flight_prompts, free, call('HGETALL', key('refused')),
     oldest() or '', incarnation(), registry, ages, call('HGETALL', key('scheduling_states')),
-    call('HGETALL', key('lengths')), awaited_leases(), wait_due_s(now_s),
+    call('HGETALL', key('lengths')), awaited_leases(), wait_due_s(now_s), retried(),
   }
 end
 

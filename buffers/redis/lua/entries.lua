@@ -8,8 +8,19 @@ local RETURNS_PROMPT = { expired = true, released = true, orphaned = true }
 -- As in `buffers/ledger/entries.py`.
 local MAX_GAP = 100000
 
+-- Count the leases of a prompt that ended without a group; see `buffers/retries.py`.
+local function count_retries(entry, name, reason)
+  local member = string.format('%016.0f', entry.prompt_index)
+  if name == 'dropped' and RETURNS_PROMPT[reason] then
+    if entry.lease_id ~= '' then call('ZINCRBY', key('retried'), 1, member) end
+  elseif name == 'dropped' or name == 'buffered' or name == 'acknowledged' then
+    call('ZREM', key('retried'), member)
+  end
+end
+
 -- `response_lengths` (msgpack) are those of a group that is put.
 local function record(entry, name, reason, response_lengths)
+  count_retries(entry, name, reason)
   call('XADD', key('events'), '*', 'prompt_index', int(entry.prompt_index), 'state', name,
     'reason', reason or '', 'lease_id', entry.lease_id,
     'response_lengths', response_lengths or '')

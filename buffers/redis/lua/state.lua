@@ -18,6 +18,7 @@
 --   dropped, refused   hash    reason -> count
 --   lengths            hash    OUTCOME:LENGTH -> responses, OUTCOME:tokens -> their tokens; the
 --                              outcomes: sampled, trained, and the reasons of drops
+--   retried            zset    prompt indices without a group, by leases that ended without one
 --   registry           hash    generator id -> last report
 --   scheduling_states  hash    generator id -> scheduling state, unless active
 --   events             stream  one event per change of an entry

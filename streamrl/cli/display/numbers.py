@@ -12,6 +12,18 @@ def metric_mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def wait_shares(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Parts of the step time: `learner/wait_s` and, if there was any, `learner/wait_due_s`.
+
+    Such as: waits 45 %, due groups 34 %. The second may overlap with the training of a part.
+    """
+    step_s = max(metric_mean(lines, "learner/step_s") or 1.0, 1e-9)
+    percent = 100 * (metric_mean(lines, "learner/wait_s") or 0.0) / step_s
+    percent_due = 100 * (metric_mean(lines, "learner/wait_due_s") or 0.0) / step_s
+    due = f", due groups {percent_due:.0f} %" if percent_due >= 0.5 else ""
+    return f"waits {percent:.0f} %{due}"
+
+
 def duration(seconds: float) -> str:
     """Such as 1:05 or 2:00:30."""
     minutes, rest = divmod(int(seconds), 60)

@@ -1,4 +1,4 @@
-"""The live view of a run: its progress, its reward so far, a row for each process.
+"""The live view of a run: its progress and waits, its reward so far, a row for each process.
 
 Reads the run folder and the children's states only, so it follows any run and delays none.
 """
@@ -6,6 +6,7 @@ Reads the run folder and the children's states only, so it follows any run and d
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -13,9 +14,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.cli.display.numbers import duration, metric_mean, sparkline
+from streamrl.cli.display.numbers import duration, metric_mean, sparkline, wait_shares
 from streamrl.cli.processes.child import Child
 from streamrl.config import RunConfig
+from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
+from streamrl.run_folder import read_learner
 from streamrl.tracking.jsonl import read_metrics
 
 REFRESH_S = 0.5
@@ -47,13 +50,15 @@ class ProgressView:
 
     def _render(self, children: Sequence[Child]) -> Group:
         states = {child.role: child.state for child in children}
-        return render(self._config, _lines(self._config), states)
+        return render(self._config, _lines(self._config), states, read_wait(self._config.run.path))
 
     def _print_line(self) -> None:
         lines = _lines(self._config)
         if lines and time.monotonic() - self._printed_s > 5.0:
             self._printed_s = time.monotonic()
             self._console.print(Text(headline(self._config, lines)))
+            if waits_for := read_wait(self._config.run.path):
+                self._console.print(Text(waits_for))
 
 
 def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
@@ -75,10 +80,21 @@ def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
     return "  ".join(parts)
 
 
+def read_wait(folder: Path) -> str:
+    """The group that the learner of this run waits for; "" if it waits for none."""
+    learner = read_learner(folder)
+    if learner is None or time.time() - learner.time_s > HEARTBEAT_TIMEOUT_S:
+        return ""
+    return learner.waits_for
+
+
 def render(
-    config: RunConfig, lines: Sequence[Mapping[str, Any]], states: Mapping[str, str]
+    config: RunConfig,
+    lines: Sequence[Mapping[str, Any]],
+    states: Mapping[str, str],
+    waits_for: str = "",
 ) -> Group:
-    """The live view: progress, reward so far, and a row for each process."""
+    """The live view: progress, what the run waits for, reward so far, a row for each process."""
     table = Table(box=None, pad_edge=False)
     for column in ("process", "state", "tokens/s", "version", ""):
         table.add_column(column, justify="right" if column in ("tokens/s", "version") else "left")
@@ -87,16 +103,16 @@ def render(
         table.add_row(role, state, *_role_cells(role, last, lines))
     rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
     title = headline(config, lines) if lines else "starting: waiting for the first step"
-    return Group(Text(title, style="bold"), Text(f"reward {sparkline(rewards)}"), table)
+    waits = [Text(waits_for)] if waits_for else []
+    return Group(Text(title, style="bold"), *waits, Text(f"reward {sparkline(rewards)}"), table)
 
 
 def _role_cells(
     role: str, last: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
 ) -> tuple[str, str, str]:
     if role == "learner" and last:
-        wait, step = _recent(lines, "learner/wait_s") or 0, _recent(lines, "learner/step_s") or 1
         rate = _recent(lines, "learner/tokens_per_s") or 0
-        return f"{rate:.0f}", str(last["step"]), f"waits {100 * wait / max(step, 1e-9):.0f} %"
+        return f"{rate:.0f}", str(last["step"]), wait_shares(lines[-_RECENT:])
     if role == "buffer" and last:
         held = f"{last.get('buffer/leased', 0)} leased, {last.get('buffer/buffered', 0)} buffered"
         return "", "", held
