@@ -31,6 +31,8 @@ Only after a learner or a buffer has lost its history may the invariant fail: it
 for weights that are gone. What has grown too old by then is dropped.
 """
 
+from collections.abc import Iterator
+
 from buffers.ledger.admission import require_capacity
 from buffers.ledger.entries import Entries
 from buffers.ledger.entry import Entry, State, header_of
@@ -76,16 +78,19 @@ class Batches:
         return tuple(header_of(self._entries[prompt_index]) for prompt_index in loan)
 
     def awaited(self, version: int) -> tuple[Entry, ...]:
-        """The leased groups that the batch for `version` waits for, first due first.
-
-        () unless enough others are finished.
+        """The leased groups among which the batch for `version` waits for some, because they are
+        due; first due first. () unless enough others are finished.
         """
         num_missing = self._groups_per_step - len(self._loans.prompt_indices(version))
         is_short = self._entries.count(State.BUFFERED) < num_missing
         if num_missing <= 0 or is_short or self._num_lendable(num_missing, version) == num_missing:
             return ()
-        leased = [entry for entry in self._entries if entry.state is State.LEASED]
-        return tuple(sorted(leased, key=lambda e: (e.min_policy_version, e.prompt_index)))
+        places = self._free_places(num_missing, version)
+        newest = next(oldest for oldest, num_free in places if num_free < num_missing)
+        leased = (entry for entry in self._entries if entry.state is State.LEASED)
+        newest = max(newest, version - self._max_staleness)
+        due = [entry for entry in leased if entry.min_policy_version <= newest]
+        return tuple(sorted(due, key=lambda e: (e.min_policy_version, e.prompt_index)))
 
     def evict(self, version: int) -> None:
         """Drop what is too old to be trained at `version`."""
@@ -112,11 +117,15 @@ class Batches:
             return 0
         if self._overdue is not OverduePolicy.WAIT:
             return num_missing
+        places = self._free_places(num_missing, version)
+        return max(0, min((num_missing, *(num_free for _, num_free in places))))
+
+    def _free_places(self, num_missing: int, version: int) -> Iterator[tuple[int, int]]:
+        """For each oldest version of leased groups, the places in batches up to the one at which
+        they are due, less the groups that need one of them."""
         leased = self._entries.columns.oldest_versions(State.LEASED)
-        num_lendable, num_leased = num_missing, 0
+        num_leased = 0
         for oldest in sorted(leased):
             num_leased += leased[oldest]
             num_steps = max(0, oldest + self._max_staleness - version)
-            num_places = num_missing + num_steps * self._groups_per_step
-            num_lendable = min(num_lendable, num_places - num_leased)
-        return max(0, num_lendable)
+            yield oldest, num_missing + num_steps * self._groups_per_step - num_leased

@@ -225,6 +225,16 @@ def test_a_batch_waits_for_the_group_that_is_due():
     assert not ledger.books().dropped
 
 
+def test_what_is_due_later_is_not_awaited():
+    ledger = make_ledger(groups_per_step=1, max_staleness=2, overdue=OverduePolicy.WAIT)
+    overtake(ledger)
+    train_one_step(ledger)
+    grant(ledger, "slow, and due later")
+    fill(ledger, "quick 2", version=2)
+    assert ledger.take(1, 2, 1) == ()
+    assert [entry.lease_id for entry in ledger.awaited()] == ["slow"]
+
+
 def test_a_batch_does_not_wait_for_what_is_due_later():
     ledger = make_ledger(groups_per_step=2, max_staleness=2, overdue=OverduePolicy.WAIT)
     for number in range(3):
@@ -249,6 +259,7 @@ def test_a_batch_waits_for_places_that_groups_due_earlier_and_later_need_togethe
     fill(ledger, "g", version=2)
     assert [lease.min_policy_version + 3 for lease in (*due_at_3, *due_at_4)] == [3, 3, 4, 4]
     assert ledger.take(1, 2, 1) == ()  # one is due at 3 and two at 4, which two steps follow
+    assert [entry.lease_id for entry in ledger.awaited()] == ["c", "e", "f"]
     ledger.release("e", DropReason.FAILED)
     assert train_one_step(ledger) == [6]
 

@@ -17,31 +17,35 @@ local function check_take(num_groups, version, is_lent)
   end
 end
 
--- How many of the oldest finished groups a batch that lacks `num_missing` may get now; see
+-- How many of the oldest finished groups a batch that lacks `num_missing` may get now, and, if it
+-- waits for groups that are due, the newest `min_policy_version` of these; see
 -- `buffers/ledger/batches.py`.
 local function num_lendable(num_missing, version)
   if state.buffered < num_missing then return 0 end
   if state.overdue ~= WAIT then return num_missing end
-  local lendable, num_steps, num_leased = num_missing, 0, 0
+  local lendable, num_steps, num_leased, newest_due = num_missing, 0, 0, nil
   repeat
-    local last = int(version + num_steps - state.max_staleness)
-    num_leased = call('ZCOUNT', key('leased'), '-inf', last)
-    local num_places = num_missing + num_steps * state.groups_per_step
-    lendable = math.min(lendable, num_places - num_leased)
+    local newest = version + num_steps - state.max_staleness
+    num_leased = call('ZCOUNT', key('leased'), '-inf', int(newest))
+    local num_free = num_missing + num_steps * state.groups_per_step - num_leased
+    if num_free < num_missing then newest_due = newest_due or newest end
+    lendable = math.min(lendable, num_free)
     num_steps = num_steps + 1
   until num_leased == state.leased
-  return math.max(0, lendable)
+  return math.max(0, lendable), newest_due
 end
 
--- The first leases, first due first, that the next batch waits for although enough others are
--- finished.
+-- The first leases, first due first, of the groups that are due and that the next batch waits for.
 local function awaited_leases()
   local loan = prompt_indices_of(call('HGET', key('loans'), int(state.version)))
   local num_missing = state.groups_per_step - #loan
   local is_short = num_missing <= 0 or state.buffered < num_missing
-  if is_short or num_lendable(num_missing, state.version) == num_missing then return {} end
-  local leases = {}
-  for i, prompt_index in ipairs(call('ZRANGE', key('leased'), 0, MAX_AWAITED - 1)) do
+  if is_short then return {} end
+  local _, newest_due = num_lendable(num_missing, state.version)
+  if not newest_due then return {} end
+  local leases, newest = {}, int(newest_due)
+  local due = call('ZRANGEBYSCORE', key('leased'), '-inf', newest, 'LIMIT', 0, MAX_AWAITED)
+  for i, prompt_index in ipairs(due) do
     local entry = get(tonumber(prompt_index))
     leases[i] = { entry.lease_id, entry.prompt_index, entry.min_policy_version }
   end
