@@ -36,7 +36,8 @@ def main() -> None:
         lines = [json.loads(text) for text in arguments.table.read_text().splitlines()]
         print(tables(lines))
         return
-    chosen = list(modes(arguments.policies.split(","), map(int, arguments.bounds.split(","))))
+    bounds = [int(bound) for bound in arguments.bounds.split(",")]
+    chosen = list(modes(arguments.policies.split(","), bounds))
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         for plan in plans(arguments, folder):

@@ -1,7 +1,7 @@
 """What the runs of bench_async have in common, and what sets them apart."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class Mode:
     max_staleness: int
 
 
-def modes(policies: Iterable[str], bounds: Iterable[int]) -> Iterator[Mode]:
+def modes(policies: Sequence[str], bounds: Sequence[int]) -> Iterator[Mode]:
     """The two synchronous modes, then every policy with every bound."""
     cores = len(os.sched_getaffinity(0))
     yield Mode("sync_one_engine", 1, cores, cores, "wait", 0)
