@@ -83,12 +83,14 @@ class Batches:
         """
         num_missing = self._groups_per_step - len(self._loans.prompt_indices(version))
         is_short = self._entries.count(State.BUFFERED) < num_missing
-        if num_missing <= 0 or is_short or self._num_lendable(num_missing, version) == num_missing:
+        if num_missing <= 0 or is_short or self._overdue is not OverduePolicy.WAIT:
             return ()
         places = self._free_places(num_missing, version)
-        newest = next(oldest for oldest, num_free in places if num_free < num_missing)
-        leased = (entry for entry in self._entries if entry.state is State.LEASED)
+        newest = next((oldest for oldest, num_free in places if num_free < num_missing), None)
+        if newest is None:
+            return ()
         newest = max(newest, version - self._max_staleness)
+        leased = (entry for entry in self._entries if entry.state is State.LEASED)
         due = [entry for entry in leased if entry.min_policy_version <= newest]
         return tuple(sorted(due, key=lambda e: (e.min_policy_version, e.prompt_index)))
 
@@ -123,7 +125,7 @@ class Batches:
     def _free_places(self, num_missing: int, version: int) -> Iterator[tuple[int, int]]:
         """For each oldest version of leased groups, the places in batches up to the one at which
         they are due, less the groups that need one of them."""
-        leased = self._entries.columns.oldest_versions(State.LEASED)
+        leased = self._entries.columns.leased_versions
         num_leased = 0
         for oldest in sorted(leased):
             num_leased += leased[oldest]

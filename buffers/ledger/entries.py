@@ -284,5 +284,6 @@ class Entries:
         reason: str | None = None,
         lengths: tuple[int, ...] = (),
     ) -> None:
+        event = Event(prompt_index, str(state), reason, lease_id, lengths)
         for on_event in self.subscribers:
-            on_event(Event(prompt_index, str(state), reason, lease_id, lengths))
+            on_event(event)

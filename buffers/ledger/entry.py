@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from streamrl.types import GroupHeader
+from streamrl.types import GroupHeader, Lease
 
 
 class State(StrEnum):
@@ -29,11 +29,13 @@ class Entry(Struct):
     version: int = -1
 
 
-def oldest_version(entry: Entry) -> int:
-    """The oldest version that its tokens have or, as long as it is leased, may have."""
-    if entry.state is State.LEASED:
-        return entry.min_policy_version
-    return header_of(entry).oldest_version
+def lease_of(entry: Entry) -> Lease:
+    return Lease(
+        lease_id=entry.lease_id,
+        prompt_index=entry.prompt_index,
+        min_policy_version=entry.min_policy_version,
+        expires_at_s=entry.expires_at_s,
+    )
 
 
 def header_of(entry: Entry) -> GroupHeader:

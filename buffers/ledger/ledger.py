@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable
 from buffers.ledger.admission import Admission
 from buffers.ledger.batches import Batches
 from buffers.ledger.entries import Entries, LedgerSnapshot
-from buffers.ledger.entry import Entry, State, header_of
+from buffers.ledger.entry import Entry, State, header_of, lease_of
 from buffers.ledger.events import Event
 from buffers.ledger.fencing import require_learner_term
 from buffers.ledger.loans import Loans
@@ -91,12 +91,7 @@ class Ledger:
             oldest = self._admission.min_policy_version(self.version)
             entry = self._entries.grant(lease_id, oldest, now_s + ttl_s)
             self._expiries.add(entry)
-        return Lease(
-            lease_id=lease_id,
-            prompt_index=entry.prompt_index,
-            min_policy_version=entry.min_policy_version,
-            expires_at_s=entry.expires_at_s,
-        )
+        return lease_of(entry)
 
     def num_admitted(self) -> int:
         """How many more leases fit under the staleness bound and before the run's end."""

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from buffers.ledger.entries import LedgerSnapshot
-from buffers.ledger.entry import Entry
+from buffers.ledger.entry import Entry, lease_of
 from buffers.ledger.generator_registry import GeneratorRegistry
 from buffers.ledger.ledger import Ledger
 from buffers.retries import RetryCounter
 from streamrl.errors import LedgerError
 from streamrl.types import (
     MAX_AWAITED,
-    AwaitedLease,
     Books,
     BufferStats,
     DropReason,
@@ -170,7 +169,7 @@ class BufferState(Generic[Payload]):
             refusal=self.refusal,
             finished=self.ledger.finished,
             draining=self.ledger.draining,
-            awaited=self._awaited(),
+            awaited=tuple(map(lease_of, self.ledger.awaited()[:MAX_AWAITED])),
             wait_due_s=self._wait_due_s(now_s),
             retried=self._retries.retried(),
         )
@@ -228,16 +227,6 @@ class BufferState(Generic[Payload]):
         for lease_id in self.ledger.live_leases():
             if lease_id.startswith(session):
                 self.ledger.release(lease_id, reason)
-
-    def _awaited(self) -> tuple[AwaitedLease, ...]:
-        return tuple(
-            AwaitedLease(
-                lease_id=entry.lease_id,
-                prompt_index=entry.prompt_index,
-                min_policy_version=entry.min_policy_version,
-            )
-            for entry in self.ledger.awaited()[:MAX_AWAITED]
-        )
 
     def _wait_due_s(self, now_s: float) -> float:
         """How long the batch at hand has waited for groups that are due, others being finished."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from streamrl import wire
 from streamrl.types import (
-    AwaitedLease,
     Books,
     BufferStats,
     DropReason,
@@ -100,14 +99,7 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         },
         finished=bool(values["finished"]),
         draining=bool(values["draining"]),
-        awaited=tuple(
-            AwaitedLease(
-                lease_id=lease_id.decode(),
-                prompt_index=prompt_index,
-                min_policy_version=min_policy_version,
-            )
-            for lease_id, prompt_index, min_policy_version in awaited
-        ),
+        awaited=leases(awaited),
         wait_due_s=float(wait_due_s),
         retried=tuple(
             RetriedPrompt(prompt_index=int(prompt_index), num_leases=num_leases)

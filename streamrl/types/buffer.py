@@ -148,14 +148,6 @@ MAX_RETRIED = 4
 MIN_RETRIED_LEASES = 3
 
 
-class AwaitedLease(Struct, frozen=True, kw_only=True):
-    """A lease whose group the learner's next batch waits for, because it is due."""
-
-    lease_id: str
-    prompt_index: int
-    min_policy_version: int
-
-
 class RetriedPrompt(Struct, frozen=True, kw_only=True):
     """An open prompt that has no group after `num_leases`, which expired or were released."""
 
@@ -193,7 +185,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     scheduling_states: dict[str, SchedulingState] = {}
     finished: bool = False
     draining: bool = False
-    awaited: tuple[AwaitedLease, ...] = ()
+    awaited: tuple[Lease, ...] = ()
     wait_due_s: float = 0.0
     retried: tuple[RetriedPrompt, ...] = ()
 

@@ -5,13 +5,13 @@ import pytest
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.due import lasting_wait
 from streamrl.types import (
-    AwaitedLease,
     Books,
     BufferStats,
     DropReason,
     GeneratorStatus,
     LearnerActivity,
     LearnerStatus,
+    Lease,
     OverduePolicy,
     RetriedPrompt,
     replace,
@@ -50,8 +50,11 @@ def awaited(*lease_ids: str, wait_s: float = 41.0, due_later: int = 0) -> dict[s
     """Fields of a buffer whose next batch waits for these leases; the last ones are due later."""
     num_due = len(lease_ids) - due_later
     leases = tuple(
-        AwaitedLease(
-            lease_id=lease_id, prompt_index=812 + i, min_policy_version=41 + (i >= num_due)
+        Lease(
+            lease_id=lease_id,
+            prompt_index=812 + i,
+            min_policy_version=41 + (i >= num_due),
+            expires_at_s=60.0,
         )
         for i, lease_id in enumerate(lease_ids)
     )

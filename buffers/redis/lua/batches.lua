@@ -46,8 +46,7 @@ local function awaited_leases()
   local leases, newest = {}, int(newest_due)
   local due = call('ZRANGEBYSCORE', key('leased'), '-inf', newest, 'LIMIT', 0, MAX_AWAITED)
   for i, prompt_index in ipairs(due) do
-    local entry = get(tonumber(prompt_index))
-    leases[i] = { entry.lease_id, entry.prompt_index, entry.min_policy_version }
+    leases[i] = lease_fields(get(tonumber(prompt_index)))
   end
   return leases
 end

@@ -97,10 +97,7 @@ function calls.lease(generator_id, ...)
       num_new = num_new - 1
     end
     if entry then
-      leases[#leases + 1] = {
-        lease_id, entry.prompt_index, entry.min_policy_version,
-        string.format('%.17g', entry.expires_at_s),
-      }
+      leases[#leases + 1] = lease_fields(entry)
     end
   end
   local first = #leases == 0 and call('ZRANGE', key('expiries'), 0, 0, 'WITHSCORES')[2]

@@ -79,6 +79,14 @@ local function lease(lease_id, now_s, ttl_s)
   return grant(lease_id, math.max(0, trained_at - state.max_staleness), now_s + ttl_s)
 end
 
+-- A lease as replies have it.
+local function lease_fields(entry)
+  return {
+    entry.lease_id, entry.prompt_index, entry.min_policy_version,
+    string.format('%.17g', entry.expires_at_s),
+  }
+end
+
 local function reassert(lease_id, prompt_index, min_policy_version, now_s, ttl_s)
   expire(now_s)
   if not find(lease_id) then
