@@ -29,14 +29,29 @@ from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine, PromptSource, Reward
 from streamrl.service import Shutdown
 from streamrl.types import SamplingParams
+from streamrl.types.ids import check_id
 
 log = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
-    name = arguments.id or f"generator-{uuid.uuid4().hex[:6]}"
+    name = _name(arguments.id)
     return service.run(partial(generate, config, name), role=name, config=config)
+
+
+def _name(given: str | None) -> str:
+    """The id given, or a random one.
+
+    Raises:
+        ConfigError: it is no id; the log of the daemon is named after it.
+    """
+    if given is None:
+        return f"generator-{uuid.uuid4().hex[:6]}"
+    try:
+        return check_id("--id", given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> None:

@@ -7,12 +7,13 @@ from pydantic import Field
 
 from streamrl.config.numbers import NotNegative, Positive, Seconds
 from streamrl.config.section import Section
+from streamrl.types.ids import ID_PATTERN
 
 
 class RunSettings(Section):
     """The run as a whole: its name, its folder, its length, its seed."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
+    name: Annotated[str, Field(pattern=ID_PATTERN)] = "default"
     """Name of the run and of its folder."""
     folder: Path = Path("runs")
     """Where run folders are made."""
