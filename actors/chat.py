@@ -6,6 +6,7 @@ Invariant: the ids that the engine gets are the ids that are recorded; nothing i
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from streamrl.config import RunConfig
@@ -59,7 +60,7 @@ class Renderer:
                 raise PromptTooLongError(f"{len(ids)} tokens")
             case "error":
                 raise ConfigError(
-                    f"data.max_prompt_length {longest}: a prompt has {len(ids)} tokens "
+                    f"data.max_prompt_length {longest}: {_place(prompt)} has {len(ids)} tokens "
                     f"({str(prompt.content)[:60]!r}...); data.truncation left, right or drop "
                     "would take it"
                 )
@@ -77,17 +78,22 @@ class Renderer:
         if self._template is None:
             if not isinstance(content, str):
                 raise ConfigError(
-                    "data.chat_template: prompts are lists of messages, but the tokenizer has no "
-                    "chat template; name a Jinja file"
+                    f"data.chat_template: {_place(prompt)} is a list of messages, but the "
+                    "tokenizer has no chat template; name a Jinja file"
                 )
             text = f"{self._data.system_prompt or ''}{content}"
             return tuple(self._tokenizer(text)["input_ids"])
-        rendered = self._tokenizer.apply_chat_template(
-            self._messages(content),
-            chat_template=self._template,
-            add_generation_prompt=True,
-            tokenize=False,
-        )
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                self._messages(content),
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"data.chat_template: it cannot render {_place(prompt)}: {error}"
+            ) from error
         return self.encode_text(str(rendered))
 
     def _messages(self, content: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
@@ -96,6 +102,10 @@ class Renderer:
         system = self._data.system_prompt
         opening = [{"role": "system", "content": system}] if system else []
         return [*opening, {"role": "user", "content": content}]
+
+
+def _place(prompt: Prompt) -> str:
+    return prompt.origin or "a prompt"
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> str | None:

@@ -6,6 +6,7 @@ A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch 
 from pathlib import Path
 
 from actors.prompts.files import FilePrompts
+from actors.prompts.rows import SUFFIXES
 from actors.prompts.tasks import TASKS, TaskPrompts
 from actors.prompts.user import UserPrompts
 from streamrl.config.data import DataSettings
@@ -16,7 +17,7 @@ from streamrl.user_code import is_user_code
 
 def open_prompts(data: DataSettings, seed: int) -> PromptSource:
     """The training stream that `data.source` names."""
-    return _open(data, data.source, seed, held_out=False)
+    return _open(data, "data.source", data.source, seed, held_out=False)
 
 
 def open_held_out(data: DataSettings, seed: int) -> PromptSource:
@@ -26,22 +27,26 @@ def open_held_out(data: DataSettings, seed: int) -> PromptSource:
         ConfigError: `data.source` is a file or a user's own, and no `data.eval_source` was given.
     """
     source = data.eval_source or data.source
-    knows_no_held_out = Path(source).suffix in FilePrompts.SUFFIXES or is_user_code(source)
+    knows_no_held_out = Path(source).suffix in SUFFIXES or is_user_code(source)
     if data.eval_source is None and knows_no_held_out:
         raise ConfigError(f"data.eval_source: is needed to evaluate; data.source is {source}")
-    return _open(data, source, seed, held_out=data.eval_source is None)
+    if data.eval_source is None:
+        return _open(data, "data.source", source, seed, held_out=True)
+    return _open(data, "data.eval_source", source, seed, held_out=False)
 
 
-def _open(data: DataSettings, source: str, seed: int, *, held_out: bool) -> PromptSource:
-    if Path(source).suffix in FilePrompts.SUFFIXES:
+def _open(
+    data: DataSettings, field: str, source: str, seed: int, *, held_out: bool
+) -> PromptSource:
+    if Path(source).suffix in SUFFIXES:
         return FilePrompts(
+            field,
             Path(source),
             prompt_key=data.prompt_key,
             answer_key=data.answer_key,
             seed=seed if data.shuffle else None,
         )
     if is_user_code(source):
-        field = "data.eval_source" if source == data.eval_source else "data.source"
         return UserPrompts(field, source, data.source_kwargs, seed)
     kind, _, name = source.partition(":")
     if kind == "reasoning_gym":
@@ -49,9 +54,9 @@ def _open(data: DataSettings, source: str, seed: int, *, held_out: bool) -> Prom
 
         return ReasoningGymPrompts(name, data.source_kwargs, seed, held_out=held_out)
     if source not in TASKS:
-        suffixes = ", ".join(FilePrompts.SUFFIXES)
+        suffixes = ", ".join(SUFFIXES)
         raise ConfigError(
-            f"data.source: was {source!r}; a file ({suffixes}), reasoning_gym:NAME, PATH.py:NAME "
+            f"{field}: was {source!r}; a file ({suffixes}), reasoning_gym:NAME, PATH.py:NAME "
             f"or a task: "
             f"{did_you_mean(source, TASKS)}"
         )

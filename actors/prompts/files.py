@@ -2,10 +2,11 @@
 
 Invariant: the order is a pure function of (seed, prompt index): each epoch is a fresh
 permutation, so no prompt comes twice within an epoch and a resumed run goes on where it stopped.
+Every row is checked when the file is opened, so none ends a run that has begun.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,92 +14,70 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.prompts.rows import Row, read_rows, shown
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt
 
+_PROMPT = "it must be text, or a list of messages that have a role and a content, both text"
+
 
 class FilePrompts:
-    """Rows of a file; `seed` None keeps the file's order."""
+    """Rows of a file; `seed` None keeps the file's order.
 
-    SUFFIXES = (".jsonl", ".json", ".parquet")
+    Args:
+        setting: the one that names the file; errors begin with it.
 
-    def __init__(self, path: Path, *, prompt_key: str, answer_key: str, seed: int | None) -> None:
-        self._path = path
-        self._prompt_key = prompt_key
-        self._answer_key = answer_key
+    Raises:
+        ConfigError: the file cannot be read, or a row of it has no prompt or no answer.
+    """
+
+    def __init__(
+        self, setting: str, path: Path, *, prompt_key: str, answer_key: str, seed: int | None
+    ) -> None:
         self._seed = seed
-        self._rows = _read(path)
-        if not self._rows:
-            raise ConfigError(f"data.source: {path} holds no rows")
+        rows = read_rows(setting, path)
         for key, name in ((prompt_key, "prompt_key"), (answer_key, "answer_key")):
-            if key not in self._rows[0]:
-                hint = did_you_mean(key, self._rows[0])
+            if key not in rows[0].fields:
+                hint = did_you_mean(key, rows[0].fields)
                 raise ConfigError(f"data.{name}: {path} has no column {key!r}; {hint}")
+        self._prompts = tuple(_prompt(setting, row, prompt_key, answer_key) for row in rows)
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._prompts)
 
     def __getitem__(self, prompt_index: int) -> Prompt:
-        epoch, place = divmod(prompt_index, len(self._rows))
-        number = place if self._seed is None else int(self._order(epoch)[place])
-        row, origin = self._rows[number], f"row {number} of {self._path.name}"
-        try:
-            return Prompt(_content(row[self._prompt_key]), str(row[self._answer_key]), row, origin)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"data.source: a row of {self._path} lacks {error}") from error
+        epoch, place = divmod(prompt_index, len(self._prompts))
+        return self._prompts[place if self._seed is None else int(self._order(epoch)[place])]
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng([self._seed or 0, epoch]).permutation(len(self._rows))
+        return np.random.default_rng([self._seed or 0, epoch]).permutation(len(self._prompts))
+
+
+def _prompt(setting: str, row: Row, prompt_key: str, answer_key: str) -> Prompt:
+    fields, place = row
+    for key in (prompt_key, answer_key):
+        if key not in fields:
+            raise ConfigError(f"{setting}: {place} lacks {key!r}; it has {', '.join(fields)}")
+    content, answer = _content(fields[prompt_key]), fields[answer_key]
+    if not content:
+        raise ConfigError(
+            f"{setting}: {place}: {prompt_key} was {shown(fields[prompt_key])}; {_PROMPT}"
+        )
+    if answer is None or (isinstance(answer, float) and math.isnan(answer)):
+        raise ConfigError(f"{setting}: {place}: {answer_key} was {answer}; it must have a value")
+    return Prompt(content, str(answer), fields, place)
 
 
 def _content(value: Any) -> str | tuple[Mapping[str, str], ...]:
+    """The prompt's text or messages; empty if the value is neither."""
     if isinstance(value, str):
         return value
-    return tuple({"role": turn["role"], "content": turn["content"]} for turn in value)
+    messages = value if isinstance(value, list) and all(map(_is_message, value)) else ()
+    return tuple({"role": turn["role"], "content": turn["content"]} for turn in messages)
 
 
-def _read(path: Path) -> Sequence[Mapping[str, Any]]:
-    try:
-        match path.suffix:
-            case ".parquet":
-                return _read_parquet(path)
-            case ".json":
-                rows: list[Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-                return rows
-            case _:
-                return list(_read_lines(path))
-    except OSError as error:
-        raise ConfigError(f"data.source: cannot read {path}: {error.strerror or error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"data.source: {path} is not JSON: {error}") from error
-
-
-def _read_lines(path: Path) -> Sequence[Mapping[str, Any]]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"data.source: {path}:{number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"data.source: {path}:{number} is no JSON object")
-        rows.append(row)
-    return rows
-
-
-def _read_parquet(path: Path) -> Sequence[Mapping[str, Any]]:
-    try:
-        import pyarrow.lib
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(
-            f"data.source: {path} is parquet; install the extra: pip install 'streamrl[parquet]'"
-        ) from error
-    try:
-        rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.lib.ArrowInvalid as error:
-        raise ConfigError(f"data.source: {path} is not parquet: {error}") from error
-    return rows
+def _is_message(turn: Any) -> bool:
+    return isinstance(turn, dict) and all(
+        isinstance(turn.get(key), str) for key in ("role", "content")
+    )

@@ -15,7 +15,7 @@ BAD = ["../../../escape", "", ".", "..", "a/b", "/etc", "a\n", "a b", "-x", "a" 
 
 @pytest.mark.parametrize("value", BAD)
 def test_what_is_no_id_is_refused_by_name(value):
-    with pytest.raises(ValueError, match="^--id: was .* it must be 1 to 128 letters"):
+    with pytest.raises(ValueError, match=r"^--id: was .* it must be 1 to 128 letters"):
         check_id("--id", value)
 
 

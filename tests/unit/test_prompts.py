@@ -45,7 +45,7 @@ def test_a_file_keeps_its_order_if_asked_to(tmp_path):
     prompts = open_prompts(data, seed=1)
     assert [prompts[i].answer for i in range(9)] == ["0", "1", "2", "3", "4", "5", "6", "0", "1"]
     assert prompts[3].row["level"] == 3
-    assert prompts[9].origin == "row 2 of rows.jsonl"
+    assert prompts[9].origin == "line 3 of rows.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_source_that_cannot_be_is_refused(settings, sentence):
     ("text", "sentence"),
     [
         ("", "holds no rows"),
-        ('{"prompt": 1', r"rows\.jsonl:1 is not JSON"),
-        ("[1]", r"rows\.jsonl:1 is no JSON object"),
+        ('{"prompt": 1', r"line 1 of rows\.jsonl is not JSON"),
+        ("[1]", r"line 1 of rows\.jsonl was \[1\]; it must be a JSON object"),
         ('{"promt": "a", "answer": "b"}', "has no column 'prompt'; did you mean 'promt'"),
         ('{"prompt": "a"}', "has no column 'answer'"),
     ],
@@ -80,6 +80,68 @@ def test_a_file_that_holds_no_prompts_is_refused(tmp_path, text, sentence):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=sentence):
         open_prompts(DataSettings(source=str(tmp_path / "rows.jsonl")), seed=0)
+
+
+GOOD = {"prompt": "q", "answer": "a"}
+TEXT = "it must be text, or a list of messages that have a role and a content, both text"
+BAD_ROWS = [
+    ({"answer": "a"}, "lacks 'prompt'; it has answer"),
+    ({"prompt": "q"}, "lacks 'answer'; it has prompt"),
+    ({**GOOD, "prompt": 3}, f"prompt was 3; {TEXT}"),
+    ({**GOOD, "prompt": ""}, f"prompt was ''; {TEXT}"),
+    ({**GOOD, "prompt": None}, f"prompt was None; {TEXT}"),
+    ({**GOOD, "prompt": []}, f"prompt was []; {TEXT}"),
+    ({**GOOD, "prompt": [{"role": "user"}]}, f"prompt was [{{'role': 'user'}}]; {TEXT}"),
+    ({**GOOD, "prompt": [{"role": "user", "content": ["x"]}]}, TEXT),
+    ({**GOOD, "answer": None}, "answer was None; it must have a value"),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize(("row", "sentence"), BAD_ROWS)
+def test_a_bad_row_is_named_when_the_file_is_opened(tmp_path, suffix, row, sentence):
+    path, rows = tmp_path / f"rows{suffix}", [GOOD, GOOD, row, GOOD]
+    lines = "\n\n".join(json.dumps(row) for row in rows)
+    path.write_text(lines if suffix == ".jsonl" else json.dumps(rows))
+    place = f"line 5 of {path.name}" if suffix == ".jsonl" else f"row 3 of {path.name}"
+    for setting in ("source", "eval_source"):
+        data = DataSettings(**{"source": "addition", setting: str(path)})
+        with pytest.raises(ConfigError) as caught:
+            open_prompts(data, seed=0) if setting == "source" else open_held_out(data, seed=0)
+        assert str(caught.value).startswith(f"data.{setting}: {place}")
+        assert str(caught.value).endswith(sentence)
+
+
+@pytest.mark.parametrize("row", [{"prompt": "q", "answer": None}, {"prompt": None, "answer": "a"}])
+def test_a_null_of_a_parquet_file_is_named(tmp_path, row):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD, row]), path)
+    with pytest.raises(ConfigError, match=r"data\.source: row 2 of rows\.parquet: .* was None"):
+        open_prompts(DataSettings(source=str(path)), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("rows.json", b'{"prompt": "q"}', "was {'prompt': 'q'}; it must be a list of objects"),
+        ("rows.json", b'["q"]', "row 1 of rows.json was 'q'; it must be a JSON object"),
+        ("rows.jsonl", b'{"prompt": "\xff"}', "rows.jsonl is not UTF-8"),
+        ("rows.parquet", b"PAR1", "rows.parquet is not parquet"),
+        ("rows.csv", b"prompt,answer", "a file (.jsonl, .json, .parquet), reasoning_gym:NAME"),
+    ],
+)
+def test_a_file_of_another_format_is_refused(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        open_prompts(DataSettings(source=str(tmp_path / name)), seed=0)
+    assert sentence in str(caught.value)
+
+
+def test_a_line_ends_with_a_newline_only(tmp_path):
+    row = {"prompt": "a\u2028b\x85c", "answer": "x"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n")
+    prompts = open_prompts(DataSettings(source=str(tmp_path / "rows.jsonl")), seed=0)
+    assert prompts[0].content == "a\u2028b\x85c"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -137,6 +199,18 @@ def make_renderer(**settings: object) -> Renderer:
     tokenizer = make_tokenizer("abcdefghijklmnopqrstuvwxyz:?")
     data = DataSettings.model_validate({"source": "addition", **settings})
     return Renderer(tokenizer, data)
+
+
+def test_a_prompt_that_cannot_be_rendered_is_named(tmp_path):
+    template = tmp_path / "strict.jinja"
+    template.write_text("{{ raise_exception('no system role') }}")
+    row, messages = "line 7 of rows.jsonl", ({"role": "user", "content": "abc"},)
+    with pytest.raises(ConfigError, match=f"chat_template: it cannot render {row}: no system role"):
+        make_renderer(chat_template=template).encode(Prompt("abc", "", {}, row))
+    with pytest.raises(ConfigError, match=f"max_prompt_length 2: {row} has 3 tokens"):
+        make_renderer(max_prompt_length=2).encode(Prompt("abc", "", {}, row))
+    with pytest.raises(ConfigError, match=f"chat_template: {row} is a list of messages"):
+        make_renderer().encode(Prompt(messages, "", {}, row))
 
 
 def test_a_prompt_is_rendered_as_it_stands_or_through_a_template(tmp_path):
