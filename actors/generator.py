@@ -19,6 +19,7 @@ import time
 import uuid
 
 from actors.chat import PromptTooLongError
+from actors.failures import FailureRecord
 from actors.leased_group import LeasedGroup
 from actors.locality import weight_locality
 from actors.rollout import GroupProgress, GroupRunner
@@ -74,6 +75,7 @@ class Generator:
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
         self._num_failures = 0
+        self._failures = FailureRecord()
         self._grace_s = config.generator.drain_s
         self._last_report = (time.monotonic(), 0.0)
 
@@ -148,8 +150,8 @@ class Generator:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)
         except RolloutError as error:
-            origin = self._runner.origin(lease)
-            log.warning("prompt %d%s failed: %s", lease.prompt_index, origin, error)
+            row = self._runner.origin(lease)
+            log.warning("%s", self._failures.add(lease.prompt_index, row, error))
             await self._buffer.release(lease_id, DropReason.FAILED)
             self._count_failure(error)
         except LedgerError as error:
@@ -282,4 +284,6 @@ class Generator:
             pause_s=gauges["pause_s"],
             is_leaving=is_leaving,
             is_catching_up=not self._is_current(),
+            last_failure=self._failures.last,
+            failed_rows=self._failures.rows,
         )

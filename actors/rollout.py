@@ -118,9 +118,8 @@ class GroupRunner:
         )
 
     def origin(self, lease: Lease) -> str:
-        """Where the lease's prompt is found, in brackets for a message; "" if nobody knows."""
-        origin = self.prompts[lease.prompt_index].origin
-        return f" ({origin})" if origin else ""
+        """Where the lease's prompt is found; "" if nobody knows."""
+        return self.prompts[lease.prompt_index].origin
 
     async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float]:
         return await self.reward.score([self._scored(prompt, rollout) for rollout in rollouts])

@@ -82,7 +82,8 @@ class LearnerSession:
         _require_same_settings(stats, self._config)
         self._incarnation = stats.incarnation
         self._held = ()
-        self._reporter.update(learner_term=stats.books.learner_term, dropped=stats.books.dropped)
+        self._reporter.update(learner_term=stats.books.learner_term)
+        self._reporter.on_stats(stats)
         return stats
 
     async def take(
@@ -134,7 +135,7 @@ class LearnerSession:
         self._reporter.update(policy_version=policy_version)
         stats = await self._report(lambda: self._buffer.advance(policy_version))
         self._state = LearnerState(policy_version, stats.books)
-        self._reporter.update(dropped=stats.books.dropped)
+        self._reporter.on_stats(stats)
         return stats
 
     async def acknowledge(self, policy_version: int) -> None:

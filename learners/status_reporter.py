@@ -22,9 +22,10 @@ from buffers.try_stats import try_stats
 from streamrl.config import RunConfig
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.due import SHOWN_AFTER_S, lasting_wait
+from streamrl.diagnosis.failures import failed_groups
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import LEARNER_FILE
-from streamrl.types import LearnerActivity, LearnerStatus, replace
+from streamrl.types import BufferStats, LearnerActivity, LearnerStatus, replace
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,11 @@ class StatusReporter:
         """Replace fields of the status."""
         self._status = replace(self._status, **fields)
 
+    def on_stats(self, stats: BufferStats) -> None:
+        """Update what was dropped, and why."""
+        self._update_failures(stats)
+        self.update(dropped=stats.books.dropped)
+
     async def run(self) -> None:
         """Report until cancelled, and once more then."""
         try:
@@ -93,6 +99,8 @@ class StatusReporter:
         """Which group the learner waits for, if it still does when the buffer has answered."""
         start_s = self._start_s
         stats, _ = await try_stats(self._buffer)
+        if stats is not None:
+            self._update_failures(stats)
         if self._start_s == start_s:
             self.update(waits_for="" if stats is None else lasting_wait(stats))
 
@@ -109,6 +117,12 @@ class StatusReporter:
         )
         causes = "; ".join(finding.sentence for finding in diagnose(reading))
         log.warning("stalled for %.0f s: %s", reading.waited_s, causes or "no cause is known")
+
+    def _update_failures(self, stats: BufferStats) -> None:
+        """The sentence stays where no generator knows of a failure: it restarted or has left."""
+        is_known = any(g.last_failure is not None for g in stats.generators)
+        if is_known or not self._status.failures:
+            self.update(failures=failed_groups(stats))
 
     def _current(self) -> LearnerStatus:
         return replace(

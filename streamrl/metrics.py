@@ -23,6 +23,7 @@ def books_metrics(books: Books) -> dict[str, float]:
     return {
         **{f"buffer/{name}": getattr(books, name) for name in columns},
         **{f"buffer/dropped_{reason}": books.dropped.get(reason, 0) for reason in DropReason},
+        "buffer/failed_groups_frac": books.dropped.get(DropReason.FAILED, 0) / max(1, books.ended),
         "buffer/books_balanced": float(books.balanced),
     }
 

@@ -24,6 +24,7 @@ from streamrl.types.buffer import (
     admission_capacity,
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
+from streamrl.types.failures import MAX_FAILED_ROWS, FailedRow, GroupFailure
 from streamrl.types.index_ranges import IndexRanges, ranges_of
 from streamrl.types.lengths import (
     LengthHistogram,
@@ -63,6 +64,7 @@ __all__ = [
     "GREEDY_REWARD",
     "INVALID_TURNS",
     "MAX_AWAITED",
+    "MAX_FAILED_ROWS",
     "MAX_RETRIED",
     "MIN_RETRIED_LEASES",
     "Books",
@@ -73,11 +75,13 @@ __all__ = [
     "CudaMemory",
     "DropReason",
     "Endpoint",
+    "FailedRow",
     "FilesEndpoint",
     "FinishReason",
     "Float32Array",
     "GapStatistics",
     "GeneratorStatus",
+    "GroupFailure",
     "GroupHeader",
     "HeartbeatReply",
     "HostMemory",

@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from streamrl.types.failures import FailedRow, GroupFailure
 from streamrl.types.index_ranges import IndexRanges, members
 from streamrl.types.lengths import ResponseLengths
 from streamrl.types.reasons import DropReason, RefusalReason
@@ -97,6 +98,12 @@ class Books(Struct, frozen=True, kw_only=True):
         return self.leased + self.buffered + self.taken
 
     @property
+    def ended(self) -> int:
+        """Groups whose prompt is not granted again: trained, or dropped for good."""
+        dropped = (count for reason, count in self.dropped.items() if not reason.returns_prompt)
+        return self.trained + self.acknowledged + sum(dropped)
+
+    @property
     def balanced(self) -> bool:
         """Whether the books close: the columns add up to the leases granted."""
         columns = self.in_flight + self.trained + self.acknowledged
@@ -110,6 +117,8 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     tokens sampled so far by the longest sibling of each, -1 if its engine has reported none. `held`
     is sent to a buffer whose incarnation has changed, which may have forgotten these leases.
     `is_catching_up`: the generator requests no lease until it has loaded the version it needs.
+    `last_failure` and `failed_rows` are of the groups that failed in this process, the rows with
+    most failures first, at most MAX_FAILED_ROWS.
     """
 
     generator_id: str
@@ -126,6 +135,8 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     pause_s: float = 0.0
     is_leaving: bool = False
     is_catching_up: bool = False
+    last_failure: GroupFailure | None = None
+    failed_rows: tuple[FailedRow, ...] = ()
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
@@ -226,7 +237,8 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
 
     `time_s` is Unix time, `activity_s` how long the activity lasts. `behind` are generators that
     did not answer the last weight update; `dropped` is the books' column at the end of the last
-    step; `waits_for` is a sentence about the group that is due, if the learner waits for one.
+    step; `waits_for` is a sentence about the group that is due, if the learner waits for one;
+    `failures` is one about the groups that failed, "" if none did.
     """
 
     policy_version: int
@@ -239,3 +251,4 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     behind: tuple[str, ...] = ()
     dropped: dict[DropReason, int] = {}
     waits_for: str = ""
+    failures: str = ""

@@ -281,9 +281,17 @@ async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on(caplog
     run.engine.num_failures = 3 * 2
     async with run.generating():
         await run.until(lambda: run.books.buffered == 4)
+        await run.until(lambda: any(g.last_failure for g in run.state.stats(0.0).generators))
+        (status,) = run.state.stats(0.0).generators
     assert run.books.dropped[DropReason.FAILED] >= 3
     assert run.books.balanced
     assert "prompt 1 (row 1 of rows.jsonl) failed: no luck" in caplog.text
+    assert "(row 0 of rows.jsonl, failed 2 times) failed: no luck" in caplog.text
+    assert status.last_failure.sentence == "no luck"
+    assert {failed.row for failed in status.failed_rows} == {
+        "row 0 of rows.jsonl",
+        "row 1 of rows.jsonl",
+    }
 
 
 async def test_a_generator_whose_every_group_fails_gives_up_with_the_reason():

@@ -1,0 +1,35 @@
+"""The groups that failed, as a sentence: how many, why the last one did, which rows fail again."""
+
+from collections import Counter
+
+from streamrl.types import BufferStats, DropReason
+
+_NAMED = 3
+
+
+def failed_groups(stats: BufferStats) -> str:
+    """The sentence; "" if no group failed.
+
+    Books count all failures of the run; the error and the rows are those of the generators that
+    report now, each since it was started.
+    """
+    num_failed = stats.books.dropped.get(DropReason.FAILED, 0)
+    if not num_failed:
+        return ""
+    return "; ".join(
+        [f"{num_failed} of {stats.books.ended} groups failed", *_last(stats), *_rows(stats)]
+    )
+
+
+def _last(stats: BufferStats) -> list[str]:
+    reported = [g.last_failure for g in stats.generators if g.last_failure is not None]
+    last = max(reported, key=lambda failure: failure.prompt_index, default=None)
+    return [] if last is None else [f"the last one, prompt {last.prompt_index}: {last.sentence}"]
+
+
+def _rows(stats: BufferStats) -> list[str]:
+    """The rows that failed more than once, over all generators."""
+    counts: Counter[str] = Counter()
+    for generator in stats.generators:
+        counts.update({failed.row: failed.num_failures for failed in generator.failed_rows})
+    return [f"{row} failed {n} times" for row, n in counts.most_common(_NAMED) if n > 1]
