@@ -75,7 +75,7 @@ class Generator:
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
         self._num_failures = 0
-        self._failures = FailureRecord()
+        self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
         self._last_report = (time.monotonic(), 0.0)
 
@@ -151,7 +151,7 @@ class Generator:
             await self._buffer.release(lease_id, DropReason.FILTERED)
         except RolloutError as error:
             row = self._runner.origin(lease)
-            log.warning("%s", self._failures.add(lease.prompt_index, row, error))
+            log.warning("%s", self._failure_record.add(lease.prompt_index, row, error))
             await self._buffer.release(lease_id, DropReason.FAILED)
             self._count_failure(error)
         except LedgerError as error:
@@ -284,6 +284,6 @@ class Generator:
             pause_s=gauges["pause_s"],
             is_leaving=is_leaving,
             is_catching_up=not self._is_current(),
-            last_failure=self._failures.last,
-            failed_rows=self._failures.rows,
+            last_failure=self._failure_record.last,
+            failed_rows=self._failure_record.rows,
         )

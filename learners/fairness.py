@@ -5,9 +5,10 @@ what is sampled and not yet trained is a small part of it.
 """
 
 import logging
+import math
 from collections import deque
 
-from streamrl.metrics import fairness_metrics
+from streamrl.metrics import fairness_metrics, sampling_metrics
 from streamrl.types import (
     BufferStats,
     OverduePolicy,
@@ -33,21 +34,24 @@ class FairnessWindow:
         self._totals = deque([stats.lengths], maxlen=self.num_steps + 1)
         self._steps_to_warning = 0
 
-    def metrics(self, stats: BufferStats) -> dict[str, float]:
-        """Those of the window that ends with `stats`; logs a warning where training is unfair.
+    def metrics(self, stats: BufferStats, step_s: float) -> dict[str, float]:
+        """Those of the window that ends with `stats`, and of its last step, which took `step_s`;
+        logs a warning where training is unfair.
 
         A buffer whose totals are lower than before has lost its memory, or a learner attached to it
         again; the window then begins anew.
         """
+        before = self._totals[-1].sampled.num_tokens
         if not stats.lengths.contains(self._totals[-1]):
             self._totals.clear()
+        num_tokens = stats.lengths.sampled.num_tokens - before if self._totals else math.nan
         self._totals.append(stats.lengths)
         window = stats.lengths.since(self._totals[0])
         self._steps_to_warning -= 1
         if self._steps_to_warning <= 0 and is_unfair(window, self._group_size):
             self._steps_to_warning = self.num_steps
             self._warn(window, stats.overdue)
-        return fairness_metrics(window)
+        return {**fairness_metrics(window), **sampling_metrics(num_tokens, step_s)}
 
     def _warn(self, window: ResponseLengths, overdue: OverduePolicy) -> None:
         may_drop = overdue is OverduePolicy.DROP

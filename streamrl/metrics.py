@@ -4,12 +4,14 @@ Invariant: the same names at every step, so a table of them has no gaps; counts 
 lengths those of a window of steps.
 """
 
+import math
 from collections.abc import Sequence
 
 from streamrl.types import (
     Books,
     BufferStats,
     DropReason,
+    GeneratorStatus,
     GroupHeader,
     RefusalReason,
     ResponseLengths,
@@ -36,12 +38,21 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
         "buffer/num_bytes": stats.num_bytes,
         "buffer/max_leases_per_prompt": max((p.num_leases for p in stats.retried), default=0),
         "generator/count": len(generators),
-        "generator/tokens_per_s": sum(g.tokens_per_s for g in generators),
         "generator/num_active": sum(g.num_active for g in generators),
         "generator/num_waiting": sum(g.num_waiting for g in generators),
-        **{f"generator/{g.generator_id}/tokens_per_s": g.tokens_per_s for g in generators},
+        **{f"generator/{g.generator_id}/tokens_per_s": _tokens_per_s(g) for g in generators},
         **{f"generator/{g.generator_id}/policy_version": g.policy_version for g in generators},
     }
+
+
+def _tokens_per_s(generator: GeneratorStatus) -> float:
+    """Between its last two heartbeats; NaN, which is "not measured", before it reports a token."""
+    return generator.tokens_per_s if generator.num_tokens else math.nan
+
+
+def sampling_metrics(num_tokens: float, seconds: float) -> dict[str, float]:
+    """Of the responses that reached the buffer in this time; NaN where it has lost count."""
+    return {"generator/tokens_per_s": num_tokens / max(seconds, 1e-9)}
 
 
 def staleness_metrics(headers: Sequence[GroupHeader], policy_version: int) -> dict[str, float]:

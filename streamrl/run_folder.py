@@ -10,6 +10,7 @@ import logging
 import shutil
 import socket
 import time
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,58 @@ def read_learner(folder: Path) -> LearnerStatus | None:
 
 
 def config_of(folder: Path) -> RunConfig:
-    """The configuration that the run in this folder was started with."""
+    """The configuration that the run in this folder was started with.
+
+    Its `run.path` is the folder, which may have been moved since, or be read from elsewhere.
+
+    Raises:
+        ConfigError: there is no such run, or its configuration cannot be read.
+    """
     path = folder / "config.yaml"
-    if not path.exists():
-        raise ConfigError(f"{folder} is no run folder: it has no config.yaml")
-    return load_config(path, environment={}).config
+    if not path.is_file():
+        raise ConfigError(f"{_no_run(folder)}{_did_you_mean_run(folder)}")
+    config = load_config(path, environment={}).config
+    named = folder if folder.name else folder.resolve()
+    run = config.run.model_copy(update={"folder": named.parent, "name": named.name})
+    return config.model_copy(update={"run": run})
+
+
+def find_config(target: str) -> RunConfig:
+    """The configuration of the run that a command names: its folder, or a configuration of it.
+
+    That in the run's folder, if there is one, since a launch writes the ports into it.
+    """
+    path = Path(target)
+    if path.is_dir() or not (path.exists() or path.suffix):
+        return config_of(path)
+    if path.name == "config.yaml" and path.parent.name:
+        return config_of(path.parent)
+    config = load_config(path).config
+    return config_of(config.run.path) if (config.run.path / "config.yaml").exists() else config
+
+
+def require_run(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: the run of this configuration has no folder.
+    """
+    folder = config.run.path
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"run.name: {_no_run(folder)}{_did_you_mean_run(folder)}")
+
+
+def _no_run(folder: Path) -> str:
+    if folder.is_dir():
+        return f"{folder} is no run folder: it has no config.yaml"
+    return f"{folder} is no run folder: {'it is a file' if folder.exists() else 'there is none'}"
+
+
+def _did_you_mean_run(folder: Path) -> str:
+    """The run that was probably meant, among those beside the folder and those in runs/."""
+    files = (*Path("runs").glob("*/config.yaml"), *folder.parent.glob("*/config.yaml"))
+    runs = {file.parent.name: file.parent for file in files}
+    close = get_close_matches(folder.name, runs, n=1)
+    return f"; did you mean '{runs[close[0]]}'?" if close else ""
 
 
 def last_log_line(log_file: Path) -> str:

@@ -11,7 +11,7 @@ import json
 import msgspec
 
 from streamrl.cli.buffer.drain import DrainProgress, wait_until_drained
-from streamrl.cli.buffer.target import open_buffer
+from streamrl.cli.buffer.target import open_running
 from streamrl.cli.display.generators import generator_rows, print_generators
 from streamrl.types import BufferStats, SchedulingState
 
@@ -42,19 +42,19 @@ def drain(arguments: argparse.Namespace) -> int:
 
 
 async def _read(target: str) -> BufferStats:
-    async with open_buffer(target) as buffer:
+    async with open_running(target) as buffer:
         return await buffer.stats()
 
 
 async def _set_state(target: str, generator_id: str, state: SchedulingState) -> None:
-    async with open_buffer(target) as buffer:
+    async with open_running(target) as buffer:
         await buffer.set_scheduling_state(generator_id, state)
 
 
 async def _drain(target: str, generator_id: str, deadline_s: float) -> int:
     """Waits until the generator has left or no longer reports, or until another command changes
     its scheduling state, or for the deadline."""
-    async with open_buffer(target) as buffer:
+    async with open_running(target) as buffer:
         await buffer.set_scheduling_state(generator_id, SchedulingState.DRAINING)
         session = _session(await buffer.stats(), generator_id)
 

@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import contextlib
 import sys
-import time
 from pathlib import Path
 
 from rich.console import Console
@@ -29,14 +28,13 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console()
     loaded = configuration(arguments)
     config = prepare(loaded.config, resume=arguments.resume, new=arguments.new)
-    start = time.monotonic()
     finished = run_here(
         config, console, resume=arguments.resume, new=arguments.new, live=not arguments.no_view
     )
     if finished and config.run.evaluate:
         _evaluate(config)
     write_report(config.run.path)
-    console.print(summary(config, time.monotonic() - start))
+    console.print(summary(config))
     if not finished:
         console.print(f"stopped; to continue: streamrl launch {arguments.file} --resume")
     return 0

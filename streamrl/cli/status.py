@@ -1,11 +1,12 @@
 """`streamrl status`: one screen of a run, what is wrong with it first.
 
-    0  nothing is wrong        1  something is: a sentence for each cause
+    0  nothing is wrong, or the run has finished or was stopped
+    1  something is wrong: a sentence for each cause
     2  the target names no run
 
 Reads the buffer and the run's folder (`metrics.jsonl`, `learner.json`), whichever of the two there
 is: a URL has no folder, and the folder may be on another machine. Waits a few seconds for the
-buffer and for nothing else.
+buffer and for nothing else; of a run that has finished it reads the folder alone.
 """
 
 import argparse
@@ -14,34 +15,36 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from buffers.try_stats import try_stats
-from streamrl.cli.buffer.target import open_buffer
-from streamrl.cli.display.books import balance
+from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder
+from streamrl.cli.display.books import balance, books_rows
 from streamrl.cli.display.generators import print_generators
 from streamrl.cli.display.numbers import wait_shares
-from streamrl.config import RunConfig, load_config
+from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.due import lasting_wait
-from streamrl.run_folder import config_of, read_learner
+from streamrl.diagnosis.failures import failed_groups
+from streamrl.diagnosis.outcome import RunState, age, outcome, state_of
+from streamrl.run_folder import find_config, read_books
 from streamrl.tracking.jsonl import read_last
-from streamrl.types import BufferStats, LearnerStatus
+from streamrl.types import Books, BufferStats, LearnerStatus, replace
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known of the run; `last_line` is the newest line of its metrics, or {}."""
+    """What is known of the run; `last_line` is the newest line of its metrics, or {}, `books` what
+    a buffer that has ended wrote."""
 
     name: str
     reading: Reading
     last_line: Mapping[str, Any]
-    max_steps: int | None = None
+    books: Books | None = None
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -55,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
     for finding in findings:
         console.print(f"! {finding.sentence}", style="red")
     if not findings:
-        console.print("healthy", style="green")
+        console.print(verdict(status.reading), style="green")
     for name, value in rows(status):
         console.print(f"{name:<8} {value}")
     if status.reading.stats is not None and status.reading.stats.generators:
@@ -69,44 +72,54 @@ async def read_status(target: str) -> RunStatus:
     Raises:
         ConfigError: the target names no run.
     """
-    config = _config_of(target)
-    async with open_buffer(target if config is None else config) as buffer:
-        stats, unreachable = await try_stats(buffer)
-    run = RunSettings() if config is None else config.run
-    last_line = {} if config is None else read_last(run.path / "metrics.jsonl")
-    learner = None if config is None else read_learner(run.path)
-    now_s = time.time()
-    reading = Reading(
-        stall_s=run.stall_s,
-        stats=stats,
-        unreachable=unreachable,
-        learner=learner,
-        learner_age_s=0.0 if learner is None else max(0.0, now_s - learner.time_s),
-        idle_s=max(0.0, now_s - last_line["time_s"]) if "time_s" in last_line else None,
-    )
-    if config is None:
-        return RunStatus(target, reading, last_line)
-    return RunStatus(run.name, reading, last_line, run.max_steps)
+    if "://" in target:
+        stats, unreachable = await _stats(target, target)
+        reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
+        return RunStatus(target, reading, {})
+    config = find_config(target)
+    reading, last_line = read_folder(config), read_last(config.run.path / "metrics.jsonl")
+    if "time_s" in last_line:
+        reading = replace(reading, idle_s=max(0.0, time.time() - last_line["time_s"]))
+    if state_of(reading) is not RunState.FINISHED:
+        stats, unreachable = await _stats(config, config.buffer.url)
+        reading = replace(reading, stats=stats, unreachable=unreachable)
+    return RunStatus(config.run.name, reading, last_line, read_books(config.run.path))
+
+
+async def _stats(target: str | RunConfig, url: str) -> tuple[BufferStats | None, str]:
+    """The buffer's stats, or why there are none."""
+    if not await is_listening(url):
+        return None, f"nothing listens at {url}: the buffer is not running"
+    async with open_buffer(target) as buffer:
+        return await try_stats(buffer)
+
+
+def verdict(reading: Reading) -> str:
+    """That of a run in which nothing is wrong."""
+    state = state_of(reading)
+    if state is RunState.STOPPED:
+        return f"{outcome(reading)}; streamrl launch CONFIG --resume goes on with it"
+    return outcome(reading) or ("starting" if state is RunState.STARTING else "healthy")
 
 
 def headline(status: RunStatus) -> str:
     """Where the run is, in one line."""
     reading, last = status.reading, status.last_line
-    of = "" if status.max_steps is None else f" of {status.max_steps}"
+    of = "" if reading.max_steps is None else f" of {reading.max_steps}"
     parts = [f"step {last['step']}{of}"] if last else []
     if not last and reading.stats is not None:
         parts.append(f"version {reading.stats.policy_version}{of}")
     if (reward := last.get("reward/mean")) is not None:
-        parts.append(f"reward {reward:.3f}")
+        parts.append(f"training reward {reward:.3f}")
     if reading.idle_s is not None:
-        parts.append(f"last step {reading.idle_s:.1f} s ago")
+        parts.append(f"last step {age(reading.idle_s)} ago")
     return f"{status.name}: {', '.join(parts) or 'no step yet'}"
 
 
 def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     """What buffer and learner do, as far as it is known."""
     stats, learner = status.reading.stats, status.reading.learner
-    yield "buffer", "does not answer" if stats is None else _buffer_row(stats)
+    yield "buffer", _ended_buffer_row(status) if stats is None else _buffer_row(stats)
     if learner is not None:
         yield "learner", _learner_row(learner, status)
         behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
@@ -117,6 +130,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
             "learner",
             f"number {stats.books.learner_term} attached, at version {stats.policy_version}",
         )
+    if (failures := _failures(status.reading)) and not _is_finding(status.reading, failures):
+        yield "failed", failures
     waits_for = _waits_for(status.reading)
     if waits_for and not status.reading.is_stalled:
         yield "waiting", waits_for
@@ -128,10 +143,12 @@ def as_json(status: RunStatus) -> dict[str, Any]:
     findings = diagnose(reading)
     return {
         "run": status.name,
+        "state": state_of(reading),
         "healthy": not findings,
         "findings": msgspec.to_builtins(findings),
         "step": status.last_line.get("step"),
-        "max_steps": status.max_steps,
+        "max_steps": reading.max_steps,
+        "failures": _failures(reading),
         "reward": status.last_line.get("reward/mean"),
         "last_step_s": reading.idle_s,
         "waited_s": reading.waited_s,
@@ -142,16 +159,6 @@ def as_json(status: RunStatus) -> dict[str, Any]:
     }
 
 
-def _config_of(target: str) -> RunConfig | None:
-    """That of the run's folder if it is there, since a launch writes the ports into it."""
-    if "://" in target:
-        return None
-    if Path(target).is_dir():
-        return config_of(Path(target))
-    config = load_config(target).config
-    return config_of(config.run.path) if (config.run.path / "config.yaml").exists() else config
-
-
 def _buffer_row(stats: BufferStats) -> str:
     books = stats.books
     return (
@@ -160,12 +167,29 @@ def _buffer_row(stats: BufferStats) -> str:
     )
 
 
+def _ended_buffer_row(status: RunStatus) -> str:
+    if not state_of(status.reading).has_ended or status.books is None:
+        return "does not answer"
+    return "; ".join(value for _, value in books_rows(status.books))
+
+
 def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
     reading = status.reading
     if not reading.is_learner_reporting:
-        return f"{learner.activity}, {reading.learner_age_s:.0f} s ago"
+        return f"{learner.activity}, {age(reading.learner_age_s)} ago"
     shares = f"; last step: {wait_shares([status.last_line])}" if status.last_line else ""
     return f"{learner.activity}, for {reading.waited_s:.1f} s{shares}"
+
+
+def _failures(reading: Reading) -> str:
+    """The sentence about groups that failed; that of the learner once the buffer is gone."""
+    if reading.stats is not None:
+        return failed_groups(reading.stats)
+    return "" if reading.learner is None else reading.learner.failures
+
+
+def _is_finding(reading: Reading, sentence: str) -> bool:
+    return any(finding.sentence == sentence for finding in diagnose(reading))
 
 
 def _waits_for(reading: Reading) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from streamrl.cli.display.view import REFRESH_S, read_wait, render
+from streamrl.cli.display.view import REFRESH_S, render
 from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import read_metrics
 
@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
         while not lines or lines[-1]["step"] < config.run.max_steps:
             time.sleep(REFRESH_S)
             lines = read_metrics(folder / "metrics.jsonl")
-            screen.update(render(config, lines, _roles(lines), read_wait(folder)))
+            screen.update(render(config, lines, _roles(lines)))
     return 0
 
 

@@ -7,10 +7,13 @@ what a person can change.
 from collections.abc import Callable, Iterator
 
 from streamrl.diagnosis.due import due_group
+from streamrl.diagnosis.failures import failed_groups
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, Reading, lease_ages_s, reports
-from streamrl.types import BufferStats, GeneratorStatus, LearnerActivity
+from streamrl.types import BufferStats, DropReason, GeneratorStatus, LearnerActivity
 
 _NAMED = 4
+# Fewer may be a few bad rows of the data, which every display shows all the same.
+_MIN_FAILED_FRAC = 0.05
 
 
 def _buffer_unreachable(reading: Reading) -> Iterator[str]:
@@ -21,6 +24,16 @@ def _buffer_unreachable(reading: Reading) -> Iterator[str]:
 def _buffer_refuses(reading: Reading) -> Iterator[str]:
     if reading.stats is not None and reading.stats.refusal:
         yield f"the buffer accepts no groups: {reading.stats.refusal}"
+
+
+def _groups_failed(reading: Reading) -> Iterator[str]:
+    """A run may go on with the groups that do not fail, and learn from these alone."""
+    stats = reading.stats
+    if stats is None or reading.is_over:
+        return
+    num_failed = stats.books.dropped.get(DropReason.FAILED, 0)
+    if num_failed and num_failed >= _MIN_FAILED_FRAC * stats.books.ended:
+        yield failed_groups(stats)
 
 
 def _learner_busy(reading: Reading) -> Iterator[str]:
@@ -173,6 +186,7 @@ def _groups_dropped(reading: Reading) -> Iterator[str]:
 CAUSES: dict[str, Callable[[Reading], Iterator[str]]] = {
     "buffer_unreachable": _buffer_unreachable,
     "buffer_refuses": _buffer_refuses,
+    "groups_failed": _groups_failed,
     "learner_busy": _learner_busy,
     "learner_silent": _learner_silent,
     "learner_fenced": _learner_fenced,

@@ -19,7 +19,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     `stats` is None if the buffer did not answer, with the reason in `unreachable`; `learner` is
     None if nothing is known of it, else `learner_age_s` old. `idle_s` is the time since the last
-    step ended, if that is known.
+    step ended, and `max_steps` the run's, if they are known.
     """
 
     stall_s: float
@@ -28,6 +28,7 @@ class Reading(Struct, frozen=True, kw_only=True):
     learner: LearnerStatus | None = None
     learner_age_s: float = 0.0
     idle_s: float | None = None
+    max_steps: int | None = None
 
     @property
     def is_learner_reporting(self) -> bool:

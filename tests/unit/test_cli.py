@@ -224,13 +224,16 @@ LINES = [
 def test_the_view_says_where_the_run_is(tmp_path):
     config = load_config(QUICKSTART, ["run.max_steps=150"]).config
     line = headline(config, LINES)
-    assert line.startswith("step 30/150  reward 0.5")
+    assert line.startswith("step 30/150  training reward 0.5")
     assert "staleness 1.00  ESS 0.900  wait 0.10  1000 tokens/s  ETA 1:00" in line
-    assert (
-        dict(summary_rows(LINES, tmp_path))["mean reward of sampled rollouts"] == "0.075 -> 0.637"
-    )
-    short = dict(summary_rows(LINES[:9], tmp_path))
-    assert short["mean reward of sampled rollouts"] == "0.050 -> 0.200"
+    rewards = [
+        dict(summary_rows(LINES[:count], tmp_path))["training reward"] for count in (30, 9, 1)
+    ]
+    assert rewards == [
+        "0.075 -> 0.637 (mean of the first 5 and the last 10 steps)",
+        "0.050 -> 0.200 (mean of the first 3 and the last 3 steps)",
+        "0.025 -> 0.025 (1 step)",
+    ]
 
 
 WAITS = "waits 20 %, due groups 10 %"
@@ -243,14 +246,23 @@ def printed(view: RenderableType) -> list[str]:
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time():
-    config = load_config(QUICKSTART).config
+def write_learner(folder: Path, **fields: object) -> None:
+    known = {"policy_version": 30, "learner_term": 1, "activity": LearnerActivity.WAITING}
+    status = LearnerStatus(**{**known, "activity_s": 2.0, "time_s": time.time(), **fields})
+    content = msgspec.to_builtins(status, str_keys=True)
+    (folder / "learner.json").write_text(json.dumps(content))
+
+
+def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time(tmp_path):
+    config = load_config(QUICKSTART, [f"run.folder={tmp_path}"]).config
+    config.run.path.mkdir()
     lines = [{**line, "learner/wait_due_s": 0.05} for line in LINES]
     *_, learner = printed(render(config, lines, {"learner": "runs"}))
     assert learner.split(maxsplit=4) == ["learner", "runs", "2000", "30", WAITS]
-    view = printed(render(config, lines, {"learner": "runs"}, "step 31 waits for prompt 812"))
+    write_learner(config.run.path, waits_for="step 31 waits for prompt 812")
+    view = printed(render(config, lines, {"learner": "runs"}))
     assert view[1] == "step 31 waits for prompt 812"
-    assert len(view) == 5
+    assert len(view) == 6
     assert wait_shares(lines) == WAITS
     assert wait_shares(LINES) == "waits 20 %"
 
@@ -294,5 +306,5 @@ def test_the_report_is_drawn_from_the_metrics(tmp_path):
 
 def test_a_sparkline_shows_the_shape():
     assert sparkline([]) == ""
-    assert sparkline([0.0, 0.5, 1.0]) == " ▄█ 1.000"
-    assert len(sparkline(list(range(1000))).split(" ")[-2]) <= 60
+    assert sparkline([0.0, 0.5, 1.0]) == " ▄█"
+    assert len(sparkline(list(range(1000)))) <= 60

@@ -1,6 +1,7 @@
 """The lengths of what is trained are compared with those of what is sampled, step by step."""
 
 import logging
+import math
 
 import pytest
 
@@ -78,12 +79,12 @@ def test_a_window_forgets_what_is_older():
     window = FairnessWindow(stats({}, {}), group_size=1)
     assert window.num_steps == 50
     for step in range(1, 51):
-        metrics = window.metrics(stats({SHORT: step}, {SHORT: step}))
+        metrics = window.metrics(stats({SHORT: step}, {SHORT: step}), 1.0)
     assert metrics["fairness/sampled_length_mean"] == SHORT
     for step in range(1, 50):
-        metrics = window.metrics(stats({SHORT: 50, 10: step}, {SHORT: 50, 10: step}))
+        metrics = window.metrics(stats({SHORT: 50, 10: step}, {SHORT: 50, 10: step}), 1.0)
     assert metrics["fairness/sampled_length_mean"] == pytest.approx((SHORT + 49 * 10) / 50)
-    metrics = window.metrics(stats({SHORT: 50, 10: 50}, {SHORT: 50, 10: 50}))
+    metrics = window.metrics(stats({SHORT: 50, 10: 50}, {SHORT: 50, 10: 50}), 1.0)
     assert metrics["fairness/sampled_length_mean"] == 10
 
 
@@ -93,23 +94,23 @@ def test_a_window_is_long_beside_what_is_in_flight():
 
 def test_what_was_counted_before_the_learner_attached_is_not_in_the_window():
     window = FairnessWindow(totals(1000, 10), group_size=1)
-    metrics = window.metrics(totals(1000, 10))
+    metrics = window.metrics(totals(1000, 10), 1.0)
     assert metrics["fairness/sampled_length_mean"] == 0
     assert metrics["fairness/dropped_tokens_frac"] == 0
 
 
 def test_a_buffer_that_lost_its_memory_begins_a_new_window():
     window = FairnessWindow(stats({}, {}), group_size=1)
-    window.metrics(stats({SHORT: 100}, {SHORT: 90}))
-    assert window.metrics(stats({LONG: 10}, {}))["fairness/sampled_length_mean"] == 0
-    metrics = window.metrics(stats({LONG: 10, SHORT: 2}, {SHORT: 2}))
+    window.metrics(stats({SHORT: 100}, {SHORT: 90}), 1.0)
+    assert window.metrics(stats({LONG: 10}, {}), 1.0)["fairness/sampled_length_mean"] == 0
+    metrics = window.metrics(stats({LONG: 10, SHORT: 2}, {SHORT: 2}), 1.0)
     assert metrics["fairness/sampled_length_mean"] == SHORT
 
 
 def test_trained_responses_that_are_shorter_are_reported_once_a_window(caplog):
     window = FairnessWindow(stats({}, {}), group_size=1)
     for step in range(1, 52):
-        window.metrics(totals(step, 5))
+        window.metrics(totals(step, 5), 1.0)
     first, second = warnings(caplog)
     assert first == (
         "over the last 1 steps trained responses have 13.2 tokens in the mean, sampled ones 20.5: "
@@ -123,29 +124,41 @@ def test_siblings_that_were_dropped_together_are_no_evidence(caplog):
     window = FairnessWindow(stats({}, {}), group_size=8)
     for num_groups in (1, 2):
         eight = {LONG: 8 * num_groups}
-        window.metrics(stats({SHORT: 400, **eight}, {SHORT: 400}, eight))
+        window.metrics(stats({SHORT: 400, **eight}, {SHORT: 400}, eight), 1.0)
         assert warnings(caplog) == []
-    window.metrics(stats({SHORT: 400, LONG: 24}, {SHORT: 400}, {LONG: 24}))
+    window.metrics(stats({SHORT: 400, LONG: 24}, {SHORT: 400}, {LONG: 24}), 1.0)
     assert len(warnings(caplog)) == 1
 
 
 def test_what_waits_is_not_reported_and_neither_is_a_drop_as_long_as_the_others(caplog):
     window = FairnessWindow(stats({}, {}), group_size=1)
-    window.metrics(stats({SHORT: 900, LONG: 100}, {SHORT: 900}))
-    window.metrics(stats({SHORT: 900, LONG: 100}, {SHORT: 450, LONG: 50}, {SHORT: 450, LONG: 50}))
+    window.metrics(stats({SHORT: 900, LONG: 100}, {SHORT: 900}), 1.0)
+    window.metrics(
+        stats({SHORT: 900, LONG: 100}, {SHORT: 450, LONG: 50}, {SHORT: 450, LONG: 50}), 1.0
+    )
     assert warnings(caplog) == []
 
 
 def test_a_twentieth_of_the_mean_is_not_reported(caplog):
     window = FairnessWindow(stats({}, {}), group_size=1)
-    window.metrics(stats({100: 1000, 110: 50}, {100: 1000}, {110: 50}))
+    window.metrics(stats({100: 1000, 110: 50}, {100: 1000}, {110: 50}), 1.0)
     assert warnings(caplog) == []
 
 
 def test_the_remedy_is_named_where_there_is_one(caplog):
     window = FairnessWindow(stats({}, {}), group_size=1)
     window.metrics(
-        stats({SHORT: 90, LONG: 10}, {SHORT: 90}, {LONG: 10}, overdue=OverduePolicy.WAIT)
+        stats({SHORT: 90, LONG: 10}, {SHORT: 90}, {LONG: 10}, overdue=OverduePolicy.WAIT), 1.0
     )
     (warning,) = warnings(caplog)
     assert warning.endswith("dropped with groups that grew too old")
+
+
+def test_the_tokens_that_are_sampled_per_second_are_those_of_each_step():
+    """Of whole responses, so that a run shorter than a heartbeat has a rate."""
+    window = FairnessWindow(stats({}, {}), 1)
+    assert window.metrics(stats({SHORT: 10}, {}), 0.1)["generator/tokens_per_s"] == 500.0
+    assert window.metrics(stats({SHORT: 10}, {}), 0.1)["generator/tokens_per_s"] == 0.0
+    lost = window.metrics(stats({SHORT: 4}, {}), 0.1)["generator/tokens_per_s"]
+    assert math.isnan(lost), "a buffer that lost its memory does not count what came before"
+    assert window.metrics(stats({SHORT: 6}, {}), 0.5)["generator/tokens_per_s"] == 20.0

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import wandb
@@ -125,7 +126,13 @@ def test_the_books_columns_add_up_in_the_metrics():
 
 def test_generators_are_told_apart_and_together():
     generators = tuple(
-        GeneratorStatus(generator_id=f"g{i}", session="s", policy_version=i, tokens_per_s=10.0 + i)
+        GeneratorStatus(
+            generator_id=f"g{i}",
+            session="s",
+            policy_version=i,
+            tokens_per_s=10.0,
+            num_tokens=20 * i,
+        )
         for i in range(2)
     )
     stats = BufferStats(
@@ -138,7 +145,8 @@ def test_generators_are_told_apart_and_together():
         generators=generators,
     )
     metrics = buffer_metrics(stats)
-    assert metrics["generator/tokens_per_s"] == 21.0
+    assert math.isnan(metrics["generator/g0/tokens_per_s"]), "it has reported no token yet"
+    assert metrics["generator/g1/tokens_per_s"] == 10.0
     assert metrics["generator/g1/policy_version"] == 1
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from streamrl.cli.buffer.target import open_buffer
+from streamrl.cli.buffer.target import open_running
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import BufferStats
 
@@ -52,7 +52,7 @@ async def wait_until_drained(
 
 
 async def _drain(target: str, deadline_s: float) -> int:
-    async with open_buffer(target) as buffer:
+    async with open_running(target) as buffer:
         return await wait_until_drained(lambda: _request(buffer), deadline_s)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from streamrl.cli.buffer.target import open_buffer
+from streamrl.cli.buffer.target import open_running
 from streamrl.cli.display.books import books_rows
 from streamrl.cli.display.generators import print_generators
 from streamrl.types import BufferStats
@@ -48,7 +48,7 @@ def inspect_rows(
 
 
 async def _read_twice(target: str, interval_s: float) -> tuple[BufferStats, BufferStats]:
-    async with open_buffer(target) as buffer:
+    async with open_running(target) as buffer:
         before = await buffer.stats()
         await asyncio.sleep(interval_s)
         return before, await buffer.stats()

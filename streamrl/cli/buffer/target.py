@@ -1,19 +1,27 @@
-"""The buffer that a command is given: by a configuration or its file, or by the URL of a server of
-one run.
+"""The buffer that a command is given: by its run, or by the URL of a server of one run.
 
-Nothing here attaches, so that no command fences a learner.
+Nothing here attaches, so that no command fences a learner. A run that has ended is known from its
+folder, so that no command waits for a buffer that is gone.
 """
 
+import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 from buffers.connect import connect
 from buffers.zmq.client import ZmqBuffer
-from streamrl.config import RunConfig, load_config
-from streamrl.errors import ConfigError
+from streamrl.config import RunConfig
+from streamrl.diagnosis import Reading
+from streamrl.diagnosis.outcome import RunState, outcome, state_of
+from streamrl.errors import ConfigError, StreamRLError, TransportError
 from streamrl.interfaces import TrajectoryBuffer
+from streamrl.run_folder import find_config, read_learner
 
 _DEADLINE_S = 10.0
+_PROBE_S = 2.0
 
 
 @asynccontextmanager
@@ -30,11 +38,76 @@ async def open_buffer(target: str | RunConfig) -> AsyncIterator[TrajectoryBuffer
         await buffer.close()
 
 
+@asynccontextmanager
+async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
+    """As `open_buffer`, of a run that works, or whose buffer may answer all the same.
+
+    Raises:
+        StreamRLError: the run has ended: how, and at which step.
+        TransportError: nothing listens where its buffer should be.
+    """
+    config = None if "://" in target else find_config(target)
+    if config is not None:
+        await require_running(config)
+        deadline_s = min(_DEADLINE_S, config.buffer.deadline_s)
+        buffer = config.buffer.model_copy(update={"deadline_s": deadline_s})
+        config = config.model_copy(update={"buffer": buffer})
+    elif not await is_listening(target):
+        raise TransportError(f"nothing listens at {target}: the buffer is not running")
+    async with open_buffer(target if config is None else config) as client:
+        yield client
+
+
+async def require_running(config: RunConfig) -> None:
+    """Raises StreamRLError, with how it ended, if the run has ended and its buffer is gone."""
+    reading = read_folder(config)
+    state = state_of(reading)
+    if state is RunState.RUNNING:
+        return
+    if state is RunState.FINISHED or not await is_listening(config.buffer.url):
+        how = outcome(reading) or "no learner has reported, and nothing listens at buffer.url"
+        raise StreamRLError(f"no process of {config.run.path} is running: {how}")
+
+
+def read_folder(config: RunConfig) -> Reading:
+    """What the run's folder says by itself."""
+    learner = read_learner(config.run.path)
+    return Reading(
+        stall_s=config.run.stall_s,
+        stats=None,
+        learner=learner,
+        learner_age_s=0.0 if learner is None else max(0.0, time.time() - learner.time_s),
+        max_steps=config.run.max_steps,
+    )
+
+
+async def is_listening(url: str) -> bool:
+    """Whether a process accepts connections there; true for an address that cannot be tried.
+
+    Waits _PROBE_S at most, after which the address counts as one of a slow network.
+    """
+    with contextlib.suppress(ValueError):
+        place = urlsplit(url)
+        if place.hostname and place.port and "," not in place.netloc:
+            return await _accepts(place.hostname, place.port)
+    return True
+
+
+async def _accepts(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
 def _client(target: str | RunConfig) -> TrajectoryBuffer:
     if isinstance(target, RunConfig):
         return connect(target)
-    if "://" not in target:
-        return connect(load_config(target).config)
     if not target.startswith("zmq://"):
         raise ConfigError(
             f"{target} names no run: give the configuration, such as runs/NAME/config.yaml"

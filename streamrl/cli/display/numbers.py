@@ -5,14 +5,49 @@ from typing import Any
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
+Lines = Sequence[Mapping[str, Any]]
 
-def metric_mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+
+def metric_mean(lines: Lines, name: str) -> float | None:
     """Mean of a metric over the lines that have it; None without one."""
     values = [line[name] for line in lines if line.get(name) is not None]
     return sum(values) / len(values) if values else None
 
 
-def wait_shares(lines: Sequence[Mapping[str, Any]]) -> str:
+def rate(lines: Lines, name: str) -> float | None:
+    """A metric per second over all the time of the lines that have it; None without one.
+
+    A mean of rates would count a short step as much as a long one.
+    """
+    measured = [line for line in lines if line.get(name) is not None]
+    seconds = steps_s(measured)
+    amounts = (line[name] * (line.get("learner/step_s") or 0.0) for line in measured)
+    return sum(amounts) / seconds if seconds > 0 else None
+
+
+def steps_s(lines: Lines) -> float:
+    """The time of the steps: from the learner's attach to the last step, without the times between
+    the end of a learner and its resumption."""
+    return sum(line.get("learner/step_s") or 0.0 for line in lines)
+
+
+def reward_change(lines: Lines) -> str:
+    """The training reward of the first and the last steps, such as: 0.254 -> 0.176 (mean of the
+    first 2 and the last 2 steps); "" without one.
+
+    At most a third each, so that the two means of a short run share no step.
+    """
+    part = max(1, len(lines) // 3)
+    num_first, num_last = min(5, part), min(10, part)
+    first = metric_mean(lines[:num_first], "reward/mean")
+    last = metric_mean(lines[-num_last:], "reward/mean")
+    if first is None or last is None:
+        return ""
+    steps = f"mean of the first {num_first} and the last {num_last} steps"
+    return f"{first:.3f} -> {last:.3f} ({steps if len(lines) > 1 else '1 step'})"
+
+
+def wait_shares(lines: Lines) -> str:
     """Parts of the step time: `learner/wait_s` and, if there was any, `learner/wait_due_s`.
 
     Such as: waits 45 %, due groups 34 %. The second may overlap with the training of a part.
@@ -25,10 +60,25 @@ def wait_shares(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as 1:05 or 2:00:30."""
+    """Such as 4.2 s, 1:05 or 2:00:30.
+
+    >>> duration(4.24), duration(65), duration(7230)
+    ('4.2 s', '1:05', '2:00:30')
+    """
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def short(value: float) -> str:
+    """Three digits, and all of those before the point.
+
+    >>> short(0.08581), short(2134.5)
+    ('0.0858', '2,134')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
@@ -41,4 +91,4 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     ]
     highest = max(*means, 1e-9)
     bars = (_BARS[round(max(0.0, m) / highest * (len(_BARS) - 1))] for m in means)
-    return "".join(bars) + f" {means[-1]:.3f}"
+    return "".join(bars)

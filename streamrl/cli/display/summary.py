@@ -7,20 +7,19 @@ from typing import Any
 from rich.table import Table
 
 from streamrl.cli.display.books import books_rows
-from streamrl.cli.display.numbers import duration, metric_mean
+from streamrl.cli.display.numbers import duration, metric_mean, rate, reward_change, short, steps_s
 from streamrl.config import RunConfig
-from streamrl.run_folder import read_books, read_json
+from streamrl.run_folder import read_books, read_json, read_learner
 from streamrl.tracking.jsonl import read_metrics
 
 
-def summary(config: RunConfig, seconds: float) -> Table:
-    """The table at the end of a run."""
+def summary(config: RunConfig) -> Table:
+    """The table at the end of a run, and of `streamrl report` at any time."""
     folder = config.run.path
     lines = read_metrics(folder / "metrics.jsonl")
     table = Table(title=f"{config.run.name}: summary", show_header=False)
     for name, value in summary_rows(lines, folder):
         table.add_row(name, value)
-    table.add_row("wall time", duration(seconds))
     table.add_row("run folder", str(folder))
     return table
 
@@ -30,30 +29,37 @@ def summary_rows(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple
     if not lines:
         return [("steps", "0")]
     rows = [("steps", str(lines[-1]["step"]))]
-    # At most a third each, so that the two means of a short run share no step.
-    part = max(1, len(lines) // 3)
-    first = metric_mean(lines[: min(5, part)], "reward/mean")
-    last = metric_mean(lines[-min(10, part) :], "reward/mean")
-    if first is not None and last is not None:
-        rows.append(("mean reward of sampled rollouts", f"{first:.3f} -> {last:.3f}"))
-    if evaluation := read_json(folder / "evaluation.json"):
-        score, number = evaluation["greedy_reward_mean"], evaluation["num_prompts"]
-        rows.append(("greedy reward, held out", f"{score:.3f} ({number} prompts)"))
+    if change := reward_change(lines):
+        rows.append(("training reward", change))
+    if held_out := held_out_reward(folder):
+        rows.append(("held-out reward", held_out))
     for label, name in (
         ("staleness, mean", "buffer/staleness_mean"),
         ("ESS, mean", "mismatch/rollout_is_eff_sample_size"),
-        ("generated tokens/s, mean", "generator/tokens_per_s"),
-        ("trained tokens/s, mean", "learner/tokens_per_s"),
-        ("learner wait per step, mean", "learner/wait_s"),
+        ("learner wait per step, mean, s", "learner/wait_s"),
+        ("trained tokens/s of computing time", "learner/tokens_per_s"),
     ):
         if (value := metric_mean(lines, name)) is not None:
-            rows.append((label, f"{value:.3g}"))
+            rows.append((label, short(value)))
+    if (generated := rate(lines, "generator/tokens_per_s")) is not None:
+        rows.append(("generated tokens/s", short(generated)))
     staleness = [line["buffer/staleness_max"] for line in lines if "buffer/staleness_max" in line]
     if staleness:
         rows.append(("staleness, largest", f"{max(staleness)}"))
     rows += _length_rows(lines[-1])
-    books = read_books(folder)
-    return rows if books is None else [*rows, *books_rows(books)]
+    if books := read_books(folder):
+        rows += books_rows(books)
+    learner = read_learner(folder)
+    if learner is not None and learner.failures:
+        rows.append(("failures", learner.failures))
+    return [*rows, ("time of the steps", duration(steps_s(lines)))]
+
+
+def held_out_reward(folder: Path) -> str:
+    """Such as: 0.336 (greedy, 256 prompts); "" before an evaluation."""
+    evaluation = read_json(folder / "evaluation.json")
+    score, number = evaluation.get("greedy_reward_mean"), evaluation.get("num_prompts")
+    return "" if score is None else f"{score:.3f} (greedy, {number} prompts)"
 
 
 def _length_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ Reads the run folder and the children's states only, so it follows any run and d
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.cli.display.numbers import duration, metric_mean, sparkline, wait_shares
+from streamrl.cli.display.numbers import (
+    duration,
+    metric_mean,
+    rate,
+    reward_change,
+    sparkline,
+    wait_shares,
+)
+from streamrl.cli.display.summary import held_out_reward
 from streamrl.cli.processes.child import Child
 from streamrl.config import RunConfig
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
@@ -50,33 +58,34 @@ class ProgressView:
 
     def _render(self, children: Sequence[Child]) -> Group:
         states = {child.role: child.state for child in children}
-        return render(self._config, _lines(self._config), states, read_wait(self._config.run.path))
+        return render(self._config, _lines(self._config), states)
 
     def _print_line(self) -> None:
         lines = _lines(self._config)
         if lines and time.monotonic() - self._printed_s > 5.0:
             self._printed_s = time.monotonic()
-            self._console.print(Text(headline(self._config, lines)))
-            if waits_for := read_wait(self._config.run.path):
-                self._console.print(Text(waits_for))
+            for text in (headline(self._config, lines), *notes(self._config.run.path)):
+                self._console.print(Text(text), soft_wrap=True)
 
 
 def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
-    """Where the run is, in one line."""
+    """Where the run is, in one line; numbers are means of the last _RECENT steps."""
     last = lines[-1]
     parts = [f"step {last['step']}/{config.run.max_steps}"]
     for label, name, digits in (
-        ("reward", "reward/mean", 3),
+        ("training reward", "reward/mean", 3),
         ("staleness", "buffer/staleness_mean", 2),
         ("ESS", "mismatch/rollout_is_eff_sample_size", 3),
         ("wait", "learner/wait_s", 2),
     ):
         if (value := _recent(lines, name)) is not None:
             parts.append(f"{label} {value:.{digits}f}")
-    parts.append(f"{_recent(lines, 'generator/tokens_per_s') or 0:.0f} tokens/s")
-    step_s = _recent(lines, "learner/step_s")
-    if step_s is not None:
-        parts.append(f"ETA {duration((config.run.max_steps - last['step']) * step_s)}")
+    generated = rate(lines[-_RECENT:], "generator/tokens_per_s")
+    if generated is not None:
+        parts.append(f"{generated:.0f} tokens/s")
+    step_s, num_left = _recent(lines, "learner/step_s"), config.run.max_steps - last["step"]
+    if step_s is not None and num_left > 0:
+        parts.append(f"ETA {duration(num_left * step_s)}")
     return "  ".join(parts)
 
 
@@ -88,13 +97,18 @@ def read_wait(folder: Path) -> str:
     return learner.waits_for
 
 
+def notes(folder: Path) -> list[str]:
+    """What the learner waits for, and the groups that failed; a sentence each."""
+    learner = read_learner(folder)
+    failures = "" if learner is None else learner.failures
+    return [sentence for sentence in (read_wait(folder), failures) if sentence]
+
+
 def render(
-    config: RunConfig,
-    lines: Sequence[Mapping[str, Any]],
-    states: Mapping[str, str],
-    waits_for: str = "",
+    config: RunConfig, lines: Sequence[Mapping[str, Any]], states: Mapping[str, str]
 ) -> Group:
-    """The live view: progress, what the run waits for, reward so far, a row for each process."""
+    """The live view: progress, what the run waits for, what failed, the rewards of training and of
+    an evaluation, a row for each process."""
     table = Table(box=None, pad_edge=False)
     for column in ("process", "state", "tokens/s", "version", ""):
         table.add_column(column, justify="right" if column in ("tokens/s", "version") else "left")
@@ -103,8 +117,18 @@ def render(
         table.add_row(role, state, *_role_cells(role, last, lines))
     rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
     title = headline(config, lines) if lines else "starting: waiting for the first step"
-    waits = [Text(waits_for)] if waits_for else []
-    return Group(Text(title, style="bold"), *waits, Text(f"reward {sparkline(rewards)}"), table)
+    texts = [*notes(config.run.path), *_reward_texts(config, lines, rewards)]
+    return Group(Text(title, style="bold"), *map(Text, texts), table)
+
+
+def _reward_texts(
+    config: RunConfig, lines: Sequence[Mapping[str, Any]], rewards: Sequence[float]
+) -> Iterator[str]:
+    if rewards:
+        yield f"training reward {reward_change(lines)}"
+        yield sparkline(rewards)
+    if held_out := held_out_reward(config.run.path):
+        yield f"held-out reward {held_out}"
 
 
 def _role_cells(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from streamrl.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "STREAMRL__"
 PARENT_VARIABLE = "STREAMRL_PARENT_PID"
+RESOLVED_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class Setting:
 
 
 def from_file(path: Path) -> Iterator[Setting]:
+    """Of the file; of a run's folder those of its config.yaml."""
+    path = path / RESOLVED_FILE if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=Loader)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}{_similar(path)}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if root is None:
@@ -34,6 +38,14 @@ def from_file(path: Path) -> Iterator[Setting]:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: must hold sections such as `run:` and `data:`")
     yield from _leaves(root, (), path)
+
+
+def _similar(path: Path) -> str:
+    """The file that was probably meant, among those beside the path and those in configs/."""
+    folders = (Path("configs"), path.parent)
+    files = {file.stem: file for folder in folders for file in folder.glob("*.yaml")}
+    close = [] if path.exists() else get_close_matches(path.stem, files, n=1)
+    return f"; did you mean '{files[close[0]]}'?" if close else ""
 
 
 def _leaves(node: yaml.MappingNode, path: tuple[str, ...], file: Path) -> Iterator[Setting]:

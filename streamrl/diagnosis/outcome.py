@@ -1,0 +1,75 @@
+"""How far a run is: whether its processes work, and if they do not, how and where it ended.
+
+Read from the learner's last report, which stays in the run's folder.
+"""
+
+from enum import StrEnum
+
+from streamrl.diagnosis.reading import Reading
+from streamrl.types import LearnerActivity
+
+
+class RunState(StrEnum):
+    """`STARTING`: no learner has reported yet. `RUNNING`: one does, or the buffer answers.
+    `FINISHED`: all steps are made. `STOPPED`: the learner was asked to end before. `DEAD`: neither
+    learner nor buffer answers, and the learner has not ended."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+    @property
+    def has_ended(self) -> bool:
+        return self in (RunState.FINISHED, RunState.STOPPED, RunState.DEAD)
+
+
+def state_of(reading: Reading) -> RunState:
+    """By the learner's report, and by whether the buffer answers where the learner does not."""
+    learner, stats = reading.learner, reading.stats
+    if learner is None:
+        answers = stats is not None and stats.books.learner_term > 0
+        if stats is not None and stats.finished:
+            return RunState.FINISHED
+        return RunState.RUNNING if answers else RunState.STARTING
+    if learner.activity is LearnerActivity.ENDED:
+        is_complete = learner.policy_version >= (reading.max_steps or 0)
+        return RunState.FINISHED if is_complete else RunState.STOPPED
+    is_working = reading.is_learner_reporting or stats is not None
+    return RunState.RUNNING if is_working else RunState.DEAD
+
+
+def outcome(reading: Reading) -> str:
+    """How the run ended and at which step, as a sentence; "" while it goes on."""
+    learner = reading.learner
+    if learner is None:
+        return ""
+    step = f"step {learner.policy_version}"
+    if reading.max_steps is not None:
+        step += f" of {reading.max_steps}"
+    ago = f"{age(reading.learner_age_s)} ago"
+    match state_of(reading):
+        case RunState.FINISHED:
+            return f"finished with {step}, {ago}"
+        case RunState.STOPPED:
+            return f"stopped at {step}, {ago}"
+        case RunState.DEAD:
+            return (
+                f"dead at {step}: its learner reported last {ago} ({learner.activity}) and its "
+                "buffer does not answer"
+            )
+        case _:
+            return ""
+
+
+def age(seconds: float) -> str:
+    """In a unit of which there are two or more.
+
+    >>> age(95), age(7300)
+    ('95 s', '2 h')
+    """
+    for length_s, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,208 @@
+"""What the displays of a run say is labeled, and the same in view, summary and report."""
+
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from streamrl.cli.display.numbers import duration, rate, steps_s
+from streamrl.cli.display.summary import summary
+from streamrl.cli.display.view import headline, render
+from streamrl.cli.main import main
+from streamrl.config import RunConfig, load_config, to_yaml
+from streamrl.diagnosis import Reading, diagnose
+from streamrl.diagnosis.failures import failed_groups
+from streamrl.metrics import books_metrics
+from streamrl.tracking.jsonl import JsonlTracker
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    FailedRow,
+    GeneratorStatus,
+    GroupFailure,
+    LearnerActivity,
+    LearnerStatus,
+    OverduePolicy,
+    replace,
+)
+from tests.unit.test_cli import QUICKSTART, printed
+
+FAILURES = "13 of 19 groups failed; the last one, prompt 18: reward r.py:score: ValueError: no"
+
+
+def make_run(folder: Path, *, num_steps: int = 6, **learner: object) -> RunConfig:
+    """The folder of a run that was resumed after step 3, an hour later."""
+    config = load_config(QUICKSTART, [f"run.folder={folder}", "run.name=run"], {}).config
+    tracker = JsonlTracker(config.run.path / "metrics.jsonl", first_step=1)
+    for step in range(1, num_steps + 1):
+        line = {
+            "time_s": step * 0.5 + 3600.0 * (step > 3),
+            "reward/mean": step / 10,
+            "learner/step_s": 0.5,
+            "generator/tokens_per_s": 100.0 if step > 1 else 40.0,
+        }
+        tracker.log(line, step)
+    tracker.close()
+    (config.run.path / "config.yaml").write_text(to_yaml(config))
+    known = {"policy_version": num_steps, "learner_term": 1, "activity": LearnerActivity.COMPUTING}
+    status = LearnerStatus(**{**known, "activity_s": 0.0, "time_s": time.time(), **learner})
+    content = json.dumps(msgspec.to_builtins(status, str_keys=True))
+    (config.run.path / "learner.json").write_text(content)
+    return config
+
+
+def shown(config: RunConfig) -> str:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(summary(config))
+    return capture.get()
+
+
+def test_the_report_counts_the_time_of_the_steps_as_the_summary_does(tmp_path, capsys):
+    config = make_run(tmp_path)
+    assert "time of the steps" in shown(config)
+    assert "3.0 s" in shown(config)
+    assert main(["report", str(config.run.path)]) == 0
+    report = capsys.readouterr().out
+    (line,) = (line for line in report.splitlines() if "time of the steps" in line)
+    assert line.split("│")[2].strip() == "3.0 s"
+    assert "wall time" not in report
+
+
+def test_a_run_is_read_from_where_its_folder_is(tmp_path, capsys, monkeypatch):
+    """A folder that was moved, or is read from another directory, is the run that it holds."""
+    config = make_run(tmp_path)
+    moved = tmp_path / "elsewhere" / "run.20260101-120000"
+    moved.parent.mkdir()
+    config.run.path.rename(moved)
+    for target in (str(moved), str(moved / "config.yaml")):
+        assert main(["status", target]) == 1
+        assert "run.20260101-120000: step 6 of 550" in capsys.readouterr().out
+    monkeypatch.chdir(moved)
+    assert main(["report", "."]) == 0
+    assert "6 " in next(n for n in capsys.readouterr().out.splitlines() if "steps  " in n)
+
+
+def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
+    config = make_run(tmp_path)
+    evaluation = {"greedy_reward_mean": 0.336, "num_prompts": 256}
+    (config.run.path / "evaluation.json").write_text(json.dumps(evaluation))
+    change = "0.150 -> 0.550 (mean of the first 2 and the last 2 steps)"
+    held_out = "0.336 (greedy, 256 prompts)"
+    lines = [json.loads(t) for t in (config.run.path / "metrics.jsonl").read_text().splitlines()]
+    view = printed(render(config, lines, {}))
+    assert view[0].startswith("step 6/550  training reward 0.350")
+    assert f"training reward {change}" in view
+    assert f"held-out reward {held_out}" in view
+    assert change in shown(config)
+    assert held_out in shown(config)
+    main(["status", str(config.run.path)])
+    assert "step 6 of 550, training reward 0.600" in capsys.readouterr().out
+    unlabeled = [n for n in view if "reward" in n and not n.startswith(("training", "held-out"))]
+    assert unlabeled == view[:1]
+
+
+def test_rates_count_time_and_not_steps(tmp_path):
+    lines = [
+        {"step": 1, "learner/step_s": 9.0, "generator/tokens_per_s": 100.0},
+        {"step": 2, "learner/step_s": 1.0, "generator/tokens_per_s": 1100.0},
+        {"step": 3, "learner/step_s": 5.0, "generator/tokens_per_s": None},
+    ]
+    assert rate(lines, "generator/tokens_per_s") == 200.0
+    assert rate(lines[2:], "generator/tokens_per_s") is None
+    assert rate([], "generator/tokens_per_s") is None
+    assert steps_s(lines) == 15.0
+    config = load_config(QUICKSTART, [f"run.folder={tmp_path}"], {}).config
+    assert "200 tokens/s" in headline(config, lines)
+    assert "tokens/s" not in headline(config, lines[2:]), "what was not measured is not 0"
+
+
+@pytest.mark.parametrize(("max_steps", "eta"), [(8, "ETA 1.0 s"), (6, ""), (3, "")])
+def test_nothing_is_expected_of_a_run_that_has_made_its_steps(tmp_path, max_steps, eta):
+    config = make_run(tmp_path)
+    run = config.run.model_copy(update={"max_steps": max_steps})
+    lines = [{"step": 6, "learner/step_s": 0.5}]
+    line = headline(config.model_copy(update={"run": run}), lines)
+    assert eta in line
+    assert ("ETA" in line) == bool(eta)
+
+
+def test_durations():
+    assert [duration(s) for s in (-3, 0.04, 9.96, 10, 65, 7230)] == [
+        *("0.0 s", "0.0 s", "10.0 s", "0:10", "1:05", "2:00:30"),
+    ]
+
+
+def failing(*generators: GeneratorStatus, failed: int, trained: int) -> BufferStats:
+    dropped = {DropReason.FAILED: failed, DropReason.EXPIRED: 4} if failed else {}
+    books = Books(granted=99, acknowledged=trained, dropped=dropped, learner_term=1)
+    return BufferStats(
+        incarnation="i",
+        policy_version=3,
+        groups_per_step=4,
+        max_staleness=1,
+        overdue=OverduePolicy.WAIT,
+        books=books,
+        generators=generators,
+        heartbeat_ages_s=(0.5,) * len(generators),
+    )
+
+
+def failed(generator_id: str, prompt_index: int, sentence: str, **rows: int) -> GeneratorStatus:
+    return GeneratorStatus(
+        generator_id=generator_id,
+        session="s",
+        policy_version=3,
+        last_failure=GroupFailure(prompt_index=prompt_index, sentence=sentence),
+        failed_rows=tuple(FailedRow(row=row, num_failures=n) for row, n in rows.items()),
+    )
+
+
+OLD = failed("g1", 7, "old", a=1, b=2)
+NEW = failed("g0", 18, "reward r.py:score: ValueError: no")
+
+
+def test_failures_are_a_sentence_with_the_newest_error_and_the_rows_that_fail_again():
+    assert failed_groups(failing(failed=0, trained=6)) == ""
+    assert failed_groups(failing(OLD, NEW, failed=13, trained=6)) == f"{FAILURES}; b failed 2 times"
+    again = replace(NEW, failed_rows=(FailedRow(row="a", num_failures=3),))
+    sentence = failed_groups(failing(OLD, again, failed=13, trained=6))
+    assert sentence.endswith("; a failed 4 times; b failed 2 times")
+    assert failed_groups(failing(failed=2, trained=6)) == "2 of 8 groups failed"
+
+
+@pytest.mark.parametrize(("num_failed", "num_trained"), [(13, 6), (1, 19), (50, 0)])
+def test_groups_that_fail_are_a_finding_of_a_run_that_goes_on(num_failed, num_trained):
+    stats = failing(NEW, failed=num_failed, trained=num_trained)
+    learner = LearnerStatus(
+        policy_version=3,
+        learner_term=1,
+        activity=LearnerActivity.COMPUTING,
+        activity_s=0.1,
+        time_s=0.0,
+    )
+    (finding,) = diagnose(Reading(stall_s=300.0, stats=stats, learner=learner))
+    assert finding.cause == "groups_failed"
+    assert finding.sentence == failed_groups(stats)
+    metrics = books_metrics(stats.books)
+    share = num_failed / (num_failed + num_trained)
+    assert metrics["buffer/failed_groups_frac"] == pytest.approx(share)
+
+
+def test_a_few_bad_rows_are_no_finding():
+    stats = failing(NEW, failed=1, trained=20)
+    assert diagnose(Reading(stall_s=300.0, stats=stats)) == ()
+
+
+def test_failures_are_on_every_screen(tmp_path, capsys):
+    config = make_run(tmp_path, failures=FAILURES, activity=LearnerActivity.ENDED)
+    assert FAILURES in printed(render(config, [], {}))
+    assert FAILURES in shown(config)
+    assert main(["status", str(config.run.path)]) == 0
+    assert FAILURES in capsys.readouterr().out
+    main(["status", str(config.run.path), "--json"])
+    assert json.loads(capsys.readouterr().out)["failures"] == FAILURES
