@@ -16,13 +16,23 @@ from actors.engines import make_engine
 from actors.prompts import open_held_out
 from actors.rewards import make_reward
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
 from streamrl.types import Lease, TrajectoryGroup
 
 
 def newest_model(config: RunConfig) -> Path:
-    """The newest checkpoint of the run, or the model that the run starts from."""
+    """The newest checkpoint of the run.
+
+    Raises:
+        ConfigError: it has none, and the model that it starts from is not what it has trained.
+    """
     checkpoints = sorted((config.run.path / "checkpoints").glob("step-*"))
-    return checkpoints[-1] if checkpoints else Path(config.model.path)
+    if not checkpoints:
+        raise ConfigError(
+            f"{config.run.path} has no checkpoint yet; --checkpoint {config.model.path} scores the "
+            "model that it starts from"
+        )
+    return checkpoints[-1]
 
 
 async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:

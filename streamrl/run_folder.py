@@ -10,13 +10,13 @@ import logging
 import shutil
 import socket
 import time
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from streamrl.config import RunConfig, load_config, to_yaml
+from streamrl.config.loading.similar import RESOLVED_FILE, similar_run
 from streamrl.errors import ConfigError
 from streamrl.types import Books, BufferStats, LearnerStatus
 
@@ -52,7 +52,7 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
         shutil.rmtree(folder / "buffer", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     resolved = _with_ports(config)
-    (folder / "config.yaml").write_text(to_yaml(resolved))
+    (folder / RESOLVED_FILE).write_text(to_yaml(resolved))
     return resolved
 
 
@@ -81,9 +81,9 @@ def config_of(folder: Path) -> RunConfig:
     Raises:
         ConfigError: there is no such run, or its configuration cannot be read.
     """
-    path = folder / "config.yaml"
+    path = folder / RESOLVED_FILE
     if not path.is_file():
-        raise ConfigError(f"{_no_run(folder)}{_did_you_mean_run(folder)}")
+        raise ConfigError(f"{_no_run(folder)}{similar_run(folder)}")
     config = load_config(path, environment={}).config
     named = folder if folder.name else folder.resolve()
     run = config.run.model_copy(update={"folder": named.parent, "name": named.name})
@@ -98,10 +98,10 @@ def find_config(target: str) -> RunConfig:
     path = Path(target)
     if path.is_dir() or not (path.exists() or path.suffix):
         return config_of(path)
-    if path.name == "config.yaml" and path.parent.name:
+    if path.name == RESOLVED_FILE and path.parent.name:
         return config_of(path.parent)
     config = load_config(path).config
-    return config_of(config.run.path) if (config.run.path / "config.yaml").exists() else config
+    return config_of(config.run.path) if (config.run.path / RESOLVED_FILE).exists() else config
 
 
 def require_run(config: RunConfig) -> None:
@@ -110,22 +110,14 @@ def require_run(config: RunConfig) -> None:
         ConfigError: the run of this configuration has no folder.
     """
     folder = config.run.path
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"run.name: {_no_run(folder)}{_did_you_mean_run(folder)}")
+    if not (folder / RESOLVED_FILE).is_file():
+        raise ConfigError(f"run.name: {_no_run(folder)}{similar_run(folder)}")
 
 
 def _no_run(folder: Path) -> str:
     if folder.is_dir():
         return f"{folder} is no run folder: it has no config.yaml"
     return f"{folder} is no run folder: {'it is a file' if folder.exists() else 'there is none'}"
-
-
-def _did_you_mean_run(folder: Path) -> str:
-    """The run that was probably meant, among those beside the folder and those in runs/."""
-    files = (*Path("runs").glob("*/config.yaml"), *folder.parent.glob("*/config.yaml"))
-    runs = {file.parent.name: file.parent for file in files}
-    close = get_close_matches(folder.name, runs, n=1)
-    return f"; did you mean '{runs[close[0]]}'?" if close else ""
 
 
 def last_log_line(log_file: Path) -> str:

@@ -1,6 +1,6 @@
 """`streamrl evaluate`: the greedy score of a checkpoint on held-out prompts.
 
-Prints one JSON line and writes it to `evaluation.json` in the run folder.
+Prints one JSON line and writes it to `evaluation.json` in the run folder, if there is one.
 """
 
 import argparse
@@ -8,15 +8,32 @@ import asyncio
 import json
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from actors.evaluation import evaluate, newest_model
+from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
+from streamrl.errors import ConfigError
+from streamrl.run_folder import require_run
 
 
 def main(arguments: argparse.Namespace) -> int:
+    disable_progress_bar()
     config = configuration(arguments).config
-    model = Path(arguments.checkpoint) if arguments.checkpoint else newest_model(config)
+    model = _model(config, arguments.checkpoint)
     line = json.dumps(asyncio.run(evaluate(config, model)))
     print(line)
-    config.run.path.mkdir(parents=True, exist_ok=True)
-    (config.run.path / "evaluation.json").write_text(line + "\n")
+    if config.run.path.is_dir():
+        (config.run.path / "evaluation.json").write_text(line + "\n")
     return 0
+
+
+def _model(config: RunConfig, given: str | None) -> Path:
+    """The checkpoint given, which may be the name of a public model; else the run's newest."""
+    if given is None:
+        require_run(config)
+        return newest_model(config)
+    may_be_public = config.model.recipe is None and given.count("/") == 1
+    if not (Path(given).is_dir() or may_be_public):
+        raise ConfigError(f"--checkpoint: there is no folder {given}")
+    return Path(given)

@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from streamrl.config.loading.similar import RESOLVED_FILE, similar_file, similar_run
 from streamrl.config.loading.yaml_scalars import Loader, construct, parse
 from streamrl.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "STREAMRL__"
 PARENT_VARIABLE = "STREAMRL_PARENT_PID"
-RESOLVED_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,8 @@ def from_file(path: Path) -> Iterator[Setting]:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=Loader)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}{_similar(path)}") from error
+        hint = "" if path.exists() else similar_file(path) or similar_run(path)
+        raise ConfigError(f"cannot read {path}: {error.strerror}{hint}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if root is None:
@@ -38,14 +38,6 @@ def from_file(path: Path) -> Iterator[Setting]:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: must hold sections such as `run:` and `data:`")
     yield from _leaves(root, (), path)
-
-
-def _similar(path: Path) -> str:
-    """The file that was probably meant, among those beside the path and those in configs/."""
-    folders = (Path("configs"), path.parent)
-    files = {file.stem: file for folder in folders for file in folder.glob("*.yaml")}
-    close = [] if path.exists() else get_close_matches(path.stem, files, n=1)
-    return f"; did you mean '{files[close[0]]}'?" if close else ""
 
 
 def _leaves(node: yaml.MappingNode, path: tuple[str, ...], file: Path) -> Iterator[Setting]:

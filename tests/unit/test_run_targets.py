@@ -1,0 +1,176 @@
+"""Commands that read a run: of one that has ended, of one that is not there, of what is no run."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.buffer import target as module
+from streamrl.cli.main import main
+from streamrl.config import RunConfig, to_yaml
+from streamrl.types import LearnerActivity
+from tests.unit.test_displays import make_run
+
+LOOK = [
+    ["generators"],
+    ["buffer", "inspect"],
+    ["buffer", "drain"],
+    ["generators", "cordon", "ID"],
+    ["generators", "uncordon", "ID"],
+    ["generators", "drain", "ID"],
+]
+
+
+def call(command: list[str], target: object) -> int:
+    words = [word for word in command if word != "ID"]
+    return main([*words, str(target), *(["g"] if "ID" in command else [])])
+
+
+def at_port(config: RunConfig, port: int, max_steps: int = 6) -> RunConfig:
+    """The run's configuration with a buffer at this port, in its folder."""
+    buffer = config.buffer.model_copy(update={"url": f"zmq://127.0.0.1:{port}"})
+    run = config.run.model_copy(update={"max_steps": max_steps})
+    optimizer = config.learner.optimizer.model_copy(update={"warmup_steps": 0})
+    learner = config.learner.model_copy(update={"optimizer": optimizer})
+    config = config.model_copy(update={"buffer": buffer, "run": run, "learner": learner})
+    (config.run.path / "config.yaml").write_text(to_yaml(config))
+    return config
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def other_server() -> Iterator[socket.socket]:
+    """Of another run, which has the port of the one that has ended."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        server.setblocking(False)
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client waits for its buffer for seconds: none is made for one that is gone."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a client was made for a run that has ended")
+
+    monkeypatch.setattr(module, "connect", refuse)
+    monkeypatch.setattr(module, "ZmqBuffer", refuse)
+
+
+@pytest.mark.parametrize("command", LOOK)
+def test_a_finished_run_is_known_from_its_folder_alone(tmp_path, capsys, other_server, command):
+    config = make_run(tmp_path, activity=LearnerActivity.ENDED)
+    config = at_port(config, other_server.getsockname()[1])
+    assert call(command, config.run.path) == 1
+    error = capsys.readouterr().err
+    assert (
+        f"no process of {config.run.path} is running: finished with step 6 of 6, 0 s ago" in error
+    )
+    assert call(command, config.run.path / "config.yaml") == 1
+    with pytest.raises(BlockingIOError):
+        other_server.accept()
+
+
+@pytest.mark.parametrize(
+    ("learner", "sentence"),
+    [
+        ({"activity": LearnerActivity.ENDED}, "stopped at step 6 of 9, "),
+        (
+            {"activity": LearnerActivity.SAVING, "time_s": 0.0},
+            "(saves a checkpoint) and its buffer does not answer",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", LOOK[:3])
+def test_a_run_whose_processes_are_gone_is_said_to_be_so(
+    tmp_path, capsys, closed_port, command, learner, sentence
+):
+    config = at_port(make_run(tmp_path, **learner), closed_port, max_steps=9)
+    assert call(command, config.run.path) == 1
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("learner", "max_steps", "code", "state", "line"),
+    [
+        ({"activity": LearnerActivity.ENDED}, 6, 0, "finished", "finished with step 6 of 6, 0 s"),
+        ({"activity": LearnerActivity.ENDED}, 9, 0, "stopped", "--resume goes on with it"),
+        ({"time_s": 0.0}, 9, 1, "dead", "! nothing listens at zmq://127.0.0.1:"),
+    ],
+)
+def test_status_says_how_a_run_ended(
+    tmp_path, capsys, closed_port, learner, max_steps, code, state, line
+):
+    config = at_port(make_run(tmp_path, **learner), closed_port, max_steps)
+    assert main(["status", str(config.run.path)]) == code
+    output = capsys.readouterr().out
+    assert line in output.splitlines()[1]
+    assert "healthy" not in output
+    assert main(["status", str(config.run.path), "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["state"] == state
+
+
+def test_a_run_without_a_learner_yet_is_not_waited_for(tmp_path, capsys, closed_port):
+    config = at_port(make_run(tmp_path), closed_port)
+    (config.run.path / "learner.json").unlink()
+    assert main(["generators", str(config.run.path)]) == 1
+    assert "no learner has reported, and nothing listens" in capsys.readouterr().err
+    assert main(["generators", f"zmq://127.0.0.1:{closed_port}"]) == 1
+    assert f"nothing listens at zmq://127.0.0.1:{closed_port}" in capsys.readouterr().err
+
+
+READ = [
+    *(["status"], ["watch"], ["report"], ["buffer", "audit"], ["buffer", "inspect"]),
+    *(["buffer", "drain"], ["generators"], ["generators", "drain", "ID"], ["evaluate"], ["books"]),
+]
+
+
+@pytest.mark.parametrize("command", READ)
+def test_a_run_that_is_not_there_is_refused_with_the_nearest_and_makes_no_folder(
+    tmp_path, capsys, monkeypatch, command
+):
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("runs"))
+    files = set(tmp_path.rglob("*"))
+    assert call(command, "runs/rum") == 2
+    error = capsys.readouterr().err
+    assert "did you mean 'runs/run'?" in error
+    assert len(error.splitlines()) == 1
+    assert set(tmp_path.rglob("*")) == files
+
+
+@pytest.mark.parametrize("command", READ)
+@pytest.mark.parametrize("kind", ["empty folder", "file"])
+def test_what_is_no_run_is_one_sentence(tmp_path, capsys, command, kind):
+    path = tmp_path / "it"
+    path.mkdir() if kind == "empty folder" else path.write_bytes(b"\xff\x00")
+    assert call(command, path) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert len(error.splitlines()) == 1
+    assert str(path) in error
+
+
+def test_evaluate_of_a_run_that_was_not_made_scores_nothing(tmp_path, capsys, monkeypatch):
+    """Not the model that it would start from, whose score would be taken for the run's."""
+    monkeypatch.chdir(tmp_path)
+    config = make_run(Path("runs"))
+    given = ["evaluate", "--config", str(config.run.path / "config.yaml")]
+    assert main([*given, "--set", "run.name=rum"]) == 2
+    assert "run.name: runs/rum is no run folder: there is none; did you" in capsys.readouterr().err
+    assert main(given) == 2
+    assert "runs/run has no checkpoint yet; --checkpoint" in capsys.readouterr().err
+    assert main([*given, "--checkpoint", "nowhere"]) == 2
+    assert "--checkpoint: there is no folder nowhere" in capsys.readouterr().err
+    assert [path.name for path in Path("runs").iterdir()] == ["run"]
