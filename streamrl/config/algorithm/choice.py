@@ -17,14 +17,21 @@ from streamrl.user_code import check_user_code, is_user_code
 Record = TypeVar("Record", bound=Section)
 
 
-def check_choice(name: str, known: Mapping[str, object]) -> str:
+def check_choice(
+    name: str, known: Mapping[str, object], elsewhere: Mapping[str, str] | None = None
+) -> str:
     """The name, if it is built in or has the form of a user's own.
+
+    Args:
+        elsewhere: what to set instead, for names that people give to this choice by mistake.
 
     Raises:
         ValueError: neither; pydantic makes it a refusal of the field.
     """
     if is_user_code(name):
         check_user_code(name)
+    elif name not in known and name.lower() in (elsewhere or {}):
+        raise ValueError(f"was {name!r}; {(elsewhere or {})[name.lower()]}")
     elif name not in known:
         raise ValueError(f"{name!r} is unknown; {did_you_mean(name, known)}")
     return name

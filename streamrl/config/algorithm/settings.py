@@ -21,6 +21,7 @@ from streamrl.config.algorithm.losses import (
     LossSettings,
     UserLossSettings,
 )
+from streamrl.config.algorithm.recipes import NOT_ADVANTAGES, NOT_LOSSES
 from streamrl.config.algorithm.rewards import PfPpoSettings, RewardSettings, SampleWeightSettings
 from streamrl.config.algorithm.rollout_is import (
     ROLLOUT_IS_PRESETS,
@@ -79,12 +80,12 @@ class AlgorithmSettings(Section):
     @field_validator("advantage")
     @classmethod
     def _is_an_advantage(cls, name: str) -> str:
-        return check_choice(name, ADVANTAGE_SETTINGS)
+        return check_choice(name, ADVANTAGE_SETTINGS, NOT_ADVANTAGES)
 
     @field_validator("loss")
     @classmethod
     def _is_a_loss(cls, name: str) -> str:
-        return check_choice(name, LOSS_SETTINGS)
+        return check_choice(name, LOSS_SETTINGS, NOT_LOSSES)
 
     @field_validator("advantage_config", mode="before")
     @classmethod

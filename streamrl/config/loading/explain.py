@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from streamrl.config.loading.foreign_names import FOREIGN_SECTIONS, find_foreign_name
+from streamrl.config.loading.own_names import close_places, own_places, sections_at
 from streamrl.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -25,8 +26,10 @@ def _sentences(
     for detail in error.errors(include_url=False):
         path = [str(part) for part in detail["loc"] if not _is_union_branch(part)]
         for field, sentence in _findings(detail, path, model):
-            origin = next((f" ({o})" for key, o in origins.items() if _is_at(key, field)), "")
-            yield f"{field}: {sentence}{origin}" if field else f"{sentence}{origin}"
+            near = (origin for key, origin in origins.items() if _is_at(key, field))
+            origin = origins.get(field) or next(near, "")
+            place = f" ({origin})" if origin else ""
+            yield f"{field}: {sentence}{place}" if field else f"{sentence}{place}"
 
 
 def _findings(
@@ -39,10 +42,14 @@ def _findings(
             hint = did_you_mean(path[-1], _fields_at(model, path[:-1]))
             is_misspelled = hint.startswith("did you mean") and path[-1] not in FOREIGN_SECTIONS
             is_section_of_ours = is_misspelled and isinstance(detail["input"], Mapping)
-            foreign = [] if is_section_of_ours else _foreign(field, detail["input"])
-            yield from foreign or [(field, f"unknown key; {hint}")]
+            elsewhere = [] if is_section_of_ours else _elsewhere(field, detail["input"], model)
+            yield from elsewhere or [(field, f"unknown key; {hint}")]
         case "unknown_key":
-            yield from _foreign(field, detail["input"]) or [(field, detail["msg"])]
+            yield from _elsewhere(field, detail["input"], model) or [(field, detail["msg"])]
+        case "model_type" | "model_attributes_type":
+            keys = (f"{field}.{name}" for name in _fields_at(model, path)[:4])
+            was = _shown(detail["input"])
+            yield field, f"was {was}; it is a section, with keys such as {', '.join(keys)}"
         case "missing":
             yield field, "is required and was not given"
         case "value_error":
@@ -52,16 +59,23 @@ def _findings(
             yield field or "configuration", sentence
 
 
-def _foreign(field: str, value: object) -> list[tuple[str, str]]:
-    """What a refused key, or each key below it, is called here; empty if nobody has such names."""
+def _elsewhere(field: str, value: object, model: type[BaseModel]) -> list[tuple[str, str]]:
+    """What a refused key, or each key below it, is called here; empty if none has another name."""
     leaves = list(_leaves(field, value))
-    names = [find_foreign_name(leaf) for leaf in leaves]
-    if not any(names):
+    sentences = [_renamed(leaf, model) for leaf in leaves]
+    if not any(sentences):
         return []
     return [
-        (leaf, name.sentence if name else "unknown key")
-        for leaf, name in zip(leaves, names, strict=True)
+        (leaf, sentence or "unknown key") for leaf, sentence in zip(leaves, sentences, strict=True)
     ]
+
+
+def _renamed(field: str, model: type[BaseModel]) -> str:
+    """The sentence for a key that has another name or place here; "" if none is known."""
+    if name := find_foreign_name(field):
+        return name.sentence
+    places = own_places(model, field) or (() if "." in field else close_places(model, field))
+    return f"unknown key; did you mean {' or '.join(places)}?" if places else ""
 
 
 def _leaves(path: str, value: object) -> Iterator[str]:
@@ -80,18 +94,11 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
     """Names that may stand below `path`; walks nested sections, also inside `X | None`."""
     for part in path:
         field = model.model_fields.get(part)
-        nested = field and next(_models_in(field.annotation), None)
+        nested = field and next(sections_at(field.annotation), None)
         if not nested:
             return []
         model = nested
     return list(model.model_fields)
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in getattr(annotation, "__args__", ()):
-        yield from _models_in(argument)
 
 
 def _is_union_branch(part: int | str) -> bool:

@@ -12,7 +12,9 @@ from pydantic import BaseModel
 from streamrl.config import RunConfig, load_config
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
+from streamrl.config.algorithm.recipes import NOT_ADVANTAGES, NOT_LOSSES
 from streamrl.config.loading.foreign_names import FOREIGN_NAMES
+from streamrl.config.loading.foreign_names.usual import USUAL
 from streamrl.errors import ConfigError
 
 MINIMAL = "model: {path: some-model}\ndata: {source: addition}\n"
@@ -66,6 +68,76 @@ def test_a_name_of_another_system_is_refused_with_ours(tmp_path, override, sente
     assert message.endswith(f"(--set {key})")
 
 
+GROUPS = "learner.groups_per_step, in groups of generator.group_size responses"
+LENGTHS = "data.max_prompt_length for prompts and generator.max_new_tokens for responses"
+CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high"
+NO_EPOCHS = "unknown key; there is no such setting here (run.max_steps ends a run; the rows"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("learner.lr=1", "unknown key; here it is learner.optimizer.lr"),
+        ("lr=1", "unknown key; here it is learner.optimizer.lr"),
+        ("optimizer.lr=1", "unknown key; here it is learner.optimizer.lr"),
+        ("learner.temperature=1", "TRL's name; here it is generator.temperature"),
+        ("generator.max_staleness=1", "unknown key; did you mean buffer.max_staleness?"),
+        ("loss=grpo", "unknown key; did you mean algorithm.loss?"),
+        ("advantage=grpo", "unknown key; did you mean algorithm.advantage?"),
+        ("device=cuda", "unknown key; did you mean generator.device or learner.device?"),
+        ("generator.tensor_parallel_size=2", "generator.vllm.tensor_parallel_size"),
+        ("max_setps=1", "unknown key; did you mean run.max_steps?"),
+        ("batch_size=8", f"unknown key; here it is {GROUPS}"),
+        ("learner.batch_size=8", f"unknown key; here it is {GROUPS}"),
+        ("data.batch_size=8", f"unknown key; here it is {GROUPS}"),
+        ("epochs=3", NO_EPOCHS),
+        ("learner.num_epochs=3", NO_EPOCHS),
+        ("max_length=9", f"unknown key; here it is {LENGTHS}"),
+        ("data.max_length=9", f"unknown key; here it is {LENGTHS}"),
+        ("generator.n=4", "unknown key; here it is generator.group_size"),
+        ("generator.max_tokens=4", "unknown key; here it is generator.max_new_tokens"),
+        ("model.name=x", "unknown key; here it is model.path"),
+        ("data.path=x", "unknown key; here it is data.source"),
+        ("data.reward_function=x", "unknown key; here it is data.reward"),
+        ("algorithm.clip_eps=0.2", f"unknown key; here it is {CLIP}"),
+        ("learner.save_every=9", "unknown key; here it is learner.checkpoint.every"),
+        ("learner.lora_r=8", "there is no such setting here (all parameters of the model are"),
+        ("run.steps=9", "unknown key; here it is run.max_steps"),
+        ("algorithm.loss=grpo", "set algorithm.advantage: grpo and algorithm.loss: ppo"),
+        ("algorithm.loss=GRPO", "was 'GRPO'; grpo is an advantage here"),
+        ("algorithm.loss=dapo", "DAPO is algorithm.advantage: grpo and algorithm.loss: ppo with"),
+        ("algorithm.advantage=ppo", "ppo is a loss here: set algorithm.loss: ppo; PPO's advantage"),
+        ("algorithm.advantage=gspo", "gspo is a loss here: set algorithm.loss: gspo"),
+        ("algorithm.loss=ppoo", "'ppoo' is unknown; did you mean 'ppo'?"),
+        ("model=Qwen", "model: was 'Qwen'; it is a section, with keys such as model.path, model."),
+        ("algorithm=grpo", "algorithm: was 'grpo'; it is a section, with keys such as algorithm.a"),
+    ],
+)
+def test_what_a_newcomer_types_leads_to_the_setting(tmp_path, override, sentence):
+    message = refusal(tmp_path, "", override)
+    assert message.startswith(f"{override.partition('=')[0]}: ")
+    assert sentence in message
+    assert message.endswith(f"(--set {override.partition('=')[0]})")
+
+
+def test_a_setting_under_another_section_of_the_file_is_found(tmp_path):
+    message = refusal(tmp_path, "optimizer: {lr: 1, weight_decay: 2, magic: 3}\n")
+    assert message.splitlines() == [
+        f"optimizer.lr: unknown key; here it is learner.optimizer.lr ({tmp_path}/run.yaml:3)",
+        "optimizer.weight_decay: TRL's name; here it is learner.optimizer.weight_decay "
+        f"({tmp_path}/run.yaml:3)",
+        f"optimizer.magic: unknown key ({tmp_path}/run.yaml:3)",
+    ]
+
+
+def test_names_of_all_published_algorithms_lead_to_settings_that_are_valid(tmp_path):
+    (tmp_path / "run.yaml").write_text(MINIMAL)
+    for sentence in {*NOT_LOSSES.values(), *NOT_ADVANTAGES.values()}:
+        named = re.findall(r"(algorithm[a-z_.]+): ([a-z0-9_.-]+)", sentence)
+        overrides = [f"{key}={value}" for key, value in named]
+        load_config(tmp_path / "run.yaml", overrides, {})
+
+
 def test_every_key_of_a_foreign_section_is_named_with_its_line(tmp_path):
     message = refusal(
         tmp_path, "actor_rollout_ref:\n  rollout:\n    n: 8\n    top_p: 0.9\n    spin: 1\n"
@@ -107,7 +179,7 @@ def test_every_setting_that_a_table_names_exists():
     }
     named = {
         setting
-        for names in FOREIGN_NAMES.values()
+        for names in (*FOREIGN_NAMES.values(), USUAL)
         for text in names.values()
         if not text.startswith("(")
         for setting in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text.partition(":")[0])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from streamrl.config.loading.foreign_names.roll import ROLL
 from streamrl.config.loading.foreign_names.trl import TRL
+from streamrl.config.loading.foreign_names.usual import USUAL
 from streamrl.config.loading.foreign_names.verl import VERL
 
 FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = {"verl": VERL, "ROLL": ROLL, "TRL": TRL}
@@ -20,14 +21,17 @@ FOREIGN_SECTIONS = frozenset(
 
 
 class ForeignName(NamedTuple):
+    """`system` is "" for a name that is nobody's own."""
+
     system: str
     setting: str
 
     @property
     def sentence(self) -> str:
+        whose = f"{self.system}'s name" if self.system else "unknown key"
         if self.setting.startswith("("):
-            return f"{self.system}'s name; there is no such setting here {self.setting}"
-        return f"{self.system}'s name; here it is {self.setting}"
+            return f"{whose}; there is no such setting here {self.setting}"
+        return f"{whose}; here it is {self.setting}"
 
 
 def find_foreign_name(path: str) -> ForeignName | None:
@@ -41,7 +45,7 @@ def find_foreign_name(path: str) -> ForeignName | None:
     """
     parts = path.split(".")
     suffixes = [".".join(parts[start:]) for start in range(len(parts))]
-    for names in (FOREIGN_NAMES, _LAST_PARTS):
+    for names in (FOREIGN_NAMES, {"": USUAL}, _LAST_PARTS):
         for suffix in suffixes:
             for system, settings in names.items():
                 setting = settings.get(suffix)
