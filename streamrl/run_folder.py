@@ -57,12 +57,12 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, or {} if there is none."""
+    """The object in a file, or {} if there is none or it is damaged."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
         return {}
-    return content
+    return content if isinstance(content, dict) else {}
 
 
 def read_learner(folder: Path) -> LearnerStatus | None:
@@ -104,6 +104,13 @@ def find_config(target: str) -> RunConfig:
     return config_of(config.run.path) if (config.run.path / RESOLVED_FILE).exists() else config
 
 
+def find_run(target: str) -> RunConfig:
+    """As `find_config`, of a run that has a folder; every file of it is below `run.path`."""
+    config = find_config(target)
+    require_run(config)
+    return config
+
+
 def require_run(config: RunConfig) -> None:
     """
     Raises:
@@ -140,9 +147,13 @@ def write_books(config: RunConfig, stats: BufferStats) -> None:
 
 
 def read_books(folder: Path) -> Books | None:
-    """The books that the last buffer of the run has written; None before one has ended."""
+    """The books that the last buffer of the run has written; None before one has ended, and for
+    what another release wrote."""
     content = read_json(folder / BOOKS_FILE)
-    return msgspec.convert(content, Books, str_keys=True, strict=False) if content else None
+    try:
+        return msgspec.convert(content, Books, str_keys=True, strict=False) if content else None
+    except msgspec.ValidationError:
+        return None
 
 
 def _with_ports(config: RunConfig) -> RunConfig:

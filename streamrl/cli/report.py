@@ -9,7 +9,7 @@ from rich.console import Console
 
 from streamrl.cli.display.figure import drawn
 from streamrl.cli.display.summary import summary
-from streamrl.run_folder import config_of
+from streamrl.run_folder import find_run
 from streamrl.tracking.jsonl import read_metrics
 
 # title, (metric, label)s
@@ -44,9 +44,8 @@ _PANELS = (
 
 
 def main(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.folder)
-    config = config_of(folder)
-    write_report(folder)
+    config = find_run(arguments.folder)
+    write_report(config.run.path)
     Console().print(summary(config))
     return 0
 

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from buffers.try_stats import try_stats
-from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder
+from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder, require_url
 from streamrl.cli.display.books import balance, books_rows
 from streamrl.cli.display.generators import print_generators
 from streamrl.cli.display.numbers import wait_shares
@@ -73,6 +73,7 @@ async def read_status(target: str) -> RunStatus:
         ConfigError: the target names no run.
     """
     if "://" in target:
+        require_url(target)
         stats, unreachable = await _stats(target, target)
         reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
         return RunStatus(target, reading, {})

@@ -1,29 +1,50 @@
-"""`streamrl watch`: the live view of a run folder, also of one that other machines write."""
+"""`streamrl watch`: the live view of a run folder, also of one that other machines write.
+
+0  the run has made its last step, or was stopped      130  Ctrl-C
+"""
 
 import argparse
 import time
-from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 
-from streamrl.cli.display.view import REFRESH_S, render
-from streamrl.run_folder import config_of
+from streamrl.cli.buffer.target import read_folder
+from streamrl.cli.display.view import REFRESH_S, LinePrinter, render
+from streamrl.config import RunConfig
+from streamrl.diagnosis.outcome import outcome, state_of
+from streamrl.run_folder import find_run
 from streamrl.tracking.jsonl import read_metrics
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Waits for new lines in metrics.jsonl; ends with the last step or at Ctrl-C."""
-    folder = Path(arguments.folder)
-    config = config_of(folder)
-    console = Console()
-    lines = read_metrics(folder / "metrics.jsonl")
-    with Live(render(config, lines, _roles(lines)), console=console) as screen:
-        while not lines or lines[-1]["step"] < config.run.max_steps:
+    """Waits for new lines in metrics.jsonl; ends when the learner has ended, or at Ctrl-C."""
+    config = find_run(arguments.folder)
+    console = Console(highlight=False)
+    if console.is_terminal:
+        with Live(_view(config), console=console) as screen:
+            while not _has_ended(config):
+                time.sleep(REFRESH_S)
+                screen.update(_view(config))
+    else:
+        printer = LinePrinter(config, console)
+        while not _has_ended(config):
+            printer.print_if_due()
             time.sleep(REFRESH_S)
-            lines = read_metrics(folder / "metrics.jsonl")
-            screen.update(render(config, lines, _roles(lines)))
+        printer.print_now()
+    console.print(outcome(read_folder(config)))
     return 0
+
+
+def _has_ended(config: RunConfig) -> bool:
+    """Whether the learner says so: one that only fell silent may be started again."""
+    reading = read_folder(config)
+    return reading.is_over and state_of(reading).has_ended
+
+
+def _view(config: RunConfig) -> Group:
+    lines = read_metrics(config.run.path / "metrics.jsonl")
+    return render(config, lines, _roles(lines))
 
 
 def _roles(lines: list[dict[str, object]]) -> dict[str, str]:

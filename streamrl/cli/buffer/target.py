@@ -5,7 +5,6 @@ folder, so that no command waits for a buffer that is gone.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -52,8 +51,10 @@ async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
         deadline_s = min(_DEADLINE_S, config.buffer.deadline_s)
         buffer = config.buffer.model_copy(update={"deadline_s": deadline_s})
         config = config.model_copy(update={"buffer": buffer})
-    elif not await is_listening(target):
-        raise TransportError(f"nothing listens at {target}: the buffer is not running")
+    else:
+        require_url(target)
+        if not await is_listening(target):
+            raise TransportError(f"nothing listens at {target}: the buffer is not running")
     async with open_buffer(target if config is None else config) as client:
         yield client
 
@@ -81,16 +82,36 @@ def read_folder(config: RunConfig) -> Reading:
     )
 
 
+def require_url(target: str) -> None:
+    """
+    Raises:
+        ConfigError: the URL is not that of a server of one run.
+    """
+    if not target.startswith("zmq://"):
+        raise ConfigError(
+            f"{target} names no run: give the configuration, such as runs/NAME/config.yaml"
+        )
+    if _place(target) is None:
+        raise ConfigError(f"{target}: must be zmq://host:port, with a port from 1 to 65535")
+
+
+def _place(url: str) -> tuple[str, int] | None:
+    """Host and port; None for an URL without either, or with several of them."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return None
+    return (host, port) if host and port and "," not in parts.netloc else None
+
+
 async def is_listening(url: str) -> bool:
     """Whether a process accepts connections there; true for an address that cannot be tried.
 
     Waits _PROBE_S at most, after which the address counts as one of a slow network.
     """
-    with contextlib.suppress(ValueError):
-        place = urlsplit(url)
-        if place.hostname and place.port and "," not in place.netloc:
-            return await _accepts(place.hostname, place.port)
-    return True
+    place = _place(url)
+    return True if place is None else await _accepts(*place)
 
 
 async def _accepts(host: str, port: int) -> bool:
@@ -108,8 +129,5 @@ async def _accepts(host: str, port: int) -> bool:
 def _client(target: str | RunConfig) -> TrajectoryBuffer:
     if isinstance(target, RunConfig):
         return connect(target)
-    if not target.startswith("zmq://"):
-        raise ConfigError(
-            f"{target} names no run: give the configuration, such as runs/NAME/config.yaml"
-        )
+    require_url(target)
     return ZmqBuffer(target, deadline_s=_DEADLINE_S)

@@ -25,12 +25,15 @@ from streamrl.cli.display.numbers import (
 from streamrl.cli.display.summary import held_out_reward
 from streamrl.cli.processes.child import Child
 from streamrl.config import RunConfig
+from streamrl.diagnosis.outcome import age
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.run_folder import read_learner
 from streamrl.tracking.jsonl import read_metrics
+from streamrl.types import LearnerActivity, LearnerStatus
 
 REFRESH_S = 0.5
 _RECENT = 20
+_LINE_S = 5.0
 
 
 class ProgressView:
@@ -40,13 +43,13 @@ class ProgressView:
         self._config = config
         self._console = console
         self._live = live and console.is_terminal
-        self._printed_s = 0.0
 
     async def run(self, children: Sequence[Child]) -> None:
         """Until cancelled. Waits REFRESH_S between two readings of the run folder."""
         if not self._live:
+            printer = LinePrinter(self._config, self._console)
             while True:
-                self._print_line()
+                printer.print_if_due()
                 await asyncio.sleep(REFRESH_S)
         with Live(self._render(children), console=self._console, refresh_per_second=4) as screen:
             try:
@@ -60,12 +63,29 @@ class ProgressView:
         states = {child.role: child.state for child in children}
         return render(self._config, _lines(self._config), states)
 
-    def _print_line(self) -> None:
+
+class LinePrinter:
+    """Where the run is, in lines for a log or a pipe: every _LINE_S, and only what is new."""
+
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        self._config = config
+        self._console = console
+        self._printed: list[str] = []
+        self._printed_s = -_LINE_S
+
+    def print_if_due(self) -> None:
+        if time.monotonic() - self._printed_s >= _LINE_S:
+            self.print_now()
+
+    def print_now(self) -> None:
         lines = _lines(self._config)
-        if lines and time.monotonic() - self._printed_s > 5.0:
-            self._printed_s = time.monotonic()
-            for text in (headline(self._config, lines), *notes(self._config.run.path)):
+        texts = [headline(self._config, lines)] if lines else []
+        texts += notes(self._config.run.path)
+        for text in texts:
+            if text not in self._printed:
                 self._console.print(Text(text), soft_wrap=True)
+                self._printed_s = time.monotonic()
+        self._printed = texts
 
 
 def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
@@ -98,10 +118,20 @@ def read_wait(folder: Path) -> str:
 
 
 def notes(folder: Path) -> list[str]:
-    """What the learner waits for, and the groups that failed; a sentence each."""
+    """That the learner is silent, or what it waits for, and the groups that failed; a sentence
+    each."""
     learner = read_learner(folder)
-    failures = "" if learner is None else learner.failures
-    return [sentence for sentence in (read_wait(folder), failures) if sentence]
+    if learner is None:
+        return []
+    sentences = (_silence(learner), read_wait(folder), learner.failures)
+    return [sentence for sentence in sentences if sentence]
+
+
+def _silence(learner: LearnerStatus) -> str:
+    silent_s = time.time() - learner.time_s
+    if learner.activity is LearnerActivity.ENDED or silent_s <= HEARTBEAT_TIMEOUT_S:
+        return ""
+    return f"the learner has not reported for {age(silent_s)}; its last report: {learner.activity}"
 
 
 def render(
