@@ -36,9 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
+        if error.filename is None:
+            _discard_output()
         where = error.filename or "the output"
         print(f"streamrl {parsed.command}: {where}: {error.strerror}", file=sys.stderr)
-        _discard_output()
         return 1
     return code
 

@@ -1,6 +1,7 @@
 """The arguments of each command: one function for each set, which adds it to a parser."""
 
-from argparse import ArgumentParser, _ActionsContainer
+import math
+from argparse import ArgumentParser, ArgumentTypeError, _ActionsContainer
 
 
 def config(parser: ArgumentParser) -> None:
@@ -53,7 +54,9 @@ def books(parser: ArgumentParser) -> None:
 
 
 def run_folder(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help="run folder, such as runs/quickstart")
+    parser.add_argument(
+        "folder", metavar="RUN", help="run folder, such as runs/quickstart, or its file"
+    )
 
 
 def new_folder(parser: ArgumentParser) -> None:
@@ -70,14 +73,19 @@ def ablate(parser: ArgumentParser) -> None:
 
 def buffer(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "target", metavar="URL", help="zmq://host:port, or the configuration that names it"
+        "target",
+        metavar="RUN",
+        help="run folder, configuration, or zmq://host:port of its buffer",
     )
 
 
 def inspect(parser: ArgumentParser) -> None:
     buffer(parser)
     parser.add_argument(
-        "--interval", type=float, default=1.0, help="seconds between the readings that give rates"
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        help="seconds between the readings that give rates",
     )
 
 
@@ -107,7 +115,7 @@ def chaos(parser: ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=5, help="number of kills; default: 5")
     parser.add_argument(
         "--stall-timeout",
-        type=float,
+        type=_seconds,
         default=120.0,
         metavar="SECONDS",
         help="time without a step after which the run has failed; default: 120",
@@ -143,6 +151,17 @@ def status(parser: ArgumentParser) -> None:
     _json(parser)
 
 
+def _seconds(text: str) -> float:
+    """A time to wait; argparse makes the error a sentence that begins with the option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"was {text!r}; it must be a number of seconds above 0")
+    return value
+
+
 def _resume(parser: _ActionsContainer) -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
 
@@ -153,5 +172,5 @@ def _json(parser: ArgumentParser) -> None:
 
 def _deadline(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--deadline", type=float, default=600.0, help="seconds to wait; default: 600"
+        "--deadline", type=_seconds, default=600.0, help="seconds to wait; default: 600"
     )
