@@ -98,7 +98,7 @@ def find_config(target: str) -> RunConfig:
     path = Path(target)
     if path.is_dir() or not (path.exists() or path.suffix):
         return config_of(path)
-    if path.name == RESOLVED_FILE and path.parent.name:
+    if path.name == RESOLVED_FILE and _holds_a_run(path.parent):
         return config_of(path.parent)
     config = load_config(path).config
     return config_of(config.run.path) if (config.run.path / RESOLVED_FILE).exists() else config
@@ -119,6 +119,11 @@ def require_run(config: RunConfig) -> None:
     folder = config.run.path
     if not (folder / RESOLVED_FILE).is_file():
         raise ConfigError(f"run.name: {_no_run(folder)}{similar_run(folder)}")
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Whether a daemon has written there: a person may call any configuration config.yaml."""
+    return any((folder / name).exists() for name in ("logs", "metrics.jsonl", LEARNER_FILE))
 
 
 def _no_run(folder: Path) -> str:

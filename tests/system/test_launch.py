@@ -72,7 +72,7 @@ def test_a_run_learns_asynchronously_within_its_staleness_bound(launch: Launch):
     assert run.books["acknowledged"] == 60 * 16
     assert (run.folder / "report.png").stat().st_size > 10_000
     assert "the books close" in run.output
-    assert "greedy reward, held out" in run.output
+    assert "held-out reward" in run.output
     for role in ("buffer", "learner", "generator-0", "generator-1"):
         assert f"{role}: done" in run.log(role)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,8 +131,11 @@ def test_a_group_that_a_step_waits_for_is_named_while_others_are_finished(
 def test_a_run_without_daemons_is_reported_within_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("buffers.try_stats.ANSWER_S", 0.2)
     assert main(["status", "zmq://127.0.0.1:9"]) == 1
+    assert "! nothing listens at zmq://127.0.0.1:9" in capsys.readouterr().out
+    monkeypatch.setattr("buffers.try_stats.ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert main(["status", f"zmq://127.0.0.1:{silent.getsockname()[1]}"]) == 1
     assert "! the buffer has not answered for 0.2 s" in capsys.readouterr().out
     assert main(["status", str(tmp_path)]) == 2
     assert "no run folder" in capsys.readouterr().err

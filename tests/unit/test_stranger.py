@@ -45,7 +45,7 @@ def test_a_run_is_named_by_its_folder_or_by_its_configuration(tmp_path, capsys, 
     assert f"{tmp_path} is no run folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", ["-3", "0", "nan", "inf", "soon"])
+@pytest.mark.parametrize("value", ["-3", "nan", "inf", "soon"])
 @pytest.mark.parametrize(
     "command",
     [
@@ -62,7 +62,7 @@ def test_a_time_that_cannot_be_waited_for_is_refused_before_anything_happens(
         main([*command, value])
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert f"argument {command[-1]}: was {value!r}; it must be a number of seconds above" in error
+    assert f"argument {command[-1]}: was {value!r}; it must be a number of seconds, 0 or" in error
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,8 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"was {text!r}; it must be a number of seconds above 0")
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"was {text!r}; it must be a number of seconds, 0 or more")
     return value
 
 
