@@ -10,7 +10,7 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from learners.session import LearnerSession, LearnerState
 from streamrl.errors import ConfigError, FencedError
-from streamrl.types import Books, LearnerActivity, Lease, Loan, TrajectoryGroup
+from streamrl.types import Books, BufferStats, LearnerActivity, Lease, Loan, TrajectoryGroup
 from tests.records import make_group
 from tests.training import make_config
 
@@ -40,6 +40,9 @@ class Reporter:
     def set_activity(self, activity: LearnerActivity, **fields: Any) -> None:
         self.activities.append(activity)
         self.update(**fields)
+
+    def on_stats(self, stats: BufferStats) -> None:
+        self.update(dropped=stats.books.dropped)
 
     def update(self, **fields: Any) -> None:
         self.fields |= fields
