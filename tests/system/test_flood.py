@@ -30,11 +30,12 @@ def flood(url: str, kind: str) -> Iterator[None]:
 def test_a_run_under_flood_ends_and_its_books_close(launch: Callable[..., Launched]):
     url = f"zmq://127.0.0.1:{free_port()}"
     with ExitStack() as floods:
-        run = launch("--set", f"buffer.url={url}", "--set", "run.max_steps=6")
-        run.until_step(2)
+        # They connect as soon as the buffer listens.
         for kind in ("malformed", "refused", "parked"):
             floods.enter_context(flood(url, kind))
+        run = launch("--set", f"buffer.url={url}", "--set", "run.max_steps=6")
         assert run.end() == 0, run.output
+    assert run.lines[-1]["buffer/refused_ignored"] > 0
     assert [line["step"] for line in run.lines] == list(range(1, 7))
     assert audit_journal(journal_path(run.folder)).faults == ()
     assert_books_close(run)
