@@ -147,7 +147,7 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     is_leaving: bool = False
     is_catching_up: bool = False
     last_failure: GroupFailure | None = None
-    failed_rows: tuple[FailedRow, ...] = ()
+    failed_rows: Annotated[tuple[FailedRow, ...], Meta(max_length=MAX_NAMES)] = ()
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
