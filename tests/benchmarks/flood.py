@@ -33,17 +33,10 @@ def refused() -> Iterator[Frames]:
     return itertools.repeat([b"id", wire.encode(m.PutRequest("nobody/1")), b"nonsense"])
 
 
-def parked() -> Iterator[Frames]:
-    """Leases of a generator that waits for them."""
-    names = (f"nobody/{number}" for number in itertools.count())
-    return ([b"id", wire.encode(m.LeaseRequest((name,), "nobody", 60.0))] for name in names)
-
-
 FLOODS: dict[str, Callable[[], Iterator[Frames]]] = {
     "malformed": malformed,
     "nested": nested,
     "refused": refused,
-    "parked": parked,
 }
 
 

@@ -31,7 +31,7 @@ def test_a_run_under_flood_ends_and_its_books_close(launch: Callable[..., Launch
     url = f"zmq://127.0.0.1:{free_port()}"
     with ExitStack() as floods:
         # They connect as soon as the buffer listens.
-        for kind in ("malformed", "refused", "parked"):
+        for kind in ("malformed", "nested", "refused"):
             floods.enter_context(flood(url, kind))
         run = launch("--set", f"buffer.url={url}", "--set", "run.max_steps=6")
         assert run.end() == 0, run.output
