@@ -27,7 +27,7 @@ from buffers.journal.schema import (
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.events import BY_BOOKS, Event
 from buffers.retries import ends_without_group, most_retried
-from streamrl.types import DropReason, ResponseLengths
+from streamrl.types import DropReason, IndexRanges, ResponseLengths
 
 _WAITING = ("leased", "buffered", "taken", "trained")
 _ENDED = ("acknowledged", "dropped")
@@ -51,12 +51,14 @@ class EventAudit(Struct, frozen=True, kw_only=True):
     """The sums of the events; `faults` has a sentence for each thing out of order.
 
     `retried` are the leases of each prompt that ended without a group, though it may have one now.
+    `contained` are ranges of prompts without an event, which a learner's books contain.
     """
 
     granted: int
     ended: Counter[str]
     retried: Counter[int]
     prompts: Mapping[int, PromptState]
+    contained: IndexRanges
     lengths: ResponseLengths
     faults: tuple[str, ...]
 
@@ -87,15 +89,20 @@ async def audit_redis(url: str, run: str) -> EventAudit:
 
 
 def audit(events: Iterable[Event]) -> EventAudit:
-    """Follow every event; their order matters within a prompt only."""
+    """Follow every event; their order matters within a prompt, and where books are adopted."""
     granted, ended, retried = 0, Counter[str](), Counter[int]()
     prompts: dict[int, PromptState] = {}
+    contained: list[tuple[int, int]] = []
+    following = 0
     lengths = EventLengths()
     faults: list[str] = []
     for event in events:
         prompt = prompts.get(event.prompt_index, PromptState())
         if fault := _fault(event, prompt):
             faults.append(f"prompt {event.prompt_index}: {fault}")
+        if event.reason == BY_BOOKS and event.prompt_index > following:
+            contained.append((following, event.prompt_index))
+        following = max(following, event.prompt_index + 1)
         lengths.add(event)
         granted += event.state == "leased"
         if ends_without_group(event):
@@ -110,6 +117,7 @@ def audit(events: Iterable[Event]) -> EventAudit:
         ended=ended,
         retried=retried,
         prompts=prompts,
+        contained=tuple(contained),
         lengths=lengths.by_outcome(),
         faults=tuple(faults),
     )
@@ -165,10 +173,11 @@ def _length_faults(ledger: ResponseLengths, events: ResponseLengths) -> Iterator
 
 
 def _sum_faults(result: EventAudit) -> Iterator[str]:
-    last = max(result.prompts, default=-1)
-    for prompt_index in range(last):
-        if prompt_index not in result.prompts:
+    last, behind = max(result.prompts, default=-1), 0
+    for start, stop in sorted([*result.contained, *((i, i + 1) for i in result.prompts)]):
+        for prompt_index in range(behind, start):
             yield f"prompt {prompt_index}: was never granted, {last} was"
+        behind = max(behind, stop)
     total = result.waiting.total() + result.ended.total()
     if result.granted != total:
         yield f"{result.granted} leases were granted, but {total} are accounted for"

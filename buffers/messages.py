@@ -8,22 +8,30 @@ a payload as that of a `PackedGroup`, so a server stores and returns bytes that 
 again. Every request may be sent again after a lost reply: the ledger answers a repeated one alike.
 """
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from buffers.ledger.state import BufferState
 from streamrl import errors
 from streamrl.errors import StreamRLError
 from streamrl.types import (
+    MAX_GROUPS,
+    MAX_NAMES,
     Books,
     BufferStats,
+    Count,
     DropReason,
     GeneratorStatus,
     GroupHeader,
     HeartbeatReply,
     Lease,
+    Name,
+    NumGroups,
+    PolicyVersion,
+    PromptIndex,
     SchedulingState,
+    WaitSeconds,
 )
 
 State: TypeAlias = BufferState[Any]
@@ -85,9 +93,9 @@ class ErrorReply(Struct, frozen=True, tag="error"):
 
 
 class LeaseRequest(Struct, frozen=True, tag="lease"):
-    lease_ids: tuple[str, ...]
-    generator_id: str
-    wait_s: float
+    lease_ids: Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)]
+    generator_id: Name
+    wait_s: WaitSeconds
 
     def apply(self, state: State, now_s: float) -> Answer:
         return (LeaseReply(state.lease(self.lease_ids, self.generator_id, now_s)),)
@@ -96,11 +104,11 @@ class LeaseRequest(Struct, frozen=True, tag="lease"):
 class PutRequest(Struct, frozen=True, tag="put"):
     """Its payload follows; a backend decides in which form the state keeps it."""
 
-    lease_id: str
+    lease_id: Name
 
 
 class ReleaseRequest(Struct, frozen=True, tag="release"):
-    lease_id: str
+    lease_id: Name
     reason: DropReason
 
     def apply(self, state: State, now_s: float) -> Answer:
@@ -118,9 +126,9 @@ class HeartbeatRequest(Struct, frozen=True, tag="heartbeat"):
 class AttachRequest(Struct, frozen=True, tag="attach"):
     """`call_id` is the same when it is sent again: a second term would fence the first."""
 
-    policy_version: int
+    policy_version: PolicyVersion
     books: Books | None
-    call_id: str
+    call_id: Name
 
     def apply(self, state: State, now_s: float) -> Answer:
         learner_term = state.attach(self.policy_version, self.books, self.call_id)
@@ -128,12 +136,12 @@ class AttachRequest(Struct, frozen=True, tag="attach"):
 
 
 class TakeRequest(Struct, frozen=True, tag="take"):
-    num_groups: int
-    policy_version: int
-    learner_term: int
-    wait_s: float
+    num_groups: NumGroups
+    policy_version: PolicyVersion
+    learner_term: Count
+    wait_s: WaitSeconds
     with_payloads: bool
-    num_held: int | None = None
+    num_held: Count | None = None
 
     def apply(self, state: State, now_s: float) -> Answer:
         term, num_held = self.learner_term, self.num_held
@@ -144,15 +152,15 @@ class TakeRequest(Struct, frozen=True, tag="take"):
 
 
 class FetchRequest(Struct, frozen=True, tag="fetch"):
-    prompt_indices: tuple[int, ...]
+    prompt_indices: Annotated[tuple[PromptIndex, ...], Meta(max_length=MAX_GROUPS)]
 
     def apply(self, state: State, now_s: float) -> Answer:
         return (Done(), *state.fetch(self.prompt_indices))
 
 
 class AdvanceRequest(Struct, frozen=True, tag="advance"):
-    policy_version: int
-    learner_term: int
+    policy_version: PolicyVersion
+    learner_term: Count
 
     def apply(self, state: State, now_s: float) -> Answer:
         state.advance(self.policy_version, self.learner_term)
@@ -160,8 +168,8 @@ class AdvanceRequest(Struct, frozen=True, tag="advance"):
 
 
 class AcknowledgeRequest(Struct, frozen=True, tag="acknowledge"):
-    policy_version: int
-    learner_term: int
+    policy_version: PolicyVersion
+    learner_term: Count
 
     def apply(self, state: State, now_s: float) -> Answer:
         state.acknowledge(self.policy_version, self.learner_term)
@@ -169,7 +177,7 @@ class AcknowledgeRequest(Struct, frozen=True, tag="acknowledge"):
 
 
 class FinishRequest(Struct, frozen=True, tag="finish"):
-    learner_term: int
+    learner_term: Count
 
     def apply(self, state: State, now_s: float) -> Answer:
         state.finish(self.learner_term)
@@ -183,7 +191,7 @@ class DrainRequest(Struct, frozen=True, tag="drain"):
 
 
 class SchedulingStateRequest(Struct, frozen=True, tag="scheduling_state"):
-    generator_id: str
+    generator_id: Name
     scheduling_state: SchedulingState
 
     def apply(self, state: State, now_s: float) -> Answer:

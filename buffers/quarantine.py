@@ -1,41 +1,72 @@
 """The quarantine: files with the malformed messages, for a person to inspect.
 
-Invariant: it holds the newest messages, at most `max_files` files and `max_bytes` bytes; a message
-that cannot be written (a full disk) is only logged.
+Invariant: it holds the newest messages, at most `max_files` files and `max_bytes` bytes. Of a flood
+it holds a sample, so that neither the disk nor the server's thread is busy with it; a message that
+cannot be written (a full disk) is only logged.
 """
 
 import logging
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from buffers.sampling import Sampler
 from streamrl.errors import WireError
 
 log = logging.getLogger(__name__)
 
+BURST, EVERY_S = 20, 5.0
+
 
 class Quarantine:
-    def __init__(self, folder: Path, *, max_files: int = 100, max_bytes: int = 256 * 2**20) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_files: int = 100,
+        max_bytes: int = 256 * 2**20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder = folder
         self._max_files = max_files
         self._max_bytes = max_bytes
+        self._clock = clock
+        self._sampler = Sampler(burst=BURST, every_s=EVERY_S)
+        self._kept: deque[tuple[Path, int]] | None = None
 
-    def keep(self, sender: str, message: bytes | memoryview, error: WireError) -> None:
-        """Write the message; `sender` is part of the file's name. It is cut at `max_bytes`."""
+    def keep(self, sender: str, frames: Sequence[bytes | memoryview], error: WireError) -> None:
+        """Write the message's frames end to end, up to `max_bytes`, or only count it.
+
+        `sender` is part of the file's name.
+        """
+        if not self._sampler.admits(self._clock()):
+            return
         name = "".join(c if c.isalnum() or c in "-_" else "_" for c in sender)[:80]
         path = self._folder / f"{time.time_ns()}-{name}.msgpack"
+        omitted = self._sampler.take_omitted()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(message[: self._max_bytes])
-            self._bound()
+            self._write(path, frames)
         except OSError as problem:
-            log.warning("malformed message of %s: %s (not kept: %s)", sender, error, problem)
+            log.warning(
+                "malformed message of %s: %s (not kept: %s)%s", name, error, problem, omitted
+            )
             return
-        log.warning("malformed message of %s kept in %s: %s", sender, path, error)
+        log.warning("malformed message of %s kept in %s: %s%s", name, path, error, omitted)
 
-    def _bound(self) -> None:
-        num_bytes = 0
-        newest_first = sorted(self._folder.glob("*.msgpack"), reverse=True)
-        for num_files, path in enumerate(newest_first, start=1):
-            num_bytes += path.stat().st_size
-            if num_files > self._max_files or num_bytes > self._max_bytes:
-                path.unlink()
+    def _write(self, path: Path, frames: Sequence[bytes | memoryview]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._kept is None:
+            self._kept = deque(
+                (old, old.stat().st_size) for old in sorted(self._folder.glob("*.msgpack"))
+            )
+        with path.open("wb") as file:
+            for frame in frames:
+                file.write(frame[: self._max_bytes - file.tell()])
+            self._kept.append((path, file.tell()))
+        while (
+            len(self._kept) > self._max_files
+            or sum(size for _, size in self._kept) > self._max_bytes
+        ):
+            oldest, _ = self._kept.popleft()
+            oldest.unlink(missing_ok=True)

@@ -12,6 +12,8 @@ from difflib import get_close_matches
 EXIT_CRASHED = 1
 EXIT_CONFIG = 2
 EXIT_FENCED = 3
+# More names are neither compared nor listed: it would take seconds, and nobody reads them.
+MAX_LISTED = 1000
 
 
 class StreamRLError(Exception):
@@ -41,7 +43,10 @@ class UnknownGeneratorError(ConfigError):
     def among(cls, generator_id: str, known: Iterable[str]) -> "UnknownGeneratorError":
         """With what was probably meant among the `known` ids."""
         names = frozenset(known)
-        hint = did_you_mean(generator_id, names) if names else "no generator has reported"
+        if len(names) > MAX_LISTED:
+            hint = f"{len(names)} others do"
+        else:
+            hint = did_you_mean(generator_id, names) if names else "no generator has reported"
         return cls(f"no generator {generator_id!r} reports to this buffer: {hint}")
 
 

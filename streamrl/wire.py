@@ -2,8 +2,10 @@
 
     envelope = [schema version, xxh3-64 of the body, body]      body = msgpack of one record
 
-Invariant: `decode` returns a well-formed record or raises a `WireError`; it never allocates more
-than a small multiple of the bytes it was given, and never executes anything (no pickle). Arrays are
+Invariant: `decode` returns a well-formed record or raises a `WireError`, whatever the bytes: nested
+without end, with lengths that nothing follows, or with numbers out of range. It never allocates
+more than a small multiple of the bytes it was given, since the envelope is walked to its end before
+the body is read, and never executes anything (no pickle). Arrays are
 msgpack extensions holding little-endian bytes, decoded as read-only views into the message. No
 other module encodes what crosses a process.
 """
@@ -56,7 +58,7 @@ def decode(data: Buffer, kind: type[Record], *, max_bytes: int = MAX_MESSAGE_BYT
         raise MessageTooLargeError(f"message of {len(data)} bytes; at most {max_bytes} are read")
     try:
         envelope = _envelope_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise CorruptMessageError(f"not a StreamRL message: {error}") from error
     if envelope.schema_version != SCHEMA_VERSION:
         raise SchemaVersionError(
@@ -68,7 +70,7 @@ def decode(data: Buffer, kind: type[Record], *, max_bytes: int = MAX_MESSAGE_BYT
         raise CorruptMessageError("checksum mismatch: the message was damaged on its way")
     try:
         record: Record = _decoder(kind).decode(body)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptMessageError(f"not a valid {_name(kind)}: {error}") from error
     return record
 
@@ -120,7 +122,8 @@ def _decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
 
 
 def _name(kind: Any) -> str:
-    return getattr(kind, "__name__", str(kind))
+    kinds = get_args(kind) or (kind,)
+    return kinds[0].__name__ if len(kinds) == 1 else f"one of {len(kinds)} records"
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -64,6 +64,10 @@ def damaged(group: TrajectoryGroup, **changes: object) -> TrajectoryGroup:
     return group
 
 
+names = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs"]), min_size=1, max_size=20)
+"""Ids as records have them."""
+
+
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     length = draw(st.integers(1, 30))
@@ -83,7 +87,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 groups = st.builds(
     TrajectoryGroup,
-    group_id=st.text(max_size=20),
+    group_id=names,
     prompt_index=st.integers(0, 2**40),
     environment=st.text(max_size=10),
     trajectories=st.lists(trajectories(), min_size=1, max_size=4).map(tuple),

@@ -17,7 +17,7 @@ from buffers.ledger.response_counter import ResponseCounter
 from streamrl.types import Books, DropReason, GroupHeader, RefusalReason, ResponseLengths
 from streamrl.types.index_ranges import IndexRangeSet
 
-# A lease reasserted further ahead than this is invalid; no buffer forgets that many.
+# A lease reasserted that leaves more prompts than this free is invalid; no buffer forgets so many.
 MAX_GAP = 100_000
 
 
@@ -54,7 +54,7 @@ class Entries:
         self._free: list[int] = []
         self._open = IndexRangeSet()
         self._next_prompt_index = 0
-        self._revision = 0
+        self.revision = 0
         self._unseen = 0
         self._freed: list[int] = []
         self.responses = ResponseCounter()
@@ -96,7 +96,7 @@ class Entries:
         position = bisect_left(self._free, prompt_index)
         if position < len(self._free) and self._free[position] == prompt_index:
             del self._free[position]
-        elif self._next_prompt_index <= prompt_index < self._next_prompt_index + MAX_GAP:
+        elif 0 <= prompt_index - self._next_prompt_index < MAX_GAP - len(self._free):
             for skipped in range(self._next_prompt_index, prompt_index):
                 self._free.append(skipped)
                 self._open.add(skipped)
@@ -108,16 +108,17 @@ class Entries:
         return True
 
     def _enter(self, entry: Entry) -> Entry:
+        self.revision += 1
         self._entries[entry.prompt_index] = entry
         self._prompt_index_of[entry.lease_id] = entry.prompt_index
         self._open.add(entry.prompt_index)
         self.columns.add(entry)
         self._granted += 1
-        self._revision += 1
         self._notify(entry.prompt_index, entry.state, entry.lease_id)
         return entry
 
     def move(self, entry: Entry, state: State, version: int = -1) -> None:
+        self.revision += 1
         lengths = response_lengths(entry)
         if is_put := entry.state is State.LEASED:
             self.responses.put(lengths)
@@ -130,7 +131,6 @@ class Entries:
         entry.version = version
         self.columns.add(entry)
         self._set_open(entry.prompt_index, state is not State.TRAINED)
-        self._revision += 1
         self._notify(entry.prompt_index, state, entry.lease_id, lengths=lengths if is_put else ())
 
     def acknowledge(self, entry: Entry, *, by_books: bool = False) -> None:
@@ -171,7 +171,7 @@ class Entries:
             acknowledged=self._acknowledged,
             dropped={reason: count for reason, count in self._dropped.items() if count},
             next_prompt_index=self._next_prompt_index,
-            revision=self._revision,
+            revision=self.revision,
             learner_term=learner_term,
             open_ranges=self._open.frozen(),
         )
@@ -182,7 +182,7 @@ class Entries:
         A restored copy may have as many changes as the books, but other ones: it lacks the attach
         of the learner whose books they are, or a drop that they count.
         """
-        is_later = (learner_term, self._revision) >= (books.learner_term, books.revision)
+        is_later = (learner_term, self.revision) >= (books.learner_term, books.revision)
         return is_later and all(self._dropped[why] >= n for why, n in books.dropped.items())
 
     def reconcile(self, books: Books) -> None:
@@ -198,11 +198,12 @@ class Entries:
             if entry.prompt_index not in unfinished:
                 self.acknowledge(entry, by_books=True)
         free, was_free = unfinished - self._entries.keys(), set(self._free)
-        was_free.update(range(self._next_prompt_index, books.next_prompt_index))
-        for prompt_index in sorted(free - set(self._free)):
-            self._notify(prompt_index, "dropped", reason=DropReason.ORPHANED)
         for prompt_index in sorted(was_free - unfinished):
             self._notify(prompt_index, "acknowledged", reason=BY_BOOKS)
+        if books.next_prompt_index > self._next_prompt_index:
+            self._notify(books.next_prompt_index - 1, "acknowledged", reason=BY_BOOKS)
+        for prompt_index in sorted(free - was_free):
+            self._notify(prompt_index, "dropped", reason=DropReason.ORPHANED)
         self._set_free(free)
         self._next_prompt_index = max(self._next_prompt_index, books.next_prompt_index)
 
@@ -220,7 +221,7 @@ class Entries:
         self._acknowledged = books.acknowledged + books.trained
         self._dropped = Counter(books.dropped)
         self._dropped[DropReason.ORPHANED] += books.leased + books.buffered + books.taken
-        self._revision = max(self._revision, books.revision)
+        self.revision = max(self.revision, books.revision)
 
     def snapshot(
         self, version: int, learner_term: int, finished: bool, refused: Counter[RefusalReason]
@@ -234,7 +235,7 @@ class Entries:
             acknowledged=self._acknowledged,
             dropped={reason: count for reason, count in self._dropped.items() if count},
             next_prompt_index=self._next_prompt_index,
-            revision=self._revision,
+            revision=self.revision,
             unseen=self._unseen,
             lengths=self.responses.frozen(),
         )
@@ -252,7 +253,7 @@ class Entries:
         self._acknowledged = snapshot.acknowledged
         self._set_free(free)
         self._next_prompt_index = snapshot.next_prompt_index
-        self._revision = snapshot.revision
+        self.revision = snapshot.revision
         self._unseen = snapshot.unseen
         self.responses.restore(snapshot.lengths)
 
@@ -269,7 +270,7 @@ class Entries:
             self._open.discard(prompt_index)
 
     def _close(self, entry: Entry) -> None:
-        self._revision += 1
+        self.revision += 1
         self.columns.remove(entry)
         del self._entries[entry.prompt_index]
         del self._prompt_index_of[entry.lease_id]

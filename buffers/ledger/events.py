@@ -4,7 +4,7 @@ Invariant: the events of a prompt are in the order in which they happened; repla
 present column. `buffered` after `taken` or `trained` is a group that was given back when a learner
 attached. `lease_id` is empty where a learner's books decided instead of a lease: "dropped"
 (orphaned) then means that the prompt is free again, whatever its earlier events are;
-"acknowledged" that a checkpoint contains it.
+"acknowledged" that a checkpoint contains it, and all prompts before it that have no event yet.
 """
 
 from msgspec import Struct

@@ -7,11 +7,12 @@ when its generator leaves. `buffers/redis/lua/calls.lua` does the same in Redis.
 
 from msgspec import Struct
 
-from streamrl.errors import UnknownGeneratorError
+from streamrl.errors import LedgerError, UnknownGeneratorError
 from streamrl.types import GeneratorStatus, SchedulingState, replace
 
 # A process that was suspended may resume after several others of its id have run.
 MAX_REPLACED = 8
+MAX_GENERATORS = 16_384
 
 
 class _Report(Struct, frozen=True):
@@ -40,8 +41,17 @@ class GeneratorRegistry:
         return tuple(now_s - report.seen_s for report in self._reports.values())
 
     def fences(self, status: GeneratorStatus) -> bool:
-        """Whether a newer session has replaced this one."""
+        """Whether a newer session has replaced this one.
+
+        Raises:
+            LedgerError: it is one generator too many.
+        """
         known = self._reports.get(status.generator_id)
+        if known is None and len(self._reports) >= MAX_GENERATORS:
+            raise LedgerError(
+                f"generator_id: {status.generator_id!r} is new, and {MAX_GENERATORS} generators "
+                "report to this buffer, which is all that it takes"
+            )
         return known is not None and status.session in known.replaced
 
     def update(self, status: GeneratorStatus, now_s: float) -> str | None:

@@ -166,8 +166,8 @@ class Ledger:
         else:
             self.refuse(RefusalReason.MALFORMED)
 
-    def refuse(self, reason: RefusalReason) -> None:
-        self._refused[reason] += 1
+    def refuse(self, reason: RefusalReason, count: int = 1) -> None:
+        self._refused[reason] += count
 
     def expire(self, now_s: float) -> tuple[str, ...]:
         """End the expired leases; their prompts are granted again. Returns their ids."""
@@ -237,6 +237,11 @@ class Ledger:
 
     def books(self) -> Books:
         return self._entries.books(self.learner_term)
+
+    @property
+    def revision(self) -> int:
+        """It grows with every change of an entry, before the change."""
+        return self._entries.revision
 
     def refused(self) -> dict[RefusalReason, int]:
         return dict(self._refused)

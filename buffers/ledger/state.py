@@ -13,6 +13,7 @@ from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.entry import Entry, lease_of
 from buffers.ledger.generator_registry import GeneratorRegistry
 from buffers.ledger.ledger import Ledger
+from buffers.ledger.proportion import require_proportion
 from buffers.retries import RetryCounter
 from streamrl.errors import LedgerError
 from streamrl.types import (
@@ -30,6 +31,8 @@ from streamrl.types import (
 
 Payload = TypeVar("Payload")
 RESUMES_WITHIN_S = 120.0
+# Attaches whose repetition is recognized; a client repeats only its last one.
+MAX_REPEATED = 64
 
 
 class BufferState(Generic[Payload]):
@@ -71,7 +74,7 @@ class BufferState(Generic[Payload]):
         self.ledger.release(lease_id, reason)
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
-        """Renew the generator's leases, whose ids start with its session.
+        """Renew the generator's leases, whose ids are SESSION/NUMBER.
 
         The leases of an earlier session end here, and its later heartbeats are fenced.
         """
@@ -96,10 +99,13 @@ class BufferState(Generic[Payload]):
         """The learner's term; a repeated call with the same `call_id` gets the same one."""
         if call_id and call_id in self._learner_terms:
             return self._learner_terms[call_id]
+        if books is not None:
+            require_proportion(books, self.ledger.books())
         self._resumes_until_s = self._due_since_s = None
         learner_term = self.ledger.attach(policy_version, books)
         self._delete_freed()
-        self._learner_terms = {**self._learner_terms, call_id: learner_term}
+        latest = list(self._learner_terms.items())[1 - MAX_REPEATED :]
+        self._learner_terms = {**dict(latest), call_id: learner_term}
         return learner_term
 
     def take(
@@ -120,12 +126,19 @@ class BufferState(Generic[Payload]):
             self._due_since_s = now_s
         return Loan(headers=headers, wait_due_s=wait_due_s)
 
-    def fetch(self, prompt_indices: Iterable[int]) -> tuple[Payload, ...]:
+    def fetch(self, prompt_indices: Sequence[int]) -> tuple[Payload, ...]:
+        """Each once.
+
+        Raises:
+            LedgerError: one is not held here, or is asked for twice.
+        """
+        if len(set(prompt_indices)) < len(prompt_indices):
+            raise LedgerError(f"prompt_indices: {len(prompt_indices)} prompts, some of them twice")
         missing = [
             prompt_index for prompt_index in prompt_indices if prompt_index not in self._payloads
         ]
         if missing:
-            raise LedgerError(f"no group is held for the prompts {missing}")
+            raise LedgerError(f"no group is held for the prompts {missing[:MAX_AWAITED]}")
         return tuple(self._payloads[prompt_index][0] for prompt_index in prompt_indices)
 
     def advance(self, policy_version: int, learner_term: int) -> None:
@@ -225,7 +238,7 @@ class BufferState(Generic[Payload]):
 
     def _end_session(self, session: str, reason: DropReason) -> None:
         for lease_id in self.ledger.live_leases():
-            if lease_id.startswith(session):
+            if lease_id.partition("/")[0] == session:
                 self.ledger.release(lease_id, reason)
 
     def _wait_due_s(self, now_s: float) -> float:

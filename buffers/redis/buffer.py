@@ -239,7 +239,7 @@ class RedisBuffer:
 
     async def _refuse_malformed(self, lease_id: str, payload: bytes, error: WireError) -> None:
         if self._settings.quarantine is not None:
-            Quarantine(self._settings.quarantine).keep(lease_id, payload, error)
+            Quarantine(self._settings.quarantine).keep(lease_id, [payload], error)
         await self._call("refuse_malformed", lease_id)
 
     async def _wait_for(

@@ -8,6 +8,11 @@ requests again; the changes that the file lacks are written first when space ret
 A lease or take that cannot be granted yet is pending; it is answered when the state changes or its
 `wait_s` is over. This is the back-pressure: no group arrives that was not leased. One thread runs
 `serve`; nothing else accesses the state. `serve` waits for requests, expiries and deadlines.
+
+No message ends the server. What fails is refused, and costs its sender: after a turn of many
+refusals the server rests, while the connections' queues are full and the others' messages are next;
+see `buffers.zmq.peers` for those that go on. An unexpected error is a refusal too, if the ledger is
+as it was before the request. If not, the server ends, and continues from its journal.
 """
 
 import logging
@@ -24,9 +29,11 @@ from buffers import messages as m
 from buffers.journal.journal import Journal
 from buffers.ledger.state import BufferState
 from buffers.quarantine import Quarantine
+from buffers.sampling import Sampler
 from buffers.zmq import multipart
 from buffers.zmq.curve import CurveServer
 from buffers.zmq.multipart import Frame
+from buffers.zmq.peers import Peers, RefusalBudget
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 from streamrl import wire
 from streamrl.errors import StorageError, StreamRLError, WireError
@@ -40,6 +47,13 @@ SHUTDOWN_GRACE_S = 0.5
 # One commit's worth: more would keep the first ones waiting.
 MAX_REQUESTS = 256
 MAX_BYTES = 64 * 2**20
+# Messages that wait in one connection, each way; behind them the sender waits.
+MAX_QUEUED = 128
+MAX_REPLIES = 1000
+# A larger frame ends its connection; a smaller one that is too large is refused.
+MAX_FRAME_BYTES = 2 * wire.MAX_MESSAGE_BYTES
+MAX_REQUEST_BYTES = 4 * 2**20
+REST_S = 0.01
 
 
 class _Reply(Struct):
@@ -69,6 +83,9 @@ class ZmqBufferServer:
     ) -> None:
         self._state = state
         self._quarantine = Quarantine(quarantine)
+        self._peers = Peers()
+        self._errors = Sampler(burst=5, every_s=5.0)
+        self._refusals = RefusalBudget()
         self._journal = journal
         self._refusal: StorageError | None = None
         self._replies: list[_Reply] = []
@@ -79,9 +96,9 @@ class ZmqBufferServer:
         self._context = zmq.Context()
         self._curve = CurveServer(self._context, url, curve)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        # A reply exists only for a request, so the clients' requests bound the queue.
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_REPLIES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_FRAME_BYTES, 2 * max_group_bytes))
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._curve.configure(self._socket)
         self._socket.bind(url.replace("zmq://", "tcp://"))
@@ -98,10 +115,13 @@ class ZmqBufferServer:
             while not stop.is_set() and not (until_complete and self._has_ended()):
                 if self._socket.poll(int(1000 * self._poll_timeout_s())):
                     self._receive_all()
+                self._count_ignored()
                 self._state.expire(self._clock())
                 self._retry_pending()
                 self._commit()
                 self._send_replies()
+                if self._refusals.is_spent:
+                    stop.wait(REST_S)
             return self._state.stats(self._clock())
         finally:
             self._socket.close()
@@ -122,44 +142,74 @@ class ZmqBufferServer:
         return max(0.0, min(POLL_S, next_s - now_s))
 
     def _receive_all(self) -> None:
+        self._refusals.start()
         num_bytes = 0
         for _ in range(MAX_REQUESTS):
             if not multipart.events(self._socket) & multipart.READABLE:
-                return
+                break
             sender, *message = multipart.receive(self._socket)
-            if not message:
-                log.warning("a message without a request id was discarded")
-                continue
             # A payload stays in the memory it arrived in until the group is freed.
-            request_id, *frames = (frame.buffer for frame in message)
-            self._handle(sender.bytes, bytes(request_id), frames)
-            num_bytes += sum(map(len, frames))
-            if num_bytes > MAX_BYTES:
-                return
+            frames = [frame.buffer for frame in message]
+            message_bytes = sum(map(len, frames))
+            if self._peers.ignores(sender.bytes, self._clock()):
+                self._refusals.add(message_bytes)
+            else:
+                self._handle(sender, frames)
+            num_bytes += message_bytes
+            if self._refusals.is_spent or num_bytes > MAX_BYTES:
+                break
 
-    def _handle(self, sender: bytes, request_id: bytes, frames: Frames) -> None:
-        request: Any = None
+    def _count_ignored(self) -> None:
+        num_ignored = self._peers.take_num_ignored(self._clock())
+        if num_ignored:
+            self._state.ledger.refuse(RefusalReason.IGNORED, num_ignored)
+
+    def _handle(self, sender: zmq.Frame, message: Frames) -> None:
+        """`message` is [request id, request, payload]."""
+        peer, request_id, frames = sender.bytes, bytes(message[0]) if message else b"", message[1:]
         try:
-            request = self._decode(frames)
-            answer = self._answer(request, frames[1:])
-        except StreamRLError as error:
-            answer = (m.ErrorReply.of(error),)
+            request: Any = self._decode(frames)
+        except WireError as error:
+            self._refusals.add(sum(map(len, frames)))
+            self._peers.note_malformed(sender, error, self._clock())
+            self._quarantine.keep("request", frames, error)
+            self._state.ledger.refuse(RefusalReason.MALFORMED)
+            self._reply(peer, request_id, m.ErrorReply.of(error))
+            return
+        num_bytes = sum(map(len, frames))
+        answer = self._answer(lambda: self._apply(request, frames[1:]), num_bytes)
+        is_reading = isinstance(request, m.StatsRequest | m.FetchRequest)
         if answer is None:
             deadline_s = self._clock() + request.wait_s
-            self._pending_requests.add(PendingRequest(sender, request_id, request, deadline_s))
-        else:
-            is_reading = isinstance(request, m.StatsRequest | m.FetchRequest)
-            self._reply(sender, request_id, *answer, is_reading=is_reading)
+            pending = PendingRequest(peer, request_id, request, deadline_s, len(frames[0]))
+            if self._pending_requests.add(pending):
+                return
+            answer = (_EMPTY[type(request)],)
+            self._refusals.add()
+        self._reply(peer, request_id, *answer, is_reading=is_reading)
 
     def _decode(self, frames: Frames) -> Any:
-        try:
-            return wire.decode(frames[0] if frames else b"", m.Request)  # type: ignore[arg-type]
-        except WireError as error:
-            self._quarantine.keep("request", b"".join(frames), error)
-            self._state.ledger.refuse(RefusalReason.MALFORMED)
-            raise
+        data = frames[0] if frames else b""
+        return wire.decode(data, m.Request, max_bytes=MAX_REQUEST_BYTES)  # type: ignore[arg-type]
 
-    def _answer(self, request: m.Request, frames: Frames) -> m.Answer | None:
+    def _answer(self, apply: Callable[[], m.Answer | None], num_bytes: int = 0) -> m.Answer | None:
+        """What `apply` returns for a message of `num_bytes`, or the refusal, whatever fails."""
+        ledger = self._state.ledger
+        revision = ledger.revision
+        try:
+            return apply()
+        except StreamRLError as error:
+            refusal = error
+        except Exception as error:
+            if ledger.revision != revision:
+                raise
+            if self._errors.admits(self._clock()):
+                log.exception("a request failed%s", self._errors.take_omitted())
+            refusal = StreamRLError(f"the buffer cannot handle this request: {error!r:.200}")
+        self._refusals.add(num_bytes)
+        return (m.ErrorReply.of(refusal),)
+
+    def _apply(self, request: m.Request, frames: Frames) -> m.Answer | None:
         """The reply record and its payload frames; None if the request is pending."""
         match request:
             case m.LeaseRequest() | m.TakeRequest():
@@ -183,7 +233,7 @@ class ZmqBufferServer:
         try:
             group = wire.decode(payload, PackedGroup, max_bytes=self._max_group_bytes)
         except WireError as error:
-            self._quarantine.keep(lease_id, payload, error)
+            self._quarantine.keep(lease_id, [payload], error)
             self._state.ledger.refuse_malformed(lease_id)
             raise
         self._state.put(lease_id, group.header(len(payload)), payload, self._clock())
@@ -227,10 +277,7 @@ class ZmqBufferServer:
         return self._refusal is not None or self._state.ledger.num_admitted() > 0
 
     def _answer_pending(self, pending: PendingRequest) -> bool:
-        try:
-            answer = self._attempt(pending.request)
-        except StreamRLError as error:
-            answer = (m.ErrorReply.of(error),)
+        answer = self._answer(lambda: self._attempt(pending.request))
         if answer is not None:
             self._reply(pending.sender, pending.request_id, *answer)
         return answer is not None

@@ -35,6 +35,18 @@ from streamrl.types.lengths import (
 )
 from streamrl.types.packed import PackedGroup, pack
 from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
+from streamrl.types.ranges import (
+    MAX_GROUPS,
+    MAX_NAMES,
+    Count,
+    Name,
+    NumGroups,
+    PolicyVersion,
+    Port,
+    PromptIndex,
+    Text,
+    WaitSeconds,
+)
 from streamrl.types.reasons import DropReason, RefusalReason
 from streamrl.types.rollouts import (
     GREEDY_REWARD,
@@ -65,6 +77,8 @@ __all__ = [
     "INVALID_TURNS",
     "MAX_AWAITED",
     "MAX_FAILED_ROWS",
+    "MAX_GROUPS",
+    "MAX_NAMES",
     "MAX_RETRIED",
     "MIN_RETRIED_LEASES",
     "Books",
@@ -72,6 +86,7 @@ __all__ = [
     "BroadcastEndpoint",
     "BufferStats",
     "Completion",
+    "Count",
     "CudaMemory",
     "DropReason",
     "Endpoint",
@@ -94,10 +109,15 @@ __all__ = [
     "LoadReport",
     "Loan",
     "Locality",
+    "Name",
+    "NumGroups",
     "OverduePolicy",
     "PackedGroup",
     "ParityReport",
     "ParitySamples",
+    "PolicyVersion",
+    "Port",
+    "PromptIndex",
     "RefusalReason",
     "ResponseLengths",
     "RetriedPrompt",
@@ -105,9 +125,11 @@ __all__ = [
     "SchedulingState",
     "SharedEndpoint",
     "TensorSpec",
+    "Text",
     "Trajectory",
     "TrajectoryGroup",
     "Turn",
+    "WaitSeconds",
     "WeightUpdate",
     "admission_capacity",
     "distance_p_value",

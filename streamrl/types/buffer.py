@@ -1,12 +1,23 @@
 """Records of the buffer's interface: leases, loans, books, statuses and stats."""
 
 from enum import StrEnum
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from streamrl.types.failures import FailedRow, GroupFailure
 from streamrl.types.index_ranges import IndexRanges, members
 from streamrl.types.lengths import ResponseLengths
+from streamrl.types.ranges import (
+    MAX_NAMES,
+    Count,
+    CountOrNone,
+    Finite,
+    Name,
+    NotNegative,
+    PolicyVersion,
+    PromptIndex,
+)
 from streamrl.types.reasons import DropReason, RefusalReason
 from streamrl.types.rollouts import GroupHeader, TrajectoryGroup
 
@@ -44,10 +55,10 @@ class Lease(Struct, frozen=True, kw_only=True):
     `expires_at_s` is on the buffer's clock.
     """
 
-    lease_id: str
-    prompt_index: int
-    min_policy_version: int
-    expires_at_s: float
+    lease_id: Name
+    prompt_index: PromptIndex
+    min_policy_version: PolicyVersion
+    expires_at_s: Finite
 
 
 class Loan(Struct, frozen=True, kw_only=True):
@@ -75,16 +86,16 @@ class Books(Struct, frozen=True, kw_only=True):
     books of one run, those with the larger term, then the larger revision, are the later ones.
     """
 
-    granted: int = 0
-    leased: int = 0
-    buffered: int = 0
-    taken: int = 0
-    trained: int = 0
-    acknowledged: int = 0
-    dropped: dict[DropReason, int] = {}
-    next_prompt_index: int = 0
-    revision: int = 0
-    learner_term: int = 0
+    granted: Count = 0
+    leased: Count = 0
+    buffered: Count = 0
+    taken: Count = 0
+    trained: Count = 0
+    acknowledged: Count = 0
+    dropped: dict[DropReason, Count] = {}
+    next_prompt_index: PromptIndex = 0
+    revision: Count = 0
+    learner_term: Count = 0
     open_ranges: IndexRanges = ()
 
     @property
@@ -121,22 +132,22 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     most failures first, at most MAX_FAILED_ROWS.
     """
 
-    generator_id: str
-    session: str
-    policy_version: int
-    lease_ids: tuple[str, ...] = ()
-    held: tuple[Lease, ...] = ()
-    lease_ages_s: tuple[float, ...] = ()
-    lease_num_tokens: tuple[int, ...] = ()
-    num_active: int = 0
-    num_waiting: int = 0
-    num_tokens: int = 0
-    tokens_per_s: float = 0.0
-    pause_s: float = 0.0
+    generator_id: Name
+    session: Name
+    policy_version: PolicyVersion
+    lease_ids: Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)] = ()
+    held: Annotated[tuple[Lease, ...], Meta(max_length=MAX_NAMES)] = ()
+    lease_ages_s: Annotated[tuple[Finite, ...], Meta(max_length=MAX_NAMES)] = ()
+    lease_num_tokens: Annotated[tuple[CountOrNone, ...], Meta(max_length=MAX_NAMES)] = ()
+    num_active: Count = 0
+    num_waiting: Count = 0
+    num_tokens: Count = 0
+    tokens_per_s: Finite = 0.0
+    pause_s: NotNegative = 0.0
     is_leaving: bool = False
     is_catching_up: bool = False
     last_failure: GroupFailure | None = None
-    failed_rows: tuple[FailedRow, ...] = ()
+    failed_rows: Annotated[tuple[FailedRow, ...], Meta(max_length=MAX_NAMES)] = ()
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@ Invariant: a report is short, however long the message of an exception is.
 
 from msgspec import Struct
 
+from streamrl.types.ranges import Count, PromptIndex
+
 MAX_FAILURE_CHARACTERS = 300
 MAX_FAILED_ROWS = 8
 
@@ -12,7 +14,7 @@ MAX_FAILED_ROWS = 8
 class GroupFailure(Struct, frozen=True, kw_only=True):
     """The failure of one group; `sentence` is the error's, shortened."""
 
-    prompt_index: int
+    prompt_index: PromptIndex
     sentence: str
 
     def __post_init__(self) -> None:
@@ -23,7 +25,7 @@ class FailedRow(Struct, frozen=True, kw_only=True):
     """A row of the data whose groups failed; `row` is its place, such as "line 3 of a.jsonl"."""
 
     row: str
-    num_failures: int
+    num_failures: Count
 
     def __post_init__(self) -> None:
         _check_length("row", self.row)

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TypeAlias
 
-IndexRanges: TypeAlias = tuple[tuple[int, int], ...]
+from streamrl.types.ranges import PromptIndex
+
+IndexRanges: TypeAlias = tuple[tuple[PromptIndex, PromptIndex], ...]
 """Disjoint, ascending, never adjacent: (first, behind the last)."""
 
 

@@ -20,6 +20,7 @@ from streamrl.types.checks import (
     check_tokens,
     oldest_version,
 )
+from streamrl.types.ranges import Count, Name, PromptIndex, Text
 from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, TrajectoryGroup, Turn
 
 
@@ -41,7 +42,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
 class Facts(Struct, frozen=True, array_like=True):
     """The fields of a `Trajectory` besides its tokens."""
 
-    num_tokens: int
+    num_tokens: Count
     reward: float
     finish_reason: FinishReason
     turns: tuple[Turn, ...] = ()
@@ -55,9 +56,9 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     are.
     """
 
-    group_id: str
-    prompt_index: int
-    environment: str
+    group_id: Name
+    prompt_index: PromptIndex
+    environment: Text
     facts: tuple[Facts, ...]
     token_ids: Int32Array
     response_mask: BoolArray

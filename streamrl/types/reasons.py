@@ -24,8 +24,12 @@ class DropReason(StrEnum):
 
 
 class RefusalReason(StrEnum):
-    """Why a put without a live lease was refused; such a group is not part of the books."""
+    """Why a message was refused; a group in it is not part of the books.
+
+    `IGNORED`: it was not read, because its sender had sent too many malformed ones.
+    """
 
     DUPLICATE = "duplicate"
     UNKNOWN_LEASE = "unknown_lease"
     MALFORMED = "malformed"
+    IGNORED = "ignored"

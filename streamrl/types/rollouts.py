@@ -18,6 +18,7 @@ from streamrl.types.checks import (
     oldest_version,
     require_one_length,
 )
+from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, Text
 
 
 class FinishReason(StrEnum):
@@ -71,10 +72,10 @@ class Completion(Struct, frozen=True, kw_only=True):
 class Turn(Struct, frozen=True, kw_only=True):
     """Facts of one exchange: tokens observed, tokens sampled, tool calls made."""
 
-    num_observation_tokens: int
-    num_completion_tokens: int
+    num_observation_tokens: Count
+    num_completion_tokens: Count
     finish_reason: FinishReason
-    num_tool_calls: int = 0
+    num_tool_calls: Count = 0
 
 
 GREEDY_REWARD = "greedy_reward"
@@ -122,9 +123,9 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     """The siblings of one prompt: admitted, buffered, taken, trained and accounted as one."""
 
-    group_id: str
-    prompt_index: int
-    environment: str
+    group_id: Name
+    prompt_index: PromptIndex
+    environment: Text
     trajectories: tuple[Trajectory, ...]
 
     def __post_init__(self) -> None:
@@ -148,14 +149,14 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
     `lengths` are the tokens of each trajectory, `response_lengths` those that the policy sampled.
     """
 
-    group_id: str
-    prompt_index: int
-    environment: str
-    oldest_version: int
-    lengths: tuple[int, ...]
-    response_lengths: tuple[int, ...]
+    group_id: Name
+    prompt_index: PromptIndex
+    environment: Text
+    oldest_version: PolicyVersion
+    lengths: tuple[Count, ...]
+    response_lengths: tuple[Count, ...]
     rewards: tuple[float, ...]
-    num_bytes: int = 0
+    num_bytes: Count = 0
 
     @classmethod
     def of(cls, group: TrajectoryGroup, num_bytes: int = 0) -> "GroupHeader":

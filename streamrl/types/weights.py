@@ -4,6 +4,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from streamrl.types.ranges import Count, NotNegative, PolicyVersion, Port
+
 
 class TensorSpec(Struct, frozen=True, array_like=True):
     """One entry of a manifest; `dtype` is torch's name without the prefix, such as "bfloat16"."""
@@ -22,13 +24,13 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     """
 
     host: str
-    port: int
+    port: Port
     group: str
-    rank: int
-    world_size: int
+    rank: Count
+    world_size: Count
     backend: str
-    bucket_bytes: int
-    timeout_s: float
+    bucket_bytes: Count
+    timeout_s: NotNegative
     verify: bool = False
 
 
@@ -102,9 +104,9 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     """Seconds of one load: receiving; from the last byte until the new weights sample; and, within
     that, the pause in which no token was sampled."""
 
-    transfer_s: float
-    pause_s: float
-    load_s: float = 0.0
+    transfer_s: NotNegative
+    pause_s: NotNegative
+    load_s: NotNegative = 0.0
 
 
 class WeightUpdate(Struct, frozen=True, kw_only=True):
@@ -114,7 +116,7 @@ class WeightUpdate(Struct, frozen=True, kw_only=True):
     number may be that of other weights.
     """
 
-    policy_version: int
+    policy_version: PolicyVersion
     learner_id: str
     manifest: tuple[TensorSpec, ...]
     endpoint: Endpoint

@@ -447,12 +447,12 @@ async def test_the_quarantine_is_bounded(tmp_path):
 
     quarantine = Quarantine(tmp_path / "q", max_files=3, max_bytes=25)
     for number in range(6):
-        quarantine.keep("../a", bytes([number]) * 5, CorruptMessageError("x"))
+        quarantine.keep("../a", [bytes([number]) * 5], CorruptMessageError("x"))
     assert [p.read_bytes()[0] for p in sorted((tmp_path / "q").iterdir())] == [3, 4, 5]
-    quarantine.keep("b", bytes(18), CorruptMessageError("x"))
+    quarantine.keep("b", [bytes(18)], CorruptMessageError("x"))
     assert sum(p.stat().st_size for p in (tmp_path / "q").iterdir()) <= 25
     (tmp_path / "file").write_text("")
-    Quarantine(tmp_path / "file").keep("c", b"", CorruptMessageError("not kept, no crash"))
+    Quarantine(tmp_path / "file").keep("c", [b""], CorruptMessageError("not kept, no crash"))
 
 
 # Keys.

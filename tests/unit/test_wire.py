@@ -91,7 +91,7 @@ def test_a_packed_group_is_checked_as_its_members_are(changes, sentence):
 def test_siblings_that_do_not_share_out_the_tokens_are_refused(lengths):
     name, prompt_index, environment, facts, *arrays = pack(make_group(0))
     told = [(length, *facts[0][1:]) for length in lengths]
-    with pytest.raises(CorruptMessageError, match=r"token_ids|trajectories"):
+    with pytest.raises(CorruptMessageError, match=r"token_ids|trajectories|>= 0"):
         wire.decode(wire.encode((name, prompt_index, environment, told, *arrays)), PackedGroup)
 
 

@@ -39,7 +39,7 @@ end
 
 local function end_session(session, reason)
   for _, lease_id in ipairs(call('ZRANGE', key('expiries'), 0, -1)) do
-    if string.sub(lease_id, 1, #session) == session then release(lease_id, reason) end
+    if string.match(lease_id, '^[^/]*') == session then release(lease_id, reason) end
   end
 end
 

@@ -101,7 +101,8 @@ end
 local function grant_again(prompt_index, lease_id, min_policy_version, expires_at_s)
   if call('ZREM', key('free'), int(prompt_index)) == 0 then
     local following = state.next_prompt_index
-    if prompt_index < following or prompt_index >= following + MAX_GAP then return end
+    local limit = following + MAX_GAP - call('ZCARD', key('free'))
+    if prompt_index < following or prompt_index >= limit then return end
     for skipped = following, prompt_index - 1 do
       call('ZADD', key('free'), int(skipped), int(skipped))
       record({ prompt_index = skipped, lease_id = '' }, 'dropped', 'orphaned')
@@ -222,11 +223,12 @@ local function reconcile(books)
     free[entry.prompt_index] = nil
   end
   local was_free = prompt_indices_in('free')
-  record_by_books(free, was_free, 'dropped', 'orphaned')
-  for prompt_index = state.next_prompt_index, books.next_prompt_index - 1 do
-    was_free[prompt_index] = true
-  end
   record_by_books(was_free, unfinished, 'acknowledged', 'books')
+  if books.next_prompt_index > state.next_prompt_index then
+    local last = { prompt_index = books.next_prompt_index - 1, lease_id = '' }
+    record(last, 'acknowledged', 'books')
+  end
+  record_by_books(free, was_free, 'dropped', 'orphaned')
   set_free(free)
   state.next_prompt_index = math.max(state.next_prompt_index, books.next_prompt_index)
 end

@@ -179,7 +179,34 @@ local function settle(version)
   end
 end
 
+-- As in `buffers/ledger/proportion.py`.
+local MAX_REOPENED, MAX_LOST = 2 ^ 18, 2 ^ 40
+
+local function require_proportion(books)
+  local columns = books.leased + books.buffered + books.taken + books.trained + books.acknowledged
+  for _, count in pairs(books.dropped) do columns = columns + count end
+  if columns ~= books.granted then
+    refuse('LedgerError', string.format(
+      'books: do not close: %.0f leases were granted, %.0f are accounted for',
+      books.granted, columns))
+  end
+  for _, name in ipairs({ 'granted', 'next_prompt_index', 'revision', 'learner_term' }) do
+    if books[name] > state[name] + MAX_LOST then
+      refuse('LedgerError', string.format(
+        'books.%s: is %.0f; this buffer has %.0f', name, books[name], state[name]))
+    end
+  end
+  local reopened = math.max(0, state.next_prompt_index - books.next_prompt_index)
+  for _, range in ipairs(books.open_ranges) do reopened = reopened + range[2] - range[1] end
+  if reopened > MAX_REOPENED then
+    refuse('LedgerError', string.format(
+      'books: %.0f prompts would be granted again; this buffer reopens at most %.0f: start the '
+      .. "run's keys anew, and it starts from the learner's checkpoint", reopened, MAX_REOPENED))
+  end
+end
+
 local function attach(version, books)
+  if books then require_proportion(books) end
   local is_older = books and not follows(books)
   settle(version)
   for _, name in ipairs({ 'loans', 'trained' }) do

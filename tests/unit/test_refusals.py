@@ -1,0 +1,149 @@
+"""What a buffer does about those who send what it refuses, on clocks of the test's own."""
+
+import msgspec
+import pytest
+
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.proportion import MAX_REOPENED, require_proportion
+from buffers.quarantine import BURST, EVERY_S, Quarantine
+from buffers.sampling import Sampler
+from buffers.zmq import peers
+from buffers.zmq.peers import IGNORED_S, MAX_MALFORMED, WINDOW_S, Peers, RefusalBudget
+from streamrl import wire
+from streamrl.errors import CorruptMessageError, LedgerError, WireError
+from streamrl.types import Books, DropReason, GeneratorStatus, OverduePolicy, PackedGroup
+
+ERROR = CorruptMessageError("damaged")
+
+
+class Sender:
+    """A frame as ROUTER prepends it."""
+
+    def __init__(self, routing_id: bytes) -> None:
+        self.bytes = routing_id
+
+    def get(self, name: str) -> str:
+        return "127.0.0.1"
+
+
+def flood(known: Peers, peer: bytes, count: int, now_s: float) -> None:
+    for _ in range(count):
+        known.note_malformed(Sender(peer), ERROR, now_s)  # type: ignore[arg-type]
+
+
+def test_a_connection_is_ignored_for_a_while_and_then_read_again():
+    known = Peers()
+    flood(known, b"a", MAX_MALFORMED - 1, 0.0)
+    assert not known.ignores(b"a", 0.0)
+    flood(known, b"a", 1, 1.0)
+    assert known.ignores(b"a", 1.0 + IGNORED_S - 0.1)
+    assert not known.ignores(b"b", 1.0)
+    assert not known.ignores(b"a", 1.0 + IGNORED_S)
+    flood(known, b"a", 1, 1.0 + IGNORED_S)
+    assert not known.ignores(b"a", 1.0 + IGNORED_S)
+    assert known.take_num_ignored(50.0) == 1
+    assert known.take_num_ignored(50.5) == 0
+
+
+def test_a_malformed_message_now_and_then_is_forgiven():
+    known = Peers()
+    for turn in range(5 * MAX_MALFORMED):
+        flood(known, b"a", 1, turn * 2 * WINDOW_S / MAX_MALFORMED)
+        assert not known.ignores(b"a", turn * 2 * WINDOW_S / MAX_MALFORMED)
+
+
+def test_connections_without_number_are_not_remembered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "MAX_PEERS", 3)
+    known = Peers()
+    for name in (b"a", b"b", b"c", b"d"):
+        flood(known, name, MAX_MALFORMED, 0.0)
+    ignored = [known.ignores(name, 0.0) for name in (b"a", b"b", b"c", b"d")]
+    assert ignored == [False, True, True, True]
+
+
+def test_a_turn_ends_after_many_refusals_or_large_ones():
+    budget = RefusalBudget()
+    for _ in range(peers.MAX_REFUSED):
+        assert not budget.is_spent
+        budget.add(10)
+    assert budget.is_spent
+    budget.start()
+    assert not budget.is_spent
+    budget.add(peers.MAX_REFUSED_BYTES)
+    assert budget.is_spent
+
+
+def test_a_sampler_admits_a_burst_and_then_one_at_a_time():
+    sampler = Sampler(burst=3, every_s=10.0)
+    assert [sampler.admits(0.0) for _ in range(5)] == [True, True, True, False, False]
+    assert "2 more" in sampler.take_omitted()
+    assert [sampler.admits(10.0) for _ in range(2)] == [True, False]
+    assert [sampler.admits(1000.0) for _ in range(4)] == [True, True, True, False]
+
+
+def test_of_a_flood_the_quarantine_keeps_a_sample(tmp_path):
+    now_s = [0.0]
+    quarantine = Quarantine(tmp_path, clock=lambda: now_s[0])
+    for _ in range(10_000):
+        quarantine.keep("request", [b"ab", b"c"], ERROR)
+    assert len(list(tmp_path.iterdir())) == BURST
+    now_s[0] = EVERY_S
+    for _ in range(10_000):
+        quarantine.keep("request", [b"ab", b"c"], ERROR)
+    kept = sorted(tmp_path.iterdir())
+    assert [path.read_bytes() for path in kept] == [b"abc"] * (BURST + 1)
+
+
+def test_the_quarantine_counts_the_files_of_an_earlier_process(tmp_path):
+    for _ in range(3):
+        for _ in range(4):
+            Quarantine(tmp_path, max_files=5).keep("a", [b"x"], ERROR)
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+@pytest.mark.parametrize("depth", [1_100, 100_000])
+@pytest.mark.parametrize("head", [b"\x91", b"\x81\xa1a", b"\x82\xa4type\xa5stats\xa1x\x91"])
+@pytest.mark.parametrize("is_enveloped", [True, False])
+def test_nested_bytes_are_a_wire_error(head, depth, is_enveloped):
+    data = bytes([0x93, wire.SCHEMA_VERSION, 0]) + head * depth + b"\xc0"
+    for kind in (Books, PackedGroup, GeneratorStatus):
+        with pytest.raises(WireError):
+            wire.decode(data if is_enveloped else head * depth, kind)
+
+
+def test_every_number_of_a_books_record_has_a_range():
+    for field in msgspec.structs.fields(Books):
+        if field.name in ("dropped", "open_ranges"):
+            continue
+        for value in (-1, 2**53, 2**64 - 1):
+            with pytest.raises(CorruptMessageError, match=field.name):
+                wire.decode(wire.encode({field.name: value}), Books)
+
+
+@pytest.mark.parametrize(
+    ("books", "match"),
+    [
+        (Books(granted=2), "do not close"),
+        (Books(open_ranges=((0, 2),), next_prompt_index=1), "open_ranges"),
+        (Books(open_ranges=((2, 1),), next_prompt_index=5), "open_ranges"),
+        (Books(open_ranges=((0, 1), (1, 2)), next_prompt_index=5), "open_ranges"),
+        (Books(revision=2**50), "revision"),
+        (Books(learner_term=2**50), "learner_term"),
+        (Books(open_ranges=((0, MAX_REOPENED + 1),), next_prompt_index=2**30), "granted again"),
+    ],
+)  # fmt: skip
+def test_books_out_of_proportion_are_refused_and_change_nothing(books, match):
+    ledger = Ledger(groups_per_step=2, max_staleness=1, overdue=OverduePolicy.WAIT)
+    before = ledger.snapshot()
+    with pytest.raises(LedgerError, match=match):
+        require_proportion(books, ledger.books())
+    assert ledger.snapshot() == before
+
+
+def test_books_that_close_are_in_proportion():
+    ledger = Ledger(groups_per_step=2, max_staleness=1)
+    ledger.attach(0)
+    for name in ("a", "b", "c"):
+        ledger.lease(name, 0.0, 10.0)
+    ledger.release("b", DropReason.FAILED)
+    require_proportion(ledger.books(), Ledger(groups_per_step=2, max_staleness=1).books())
