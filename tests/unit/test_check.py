@@ -44,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chat = [{"prompt": [{"role": "user", "content": "c1="}], "answer": "1"}]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
+    (tmp_path / "words.jsonl").write_text('{"prompt": "is it so?", "answer": "yes"}\n')
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("def score(:\n")
     return tmp_path
@@ -84,7 +85,14 @@ def make_model_folder(folder: Path, **config: object) -> None:
     }
     (folder / "config.json").write_text(json.dumps(facts))
     (folder / "model.safetensors").touch()
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}}))
+    characters = {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated"}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {**characters, "invert": False},
+        "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "</s>"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
 
 
@@ -122,6 +130,10 @@ TRAPS = [
         r"data\.\w*source: cannot read no\.jsonl",
     ),
     (["data.source=chat.jsonl"], r"data\.chat_template: was native.*no chat template"),
+    (
+        ["data.source=rows.jsonl", "data.max_prompt_length=2"],
+        r"data\.max_prompt_length: was 2, and a prompt has 3 tokens \(.*rows\.jsonl",
+    ),
     (["data.source=own.py:Prompts"], r"data\.source: own\.py has no function 'Prompts'"),
     (["data.source=reasoning_gym:chain_smu"], r"data\.source: .*did you mean 'chain_sum'"),
     (["data.chat_template=no.jinja"], r"data\.chat_template: cannot read no\.jinja: No such file"),
@@ -189,6 +201,10 @@ def test_what_cannot_start_is_refused_by_name(folder, overrides, sentence):
 
 
 WARNED = [
+    (
+        ["data.source=words.jsonl", "data.reward=numeric_answer", "data.truncation=drop"],
+        r"data\.reward: numeric_answer, and the answer 'yes' .* holds no number",
+    ),
     (["data.source=rows.jsonl"], r"learner\.groups_per_step: 32 is more than the 10 prompts"),
     (
         ["data.source=rows.jsonl", "run.evaluate=true", "data.eval_source=rows.jsonl"],

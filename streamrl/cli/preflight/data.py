@@ -5,7 +5,7 @@ import torch.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,14 +13,15 @@ from pathlib import Path
 from actors.environments import make_environment
 from actors.prompts import open_held_out, open_prompts
 from actors.rewards import make_reward
+from actors.rewards.builtin import extract_number
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
-from streamrl.cli.preflight.model_folder import ModelFolder
+from streamrl.cli.preflight.model import local_folder
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt, PromptSource
-from streamrl.user_code import find_user_code, is_user_code
+from streamrl.user_code import attributed_to, find_user_code, is_user_code
 
-_SCANNED = 256
+_SCANNED, _LARGEST_SCAN = 256, 2000
 _GYM = "reasoning_gym:"
 
 
@@ -61,6 +62,7 @@ def _check_training(config: RunConfig) -> Iterator[Finding]:
         return
     yield from _check_first(config, first)
     yield from _check_alphabet(config, prompts)
+    yield from _check_lengths(config, prompts)
     if (size := _size(prompts)) is None:
         yield fact(f"data.source: {config.data.source}, such as {_shown(first)}")
         return
@@ -98,10 +100,15 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
         )
     if data.reward == "exact_match" and not prompt.answer.strip():
         yield warning(f"data.reward: exact_match, and the answer to {_shown(prompt)} is empty")
+    if data.reward == "numeric_answer" and extract_number(prompt.answer) is None:
+        yield warning(
+            f"data.reward: numeric_answer, and the answer {prompt.answer!r} to {_shown(prompt)} "
+            "holds no number: its reward is always 0"
+        )
     if isinstance(prompt.content, str):
         return
-    tokenizer = ModelFolder(Path(config.model.tokenizer_path), "model.tokenizer")
-    has_none = tokenizer.has_tokenizer and not tokenizer.has_chat_template
+    tokenizer = local_folder("model.tokenizer", config.model.tokenizer_path)
+    has_none = tokenizer is not None and not tokenizer.has_chat_template
     if data.chat_template == "none" or (data.chat_template == "native" and has_none):
         yield problem(
             f"data.chat_template: was {data.chat_template}, and prompts are lists of messages, for "
@@ -117,6 +124,45 @@ def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Findin
     used = {c for i in range(_SCANNED) for c in str(prompts[i].content)}
     if lacking := "".join(sorted(used - set(recipe.alphabet))):
         yield problem(f"model.recipe.alphabet: lacks {lacking!r}, which prompts have")
+
+
+def _check_lengths(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
+    """Whether some of the first prompts is too long already without a chat template around it."""
+    data = config.data
+    num_tokens = _tokenizer(config)
+    if data.truncation != "error" or num_tokens is None:
+        return
+    known = _size(prompts)
+    scanned = [prompts[i] for i in range(min(known or _SCANNED, _LARGEST_SCAN))]
+    lengths = [sum(num_tokens(text) for text in _texts(prompt)) for prompt in scanned]
+    longest = max(range(len(scanned)), key=lengths.__getitem__)
+    if lengths[longest] > data.max_prompt_length:
+        origin = scanned[longest].origin
+        yield problem(
+            f"data.max_prompt_length: was {data.max_prompt_length}, and a prompt has "
+            f"{lengths[longest]} tokens ({origin or _shown(scanned[longest])}); data.truncation "
+            "left, right or drop would take it"
+        )
+
+
+def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
+    """Counts the tokens of a text; None where that takes more than tokenizer.json."""
+    if config.model.recipe is not None and not Path(config.model.path).exists():
+        return len
+    folder = local_folder("model.tokenizer", config.model.tokenizer_path)
+    if folder is None or not (file := folder.path / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    with attributed_to(f"model.tokenizer: {file}"):
+        tokenizer = Tokenizer.from_file(str(file))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    if isinstance(prompt.content, str):
+        return [prompt.content]
+    return [turn["content"] for turn in prompt.content]
 
 
 def _check_gym(name: str) -> Iterator[Finding]:

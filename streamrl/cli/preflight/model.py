@@ -41,12 +41,16 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         yield from _check_tokenizer(config, folder, tokenizer)
 
 
+def local_folder(setting: str, name: str) -> ModelFolder | None:
+    """The folder of this name, here or in the Hub's cache."""
+    path = Path(name) if Path(name).is_dir() else hub_folder(name)
+    return ModelFolder(path, setting) if path else None
+
+
 def find_folder(setting: str, name: str) -> ModelFolder | Finding:
     """The folder of this name, here or in the Hub's cache; or why there is none."""
-    if Path(name).is_dir():
-        return ModelFolder(Path(name), setting)
-    if cached := hub_folder(name):
-        return ModelFolder(cached, setting)
+    if folder := local_folder(setting, name):
+        return folder
     if Path(name).exists():
         return problem(f"{setting}: {name} is a file; it must be the folder of a model")
     if not _HUB_NAME.fullmatch(name) or (Path(name).parent.is_dir() and "/" in name):

@@ -12,7 +12,7 @@ from pathlib import Path
 from buffers.connect import connect
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
-from streamrl.config.addresses import host_of, is_loopback, places_of, port_of
+from streamrl.config.addresses import host_of, places_of, port_of
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import ConfigError, StreamRLError
 
@@ -30,11 +30,6 @@ def check_addresses(config: RunConfig) -> Iterator[Finding]:
         )
     if config.buffer.has_daemon:
         yield from _check_listening("buffer.url", url)
-    if not is_loopback(address) and config.buffer.curve is None:
-        yield problem(
-            f"weights.address: was {address!r}, which other machines can reach; that needs keys: "
-            "make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
-        )
     yield from _check_listening("weights.address", address)
     if config.buffer.curve is not None:
         yield from _check_keys(config.buffer.curve)
