@@ -28,6 +28,7 @@ RUN_BY = {
     "streamrl learner --config configs/quickstart.yaml": "daemons",
     "streamrl buffer --config configs/quickstart.yaml": "daemons",
     "streamrl check configs/quickstart.yaml": "launch",
+    "streamrl check configs/quickstart.yaml --deep": "launch",
     "streamrl parity configs/quickstart.yaml": "launch",
     "streamrl launch configs/quickstart.yaml --new": "launch",
     "streamrl launch configs/quickstart.yaml --resume": "launch",
