@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
-    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     SecretStr,
@@ -45,10 +44,9 @@ class BufferSettings(Section):
     waits for it, and `max_staleness` is exact; `train`, it is trained as old as it is, and
     `max_staleness` bounds only how far generators run ahead; `drop`, it is dropped, which trains
     fewer long responses than were sampled."""
-    lease_ttl_s: Annotated[float, Field(ge=SHORTEST_LEASE_S)] = 30.0
-    """A generator that sends no heartbeat for this long loses its leases. It sends four in this
-    time, at least one a second; if it is shorter than a pause of the process, no lease lasts until
-    its group is finished."""
+    lease_ttl_s: Seconds = 30.0
+    """A generator that sends no heartbeat for this long, at least 1 s, loses its leases. It sends
+    four in this time, and one a second at least."""
     max_group_bytes: Positive = 64 * 2**20
     """Largest group accepted, in bytes."""
     deadline_s: Seconds = 60.0
@@ -93,6 +91,17 @@ class BufferSettings(Section):
                 "make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
             )
         return self
+
+    @field_validator("lease_ttl_s")
+    @classmethod
+    def _outlasts_a_pause(cls, lease_ttl_s: float) -> float:
+        if lease_ttl_s < SHORTEST_LEASE_S:
+            raise ValueError(
+                f"was {lease_ttl_s:g}; it must be at least {SHORTEST_LEASE_S:g}: with a heartbeat "
+                f"every {lease_ttl_s / 4:g} s any pause of a generator ends its leases, and no "
+                "group would be finished"
+            )
+        return lease_ttl_s
 
     @property
     def password_of_url(self) -> str:
