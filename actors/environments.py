@@ -8,6 +8,7 @@ Invariant: a user's environment that fails costs its group (RolloutError, counte
 never the daemon.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
@@ -30,7 +31,7 @@ class UserEnvironment:
     """A user's own, whose errors become those of its rollout.
 
     Raises:
-        ConfigError: it cannot be made without arguments.
+        ConfigError: it cannot be made without arguments, or lacks a method.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,6 +39,8 @@ class UserEnvironment:
         make = load_user_code("generator.environment", name)
         with attributed_to(f"generator.environment: {name}"):
             self._environment: Environment = make()
+        for method in ("start", "step"):
+            _check_method(f"generator.environment: {name}", self._environment, method)
 
     async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
         with attributed_to(f"environment {self._name}", RolloutError):
@@ -46,6 +49,22 @@ class UserEnvironment:
     async def step(self, completion: Completion) -> Transition:
         with attributed_to(f"environment {self._name}", RolloutError):
             return await self._environment.step(completion)
+
+
+def _check_method(owner: str, environment: object, name: str) -> None:
+    """Whether `await environment.name(argument)` can work."""
+    method = getattr(environment, name, None)
+    if not callable(method):
+        raise ConfigError(f"{owner}: has no method {name!r}; start(context) and step(completion)")
+    try:
+        inspect.signature(method).bind(object())
+    except TypeError as error:
+        raise ConfigError(
+            f"{owner}: {name} takes {inspect.signature(method)}, but is called with one argument: "
+            f"{error}"
+        ) from error
+    if inspect.ismethod(method) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
+        raise ConfigError(f"{owner}: {name} is not `async def`, and it is awaited")
 
 
 BUILT_IN: Mapping[str, Callable[[], Environment]] = {"single_turn": SingleTurn}

@@ -147,5 +147,6 @@ async def _all_or_none(siblings: Iterable[Coroutine[Any, Any, Rollout]]) -> list
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(sibling) for sibling in siblings]
     except* RolloutError as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in running]

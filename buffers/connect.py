@@ -49,7 +49,7 @@ def _redis(config: RunConfig) -> TrajectoryBuffer:
         quarantine=config.run.path / "quarantine",
         deadline_s=config.buffer.deadline_s,
     )
-    return RedisBuffer(config.buffer.url, config.run.name, settings)
+    return RedisBuffer(config.buffer.secret_url, config.run.name, settings)
 
 
 def require_redis() -> None:

@@ -4,6 +4,7 @@ Invariant: a file is run once per process, under its own name, so it may import 
 it; whatever is wrong with it is one sentence that begins with the field that names it.
 """
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -63,14 +64,7 @@ def load_user_code(field: str, entry: str) -> Callable[..., Any]:
     Raises:
         ConfigError: no such file or name, or the file cannot be run.
     """
-    try:
-        check_user_code(entry)
-    except ValueError as error:
-        raise ConfigError(f"{field}: {error}") from error
-    file, _, name = entry.rpartition(":")
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError(f"{field}: there is no file {path}")
+    path, name = _place_of(field, entry)
     with attributed_to(f"{field}: {path}"):
         module = _run(path.resolve())
     function = getattr(module, name, None)
@@ -86,6 +80,20 @@ def load_user_code(field: str, entry: str) -> Callable[..., Any]:
     return loaded
 
 
+def find_user_code(field: str, entry: str) -> None:
+    """As `load_user_code`, without running the file: what needs torch takes seconds to load.
+
+    Raises:
+        ConfigError: no such file, it is no Python, or nothing at its top level has the name.
+    """
+    path, name = _place_of(field, entry)
+    with attributed_to(f"{field}: {path}"):
+        statements = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+    own = [name for statement in statements for name in _names_bound_by(statement)]
+    if name not in own and "*" not in own:
+        raise ConfigError(f"{field}: {path} has no function {name!r}; {did_you_mean(name, own)}")
+
+
 @contextmanager
 def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterator[None]:
     """Around code of the user's, which may raise anything: the error says whose code it was.
@@ -97,6 +105,31 @@ def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterat
         yield
     except Exception as error:
         raise kind(f"{owner}: {type(error).__name__}: {error}") from error
+
+
+def _place_of(field: str, entry: str) -> tuple[Path, str]:
+    """The file, which exists, and the name in it."""
+    try:
+        check_user_code(entry)
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}") from error
+    file, _, name = entry.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"{field}: there is no file {path}")
+    return path, name
+
+
+def _names_bound_by(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement binds at its own level, also in its branches."""
+    for node in ast.walk(statement):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Import() | ast.ImportFrom():
+                yield from (alias.asname or alias.name for alias in node.names)
+            case ast.Name(ctx=ast.Store()):
+                yield node.id
 
 
 @cache

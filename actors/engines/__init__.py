@@ -1,12 +1,14 @@
 """Inference engines behind one interface.
 
 A new engine implements `streamrl.interfaces.Engine` (`UpdatableEngine` takes the steps of an update
-that are common), passes `tests/contract/test_engines.py`, and gets a case in `make_engine`.
+that are common), passes `tests/contract/test_engines.py`, and gets a case in `find_engine`.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from streamrl.config import RunConfig
+from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Engine
 
@@ -16,29 +18,56 @@ def make_engine(config: RunConfig, *, seed: int) -> Engine:
 
     `seed` is the seed of sampling, another one for each generator of a run.
     """
-    match config.generator.engine:
+    return find_engine(config.generator)(config, seed)
+
+
+def find_engine(generator: GeneratorSettings) -> Callable[[RunConfig, int], Engine]:
+    """What makes the engine that `generator.engine` names; nothing is imported before it is called.
+
+    Raises:
+        ConfigError: there is no such engine, it is not installed, or its server's key is missing.
+    """
+    match generator.engine:
         case "hf":
-            from actors.engines.hf.engine import HfEngine
-
-            return HfEngine.from_config(config, seed=seed)
+            return _make_hf
         case "sglang":
-            if config.generator.sglang.url is None:
+            if generator.sglang.url is None:
                 _require_sglang()
-            from actors.engines.sglang.start import open_sglang
-
-            return open_sglang(config, seed=seed)
-        case "vllm" if config.generator.vllm.url:
-            from actors.engines.vllm.start import open_vllm
-
-            return open_vllm(config)
+            _ = generator.sglang.api_key
+            return _make_sglang
+        case "vllm" if generator.vllm.url:
+            _ = generator.vllm.api_key
+            return _open_vllm
         case "vllm":
             _require_vllm()
-            from actors.engines.vllm.engine import VllmEngine
-
-            return VllmEngine.from_config(config, seed=seed)
+            return _make_vllm
         case name:
             allowed = ["hf", "sglang", "vllm"]
             raise ConfigError(f"generator.engine: was {name!r}; {did_you_mean(name, allowed)}")
+
+
+def _make_hf(config: RunConfig, seed: int) -> Engine:
+    from actors.engines.hf.engine import HfEngine
+
+    return HfEngine.from_config(config, seed=seed)
+
+
+def _make_sglang(config: RunConfig, seed: int) -> Engine:
+    from actors.engines.sglang.start import open_sglang
+
+    return open_sglang(config, seed=seed)
+
+
+def _open_vllm(config: RunConfig, seed: int) -> Engine:
+    from actors.engines.vllm.start import open_vllm
+
+    return open_vllm(config)
+
+
+def _make_vllm(config: RunConfig, seed: int) -> Engine:
+    from actors.engines.vllm.engine import VllmEngine
+
+    return VllmEngine.from_config(config, seed=seed)
 
 
 def _require_vllm() -> None:

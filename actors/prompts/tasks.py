@@ -12,6 +12,7 @@ import numpy as np
 
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt
+from streamrl.user_code import attributed_to
 
 Task = Callable[..., tuple[str, str]]
 _HELD_OUT = 2**31
@@ -67,6 +68,8 @@ class TaskPrompts:
         self._kwargs = dict(kwargs)
         self._seed = seed
         self._held_out = held_out
+        with attributed_to(f"data.source_kwargs: {name} with {self._kwargs}"):
+            self._draw(0, 0)
         numbers = () if held_out else range(num_held_out)
         self._kept_out = frozenset(self._draw(_HELD_OUT + i, 0)[0] for i in numbers)
 

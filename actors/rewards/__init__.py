@@ -11,6 +11,7 @@ With a first parameter named `episodes` it gets the whole group and returns a li
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ def make_reward(data: DataSettings) -> Reward:
     """The reward that `data.reward` names, with `data.reward_kwargs`."""
     if is_user_code(data.reward):
         own = load_user_code("data.reward", data.reward)
+        _check_call(data.reward, own, data.reward_kwargs)
         return FunctionReward(own, data.reward_kwargs, name=data.reward)
     if data.reward not in BUILT_IN:
         raise ConfigError(
@@ -41,7 +43,29 @@ def make_reward(data: DataSettings) -> Reward:
         )
     function = BUILT_IN[data.reward]
     _check_kwargs(data.reward, function, data.reward_kwargs)
+    if data.reward == "regex":
+        _check_pattern(data.reward_kwargs["pattern"])
     return FunctionReward(function, data.reward_kwargs, name=data.reward)
+
+
+def _check_call(name: str, own: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Whether a user's own can be called with an episode and these arguments."""
+    try:
+        inspect.signature(own).bind(object(), **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"data.reward: {name} takes {inspect.signature(own)}, but is called with an episode "
+            f"(or a group's episodes) and data.reward_kwargs {dict(kwargs)}: {error}"
+        ) from error
+
+
+def _check_pattern(pattern: object) -> None:
+    try:
+        re.compile(str(pattern))
+    except re.error as error:
+        raise ConfigError(
+            f"data.reward_kwargs: pattern {pattern!r} is no regular expression: {error}"
+        ) from error
 
 
 def _check_kwargs(name: str, function: Callable[..., float], kwargs: Mapping[str, Any]) -> None:

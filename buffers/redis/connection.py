@@ -19,6 +19,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from buffers.redis.topology import RedisTopology, redacted
+from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import ConfigError, OtherReleaseError, TransportError
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,8 @@ class RedisConnection:
         if isinstance(error, _REFUSED) or any(words in message for words in _REFUSED_IN_SCRIPT):
             raise ConfigError(
                 f"buffer.url {self.url}: Redis refuses this user: {message}; it needs the right "
-                "password, and an ACL such as ~streamrl:* resetchannels &streamrl:* +@all -@admin"
+                f"password ({REDIS_PASSWORD} or buffer.password_file), and an ACL such as "
+                "~streamrl:* resetchannels &streamrl:* +@all -@admin"
             ) from error
         if reason := _certificate_error(error):
             raise ConfigError(

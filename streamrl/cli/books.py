@@ -55,7 +55,7 @@ async def _forget(config: RunConfig) -> None:
             f"or did until a moment ago: choose another run.name, or stop them and wait "
             f"buffer.lease_ttl_s ({config.buffer.lease_ttl_s:g} s)"
         )
-    await forget(config.buffer.url, config.run.name)
+    await forget(config.buffer.secret_url, config.run.name)
 
 
 async def _read(config: RunConfig) -> BufferStats:

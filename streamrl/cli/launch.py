@@ -1,6 +1,6 @@
 """`streamrl launch`: everything a run needs on this machine, as separate processes.
 
-make the model if it has a recipe; compare engine and learner if `parity` sets a threshold;
+check; make the model if it has a recipe; compare engine and learner if `parity` sets a threshold;
 run buffer, learner and generators until the learner ends or a signal comes; evaluate; report
 """
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from streamrl.cli.display.summary import summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.parity.compare import require_parity
+from streamrl.cli.preflight.child import require_startable
 from streamrl.cli.processes.command import call
 from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
 from streamrl.cli.report import write_report
@@ -26,6 +27,7 @@ from streamrl.run_folder import prepare, read_json
 
 def main(arguments: argparse.Namespace) -> int:
     console = Console()
+    require_startable(arguments)
     loaded = configuration(arguments)
     config = prepare(loaded.config, resume=arguments.resume, new=arguments.new)
     finished = run_here(

@@ -1,11 +1,54 @@
-"""Which addresses stay on this machine: those need no keys."""
+"""Which addresses can be used at all, and which stay on this machine: those need no keys."""
 
 import ipaddress
+from collections.abc import Iterator
+
+LARGEST_PORT = 65_535
+
+
+def require_places(url: str, *, needs_port: bool) -> None:
+    """
+    Raises:
+        ValueError: a host is missing, or a port is no number from 0 to LARGEST_PORT.
+    """
+    for host, port in places_of(url):
+        if not host or set(host) & set("@ "):
+            raise ValueError(f"was {url!r}; it must look like {_form(url, needs_port)}")
+        if (port or needs_port) and not (port.isdecimal() and int(port) <= LARGEST_PORT):
+            raise ValueError(
+                f"was {url!r}; its port must be a number from 0 to {LARGEST_PORT}: "
+                f"{_form(url, needs_port)}"
+            )
+
+
+def _form(url: str, needs_port: bool) -> str:
+    return f"{url.partition('://')[0]}://host{':port' if needs_port else '[:port]'}"
+
+
+def places_of(url: str) -> Iterator[tuple[str, str]]:
+    """Host and port of each address that the URL names, the port "" where it names none.
+
+    >>> list(places_of("redis+cluster://user:***@a:1,[::1]/0"))
+    [('a', '1'), ('::1', '')]
+    """
+    for place in url.partition("://")[2].partition("?")[0].partition("/")[0].split(","):
+        address = place.rpartition("@")[2]
+        if address.startswith("["):
+            host, _, port = address[1:].partition("]")
+            yield host, port.removeprefix(":")
+        else:
+            host, _, port = address.rpartition(":") if ":" in address else (address, "", "")
+            yield host, port
 
 
 def host_of(url: str) -> str:
     """The host of scheme://host:port, without the brackets of IPv6."""
     return url.partition("://")[2].rpartition(":")[0].strip("[]")
+
+
+def port_of(url: str) -> int:
+    """The port of scheme://host:port; 0 where it is to be picked."""
+    return int(url.rpartition(":")[2])
 
 
 def is_loopback(url: str) -> bool:

@@ -3,6 +3,7 @@
 import argparse
 
 from streamrl.config import LoadedConfig, load_config
+from streamrl.config.secrets import hand_down
 from streamrl.errors import ConfigError
 
 
@@ -12,7 +13,14 @@ def configuration(arguments: argparse.Namespace) -> LoadedConfig:
     Raises:
         ConfigError: none is given, or two, or it cannot be used.
     """
-    given = [path for path in (arguments.file, arguments.config) if path]
+    loaded = load_config(config_file(arguments), arguments.overrides)
+    hand_down(arguments, loaded.config.buffer.password_of_url)
+    return loaded
+
+
+def config_file(arguments: argparse.Namespace) -> str:
+    """The one configuration file that the command is given."""
+    given: list[str] = [path for path in (arguments.file, arguments.config) if path]
     if len(given) != 1:
         raise ConfigError("give one configuration file, as CONFIG or --config CONFIG")
-    return load_config(given[0], arguments.overrides)
+    return given[0]

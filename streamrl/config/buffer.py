@@ -1,13 +1,30 @@
 """`buffer`: where trajectory groups wait, and how old they may become."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import (
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
-from streamrl.config.addresses import is_loopback
+from streamrl.config.addresses import is_loopback, require_places
 from streamrl.config.numbers import NotNegative, Positive, Seconds
+from streamrl.config.secrets import (
+    REDIS_PASSWORD,
+    hide_password,
+    lacks_password,
+    read_password,
+    with_password,
+)
 from streamrl.config.section import Section
+from streamrl.errors import ConfigError
+
+SHORTEST_LEASE_S = 1.0
 
 
 class BufferSettings(Section):
@@ -15,8 +32,11 @@ class BufferSettings(Section):
 
     url: str = "zmq://127.0.0.1:0"
     """zmq://host:port, where port 0 lets `streamrl launch` pick a free one; redis://, rediss://,
-    redis+sentinel://host,host/service, redis+cluster://host,host or rediss+cluster://, with
-    user:password@ before the host; or memory://."""
+    redis+sentinel://host,host/service, redis+cluster://host,host or rediss+cluster://, with user@
+    before the host where there are users; or memory://."""
+    password_file: Path | None = None
+    """File that holds the password of redis://, unless STREAMRL_REDIS_PASSWORD in the environment
+    does. A password is written nowhere: one in `url` is left out of the run's config.yaml."""
     max_staleness: NotNegative = 2
     """Versions a group may be behind when it is trained; 0 is the synchronous algorithm."""
     overdue: Literal["wait", "train", "drop"] = "wait"
@@ -25,7 +45,8 @@ class BufferSettings(Section):
     `max_staleness` bounds only how far generators run ahead; `drop`, it is dropped, which trains
     fewer long responses than were sampled."""
     lease_ttl_s: Seconds = 30.0
-    """A generator that sends no heartbeat for this long loses its leases."""
+    """A generator that sends no heartbeat for this long, at least 1 s, loses its leases. It sends
+    four in this time, and one a second at least."""
     max_group_bytes: Positive = 64 * 2**20
     """Largest group accepted, in bytes."""
     deadline_s: Seconds = 60.0
@@ -37,11 +58,29 @@ class BufferSettings(Section):
     curve: Path | None = None
     """Folder of the keys that zmq:// needs on any but a loopback address (`streamrl keys new`)."""
 
+    _password: SecretStr = PrivateAttr(default=SecretStr(""))
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _holds_no_password(
+        cls, value: Any, validate: ModelWrapValidatorHandler["BufferSettings"]
+    ) -> "BufferSettings":
+        if not isinstance(value, Mapping) or not isinstance(value.get("url"), str):
+            return validate(value)
+        url, password = hide_password(value["url"])
+        settings = validate({**value, "url": url})
+        settings._password = SecretStr(password)
+        return settings
+
     @field_validator("url")
     @classmethod
-    def _has_known_scheme(cls, url: str) -> str:
+    def _is_an_address(cls, url: str) -> str:
         if not url.startswith(_BUFFER_SCHEMES):
             raise ValueError(f"was {url!r}; it must start with {', '.join(_BUFFER_SCHEMES)}")
+        if "password=" in url:
+            raise ValueError(f"was {url!r}; a password belongs into {REDIS_PASSWORD}")
+        if not url.startswith("memory://"):
+            require_places(url, needs_port=url.startswith("zmq://"))
         return url
 
     @model_validator(mode="after")
@@ -52,6 +91,47 @@ class BufferSettings(Section):
                 "make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
             )
         return self
+
+    @field_validator("lease_ttl_s")
+    @classmethod
+    def _outlasts_a_pause(cls, lease_ttl_s: float) -> float:
+        if lease_ttl_s < SHORTEST_LEASE_S:
+            raise ValueError(
+                f"was {lease_ttl_s:g}; it must be at least {SHORTEST_LEASE_S:g}: with a heartbeat "
+                f"every {lease_ttl_s / 4:g} s any pause of a generator ends its leases, and no "
+                "group would be finished"
+            )
+        return lease_ttl_s
+
+    @property
+    def password_of_url(self) -> str:
+        """The one that `url` was given with; "" if it had none."""
+        return self._password.get_secret_value()
+
+    @property
+    def password(self) -> str:
+        """The one that `url` was given with, or else of the environment or the file; "" if none.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        return self.password_of_url or read_password(self.password_file)
+
+    @property
+    def secret_url(self) -> str:
+        """`url` with its password: for a connection, and for nothing that is printed or written.
+
+        Raises:
+            ConfigError: `url` was written without its password, and there is none elsewhere.
+        """
+        if password := self.password:
+            return with_password(self.url, password)
+        if lacks_password(self.url):
+            raise ConfigError(
+                f"buffer.url: {self.url} was written without its password: give it in the "
+                f"environment, as {REDIS_PASSWORD}, or in a file, as buffer.password_file"
+            )
+        return self.url
 
     @property
     def has_daemon(self) -> bool:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
-from streamrl.config.numbers import Dtype, NotNegative, Positive, Seconds
+from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
 
 
@@ -41,7 +41,7 @@ class GeneratorSettings(Section):
     """Longest prompt plus completion, in tokens; unset: max_prompt_length + max_new_tokens."""
     dtype: Dtype = "float32"
     """Precision of the engine's weights."""
-    device: str = "auto"
+    device: Device = "auto"
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
     num_threads: NotNegative = 0
     """CPU threads of one generator; 0 leaves torch's choice."""

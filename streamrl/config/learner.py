@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from streamrl.config.numbers import NotNegative, Positive, Probability
+from streamrl.config.numbers import Device, NotNegative, Positive, Probability
 from streamrl.config.section import Section
 
 
@@ -51,7 +51,7 @@ class LearnerSettings(Section):
     """Saved states of the run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; master weights and optimizer stay float32."""
-    device: str = "auto"
+    device: Device = "auto"
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
     num_threads: NotNegative = 0
     """CPU threads of the learner; 0 leaves torch's choice."""

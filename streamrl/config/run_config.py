@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pydantic import model_validator
 
+from streamrl.config.addresses import host_of, is_loopback, port_of
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.data import DataSettings
@@ -19,6 +20,9 @@ from streamrl.config.run import RunSettings
 from streamrl.config.section import Section
 from streamrl.config.tracking import TrackingSettings
 from streamrl.config.weights import WeightSettings
+
+# Its id, mask, log-probability and policy version, as `streamrl.types.PackedGroup` holds them.
+_TOKEN_BYTES = 4 + 1 + 4 + 4
 
 
 class RunConfig(Section):
@@ -51,11 +55,14 @@ class RunConfig(Section):
         longest = self.data.max_prompt_length + self.generator.max_new_tokens
         return self.generator.max_model_len or longest
 
+    def group_bytes(self, num_tokens: int) -> int:
+        """Bytes of a group whose trajectories have so many tokens each, without a few of names."""
+        return self.generator.group_size * num_tokens * _TOKEN_BYTES
+
     @model_validator(mode="after")
     def _has_no_contradiction(self) -> "RunConfig":
-        for find in _CONTRADICTIONS:
-            if sentence := find(self):
-                raise ValueError(sentence)
+        if sentences := [sentence for find in _CONTRADICTIONS if (sentence := find(self))]:
+            raise ValueError("\n".join(sentences))
         return self
 
 
@@ -129,6 +136,15 @@ def _shared_between_gpu_and_cpu(c: RunConfig) -> str | None:
     )
 
 
+def _weights_without_keys(c: RunConfig) -> str | None:
+    if c.buffer.curve is not None or is_loopback(c.weights.address):
+        return None
+    return (
+        f"weights.address: was {c.weights.address!r}, which other machines can reach; that needs "
+        "keys: make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
+    )
+
+
 def _warmup_longer_than_run(c: RunConfig) -> str | None:
     if c.learner.optimizer.warmup_steps <= c.run.max_steps:
         return None
@@ -162,6 +178,29 @@ def _alone_in_its_group(c: RunConfig) -> str | None:
     )
 
 
+def _groups_too_large(c: RunConfig) -> str | None:
+    smallest = c.group_bytes(1 + max(1, c.generator.min_new_tokens))
+    if smallest <= c.buffer.max_group_bytes:
+        return None
+    return (
+        f"buffer.max_group_bytes {c.buffer.max_group_bytes} refuses every group: with "
+        f"generator.group_size {c.generator.group_size} the smallest has {smallest} bytes, and one "
+        f"of generator.max_model_len {c.max_model_len} tokens {c.group_bytes(c.max_model_len)}"
+    )
+
+
+def _one_address(c: RunConfig) -> str | None:
+    buffer, weights = c.buffer.url, c.weights.address
+    if not c.buffer.has_daemon or not 0 < port_of(buffer) == port_of(weights):
+        return None
+    if host_of(buffer) != host_of(weights) and not (is_loopback(buffer) and is_loopback(weights)):
+        return None
+    return (
+        f"buffer.url {buffer} and weights.address {weights} are one port, where the buffer and the "
+        "learner listen each: give one of them another"
+    )
+
+
 _COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
 
 _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
@@ -172,7 +211,10 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _weights_too_rare,
     _nccl_without_gpu,
     _shared_between_gpu_and_cpu,
+    _weights_without_keys,
     _warmup_longer_than_run,
     _warmup_without_a_critic,
     _alone_in_its_group,
+    _groups_too_large,
+    _one_address,
 )

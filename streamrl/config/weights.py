@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
+from streamrl.config.addresses import require_places
 from streamrl.config.numbers import Dtype, Positive, Seconds
 from streamrl.config.section import Section
 
@@ -40,11 +41,13 @@ class WeightSettings(Section):
     deadline_s: Seconds = 30.0
     """Longest wait for one hop of an update; who exceeds it is left out until it catches up."""
 
-    @model_validator(mode="after")
-    def _is_tcp(self) -> "WeightSettings":
-        if not self.address.startswith("tcp://"):
-            raise ValueError(f"weights.address: was {self.address!r}; it must be tcp://host:port")
-        return self
+    @field_validator("address")
+    @classmethod
+    def _is_tcp(cls, address: str) -> str:
+        if not address.startswith("tcp://"):
+            raise ValueError(f"was {address!r}; it must be tcp://host:port")
+        require_places(address, needs_port=True)
+        return address
 
     @model_validator(mode="after")
     def _has_files_for_delta(self) -> "WeightSettings":

@@ -133,16 +133,19 @@ class Run:
     """A generator at work on a memory buffer whose learner is the test."""
 
     def __init__(self, **generator: object) -> None:
-        self.config = RunConfig.model_validate(
+        config = RunConfig.model_validate(
             {
                 "model": {"path": "unused"},
                 "data": {"source": "addition"},
                 "generator": {"group_size": 2, "max_num_seqs": 8, "drain_s": 0.2, **generator},
-                "buffer": {"lease_ttl_s": 0.4, "max_staleness": 1},
+                "buffer": {"max_staleness": 1},
                 "learner": {"groups_per_step": 2},
                 "weights": {"address": "tcp://127.0.0.1:9"},
             }
         )
+        # Shorter than a configuration allows: nothing else computes here.
+        buffer = config.buffer.model_copy(update={"lease_ttl_s": 0.4})
+        self.config = config.model_copy(update={"buffer": buffer})
         self.state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=0.4)
         self.learner = MemoryBuffer(self.state)
         self.engine = FakeEngine()

@@ -27,8 +27,8 @@ _RUN = {
     ),
     "check": Command(
         "streamrl.cli.check:main",
-        "print the resolved configuration and the source of each value",
-        options.config,
+        "whether a run can start, and the source of each value of its configuration",
+        options.check,
     ),
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
     "generator": Command("actors.daemon:main", "start one generator", options.generator),

@@ -17,6 +17,16 @@ def config(parser: ArgumentParser) -> None:
     )
 
 
+def check(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument(
+        "--deep", action="store_true", help="sample one group with the model, score and print it"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="print problems and warnings, not the configuration"
+    )
+
+
 def launch(parser: ArgumentParser) -> None:
     config(parser)
     existing = parser.add_mutually_exclusive_group()

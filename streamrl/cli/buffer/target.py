@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from buffers.connect import connect
 from buffers.zmq.client import ZmqBuffer
 from streamrl.config import RunConfig
+from streamrl.config.secrets import hide_password
 from streamrl.diagnosis import Reading
 from streamrl.diagnosis.outcome import RunState, outcome, state_of
 from streamrl.errors import ConfigError, StreamRLError, TransportError
@@ -89,7 +90,8 @@ def require_url(target: str) -> None:
     """
     if not target.startswith("zmq://"):
         raise ConfigError(
-            f"{target} names no run: give the configuration, such as runs/NAME/config.yaml"
+            f"{hide_password(target)[0]} names no run: give the configuration, such as "
+            "runs/NAME/config.yaml"
         )
     if _place(target) is None:
         raise ConfigError(f"{target}: must be zmq://host:port, with a port from 1 to 65535")

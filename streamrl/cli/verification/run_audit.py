@@ -62,7 +62,7 @@ def _audit_events(folder: Path) -> EventAudit | None:
     config = config_of(folder)
     if config.buffer.has_daemon:
         return None
-    return asyncio.run(audit_redis(config.buffer.url, config.run.name))
+    return asyncio.run(audit_redis(config.buffer.secret_url, config.run.name))
 
 
 def _last_step(folder: Path) -> int | None:

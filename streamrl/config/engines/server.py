@@ -4,7 +4,7 @@ The base of `generator.vllm` and `generator.sglang`.
 """
 
 import os
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import field_validator, model_validator
 
@@ -14,6 +14,8 @@ from streamrl.errors import ConfigError
 
 
 class ServerSettings(Section):
+    section: ClassVar[str]
+
     url: str | None = None
     """http://host:port of a server that is up already; null: this generator starts its own."""
     api_key_variable: str | None = None
@@ -29,6 +31,8 @@ class ServerSettings(Section):
     def _is_http(cls, url: str | None) -> str | None:
         if url is not None and not url.startswith(("http://", "https://")):
             raise ValueError(f"was {url!r}; it must be http://host:port")
+        if url is not None and "@" in url.partition("//")[2].partition("/")[0]:
+            raise ValueError("holds a password; the server's key belongs into api_key_variable")
         return url
 
     @model_validator(mode="after")
@@ -47,8 +51,8 @@ class ServerSettings(Section):
             return None
         if self.api_key_variable not in os.environ:
             raise ConfigError(
-                f"api_key_variable: there is no {self.api_key_variable} in the environment, and "
-                f"{self.url} asks for a key"
+                f"{self.section}.api_key_variable: there is no {self.api_key_variable} in the "
+                f"environment, and {self.url} asks for a key"
             )
         return os.environ[self.api_key_variable]
 

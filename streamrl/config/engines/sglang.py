@@ -1,6 +1,6 @@
 """`generator.sglang`: the SGLang engine."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,8 @@ from streamrl.config.numbers import Positive
 class SglangSettings(ServerSettings):
     """Server arguments under SGLang's own names, where null leaves its default; the last three and
     those of the connection are ours. With `url`, the server runs elsewhere."""
+
+    section: ClassVar[str] = "generator.sglang"
 
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Fraction of a GPU's memory for weights and KV cache."""

@@ -1,6 +1,6 @@
 """`generator.vllm`: the vLLM engine."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,8 @@ from streamrl.config.numbers import Positive
 class VllmSettings(ServerSettings):
     """Engine arguments under vLLM's own names, where null leaves its default; the last two and
     those of the connection are ours. With `url`, vLLM runs elsewhere (`vllm serve`)."""
+
+    section: ClassVar[str] = "generator.vllm"
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Fraction of a GPU's memory for weights and KV cache."""

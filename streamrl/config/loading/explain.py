@@ -53,7 +53,10 @@ def _findings(
         case "missing":
             yield field, "is required and was not given"
         case "value_error":
-            yield field, detail["msg"].removeprefix("Value error, ")
+            message = detail["msg"].removeprefix("Value error, ")
+            own, colon, sentence = message.partition(": ")
+            is_named = bool(colon) and own.startswith(f"{field}.")
+            yield (own, sentence) if is_named else (field, message)
         case _:
             sentence = f"was {_shown(detail['input'])}; {_lower(detail['msg'])}"
             yield field or "configuration", sentence

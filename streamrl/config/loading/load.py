@@ -7,8 +7,9 @@ string; a key that stands twice is refused.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from streamrl.config.loading.explain import explain
 from streamrl.config.loading.sources import from_environment, from_file, from_override
 from streamrl.config.run_config import RunConfig
+from streamrl.config.secrets import without_secrets
 from streamrl.errors import ConfigError
 
 
@@ -36,21 +38,70 @@ def load_config(
     """The configuration of the file, changed by the environment and by "section.key=value".
 
     Raises:
-        ConfigError: unreadable, unknown or contradictory; one sentence per finding.
+        ConfigError: unreadable, unknown or contradictory; one sentence per finding, none of which
+            shows a password.
     """
-    settings = [
-        *from_file(Path(path)),
-        *from_environment(os.environ if environment is None else environment),
-        *(from_override(text) for text in overrides),
-    ]
-    tree: dict[str, Any] = {}
-    for setting in settings:
-        tree = _with(tree, setting.path, setting.value, setting.origin)
+    loaded, refusal = load_usable(path, overrides, environment)
+    if refusal is not None:
+        raise refusal
+    assert loaded is not None, "what is not refused is usable"
+    return loaded
+
+
+def load_usable(
+    path: Path | str,
+    overrides: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[LoadedConfig | None, ConfigError | None]:
+    """As `load_config`, for a check that goes on: what is refused, and the configuration without
+    it. Settings that are refused have their defaults there; None if too few are left.
+
+    Raises:
+        ConfigError: the file, a variable or an override cannot be read.
+    """
+    try:
+        settings = [
+            *from_file(Path(path)),
+            *from_environment(os.environ if environment is None else environment),
+            *(from_override(text) for text in overrides),
+        ]
+        tree: dict[str, Any] = {}
+        for setting in settings:
+            tree = _with(tree, setting.path, setting.value, setting.origin)
+    except ConfigError as error:
+        raise ConfigError(without_secrets(str(error))) from None
     origins = {".".join(setting.path): setting.origin for setting in settings}
     try:
-        return LoadedConfig(RunConfig.model_validate(tree), origins)
+        return LoadedConfig(RunConfig.model_validate(tree), origins), None
     except ValidationError as error:
-        raise explain(error, RunConfig, origins) from error
+        refusal = ConfigError(without_secrets(str(explain(error, RunConfig, origins))))
+        rest = _usable(tree, [detail["loc"] for detail in error.errors()])
+        return None if rest is None else LoadedConfig(rest, origins), refusal
+
+
+def _usable(tree: Mapping[str, Any], refused: Sequence[tuple[int | str, ...]]) -> RunConfig | None:
+    """The sections without what was refused, unless that is all of a section that must be given;
+    whether they contradict each other is not looked at."""
+    rest = reduce(_without, refused, tree)
+    try:
+        sections = {
+            name: field.annotation.model_validate(rest.get(name, {}))  # type: ignore[union-attr]
+            for name, field in RunConfig.model_fields.items()
+        }
+    except ValidationError:
+        return None
+    return RunConfig.model_construct(**sections)
+
+
+def _without(tree: Mapping[str, Any], path: tuple[int | str, ...]) -> Mapping[str, Any]:
+    """The tree without the value at the path, or without the last part of it that there is."""
+    if not path or not isinstance(tree.get(str(path[0])), Mapping | str | int | float | list):
+        return tree
+    key, *below = str(path[0]), *path[1:]
+    inner = tree[key]
+    if isinstance(inner, Mapping) and below and below[0] in inner:
+        return {**tree, key: _without(inner, tuple(below))}
+    return {name: value for name, value in tree.items() if name != key}
 
 
 def _with(

@@ -1,0 +1,200 @@
+"""Whether prompts, reward, environment and algorithm can be loaded, by the daemons' own look-ups.
+
+Runs the user's files, as the generators do; those of `algorithm` are read and not run, since they
+import torch.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from actors.environments import make_environment
+from actors.prompts import open_held_out, open_prompts
+from actors.rewards import make_reward
+from actors.rewards.builtin import extract_number
+from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
+from streamrl.cli.preflight.model import local_folder
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, did_you_mean
+from streamrl.interfaces import Prompt, PromptSource
+from streamrl.user_code import attributed_to, find_user_code, is_user_code
+
+_SCANNED, _LARGEST_SCAN = 256, 2000
+_GYM = "reasoning_gym:"
+
+
+def check_user_code(config: RunConfig) -> Iterator[Finding]:
+    """Reward, environment, loss and advantage."""
+    yield from refusal(lambda: make_reward(config.data))
+    yield from refusal(lambda: make_environment(config.generator.environment))
+    for field, name in (
+        ("algorithm.loss", config.algorithm.loss),
+        ("algorithm.advantage", config.algorithm.advantage),
+    ):
+        if is_user_code(name):
+            yield from refusal(partial(find_user_code, field, name))
+    yield fact(
+        f"data.reward: {config.data.reward}; generator.environment: {config.generator.environment}"
+    )
+
+
+def check_prompts(config: RunConfig) -> Iterator[Finding]:
+    """The prompts of training, those held out if the run ends with an evaluation, the template."""
+    data = config.data
+    if isinstance(data.chat_template, Path):
+        yield from refusal(partial(_read, "data.chat_template", data.chat_template))
+    if data.source.startswith(_GYM):
+        yield from _check_gym(data.source.removeprefix(_GYM))
+        return
+    yield from _check_training(config)
+    if config.run.evaluate:
+        yield from _check_held_out(config)
+
+
+def _check_training(config: RunConfig) -> Iterator[Finding]:
+    try:
+        prompts = open_prompts(config.data, config.run.seed)
+        first = prompts[0]
+    except ConfigError as error:
+        yield problem(str(error))
+        return
+    yield from _check_first(config, first)
+    yield from _check_alphabet(config, prompts)
+    yield from _check_lengths(config, prompts)
+    if (size := _size(prompts)) is None:
+        yield fact(f"data.source: {config.data.source}, such as {_shown(first)}")
+        return
+    num_prompts = config.learner.groups_per_step
+    if num_prompts > size:
+        yield warning(
+            f"learner.groups_per_step: {num_prompts} is more than the {size} prompts of "
+            f"{config.data.source}: a step trains the same prompt {num_prompts / size:.3g} times"
+        )
+    yield fact(f"data.source: {config.data.source}: {size} prompts, such as {_shown(first)}")
+
+
+def _check_held_out(config: RunConfig) -> Iterator[Finding]:
+    try:
+        held_out = open_held_out(config.data, config.run.seed)
+    except ConfigError as error:
+        hint = "; or set run.evaluate: false" if config.data.eval_source is None else ""
+        yield problem(f"{error}{hint}")
+        return
+    size, wanted = _size(held_out), config.data.num_eval_prompts
+    if config.data.eval_source and size is not None and wanted > size:
+        yield warning(
+            f"data.num_eval_prompts: {wanted} is more than the {size} prompts of "
+            f"{config.data.eval_source}: some are scored twice"
+        )
+
+
+def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
+    """What the first prompt tells of all: the form of a source's prompts is one."""
+    data = config.data
+    if data.reward == "task" and "dataset" not in prompt.row:
+        yield problem(
+            f"data.reward: task is the scorer of reasoning_gym, and data.source {data.source} has "
+            "none; use exact_match, numeric_answer, regex or PATH.py:FUNCTION"
+        )
+    if data.reward == "exact_match" and not prompt.answer.strip():
+        yield warning(f"data.reward: exact_match, and the answer to {_shown(prompt)} is empty")
+    if data.reward == "numeric_answer" and extract_number(prompt.answer) is None:
+        yield warning(
+            f"data.reward: numeric_answer, and the answer {prompt.answer!r} to {_shown(prompt)} "
+            "holds no number: its reward is always 0"
+        )
+    if isinstance(prompt.content, str):
+        return
+    tokenizer = local_folder("model.tokenizer", config.model.tokenizer_path)
+    has_none = tokenizer is not None and not tokenizer.has_chat_template
+    if data.chat_template == "none" or (data.chat_template == "native" and has_none):
+        yield problem(
+            f"data.chat_template: was {data.chat_template}, and prompts are lists of messages, for "
+            "which the tokenizer has no chat template; name a Jinja file"
+        )
+
+
+def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
+    """Whether the model that will be made has a token for every character."""
+    recipe = config.model.recipe
+    if recipe is None or Path(config.model.path).exists():
+        return
+    used = {c for i in range(_SCANNED) for c in str(prompts[i].content)}
+    if lacking := "".join(sorted(used - set(recipe.alphabet))):
+        yield problem(f"model.recipe.alphabet: lacks {lacking!r}, which prompts have")
+
+
+def _check_lengths(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
+    """Whether some of the first prompts is too long already without a chat template around it."""
+    data = config.data
+    num_tokens = _tokenizer(config)
+    if data.truncation != "error" or num_tokens is None:
+        return
+    known = _size(prompts)
+    scanned = [prompts[i] for i in range(min(known or _SCANNED, _LARGEST_SCAN))]
+    lengths = [sum(num_tokens(text) for text in _texts(prompt)) for prompt in scanned]
+    longest = max(range(len(scanned)), key=lengths.__getitem__)
+    if lengths[longest] > data.max_prompt_length:
+        origin = scanned[longest].origin
+        yield problem(
+            f"data.max_prompt_length: was {data.max_prompt_length}, and a prompt has "
+            f"{lengths[longest]} tokens ({origin or _shown(scanned[longest])}); data.truncation "
+            "left, right or drop would take it"
+        )
+
+
+def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
+    """Counts the tokens of a text; None where that takes more than tokenizer.json."""
+    if config.model.recipe is not None and not Path(config.model.path).exists():
+        return len
+    folder = local_folder("model.tokenizer", config.model.tokenizer_path)
+    if folder is None or not (file := folder.path / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    with attributed_to(f"model.tokenizer: {file}"):
+        tokenizer = Tokenizer.from_file(str(file))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    if isinstance(prompt.content, str):
+        return [prompt.content]
+    return [turn["content"] for turn in prompt.content]
+
+
+def _check_gym(name: str) -> Iterator[Finding]:
+    """By its files: the package takes seconds to import."""
+    spec = find_spec("reasoning_gym")
+    if spec is None or spec.origin is None:
+        yield problem("data.source: reasoning_gym is not installed: pip install 'streamrl[tasks]'")
+        return
+    sources = (file.read_text(encoding="utf-8") for file in Path(spec.origin).parent.rglob("*.py"))
+    known = {found for text in sources for found in _GYM_NAME.findall(text)}
+    if known and name not in known:
+        hint = did_you_mean(name, known)
+        yield problem(f"data.source: reasoning_gym has no {name!r}; {hint}")
+    yield fact(f"data.source: reasoning_gym's {name}, which is not loaded here")
+
+
+_GYM_NAME = re.compile(r"""DATASET_NAME\s*=\s*["'](\w+)["']""")
+
+
+def _read(setting: str, path: Path) -> None:
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{setting}: cannot read {path}: {reason}") from error
+
+
+def _size(prompts: PromptSource) -> int | None:
+    """The number of different prompts, for sources that know it."""
+    return len(prompts) if hasattr(prompts, "__len__") else None  # type: ignore[arg-type]
+
+
+def _shown(prompt: Prompt) -> str:
+    text = repr(prompt.content)
+    return text if len(text) <= 60 else f"{text[:57]}..."

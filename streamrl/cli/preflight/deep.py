@@ -1,0 +1,147 @@
+"""`streamrl check --deep`: one group, sampled and scored as a generator does it, for a person to
+read.
+
+Invariant: what was sampled is printed also if it could not be scored.
+"""
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+import streamrl
+from actors.chat import PromptTooLongError, Renderer
+from actors.daemon import make_runner
+from actors.engines import make_engine
+from actors.make_model import make_model
+from actors.prompts import open_prompts
+from actors.rewards import make_reward
+from actors.rollout import GroupRunner
+from streamrl.algorithms.objective import require_algorithm
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import Episode, Prompt, Reward
+from streamrl.types import Lease, TrajectoryGroup
+
+_TRIED = 32
+_PACKAGES = tuple(str(Path(streamrl.__file__).parents[1] / name) for name in ("streamrl", "actors"))
+
+
+@dataclass
+class RecordingReward:
+    """A reward that keeps the episodes that it was given."""
+
+    reward: Reward
+    episodes: Sequence[Episode] = field(default=())
+
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[float]:
+        self.episodes = tuple(episodes)
+        return await self.reward.score(episodes)
+
+
+def sample_one_group(config: RunConfig) -> int:
+    """Print the prompt, each response, its reward and why it ended.
+
+    Raises:
+        RolloutError: the group could not be sampled or scored.
+    """
+    disable_progress_bar()
+    if config.model.recipe is not None and not Path(config.model.path).exists():
+        print(f"making {config.model.path} (streamrl make-model)", file=sys.stderr)
+        make_model(config)
+    require_algorithm(config.algorithm)
+    try:
+        asyncio.run(_sample(config))
+    except RolloutError as error:
+        print("".join(_user_frames(error.__cause__)), end="", file=sys.stderr)
+        raise
+    return 0
+
+
+async def _sample(config: RunConfig) -> None:
+    """Waits for the engine, the environment and the reward."""
+    if config.generator.num_threads:
+        torch.set_num_threads(config.generator.num_threads)
+    renderer, prompts = Renderer.from_config(config), open_prompts(config.data, config.run.seed)
+    reward = RecordingReward(make_reward(config.data))
+    engine = make_engine(config, seed=config.run.seed)
+    try:
+        runner = replace(
+            make_runner(config, engine, renderer, prompts, reward),
+            group_size=config.generator.group_size,
+        )
+        prompt_index = _first_that_fits(runner)
+        print("\n".join(_of_prompt(prompts[prompt_index], renderer)))
+        try:
+            group = await runner.run(_lease(prompt_index))
+        except RolloutError:
+            for number, episode in enumerate(reward.episodes, 1):
+                print(f"\nresponse {number}, {episode.finish_reason}")
+                print(_indented(episode.response))
+            raise
+        print("\n".join(_of_group(group, renderer)))
+    finally:
+        await engine.close()
+
+
+def _first_that_fits(runner: GroupRunner) -> int:
+    for prompt_index in range(_TRIED):
+        try:
+            runner.renderer.encode(runner.prompts[prompt_index])
+        except PromptTooLongError:
+            continue
+        return prompt_index
+    raise ConfigError(f"data.max_prompt_length: none of the first {_TRIED} prompts fits")
+
+
+def _lease(prompt_index: int) -> Lease:
+    return Lease(
+        lease_id=f"check/{prompt_index}",
+        prompt_index=prompt_index,
+        min_policy_version=0,
+        expires_at_s=0.0,
+    )
+
+
+def _of_prompt(prompt: Prompt, renderer: Renderer) -> Iterator[str]:
+    token_ids = renderer.encode(prompt)
+    origin = f" ({prompt.origin})" if prompt.origin else ""
+    yield f"prompt{origin}, {len(token_ids)} tokens"
+    yield _indented(renderer.decode(token_ids))
+    yield "answer"
+    yield _indented(prompt.answer)
+
+
+def _of_group(group: TrajectoryGroup, renderer: Renderer) -> Iterator[str]:
+    """Of an episode of several turns, all that follows the prompt."""
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    for number, trajectory in enumerate(group.trajectories, 1):
+        first = int(trajectory.response_mask.argmax())
+        turns = f", {len(trajectory.turns)} turns" if len(trajectory.turns) > 1 else ""
+        yield (
+            f"\nresponse {number}, reward {trajectory.reward:g}, {trajectory.finish_reason}, "
+            f"{trajectory.num_response_tokens} tokens{turns}"
+        )
+        yield _indented(renderer.decode(trajectory.token_ids[first:].tolist()))
+    yield f"\nmean reward {sum(rewards) / len(rewards):.3g} of {len(rewards)} responses"
+    if len(set(rewards)) == 1:
+        yield "all rewards of this group are equal: it gives no signal where siblings are compared"
+    cut = sum(trajectory.finish_reason.is_truncated for trajectory in group.trajectories)
+    if cut:
+        yield f"{cut} of {len(rewards)} responses were cut by a limit (generator.max_new_tokens)"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
+
+
+def _user_frames(error: BaseException | None) -> list[str]:
+    """File, line and source of the frames below StreamRL's own, innermost last."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_PACKAGES)]
+    return traceback.format_list(frames[ours[-1] + 1 :] if ours else [])

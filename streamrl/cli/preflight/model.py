@@ -1,0 +1,170 @@
+"""Whether the model and its tokenizer are there, belong together, and fit the settings."""
+
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, TimeoutError
+from os import environ
+from pathlib import Path
+from threading import Thread
+
+from streamrl.cli.preflight.findings import Finding, fact, problem, warning
+from streamrl.cli.preflight.model_folder import ModelFolder, hub_folder
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+
+HUB_S = 1.0
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def check_model(config: RunConfig) -> Iterator[Finding]:
+    """A model that `model.recipe` describes is made when it is missing."""
+    path, recipe = config.model.path, config.model.recipe
+    if recipe is not None and not Path(path).exists():
+        if recipe.hidden_size % recipe.num_heads:
+            yield problem(
+                f"model.recipe.hidden_size: was {recipe.hidden_size}, which "
+                f"model.recipe.num_heads {recipe.num_heads} do not divide"
+            )
+        yield fact(f"model.path: {path} will be made from model.recipe")
+        return
+    folder = find_folder("model.path", path)
+    if isinstance(folder, Finding):
+        yield folder
+        return
+    yield from _check_folder(config, folder)
+    tokenizer = find_folder(_tokenizer_setting(config), config.model.tokenizer_path)
+    if isinstance(tokenizer, Finding):
+        yield tokenizer
+    else:
+        yield from _check_tokenizer(config, folder, tokenizer)
+
+
+def local_folder(setting: str, name: str) -> ModelFolder | None:
+    """The folder of this name, here or in the Hub's cache."""
+    path = Path(name) if Path(name).is_dir() else hub_folder(name)
+    return ModelFolder(path, setting) if path else None
+
+
+def find_folder(setting: str, name: str) -> ModelFolder | Finding:
+    """The folder of this name, here or in the Hub's cache; or why there is none."""
+    if folder := local_folder(setting, name):
+        return folder
+    if Path(name).exists():
+        return problem(f"{setting}: {name} is a file; it must be the folder of a model")
+    if not _HUB_NAME.fullmatch(name) or (Path(name).parent.is_dir() and "/" in name):
+        return problem(f"{setting}: there is no folder {name}")
+    return _ask_hub(setting, name)
+
+
+def _ask_hub(setting: str, name: str) -> Finding:
+    """Whether the Hub has the model. Waits HUB_S for its answer."""
+    missing = f"{setting}: there is no folder {name} here, and it is not in the Hub's cache"
+    if environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        return problem(f"{missing}; HF_HUB_OFFLINE forbids to download it")
+    endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    answer: Future[int] = Future()
+
+    def ask() -> None:
+        request = urllib.request.Request(f"{endpoint}/{name}/resolve/main/config.json")
+        request.method = "HEAD"
+        try:
+            with urllib.request.urlopen(request, timeout=HUB_S) as reply:
+                answer.set_result(reply.status)
+        except urllib.error.HTTPError as error:
+            answer.set_result(error.code)
+        except (OSError, ValueError) as error:
+            answer.set_exception(error)
+
+    Thread(target=ask, name="hub", daemon=True).start()
+    try:
+        status = answer.result(HUB_S)
+    except TimeoutError:
+        return warning(f"{missing}; {endpoint} has not answered within {HUB_S:g} s")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return problem(f"{missing}; {endpoint} cannot be reached: {reason}")
+    if status in (401, 403, 404):
+        return problem(f"{missing}; {endpoint} has no such model that may be read ({status})")
+    return warning(f"{missing}; the daemons will download it from {endpoint}")
+
+
+def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
+    path, facts = config.model.path, folder.config
+    if not folder.has_weights:
+        yield problem(f"model.path: {path} holds no weights (*.safetensors)")
+    if folder.brings_code and not config.model.trust_remote_code:
+        yield problem(
+            f"model.trust_remote_code: is false, and {path} brings its own code "
+            f"({facts['auto_map']})"
+        )
+    if config.max_model_len > folder.context:
+        yield problem(
+            f"{_length_settings(config)} is longer than the context of {path}, which is "
+            f"{folder.context:g}"
+        )
+    if config.generator.engine == "hf" and (limit := folder.limited_attention):
+        yield problem(
+            f"generator.engine: hf decodes models with full attention; {path} has {limit}: use vllm"
+        )
+    yield from _check_stop_tokens(config, facts.get("vocab_size"))
+    kind, vocabulary = facts.get("model_type", "a model"), facts.get("vocab_size")
+    yield fact(f"model.path: {path}: {kind}, vocabulary {vocabulary}, context {folder.context:g}")
+
+
+def _length_settings(config: RunConfig) -> str:
+    if config.generator.max_model_len is not None:
+        return f"generator.max_model_len: {config.max_model_len}"
+    return (
+        f"data.max_prompt_length {config.data.max_prompt_length} + generator.max_new_tokens "
+        f"{config.generator.max_new_tokens}"
+    )
+
+
+def _check_stop_tokens(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
+    unknown = [i for i in config.generator.stop_token_ids if vocab_size and i >= vocab_size]
+    if unknown:
+        yield problem(
+            f"generator.stop_token_ids: has {unknown[0]}, and {config.model.path} has tokens below "
+            f"{vocab_size}"
+        )
+
+
+def _check_tokenizer(
+    config: RunConfig, model: ModelFolder, tokenizer: ModelFolder
+) -> Iterator[Finding]:
+    path, setting = config.model.tokenizer_path, _tokenizer_setting(config)
+    if not tokenizer.has_tokenizer:
+        hint = "" if config.model.tokenizer else ": name another one's in model.tokenizer"
+        yield problem(f"{setting}: {path} holds no tokenizer{hint}")
+        return
+    try:
+        largest = max(tokenizer.token_ids.values(), default=-1)
+        largest_added = max(tokenizer.special_token_ids.values(), default=-1)
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        raise ConfigError(f"{setting}: {path}/tokenizer.json cannot be read") from error
+    vocab_size = model.config.get("vocab_size", largest + 1)
+    if largest >= vocab_size:
+        yield problem(
+            f"{setting}: the tokenizer at {path} has ids up to {largest}, and {config.model.path} "
+            f"knows those below {vocab_size}: they do not belong together"
+        )
+        return
+    if largest_added >= vocab_size:
+        yield warning(
+            f"{setting}: the tokenizer at {path} adds ids up to {largest_added}, and "
+            f"{config.model.path} knows those below {vocab_size}: prompts with them fail"
+        )
+    eos, known = tokenizer.tokenizer_eos, model.eos_token_ids
+    if eos is not None and known and eos not in known:
+        yield warning(
+            f"{setting}: the tokenizer at {path} ends sequences with token {eos}, and "
+            f"{config.model.path} with {', '.join(map(str, sorted(known)))}: do they belong "
+            "together?"
+        )
+    yield fact(f"{setting}: {path}: {len(tokenizer.token_ids)} tokens")
+
+
+def _tokenizer_setting(config: RunConfig) -> str:
+    return "model.tokenizer" if config.model.tokenizer else "model.path"

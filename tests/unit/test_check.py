@@ -1,0 +1,483 @@
+"""`streamrl check` refuses what cannot start, by the setting's name, without starting anything."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamrl import wire
+from streamrl.cli.main import main
+from streamrl.cli.preflight import machine, model
+from streamrl.cli.preflight.report import Report, examine
+from streamrl.config import load_config
+from streamrl.config.loading.load import load_usable
+from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
+from streamrl.types.packed import PackedGroup, pack
+from tests.ports import free_port
+
+CONFIG = """
+run: {{name: run, folder: {folder}, max_steps: 2, evaluate: false}}
+model: {{path: {folder}/model}}
+data: {{source: copy, max_prompt_length: 16}}
+generator: {{max_new_tokens: 16}}
+buffer: {{url: "zmq://127.0.0.1:0"}}
+weights: {{address: "tcp://127.0.0.1:0"}}
+"""
+ALPHABET = "0123456789c="
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a model's files, rows, and code of a user's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    make_model_folder(tmp_path / "model")
+    (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path))
+    rows = [{"prompt": f"c{i}=", "answer": str(i)} for i in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chat = [{"prompt": [{"role": "user", "content": "c1="}], "answer": "1"}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
+    (tmp_path / "words.jsonl").write_text('{"prompt": "is it so?", "answer": "yes"}\n')
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("def score(:\n")
+    return tmp_path
+
+
+OWN = """
+def score(episode):
+    return 1.0
+
+def score_without_arguments():
+    return 1.0
+
+class Plain:
+    def start(self, context):
+        return context.prompt_token_ids
+    def step(self, completion):
+        return None
+
+class OneMethod:
+    async def start(self, context):
+        return context.prompt_token_ids
+
+class Needs:
+    def __init__(self, difficulty):
+        pass
+"""
+
+
+def make_model_folder(folder: Path, **config: object) -> None:
+    folder.mkdir()
+    tokens = {token: number for number, token in enumerate(["</s>", *ALPHABET])}
+    facts = {
+        "model_type": "llama",
+        "vocab_size": len(tokens),
+        "max_position_embeddings": 64,
+        "eos_token_id": 0,
+        **config,
+    }
+    (folder / "config.json").write_text(json.dumps(facts))
+    (folder / "model.safetensors").touch()
+    characters = {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated"}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {**characters, "invert": False},
+        "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "</s>"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+
+
+def report(folder: Path, *overrides: str) -> Report:
+    loaded, refused = load_usable(folder / "run.yaml", overrides, {})
+    assert loaded is not None
+    return examine(loaded, refused)
+
+
+def test_a_run_that_can_start_has_no_problem(folder):
+    found = report(folder)
+    assert (found.problems, found.warnings) == ((), ())
+    assert [fact.partition(":")[0] for fact in found.facts] == [
+        *("model.path", "model.path", "data.source", "data.reward", "generator.engine"),
+        *("learner.device", "run.folder", "buffer.url", "buffer.max_group_bytes"),
+    ]
+
+
+HOST_OF_NOBODY = "http://127.0.0.1:9"
+TRAPS = [
+    (["model.path=/nowhere"], r"model\.path: there is no folder /nowhere"),
+    (["model.path=run.yaml"], r"model\.path: run\.yaml is a file"),
+    (["model.path=."], r"model\.path: \. has no config\.json"),
+    (["model.tokenizer=/nowhere"], r"model\.tokenizer: there is no folder /nowhere"),
+    (["generator.max_new_tokens=100"], r"generator\.max_new_tokens 100 is longer .* which is 64"),
+    (["generator.max_model_len=99"], r"generator\.max_model_len: 99 is longer .* which is 64"),
+    (["generator.stop_token_ids=[13]"], r"generator\.stop_token_ids: has 13.*tokens below 13"),
+    (["data.source=nowhere.jsonl"], r"data\.source: cannot read nowhere\.jsonl: No such file"),
+    (["data.source=cpoy"], r"data\.source: was 'cpoy'.*did you mean 'copy'"),
+    (["data.source=rows.jsonl", "data.prompt_key=promt"], r"data\.prompt_key: .*mean 'prompt'"),
+    (["data.source_kwargs={min_length: 9}"], r"data\.source_kwargs: copy with .*ValueError"),
+    (["data.source=rows.jsonl", "run.evaluate=true"], r"data\.eval_source: is needed to evaluate"),
+    (
+        ["data.source=rows.jsonl", "run.evaluate=true", "data.eval_source=no.jsonl"],
+        r"data\.\w*source: cannot read no\.jsonl",
+    ),
+    (["data.source=chat.jsonl"], r"data\.chat_template: was native.*no chat template"),
+    (
+        ["data.source=rows.jsonl", "data.max_prompt_length=2"],
+        r"data\.max_prompt_length: was 2, and a prompt has 3 tokens \(.*rows\.jsonl",
+    ),
+    (["data.source=own.py:Prompts"], r"data\.source: own\.py has no function 'Prompts'"),
+    (["data.source=reasoning_gym:chain_smu"], r"data\.source: .*did you mean 'chain_sum'"),
+    (["data.chat_template=no.jinja"], r"data\.chat_template: cannot read no\.jinja: No such file"),
+    (["data.reward=nowhere.py:score"], r"data\.reward: there is no file nowhere\.py"),
+    (["data.reward=own.py:scroe"], r"data\.reward: own\.py has no function 'scroe'; did.*'score'"),
+    (["data.reward=broken.py:score"], r"data\.reward: broken\.py: SyntaxError"),
+    (["data.reward=exact_macth"], r"data\.reward: was 'exact_macth'.*did you mean 'exact_match'"),
+    (["data.reward=own.py:score_without_arguments"], r"data\.reward: .*takes \(\).*too many"),
+    (["data.reward=own.py:score", "data.reward_kwargs={bonus: 1}"], r"data\.reward: .*'bonus'"),
+    (["data.reward=regex", "data.reward_kwargs={pattern: '('}"], r"data\.reward_kwargs: pattern"),
+    (["data.reward=task"], r"data\.reward: task is the scorer of reasoning_gym"),
+    (["generator.environment=singel_turn"], r"generator\.environment: .*mean 'single_turn'"),
+    (["generator.environment=own.py:Plain"], r"generator\.environment: .*start is not `async def`"),
+    (["generator.environment=own.py:OneMethod"], r"generator\.environment: .*no method 'step'"),
+    (["generator.environment=own.py:Needs"], r"generator\.environment: .*missing 1 required"),
+    (["generator.engine=vlm"], r"generator\.engine: was 'vlm'; did you mean 'vllm'"),
+    (["algorithm.loss=own.py:loss"], r"algorithm\.loss: own\.py has no function 'loss'"),
+    (["algorithm.advantage=no.py:f"], r"algorithm\.advantage: there is no file no\.py"),
+    (["algorithm.loss=broken.py:f"], r"algorithm\.loss: broken\.py: SyntaxError"),
+    (["run.folder=run.yaml"], r"run\.folder: .*run\.yaml is a file, so .* cannot be made"),
+    (["run.folder=/proc/nowhere"], r"run\.folder: cannot write to /proc"),
+    (["run.resume=model"], r"run\.resume: model is no checkpoint"),
+    (["buffer.url=memory://"], r"buffer\.url: was 'memory://', which lives in one process"),
+    (["buffer.url=zmq://127.0.0.1:99999"], r"buffer\.url: .*99999.*a number from 0 to 65535"),
+    (["weights.address=tcp://127.0.0.1:70000"], r"weights\.address: .*a number from 0 to 65535"),
+    (["weights.address=tcp://127.0.0.1"], r"weights\.address: .*tcp://host:port"),
+    (["buffer.url=zmq://0.0.0.0:29610"], r"buffer\.url: .*needs keys.*buffer\.curve"),
+    (["weights.address=tcp://0.0.0.0:29611"], r"weights\.address: .*needs keys.*buffer\.curve"),
+    (["buffer.curve=nowhere"], r"buffer\.curve: there is no folder nowhere"),
+    (["buffer.lease_ttl_s=0.01"], r"buffer\.lease_ttl_s: was 0\.01; .* heartbeat every 0\.0025 s"),
+    (["buffer.max_group_bytes=10"], r"buffer\.max_group_bytes 10 refuses every group"),
+    (["learner.device=cuda:7"], r"learner\.device: was 'cuda:7', and there are 0 GPUs here"),
+    (["generator.device=cuda"], r"generator\.device: was 'cuda', and there are 0 GPUs here"),
+    (["learner.device=cdua"], r"learner\.device: was 'cdua'; it must be auto, cpu, cuda"),
+    (["weights.backend=nccl"], r"weights\.backend: nccl needs GPUs, and there are 0 GPUs here"),
+    (["buffer.url=redis://127.0.0.1:1"], r"buffer\.url: no Redis answers at .*nothing listens"),
+    (["buffer.url=redis://:***@127.0.0.1:1"], r"buffer\.url: .*without its password"),
+    (["buffer.password_file=no.txt", "buffer.url=redis://127.0.0.1:1"], r"buffer\.password_file"),
+    (
+        [
+            *("generator.engine=vllm", f"generator.vllm.url={HOST_OF_NOBODY}"),
+            "generator.vllm.api_key_variable=NO_SUCH_KEY",
+        ],
+        r"generator\.vllm\.api_key_variable: there is no NO_SUCH_KEY",
+    ),
+    (
+        ["generator.vllm.url=http://me:secret@127.0.0.1:9"],
+        r"generator\.vllm\.url: holds a password",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"), TRAPS, ids=[overrides[-1] for overrides, _ in TRAPS]
+)
+def test_what_cannot_start_is_refused_by_name(folder, overrides, sentence):
+    problems = report(folder, *overrides).problems
+    assert any(re.search(sentence, problem) for problem in problems), problems
+    assert len(problems) == 1, problems
+
+
+WARNED = [
+    (
+        ["data.source=words.jsonl", "data.reward=numeric_answer", "data.truncation=drop"],
+        r"data\.reward: numeric_answer, and the answer 'yes' .* holds no number",
+    ),
+    (["data.source=rows.jsonl"], r"learner\.groups_per_step: 32 is more than the 10 prompts"),
+    (
+        ["data.source=rows.jsonl", "run.evaluate=true", "data.eval_source=rows.jsonl"],
+        r"data\.num_eval_prompts: 256 is more than the 10 prompts",
+    ),
+    (["buffer.max_group_bytes=2000"], r"buffer\.max_group_bytes: .*more than about 19 tokens each"),
+    (["buffer.lease_ttl_s=2"], r"buffer\.lease_ttl_s: 2 s"),
+    (["buffer.url=redis://:pw@127.0.0.1:1"], r"buffer\.url: holds a password, which other users"),
+    (
+        ["generator.engine=vllm", f"generator.vllm.url={HOST_OF_NOBODY}"],
+        r"generator\.vllm\.url: .*does not answer \(nothing listens there\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), WARNED, ids=[o[-1] for o, _ in WARNED])
+def test_what_may_be_regretted_is_a_warning(folder, overrides, sentence):
+    warnings = report(folder, *overrides).warnings
+    assert any(re.search(sentence, warning) for warning in warnings), warnings
+
+
+@pytest.mark.parametrize(
+    ("package", "overrides", "sentence"),
+    [
+        ("vllm", ["generator.engine=vllm"], "generator.engine vllm: vLLM is not installed"),
+        ("sglang", ["generator.engine=sglang"], "generator.engine sglang: SGLang is not installed"),
+        ("wandb", ["tracking.wandb=offline"], "tracking.wandb: is not installed"),
+        ("tensorboard", ["tracking.tensorboard=true"], "tracking.tensorboard: is not installed"),
+        ("redis", ["buffer.url=redis://127.0.0.1:1"], "buffer.url redis:// needs the package"),
+        (
+            "reasoning_gym",
+            ["data.source=reasoning_gym:chain_sum"],
+            "data.source: reasoning_gym is not installed",
+        ),
+    ],
+)
+def test_a_missing_package_is_named(folder, monkeypatch, package, overrides, sentence):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    hide = lambda name, *rest: None if name == package else found(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+    for module in (
+        "actors.engines",
+        "streamrl.cli.preflight.machine",
+        "streamrl.cli.preflight.data",
+    ):
+        monkeypatch.setattr(f"{module}.find_spec", hide)
+    assert any(sentence in problem for problem in report(folder, *overrides).problems)
+
+
+def test_weights_and_biases_online_needs_a_key(folder, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(folder / "netrc"))
+    assert (
+        "tracking.wandb: online needs a key" in report(folder, "tracking.wandb=online").problems[0]
+    )
+    (folder / "netrc").write_text("machine api.wandb.ai login user password " + 40 * "0" + "\n")
+    (folder / "netrc").chmod(0o600)
+    assert report(folder, "tracking.wandb=online").problems == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"sliding_window": 4096}, r"generator.engine: hf .* has sliding windows"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "has linear_attention: use vllm"),
+        ({"auto_map": {"AutoModel": "own.Model"}}, "model.trust_remote_code: is false, and"),
+        ({"vocab_size": 12}, "has ids up to 12, and .* knows those below 12: they do not belong"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_refused(folder, config, sentence):
+    make_model_folder(folder / "other", **config)
+    (problem,) = report(folder, "model.path=other").problems
+    assert re.search(sentence, problem)
+
+
+def test_a_window_that_is_not_used_is_none(folder):
+    make_model_folder(folder / "other", sliding_window=4096, use_sliding_window=False)
+    assert report(folder, "model.path=other").problems == ()
+
+
+def test_a_tokenizer_of_another_model_is_warned_of(folder):
+    make_model_folder(folder / "other", eos_token_id=3)
+    (warning,) = report(folder, "model.path=other", "model.tokenizer=model").warnings
+    assert "model.tokenizer: the tokenizer at model ends sequences with token 0" in warning
+
+
+def test_a_model_without_weights_is_refused(folder):
+    (folder / "model" / "model.safetensors").unlink()
+    assert "holds no weights" in report(folder).problems[0]
+
+
+def test_a_recipe_needs_every_character_of_the_prompts(folder):
+    settings = ("model.path=new", "model.recipe={alphabet: '0123=', hidden_size: 30}")
+    divided, lacking = report(folder, *settings).problems
+    assert "model.recipe.hidden_size: was 30" in divided
+    assert "model.recipe.alphabet: lacks '456789c'" in lacking
+
+
+@pytest.fixture
+def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A Hub that knows the model org/known."""
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    from threading import Thread
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(200 if self.path.startswith("/org/known/") else 401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on the terminal."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(model, "HUB_S", 20.0)
+    yield "hub"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_model_of_the_hub_is_asked_for(folder, hub, monkeypatch):
+    found = report(folder, "model.path=org/known")
+    assert found.problems == ()
+    assert "the daemons will download it" in found.warnings[0]
+    assert "no such model that may be read" in report(folder, "model.path=org/other").problems[0]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE forbids" in report(folder, "model.path=org/known").problems[0]
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    assert "cannot be reached" in report(folder, "model.path=org/known").problems[0]
+
+
+def test_a_model_in_the_hubs_cache_is_looked_at(folder):
+    repository = folder / "hub" / "models--org--cached"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    make_model_folder(repository / "snapshots" / "abc")
+    found = report(folder, "model.path=org/cached", "generator.max_new_tokens=100")
+    assert "is longer than the context of org/cached" in found.problems[0]
+
+
+def test_an_address_that_is_in_use_is_a_warning(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        found = report(folder, f"weights.address={address}")
+    assert found.problems == ()
+    assert "weights.address: " in found.warnings[0]
+    assert "in use; is another run using it?" in found.warnings[0]
+
+
+def test_two_listeners_on_one_port_contradict_each_other(folder):
+    settings = ("buffer.url=zmq://127.0.0.1:29610", "weights.address=tcp://localhost:29610")
+    problem = report(folder, *settings).problems[0]
+    assert "buffer.url zmq://127.0.0.1:29610 and weights.address tcp://localhost:29610" in problem
+
+
+def test_secrets_that_others_can_read_are_warned_of(folder):
+    assert main(["keys", "new", "keys"]) == 0
+    assert report(folder, "buffer.curve=keys").warnings == ()
+    (folder / "keys" / "client.secret").chmod(0o644)
+    (warning,) = report(folder, "buffer.curve=keys").warnings
+    assert "client.secret has mode 0644, so that other users can read it: chmod 600" in warning
+
+
+def test_all_problems_are_listed_at_once_with_their_places(folder, capsys):
+    settings = (
+        "run.max_stepz=1",
+        "buffer.url=zmq://127.0.0.1:99999",
+        "generator.temperature=0",
+        "data.reward=nowhere.py:score",
+        "model.path=/nowhere",
+        "learner.device=cuda:7",
+    )
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    assert main(["check", "run.yaml", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    lines = output.err.removeprefix("streamrl check: ").splitlines()
+    starts = ("run.max_stepz", "buffer.url", "model.path", "data.reward", "learner.device")
+    assert [line.partition(":")[0] for line in lines] == list(starts)
+    assert "(--set data.reward)" in lines[3]
+
+
+def test_contradictions_are_listed_beside_what_is_missing(folder):
+    loaded, refused = load_usable(
+        folder / "run.yaml", ["generator.temperature=0", "weights.publish_every=9"], {}
+    )
+    assert loaded is not None
+    problems = examine(loaded, refused).problems
+    assert [p.split()[0] for p in problems] == ["generator.temperature", "weights.publish_every"]
+
+
+def test_a_smallest_group_is_as_large_as_it_is_said_to_be(folder):
+    """Otherwise a limit would be refused that works, or one accepted that never does."""
+    config = load_config(folder / "run.yaml", ["generator.group_size=3"], {}).config
+
+    def num_bytes(num_tokens: int) -> int:
+        trajectory = Trajectory(
+            token_ids=np.zeros(num_tokens, np.int32),
+            response_mask=np.arange(num_tokens) > 0,
+            behavior_logprobs=np.zeros(num_tokens, np.float32),
+            policy_versions=np.where(np.arange(num_tokens) > 0, 0, -1).astype(np.int32),
+            reward=0.0,
+            finish_reason=FinishReason.STOP,
+        )
+        group = TrajectoryGroup(
+            group_id="0:0", prompt_index=0, environment="", trajectories=(trajectory,) * 3
+        )
+        data = wire.encode(pack(group))
+        wire.decode(data, PackedGroup)
+        return len(data)
+
+    assert num_bytes(2) >= config.group_bytes(2)
+    assert num_bytes(5000) - num_bytes(3000) == pytest.approx(config.group_bytes(2000), rel=0.01)
+
+
+def test_code_of_an_algorithm_is_found_without_being_run(folder):
+    (folder / "loss.py").write_text(
+        "raise SystemExit('run')\nif True:\n    def loss(batch, settings): ...\nother = loss\n"
+    )
+    for name in ("loss", "other"):
+        assert report(folder, f"algorithm.loss=loss.py:{name}").problems == ()
+
+
+def test_what_the_users_code_prints_is_not_part_of_the_configuration(folder, capsys):
+    (folder / "loud.py").write_text("print('hello')\ndef score(episode): ...\n")
+    assert main(["check", "run.yaml", "--set", "data.reward=loud.py:score"]) == 0
+    output = capsys.readouterr()
+    assert "hello" in output.err
+    assert "hello" not in output.out
+
+
+def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    command = [str(Path(sys.executable).with_name("streamrl")), *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "trap", "field"),
+    [
+        ("data: {source: copy,", "data: {source: nowhere.jsonl,", "data.source"),
+        ("generator: {", "generator: {engine: vlm, ", "generator.engine"),
+        ("weights: {", "learner: {device: 'cuda:99'}\nweights: {", "learner.device"),
+    ],
+)
+def test_a_launch_begins_with_the_check(folder, line, trap, field):
+    text = CONFIG.format(folder=folder)
+    assert line in text
+    (folder / "trap.yaml").write_text(text.replace(line, trap))
+    checked, launched = run(folder, "check", "trap.yaml"), run(folder, "launch", "trap.yaml")
+    assert (checked.returncode, launched.returncode) == (2, 2)
+    assert checked.stderr.startswith(f"streamrl check: {field}")
+    assert "trap.yaml:" in checked.stderr
+    assert launched.stderr == checked.stderr.replace("streamrl check", "streamrl launch")
+    assert not (folder / "run").exists()
+
+
+def test_a_check_imports_nothing_heavy(folder):
+    code = """
+import sys
+from streamrl.cli.main import main
+assert main(["check", "run.yaml"]) == 0
+print([name for name in ("torch", "transformers", "redis", "matplotlib") if name in sys.modules])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
