@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from buffers.zmq.curve import make_keys
+from streamrl.curve import make_keys
 
 
 def main(arguments: argparse.Namespace) -> int:
