@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pydantic import model_validator
 
+from streamrl.config.addresses import is_loopback
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.data import DataSettings
@@ -129,6 +130,15 @@ def _shared_between_gpu_and_cpu(c: RunConfig) -> str | None:
     )
 
 
+def _weights_without_keys(c: RunConfig) -> str | None:
+    if c.buffer.curve is not None or is_loopback(c.weights.address):
+        return None
+    return (
+        f"weights.address: was {c.weights.address!r}, which other machines can reach; that needs "
+        "keys: make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
+    )
+
+
 def _warmup_longer_than_run(c: RunConfig) -> str | None:
     if c.learner.optimizer.warmup_steps <= c.run.max_steps:
         return None
@@ -172,6 +182,7 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _weights_too_rare,
     _nccl_without_gpu,
     _shared_between_gpu_and_cpu,
+    _weights_without_keys,
     _warmup_longer_than_run,
     _warmup_without_a_critic,
     _alone_in_its_group,

@@ -12,7 +12,8 @@ class WeightSettings(Section):
     """How a version of the weights reaches the generators."""
 
     address: str = "tcp://127.0.0.1:0"
-    """Where the learner announces weights; generators connect to it."""
+    """Where the learner announces weights; generators connect to it. Any but a loopback address
+    needs the keys of `buffer.curve`."""
     transport: Literal["broadcast", "files"] = "broadcast"
     """torch.distributed broadcast, or safetensors in the run folder (a shared file system)."""
     backend: Literal["auto", "shared", "gloo", "nccl"] = "auto"

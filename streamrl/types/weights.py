@@ -1,8 +1,13 @@
 """Records of a weight update: what a learner sends of a version, and a generator's report."""
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+from streamrl.types.ranges import MAX_NAME, Count, NotNegative, PolicyVersion, Port
+
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
+Gpus: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=4096)]
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -10,7 +15,7 @@ class TensorSpec(Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
 
 
 class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
@@ -22,13 +27,13 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     """
 
     host: str
-    port: int
+    port: Port
     group: str
-    rank: int
-    world_size: int
+    rank: Count
+    world_size: Count
     backend: str
-    bucket_bytes: int
-    timeout_s: float
+    bucket_bytes: Count
+    timeout_s: NotNegative
     verify: bool = False
 
 
@@ -40,7 +45,7 @@ class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
     """
 
     path: str
-    bucket_bytes: int = 256 * 2**20
+    bucket_bytes: Count = 256 * 2**20
     is_base: bool = False
 
 
@@ -48,10 +53,10 @@ class HostMemory(Struct, frozen=True, kw_only=True, tag="host"):
     """Memory of process `pid`, which has it open as file descriptor `fd`; `inode` differs for
     another one that got the same numbers."""
 
-    pid: int
-    fd: int
-    inode: int
-    num_bytes: int
+    pid: Count
+    fd: Count
+    inode: Annotated[int, Meta(ge=0)]
+    num_bytes: Count
 
 
 class CudaMemory(Struct, frozen=True, kw_only=True, tag="cuda"):
@@ -60,10 +65,10 @@ class CudaMemory(Struct, frozen=True, kw_only=True, tag="cuda"):
 
     gpu: str
     handle: bytes
-    num_bytes: int
-    offset: int
+    num_bytes: Count
+    offset: Count
     counter: bytes
-    counter_offset: int
+    counter_offset: Count
     event: bytes
     waits_for_event: bool
 
@@ -76,11 +81,11 @@ class SharedEndpoint(Struct, frozen=True, kw_only=True, tag="shared"):
     """
 
     memory: HostMemory | CudaMemory
-    start: int
+    start: Count
     stamps: HostMemory
-    stamp_at: int
+    stamp_at: Count
     stamp: int
-    bucket_bytes: int
+    bucket_bytes: Count
     checksums: bytes = b""
 
 
@@ -93,18 +98,18 @@ class Locality(Struct, frozen=True, kw_only=True):
     `host` is "" and `gpus` is () where they are unknown; on a CPU there are no `gpus`.
     """
 
-    host: str = ""
-    device_type: str = "cpu"
-    gpus: tuple[str, ...] = ()
+    host: Text = ""
+    device_type: Text = "cpu"
+    gpus: Gpus = ()
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
     """Seconds of one load: receiving; from the last byte until the new weights sample; and, within
     that, the pause in which no token was sampled."""
 
-    transfer_s: float
-    pause_s: float
-    load_s: float = 0.0
+    transfer_s: NotNegative
+    pause_s: NotNegative
+    load_s: NotNegative = 0.0
 
 
 class WeightUpdate(Struct, frozen=True, kw_only=True):
@@ -114,7 +119,7 @@ class WeightUpdate(Struct, frozen=True, kw_only=True):
     number may be that of other weights.
     """
 
-    policy_version: int
+    policy_version: PolicyVersion
     learner_id: str
     manifest: tuple[TensorSpec, ...]
     endpoint: Endpoint

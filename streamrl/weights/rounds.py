@@ -55,6 +55,7 @@ class Rounds:
         device: torch.device,
         folder: Path,
         request_round: Callable[[], None],
+        curve: Path | None,
     ) -> None:
         self._settings = settings
         self._buffers = buffers
@@ -64,7 +65,7 @@ class Rounds:
         shares = buffers.exported is not None
         self._routes = Routes(settings, self._learner_id, locality_of(device), shares=shares)
         self._membership = Membership(self._learner_id)
-        self.socket = SenderSocket(settings.address, self._membership, on_hello=request_round)
+        self.socket = SenderSocket(settings.address, self._membership, request_round, curve)
         host = urlsplit(self.socket.address).hostname or "127.0.0.1"
         self._broadcast = BroadcastSender(settings, host, device)
         self._files = FileSender(settings, buffers.layout, folder, self._learner_id)
@@ -73,12 +74,13 @@ class Rounds:
 
     def gauges(self) -> dict[str, float]:
         """Seconds of each hop of the last update, how many receivers are alive, how many times one
-        has been fenced, and how many loads have failed."""
+        has been fenced, how many loads have failed, and how many messages were refused."""
         return {
             **self._timings,
             "num_receivers": float(len(self._membership.alive())),
             "num_fenced": float(self._membership.num_fenced),
             "num_failed_loads": float(self._num_failed),
+            **self.socket.gauges(),
         }
 
     def behind(self) -> tuple[str, ...]:
@@ -200,6 +202,7 @@ class Rounds:
         for name, answer in answers.items():
             if isinstance(answer, Failed):
                 self._num_failed += 1
+                self._membership.on_failed(name)
                 log.warning("%s did not load version %d: %s", name, version, answer.reason)
         for name in reports:
             self._membership.on_loaded(name, version)

@@ -96,7 +96,7 @@ class Routes:
     def _prefers_file(self, peer: Peer) -> bool:
         if self._settings.transport == "files":
             return True
-        is_late = peer.hello.learner_id != self._learner_id and self._has_loaded
+        is_late = not peer.has_loaded and self._has_loaded
         can_read = peer.name not in self._cannot_read_files
         return self._settings.catch_up == "files" and is_late and can_read
 

@@ -83,7 +83,7 @@ async def test_a_wrong_bit_fails_the_load_by_name_and_the_old_weights_stay(tmp_p
     )
     sender = WeightSender(settings, layout, torch.device("cpu"), tmp_path)
     engine = Engine(dtype)
-    receiver = WeightReceiver(sender.address, "a", "a", engine.load)
+    receiver = WeightReceiver(sender.address, "a", engine.load)
     sender.snapshot(parameters(1.5), 1)
     sender.publish()
     async with asyncio.timeout(30):
