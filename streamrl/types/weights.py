@@ -21,7 +21,8 @@ class TensorSpec(Struct, frozen=True, array_like=True):
 class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     """A torch.distributed group that the receiver joins at `rank`; rank 0 sends.
 
-    `group` names the group in the store at `host`:`port`; buckets are slices of at most
+    `group` names the group in the store at `host`:`port`, which only those who know `key` can read
+    (see `streamrl.weights.transports.groups`); buckets are slices of at most
     `bucket_bytes`, cut at tensor boundaries (see `streamrl.weights.layout`). With `verify` one
     checksum per tensor follows the last bucket.
     """
@@ -34,6 +35,7 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     backend: str
     bucket_bytes: Count
     timeout_s: NotNegative
+    key: str = ""
     verify: bool = False
 
 

@@ -63,7 +63,7 @@ class Rounds:
         self._request_round = request_round
         self._learner_id = uuid.uuid4().hex[:12]
         shares = buffers.exported is not None
-        self._routes = Routes(settings, self._learner_id, locality_of(device), shares=shares)
+        self._routes = Routes(settings, locality_of(device), shares=shares)
         self._membership = Membership(self._learner_id)
         self.socket = SenderSocket(settings.address, self._membership, request_round, curve)
         host = urlsplit(self.socket.address).hostname or "127.0.0.1"

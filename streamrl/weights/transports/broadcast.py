@@ -12,10 +12,11 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import BroadcastEndpoint
+from streamrl.types import BroadcastEndpoint, replace
 from streamrl.weights.codecs.checksums import SIZE, checksums, require_equal
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports import groups
+from streamrl.weights.transports.rendezvous import RendezvousServer
 
 
 class BroadcastSender:
@@ -26,19 +27,18 @@ class BroadcastSender:
         self._host = host
         self._device = device
         self._timeout_s = settings.deadline_s / 4
-        self._store: groups.Store | None = None
+        self._store: RendezvousServer | groups.OpenStore | None = None
         self._members: tuple[str, ...] = ()
         self._group: groups.Group | None = None
         self._name = ""
 
     def endpoints(self, members: Mapping[str, int], backend: str) -> dict[str, BroadcastEndpoint]:
         """The endpoint of each member (name to number of ranks); `send` waits for them to join."""
-        if self._store is None:
-            self._store = groups.Store(self._host, self._timeout_s)
-        if self._group is None or self._members != tuple(members):
+        if self._store is None or self._group is None or self._members != tuple(members):
             self.close()
             self._members = tuple(members)
             self._name = uuid.uuid4().hex
+            self._store = self._open_store(backend)
         first_ranks = itertools.accumulate(members.values(), initial=1)
         return {
             member: BroadcastEndpoint(
@@ -50,6 +50,7 @@ class BroadcastSender:
                 backend=backend,
                 bucket_bytes=self._settings.bucket_bytes,
                 timeout_s=self._timeout_s,
+                key=self._store.key,
                 verify=self._settings.verify,
             )
             for member, rank in zip(members, first_ranks, strict=False)
@@ -65,9 +66,7 @@ class BroadcastSender:
         device = torch.device("cpu") if endpoint.backend == "gloo" else self._device
         try:
             if self._group is None:
-                self._group = self._store.join(
-                    endpoint.group, endpoint.world_size, endpoint.backend, self._timeout_s
-                )
+                self._group = self._join(endpoint)
             for _ in self._group.pipelined(_outgoing(endpoint, layout, data, device)):
                 pass
         except WeightTransferError:
@@ -78,6 +77,24 @@ class BroadcastSender:
         if self._group is not None:
             self._group.close()
             self._group = None
+        if isinstance(self._store, RendezvousServer):
+            self._store.close()
+            self._store = None
+
+    def _open_store(self, backend: str) -> RendezvousServer | groups.OpenStore:
+        """For gloo one for each group; torch's own is kept, since it ends with the process only."""
+        if backend == "gloo":
+            return RendezvousServer(self._host)
+        if isinstance(self._store, groups.OpenStore):
+            return self._store
+        return groups.OpenStore(self._host, self._timeout_s)
+
+    def _join(self, endpoint: BroadcastEndpoint) -> groups.Group:
+        if isinstance(self._store, groups.OpenStore):
+            return self._store.join(
+                endpoint.group, endpoint.world_size, endpoint.backend, self._timeout_s
+            )
+        return groups.join(replace(endpoint, rank=0))
 
 
 def _outgoing(

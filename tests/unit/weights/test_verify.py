@@ -12,7 +12,7 @@ import torch
 from actors.engines.hf.weights import SpareWeights
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import LoadReport, WeightUpdate
+from streamrl.types import LoadReport, WeightUpdate, replace
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender import WeightSender
@@ -179,9 +179,7 @@ def test_a_sender_that_goes_silent_is_given_up_within_two_timeouts(tmp_path: Pat
     with ThreadPoolExecutor(1) as pool:
         update = pair.send()
         receiving = pool.submit(lambda: list(pair.receiver.tensors(update)))
-        store = pair.sender._store
-        assert store is not None
-        group = store.join(pair.endpoint.group, 2, "gloo", 1.0)
+        group = groups.join(replace(pair.endpoint, rank=0))
         group.start(pair.layout.buckets[0].of(pair.data)).wait()
         start = time.monotonic()
         with pytest.raises(WeightTransferError, match="broadcast failed"):
