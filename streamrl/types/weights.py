@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from streamrl.types.ranges import MAX_NAME, Count, NotNegative, PolicyVersion, Port
 
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
+ChecksumKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=64)]
 Gpus: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=4096)]
 
 
@@ -24,7 +25,7 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     `group` names the group in the store at `host`:`port`, which only those who know `key` can read
     (see `streamrl.weights.transports.groups`); buckets are slices of at most
     `bucket_bytes`, cut at tensor boundaries (see `streamrl.weights.layout`). With `verify` one
-    checksum per tensor follows the last bucket.
+    keyed checksum per tensor follows the last bucket.
     """
 
     host: str
@@ -70,7 +71,7 @@ class CudaMemory(Struct, frozen=True, kw_only=True, tag="cuda"):
     num_bytes: Count
     offset: Count
     counter: bytes
-    counter_offset: Count
+    counter_offset: Annotated[int, Meta(ge=0)]
     event: bytes
     waits_for_event: bool
 
@@ -118,10 +119,12 @@ class WeightUpdate(Struct, frozen=True, kw_only=True):
     """These tensors, of this version, can be received from this endpoint.
 
     `learner_id` identifies the learner process that made the version: after a resume the same
-    number may be that of other weights.
+    number may be that of other weights. `key` is that of the version's checksums, a secret of the
+    sender and its receivers.
     """
 
     policy_version: PolicyVersion
     learner_id: str
     manifest: tuple[TensorSpec, ...]
     endpoint: Endpoint
+    key: ChecksumKey

@@ -51,13 +51,16 @@ class BroadcastSender:
                 bucket_bytes=self._settings.bucket_bytes,
                 timeout_s=self._timeout_s,
                 key=self._store.key,
-                verify=self._settings.verify,
+                verify=self._settings.verify or backend == "gloo",
             )
             for member, rank in zip(members, first_ranks, strict=False)
         }
 
-    def send(self, endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor) -> None:
-        """Broadcast `data` [layout.num_bytes] uint8; waits for the members of the endpoint's group.
+    def send(
+        self, endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor, key: bytes
+    ) -> None:
+        """Broadcast `data` [layout.num_bytes] uint8, with checksums of this key; waits for the
+        members of the endpoint's group.
 
         Raises:
             WeightTransferError: a member is gone or too slow; the next update forms a new group.
@@ -67,7 +70,7 @@ class BroadcastSender:
         try:
             if self._group is None:
                 self._group = self._join(endpoint)
-            for _ in self._group.pipelined(_outgoing(endpoint, layout, data, device)):
+            for _ in self._group.pipelined(_outgoing(endpoint, layout, data, device, key)):
                 pass
         except WeightTransferError:
             self.close()
@@ -98,14 +101,18 @@ class BroadcastSender:
 
 
 def _outgoing(
-    endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor, device: torch.device
+    endpoint: BroadcastEndpoint,
+    layout: Layout,
+    data: torch.Tensor,
+    device: torch.device,
+    key: bytes,
 ) -> Iterator[torch.Tensor]:
     """The buckets, then one checksum per tensor, computed while the buckets are being sent."""
     sums = bytearray()
     for bucket in layout.buckets:
         yield bucket.of(data).to(device)
         if endpoint.verify:
-            sums += checksums(bucket.raws(bucket.of(data)))
+            sums += checksums(bucket.raws(bucket.of(data)), key)
     if sums:
         yield torch.frombuffer(sums, dtype=torch.uint8).to(device)
 
@@ -119,9 +126,14 @@ class BroadcastReceiver:
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * groups.IN_FLIGHT
 
     def tensors(
-        self, endpoint: BroadcastEndpoint, layout: Layout, landing: torch.Tensor | None
+        self,
+        endpoint: BroadcastEndpoint,
+        layout: Layout,
+        landing: torch.Tensor | None,
+        key: bytes,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name; waits for the sender and the other members.
+        """Every tensor by name; waits for the sender and the other members. `key` is that of the
+        checksums.
 
         Raises:
             WeightTransferError: the sender or a member is gone or too slow, or a checksum differs,
@@ -133,7 +145,7 @@ class BroadcastReceiver:
             arriving = group.pipelined(self._incoming(endpoint, layout, landing))
             for bucket, data in zip(layout.buckets, arriving, strict=False):
                 if endpoint.verify:
-                    received += checksums(bucket.raws(data))
+                    received += checksums(bucket.raws(data), key)
                 yield from bucket.views(data)
             sent = [data.cpu().numpy().tobytes() for data in arriving]
         except BaseException:

@@ -22,6 +22,7 @@ from streamrl.weights.transports.receive import TransferReceiver
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,)}
 BUCKET_BYTES = 600
+KEY = b"k" * 40
 
 
 def parameters(value: float) -> dict[str, torch.Tensor]:
@@ -122,11 +123,15 @@ class Pair:
         """Announces; `go` sends."""
         self.endpoint = self.sender.endpoints({"a": 1}, "gloo")["a"]
         return WeightUpdate(
-            policy_version=1, learner_id="h", manifest=self.layout.manifest, endpoint=self.endpoint
+            policy_version=1,
+            learner_id="h",
+            manifest=self.layout.manifest,
+            endpoint=self.endpoint,
+            key=KEY,
         )
 
     def go(self) -> None:
-        self.sender.send(self.endpoint, self.layout, self.data)
+        self.sender.send(self.endpoint, self.layout, self.data, KEY)
 
     def close(self) -> None:
         self.sender.close()
