@@ -94,6 +94,24 @@ def set_client_keys(
     socket.setsockopt(zmq.CURVE_SECRETKEY, _key(folder, "client.secret"))
 
 
+def serve_with_new_key(socket: "zmq.Socket[Any]") -> str:
+    """Make a key for a server's socket that is not yet bound. Only those who are told the public
+    half, which is returned, can connect: no handshake begins without it."""
+    public, secret = zmq.curve_keypair()
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    return public.decode()
+
+
+def use_key(socket: "zmq.Socket[Any]", key: str) -> None:
+    """Set the key that `serve_with_new_key` returned, at a socket that is not yet connected."""
+    public, secret = zmq.curve_keypair()
+    socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+
+
 def needs_keys(url: str, setting: str = "buffer.url") -> str:
     return (
         f"{setting} {url} can be reached from other machines and needs keys: make them with "

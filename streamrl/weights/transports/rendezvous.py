@@ -18,6 +18,7 @@ from msgspec import Struct
 from torch._C._distributed_c10d import Store
 
 from streamrl import wire
+from streamrl.curve import serve_with_new_key, use_key
 from streamrl.errors import WireError
 
 log = logging.getLogger(__name__)
@@ -51,14 +52,10 @@ class RendezvousServer:
     """Serves one group's values at `host`:`port`, from a thread of its own, until closed."""
 
     def __init__(self, host: str) -> None:
-        public, secret = zmq.curve_keypair()
-        self.key = public.decode()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self.key = serve_with_new_key(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self.port: int = self._socket.bind_to_random_port(f"tcp://{host}")
         self._values: dict[str, bytes] = {}
         self._waiting: dict[bytes, str] = {}
@@ -112,12 +109,9 @@ class RendezvousStore(Store):
         self._place = f"{host}:{port}"
         self._timeout_s = timeout_s
         self._values: dict[str, bytes] = {}
-        public, secret = zmq.curve_keypair()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        use_key(self._socket, key)
         self._socket.connect(f"tcp://{self._place}")
 
     def set(self, key: str, value: str | bytes) -> None:
