@@ -91,9 +91,10 @@ class TensorFile:
         self.path = path
         try:
             self._file = path.open("rb", buffering=0)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise self.error(
-                f"cannot be opened ({error.strerror}); transport `files` needs a file system that "
+                f"cannot be opened ({reason}); transport `files` needs a file system that "
                 "learner and generators share"
             ) from error
         try:
