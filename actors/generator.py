@@ -88,10 +88,10 @@ class Generator:
         receiver = WeightReceiver(
             self._config.weights.address,
             self._id,
-            self._session,
             self._load,
             locality=weight_locality(self._config.generator),
             num_ranks=self._config.generator.num_ranks,
+            curve=self._config.buffer.curve,
         )
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(receiver.run())

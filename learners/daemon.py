@@ -95,7 +95,8 @@ def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
             "sample from another policy than the learner's, see mismatch/*; rollout_is corrects it"
         )
     layout = Layout(manifest_of(policy.parameters(), dtype), weights.bucket_bytes)
-    sender = WeightSender(weights, layout, policy.device, config.run.path / "weights")
+    folder = config.run.path / "weights"
+    sender = WeightSender(weights, layout, policy.device, folder, config.buffer.curve)
     log.info("announcing %.1f MB of weights at %s", layout.num_bytes / 1e6, sender.address)
     return sender
 

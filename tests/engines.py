@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
 from transformers import LlamaForCausalLM
 
 from actors.engines import make_engine
@@ -20,6 +20,7 @@ from streamrl.interfaces import Engine
 from streamrl.types import FilesEndpoint, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
+from streamrl.weights.transports.file_formats import write_whole
 from tests.ports import free_port
 from tests.tiny_model import make_llama
 
@@ -206,15 +207,23 @@ def run_config(path: Path, **generator: object) -> RunConfig:
     )
 
 
+KEY = b"k" * 40
+
+
 def update_to(model: LlamaForCausalLM, version: int, path: Path) -> WeightUpdate:
     """An update to the model's weights, which it saves to the path."""
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    save_file(parameters, path)
+    layout = Layout(manifest_of(parameters), 2**28)
+    data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for slot in layout.slots:
+        slot.write(slot.of(data), parameters[slot.spec.name])
+    write_whole(path, layout, data, KEY)
     return WeightUpdate(
         policy_version=version,
         learner_id="test",
-        manifest=manifest_of(parameters),
+        manifest=layout.manifest,
         endpoint=FilesEndpoint(path=str(path)),
+        key=KEY,
     )
 
 
@@ -230,10 +239,11 @@ class SharingLearner:
         self._buffers.write(dict(model.named_parameters()), version)
         with self._buffers.reading() as held:
             assert held is not None
-            endpoint = self._buffers.endpoint(held, verify=True)
+            endpoint = self._buffers.endpoint(held, KEY)
         return WeightUpdate(
             policy_version=version,
             learner_id="test",
             manifest=self._buffers.layout.manifest,
             endpoint=endpoint,
+            key=KEY,
         )

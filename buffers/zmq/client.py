@@ -19,8 +19,8 @@ from zmq.utils.monitor import recv_monitor_message
 from buffers import messages as m
 from buffers.client import RequestClient
 from buffers.zmq import multipart
-from buffers.zmq.curve import set_client_keys
 from streamrl import wire
+from streamrl.curve import set_client_keys
 from streamrl.errors import StorageError, TransportError
 from streamrl.types import PackedGroup, TrajectoryGroup, pack
 

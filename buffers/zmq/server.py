@@ -31,11 +31,11 @@ from buffers.ledger.state import BufferState
 from buffers.quarantine import Quarantine
 from buffers.sampling import Sampler
 from buffers.zmq import multipart
-from buffers.zmq.curve import CurveServer
 from buffers.zmq.multipart import Frame
 from buffers.zmq.peers import Peers, RefusalBudget
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 from streamrl import wire
+from streamrl.curve import CurveServer
 from streamrl.errors import StorageError, StreamRLError, WireError
 from streamrl.types import BufferStats, PackedGroup, RefusalReason
 

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from buffers.zmq.curve import make_keys
+from streamrl.curve import make_keys
 
 
 def main(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
     make_keys(folder)
-    print(f"{folder}: keys for buffer.curve; copy all but server.secret to the other machines")
+    print(f"{folder}: keys for buffer.curve; machines of generators get all but server.secret")
     return 0

@@ -56,7 +56,8 @@ class BufferSettings(Section):
     durability: Literal["process", "machine"] = "process"
     """What the journal survives: a killed buffer, or (one fsync a commit) a power failure too."""
     curve: Path | None = None
-    """Folder of the keys that zmq:// needs on any but a loopback address (`streamrl keys new`)."""
+    """Folder of the keys (`streamrl keys new`) that zmq:// and `weights.address` need on any but a
+    loopback address; on a loopback one they are used if it is set."""
 
     _password: SecretStr = PrivateAttr(default=SecretStr(""))
 

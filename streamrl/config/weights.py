@@ -13,7 +13,8 @@ class WeightSettings(Section):
     """How a version of the weights reaches the generators."""
 
     address: str = "tcp://127.0.0.1:0"
-    """Where the learner announces weights; generators connect to it."""
+    """Where the learner announces weights; generators connect to it. Any but a loopback address
+    needs the keys of `buffer.curve`."""
     transport: Literal["broadcast", "files"] = "broadcast"
     """torch.distributed broadcast, or safetensors in the run folder (a shared file system)."""
     backend: Literal["auto", "shared", "gloo", "nccl"] = "auto"
@@ -36,8 +37,8 @@ class WeightSettings(Section):
     """With delta: differences until everyone gets a whole file again; who lacks the version before
     gets one at once."""
     verify: bool = False
-    """Compare a checksum of every tensor before a version that was not in a file is loaded (files
-    always carry them); a difference fails the load, and the old weights stay."""
+    """Compare a keyed checksum of every tensor in shared memory and NCCL broadcasts too (files and
+    gloo broadcasts always carry them); a difference fails the load, and the old weights stay."""
     deadline_s: Seconds = 30.0
     """Longest wait for one hop of an update; who exceeds it is left out until it catches up."""
 

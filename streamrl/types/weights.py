@@ -1,10 +1,13 @@
 """Records of a weight update: what a learner sends of a version, and a generator's report."""
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from streamrl.types.ranges import Count, NotNegative, PolicyVersion, Port
+from streamrl.types.ranges import Count, NotNegative, PolicyVersion, Port, Text
+
+ChecksumKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=64)]
+Gpus: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=4096)]
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -12,15 +15,16 @@ class TensorSpec(Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
 
 
 class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     """A torch.distributed group that the receiver joins at `rank`; rank 0 sends.
 
-    `group` names the group in the store at `host`:`port`; buckets are slices of at most
+    `group` names the group in the store at `host`:`port`, which only those who know `key` can read
+    (see `streamrl.weights.transports.groups`); buckets are slices of at most
     `bucket_bytes`, cut at tensor boundaries (see `streamrl.weights.layout`). With `verify` one
-    checksum per tensor follows the last bucket.
+    keyed checksum per tensor follows the last bucket.
     """
 
     host: str
@@ -31,6 +35,7 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     backend: str
     bucket_bytes: Count
     timeout_s: NotNegative
+    key: str = ""
     verify: bool = False
 
 
@@ -42,7 +47,7 @@ class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
     """
 
     path: str
-    bucket_bytes: int = 256 * 2**20
+    bucket_bytes: Count = 256 * 2**20
     is_base: bool = False
 
 
@@ -50,10 +55,10 @@ class HostMemory(Struct, frozen=True, kw_only=True, tag="host"):
     """Memory of process `pid`, which has it open as file descriptor `fd`; `inode` differs for
     another one that got the same numbers."""
 
-    pid: int
-    fd: int
-    inode: int
-    num_bytes: int
+    pid: Count
+    fd: Count
+    inode: Annotated[int, Meta(ge=0)]
+    num_bytes: Count
 
 
 class CudaMemory(Struct, frozen=True, kw_only=True, tag="cuda"):
@@ -62,10 +67,10 @@ class CudaMemory(Struct, frozen=True, kw_only=True, tag="cuda"):
 
     gpu: str
     handle: bytes
-    num_bytes: int
-    offset: int
+    num_bytes: Count
+    offset: Count
     counter: bytes
-    counter_offset: int
+    counter_offset: Annotated[int, Meta(ge=0)]
     event: bytes
     waits_for_event: bool
 
@@ -78,11 +83,11 @@ class SharedEndpoint(Struct, frozen=True, kw_only=True, tag="shared"):
     """
 
     memory: HostMemory | CudaMemory
-    start: int
+    start: Count
     stamps: HostMemory
-    stamp_at: int
+    stamp_at: Count
     stamp: int
-    bucket_bytes: int
+    bucket_bytes: Count
     checksums: bytes = b""
 
 
@@ -95,9 +100,9 @@ class Locality(Struct, frozen=True, kw_only=True):
     `host` is "" and `gpus` is () where they are unknown; on a CPU there are no `gpus`.
     """
 
-    host: str = ""
-    device_type: str = "cpu"
-    gpus: tuple[str, ...] = ()
+    host: Text = ""
+    device_type: Text = "cpu"
+    gpus: Gpus = ()
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
@@ -113,10 +118,12 @@ class WeightUpdate(Struct, frozen=True, kw_only=True):
     """These tensors, of this version, can be received from this endpoint.
 
     `learner_id` identifies the learner process that made the version: after a resume the same
-    number may be that of other weights.
+    number may be that of other weights. `key` is that of the version's checksums, a secret of the
+    sender and its receivers.
     """
 
     policy_version: PolicyVersion
     learner_id: str
     manifest: tuple[TensorSpec, ...]
     endpoint: Endpoint
+    key: ChecksumKey

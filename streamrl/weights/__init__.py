@@ -5,6 +5,7 @@ receiver       a generator's end: loads the versions that the learner sends
 rounds         one round: who gets a version by which route, and who has loaded it
 sender_socket  the messages of rounds, and the answers to them
 routes         which transport each receiver gets
+connections    how much each connection to the learner may send
 membership     who receives: alive, outdated, fenced, in which broadcast group
 send_buffers   where a version waits for the sender, in memory that others can map
 protocol       the messages, and who sends them when

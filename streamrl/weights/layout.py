@@ -75,9 +75,9 @@ class Bucket:
         """The bucket's bytes in `data`, the whole."""
         return data[self.start : self.stop]
 
-    def raws(self, data: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Each slot's bytes inside `data`, the bucket's bytes [stop - start] uint8."""
-        return (slot.of(data, self.start) for slot in self.slots)
+    def raws(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each slot's name and bytes inside `data`, the bucket's bytes [stop - start] uint8."""
+        return ((slot.spec.name, slot.of(data, self.start)) for slot in self.slots)
 
     def views(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Named tensors inside `data`, the bucket's bytes [stop - start] uint8."""
@@ -103,6 +103,10 @@ class Layout:
     @cached_property
     def num_bytes(self) -> int:
         return self.buckets[-1].stop if self.buckets else 0
+
+    def raws(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each slot's name and bytes inside `data`, the whole."""
+        return ((slot.spec.name, slot.of(data)) for slot in self.slots)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -3,10 +3,12 @@
 A broadcast fails for all its members together. Members that do not even answer are fenced: left out
 until they report again, and the others try once more together. If everybody answered, the culprit
 is unknown, so those it failed for are halved into groups of their own, until a bad one is alone; a
-group that succeeds joins the others again.
+group that succeeds joins the others again. One that misses update after update is asked less and
+less often, so that the others' rounds seldom wait for it.
 
-Invariant: nobody is waited for twice without having reported in between. Runs in one event loop;
-the deadlines are the sender's.
+Invariant: nobody is waited for twice without having reported in between. A receiver is bound to one
+connection, and a connection to one receiver: another one gets the name only with the session's
+secret, or when the name has been silent. Runs in one event loop; the deadlines are the sender's.
 """
 
 import itertools
@@ -16,19 +18,27 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct, structs
 
+from streamrl.errors import WeightTransferError
 from streamrl.weights.protocol import HELLO_S, Hello
 
 log = logging.getLogger(__name__)
 
 ALIVE_S = 3 * HELLO_S
+MAX_RECEIVERS = 4096
+FREE_MISSES = 8
+"""Failed loads before a receiver is asked less often; a deadline that it misses counts as many."""
+MAX_WAIT_S = 60.0
 
 
 class Peer(Struct, frozen=True):
-    """A receiver as the sender knows it: its socket's address and its last Hello."""
+    """A receiver as the sender knows it: its connection, its last Hello, and how it did since."""
 
     address: bytes
     hello: Hello
     seen_s: float
+    has_loaded: bool = False
+    num_misses: int = 0
+    asked_again_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -42,41 +52,77 @@ class Membership:
         self._learner_id = learner_id
         self._clock = clock
         self._peers: dict[str, Peer] = {}
+        self._fenced: dict[str, Peer] = {}
+        self._names: dict[bytes, str] = {}
         self._group_of: dict[str, str] = {}
-        self.fenced: frozenset[str] = frozenset()
         self.num_fenced = 0
+
+    @property
+    def fenced(self) -> frozenset[str]:
+        return frozenset(self._fenced)
 
     def on_hello(self, address: bytes, hello: Hello) -> bool:
         """Keep the receiver; a fenced one returns unless it is still loading what it was fenced
-        over. False: it is another process than before."""
-        known = self._peers.get(hello.receiver_id)
-        if known is not None or not hello.is_loading:
-            self._peers[hello.receiver_id] = Peer(address, hello, self._clock())
-            self.fenced -= {hello.receiver_id}
-        return known is None or known.hello.session == hello.session
+        over. False: it is another process than before.
+
+        Raises:
+            WeightTransferError: the name is that of another process that is alive, the connection
+                that of another receiver, or there are too many.
+        """
+        known = self._known(hello.receiver_id)
+        self._require_unbound(address, hello, known)
+        is_same = known is None or known.hello.session == hello.session
+        peer = Peer(address, hello, self._clock())
+        if known is not None:
+            self._names.pop(known.address, None)
+        if known is not None and is_same:
+            peer = structs.replace(known, address=address, hello=hello, seen_s=self._clock())
+        if hello.is_loading and known is None:
+            return True
+        self._names[address] = peer.name
+        if hello.is_loading and peer.name in self._fenced:
+            self._fenced[peer.name] = peer
+        else:
+            self._fenced.pop(peer.name, None)
+            self._peers[peer.name] = peer
+        return is_same
 
     def on_leave(self, name: str) -> None:
-        self._peers.pop(name, None)
-        self.fenced -= {name}
+        for peers in (self._peers, self._fenced):
+            if peer := peers.pop(name, None):
+                self._names.pop(peer.address, None)
 
     def on_loaded(self, name: str, version: int) -> None:
         """The receiver has this version, as its next Hello will confirm."""
         if peer := self._peers.get(name):
             hello = structs.replace(peer.hello, policy_version=version, learner_id=self._learner_id)
-            self._peers[name] = structs.replace(peer, hello=hello)
+            self._peers[name] = structs.replace(
+                peer, hello=hello, has_loaded=True, num_misses=0, asked_again_s=0.0
+            )
+
+    def on_failed(self, name: str) -> None:
+        """The receiver has answered, and has not loaded what it was sent."""
+        if peer := self._peers.get(name):
+            self._peers[name] = self._missed(peer, 1)
+
+    def address_of(self, name: str) -> bytes | None:
+        """The connection that the receiver is bound to; None if it is unknown."""
+        known = self._known(name)
+        return None if known is None else known.address
 
     def alive(self) -> list[Peer]:
-        now_s = self._clock()
-        return [peer for peer in self._peers.values() if now_s - peer.seen_s <= ALIVE_S]
+        return [peer for peer in self._peers.values() if self._is_alive(peer)]
 
     def outdated(self, version: int) -> list[Peer]:
-        """Those alive that lack this version. Version 0 is the model folder's with every learner;
-        others are the same weights only with the same learner."""
+        """Those alive that lack this version and may be asked. Version 0 is the model folder's with
+        every learner; others are the same weights only with the same learner."""
         same = {self._learner_id, ""} if version == 0 else {self._learner_id}
+        now_s = self._clock()
         return [
             peer
             for peer in self.alive()
-            if peer.hello.policy_version != version or peer.hello.learner_id not in same
+            if (peer.hello.policy_version != version or peer.hello.learner_id not in same)
+            and peer.asked_again_s <= now_s
         ]
 
     def version_of(self, peer: Peer) -> int:
@@ -90,7 +136,7 @@ class Membership:
             if known is not None and known.hello.session == peer.hello.session:
                 log.warning("%s is left out until it reports again", peer.name)
                 del self._peers[peer.name]
-                self.fenced |= {peer.name}
+                self._fenced[peer.name] = self._missed(known, FREE_MISSES)
                 self.num_fenced += 1
 
     def groups(self, peers: Iterable[Peer]) -> list[list[Peer]]:
@@ -112,3 +158,36 @@ class Membership:
             **({} if silent else {name: half[0] for half in halves for name in half}),
         }
         return bool(failed) and (bool(silent) or len(failed) > 1)
+
+    def _known(self, name: str) -> Peer | None:
+        return self._peers.get(name) or self._fenced.get(name)
+
+    def _is_alive(self, peer: Peer) -> bool:
+        return self._clock() - peer.seen_s <= ALIVE_S
+
+    def _missed(self, peer: Peer, cost: int) -> Peer:
+        """Waits twice as long after each miss beyond FREE_MISSES."""
+        num_misses = min(peer.num_misses + cost, 3 * FREE_MISSES)
+        excess = num_misses - FREE_MISSES
+        wait_s = min(MAX_WAIT_S, HELLO_S * 2**excess) if excess > 0 else 0.0
+        return structs.replace(peer, num_misses=num_misses, asked_again_s=self._clock() + wait_s)
+
+    def _require_unbound(self, address: bytes, hello: Hello, known: Peer | None) -> None:
+        name = self._names.get(address, hello.receiver_id)
+        if name != hello.receiver_id:
+            raise WeightTransferError(f"its connection is that of {name!r}")
+        if known is None and len(self._peers) + len(self._fenced) >= MAX_RECEIVERS:
+            self._forget_the_dead()
+            if len(self._peers) + len(self._fenced) >= MAX_RECEIVERS:
+                raise WeightTransferError(f"there are {MAX_RECEIVERS} receivers already")
+        if known is None or known.hello.session == hello.session:
+            return
+        if self._is_alive(known):
+            raise WeightTransferError(f"{known.name!r} is another process, which is alive")
+
+    def _forget_the_dead(self) -> None:
+        dead = [*self._peers.values(), *self._fenced.values()]
+        for peer in dead:
+            if not self._is_alive(peer):
+                self.on_leave(peer.name)
+                self._group_of.pop(peer.name, None)

@@ -15,72 +15,85 @@ A joiner, a receiver that missed an update and one that outlived its learner are
 have another version, so the next round is for them. A receiver that exceeds a deadline is fenced:
 left out until its next Hello that finds it idle.
 
+A receiver is bound to the connection of its Hello: answers in its name from another one are refused
+(`streamrl.weights.membership`).
+
 Invariant: a sender waits for one answer at a time from each receiver. Each of its messages has an
 `attempt`, a number that it uses once and that the answer repeats, so that a late answer is ignored.
 """
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from streamrl.types import LoadReport, Locality, WeightUpdate
+from streamrl.types.ranges import MAX_NAME, MAX_TEXT, Count, Name, PolicyVersion, Text
 
 HELLO_S = 1.0
 UNKNOWN_LOCALITY = Locality()
 
+NumRanks: TypeAlias = Annotated[int, Meta(ge=1, le=4096)]
+LearnerId: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
+
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """`session` identifies the receiver's process, `learner_id` the learner its weights are from:
-    "" while they are the model folder's. `locality` is where it receives.
+    """`session` is a secret of the receiver's process and its sender, by which another connection
+    proves to be of the same process. `learner_id` is the learner its weights are from: "" while
+    they are the model folder's. `locality` is where it receives.
 
     `is_loading`: it does not read the next message before it has loaded the last one.
     """
 
-    receiver_id: str
-    session: str
-    policy_version: int
-    learner_id: str
+    receiver_id: Name
+    session: Name
+    policy_version: PolicyVersion
+    learner_id: LearnerId
     locality: Locality = UNKNOWN_LOCALITY
-    num_ranks: int = 1
+    num_ranks: NumRanks = 1
     is_loading: bool = False
 
 
 class Announce(Struct, frozen=True, tag="announce"):
     """A broadcast is to begin; the answer is Ready."""
 
-    attempt: int
+    attempt: Count
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    receiver_id: str
-    attempt: int
+    receiver_id: Name
+    attempt: Count
 
 
 class Transfer(Struct, frozen=True, tag="transfer"):
     """The version and its endpoint; the answer is Loaded or Failed."""
 
-    attempt: int
+    attempt: Count
     update: WeightUpdate
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):
-    receiver_id: str
-    attempt: int
+    receiver_id: Name
+    attempt: Count
     report: LoadReport
 
 
 class Failed(Struct, frozen=True, tag="failed"):
     """The receiver has kept the weights it had."""
 
-    receiver_id: str
-    attempt: int
-    reason: str
+    receiver_id: Name
+    attempt: Count
+    reason: Text
+
+    @classmethod
+    def because(cls, receiver_id: str, attempt: int, error: Exception) -> "Failed":
+        """With the error's sentence, as much of it as a message may hold."""
+        return cls(receiver_id, attempt, str(error)[:MAX_TEXT])
 
 
 class Leave(Struct, frozen=True, tag="leave"):
     """The receiver ends."""
 
-    receiver_id: str
+    receiver_id: Name
 
 
 Answer: TypeAlias = Ready | Loaded | Failed

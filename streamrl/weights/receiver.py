@@ -7,13 +7,17 @@ which loads a version, LOAD_S at most.
 import asyncio
 import contextlib
 import logging
+import secrets
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import zmq
 import zmq.asyncio
 from msgspec import structs
 
 from streamrl import wire
+from streamrl.curve import set_client_keys
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import LoadReport, Locality, WeightUpdate
 from streamrl.weights.protocol import (
@@ -33,27 +37,34 @@ from streamrl.weights.protocol import (
 log = logging.getLogger(__name__)
 
 LOAD_S = 600.0
+LOG_S = 10.0
+MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class WeightReceiver:
     """Runs in the generator's event loop. `load` receives and loads a version off the loop's
-    thread, in the processes at `locality`, which have `num_ranks` ranks."""
+    thread, in the processes at `locality`, which have `num_ranks` ranks. `curve` is the folder of
+    the keys."""
 
     def __init__(
         self,
         address: str,
         receiver_id: str,
-        session: str,
         load: Callable[[WeightUpdate], Awaitable[LoadReport]],
         *,
         locality: Locality = UNKNOWN_LOCALITY,
         num_ranks: int = 1,
+        curve: Path | None = None,
     ) -> None:
         self._load = load
-        self._hello = Hello(receiver_id, session, 0, "", locality, num_ranks)
+        self._hello = Hello(receiver_id, secrets.token_hex(16), 0, "", locality, num_ranks)
+        self._logged_s = -LOG_S
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        set_client_keys(self._socket, address, curve, "weights.address")
         self._socket.connect(address)
 
     async def run(self) -> None:
@@ -75,10 +86,11 @@ class WeightReceiver:
     async def _receive_messages(self) -> None:
         """Waits for a message of the learner, without a limit."""
         while True:
+            frame, *more = await self._socket.recv_multipart()
             try:
-                message: FromSender = wire.decode(await self._socket.recv(), FromSender)  # type: ignore[arg-type]
+                message: FromSender = wire.decode(b"" if more else frame, FromSender)  # type: ignore[arg-type]
             except WireError as error:
-                log.warning("unreadable message from the learner: %s", error)
+                self._log_unreadable(error)
                 continue
             match message:
                 case Announce(attempt):
@@ -94,7 +106,7 @@ class WeightReceiver:
         except WeightTransferError as error:
             log.warning("version %d not loaded: %s", update.policy_version, error)
             self._hello = structs.replace(self._hello, is_loading=False)
-            await self._send(Failed(name, attempt, str(error)))
+            await self._send(Failed.because(name, attempt, error))
         else:
             self._hello = structs.replace(
                 self._hello,
@@ -116,6 +128,12 @@ class WeightReceiver:
             raise RuntimeError(
                 f"the engine has not loaded version {update.policy_version} for {LOAD_S:g} s"
             ) from error
+
+    def _log_unreadable(self, error: WireError) -> None:
+        """At most once in LOG_S: there may be a flood."""
+        if time.monotonic() - self._logged_s >= LOG_S:
+            self._logged_s = time.monotonic()
+            log.warning("unreadable message from the learner: %s", error)
 
     async def _send(self, message: FromReceiver) -> None:
         """Without a learner the message is dropped; the next Hello makes up for it."""

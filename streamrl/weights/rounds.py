@@ -12,6 +12,7 @@ all of it, outside the round.
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ import torch
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import Endpoint, FilesEndpoint, WeightUpdate
+from streamrl.weights.codecs.checksums import version_key
 from streamrl.weights.locality import locality_of
 from streamrl.weights.membership import Membership, Peer
 from streamrl.weights.protocol import Failed, Loaded
@@ -31,7 +33,7 @@ from streamrl.weights.routes import Routes
 from streamrl.weights.send_buffers import SendBuffers, Written
 from streamrl.weights.sender_socket import SenderSocket
 from streamrl.weights.transports.broadcast import BroadcastSender
-from streamrl.weights.transports.files import FileSender
+from streamrl.weights.transports.files import FileSender, version_name
 
 log = logging.getLogger(__name__)
 
@@ -55,30 +57,33 @@ class Rounds:
         device: torch.device,
         folder: Path,
         request_round: Callable[[], None],
+        curve: Path | None,
     ) -> None:
         self._settings = settings
         self._buffers = buffers
         self._layout = buffers.layout
         self._request_round = request_round
         self._learner_id = uuid.uuid4().hex[:12]
+        self._secret = secrets.token_bytes(32)
         shares = buffers.exported is not None
-        self._routes = Routes(settings, self._learner_id, locality_of(device), shares=shares)
+        self._routes = Routes(settings, locality_of(device), shares=shares)
         self._membership = Membership(self._learner_id)
-        self.socket = SenderSocket(settings.address, self._membership, on_hello=request_round)
+        self.socket = SenderSocket(settings.address, self._membership, request_round, curve)
         host = urlsplit(self.socket.address).hostname or "127.0.0.1"
         self._broadcast = BroadcastSender(settings, host, device)
-        self._files = FileSender(settings, buffers.layout, folder, self._learner_id)
+        self._files = FileSender(settings, buffers.layout, folder, self._learner_id, self._secret)
         self._num_failed = 0
         self._timings: Mapping[str, float] = {}
 
     def gauges(self) -> dict[str, float]:
         """Seconds of each hop of the last update, how many receivers are alive, how many times one
-        has been fenced, and how many loads have failed."""
+        has been fenced, how many loads have failed, and how many messages were refused."""
         return {
             **self._timings,
             "num_receivers": float(len(self._membership.alive())),
             "num_fenced": float(self._membership.num_fenced),
             "num_failed_loads": float(self._num_failed),
+            **self.socket.gauges(),
         }
 
     def behind(self) -> tuple[str, ...]:
@@ -108,8 +113,8 @@ class Rounds:
         if not peers:
             return
         start = time.perf_counter()
-        verify = self._settings.verify
-        endpoint = await asyncio.to_thread(self._buffers.endpoint, held, verify=verify)
+        key = self._key(held.policy_version) if self._settings.verify else None
+        endpoint = await asyncio.to_thread(self._buffers.endpoint, held, key)
         attempt = await self._transfer(dict.fromkeys(peers, endpoint), held.policy_version)
         self._note(transfer_s=time.perf_counter() - start)
         wait_s = self._settings.deadline_s / 2
@@ -138,7 +143,8 @@ class Rounds:
         wait_s = self._settings.deadline_s / 2
         try:
             first = by_peer[peers[0]]
-            await asyncio.to_thread(self._broadcast.send, first, self._layout, held.data)
+            key = self._key(version)
+            await asyncio.to_thread(self._broadcast.send, first, self._layout, held.data, key)
         except WeightTransferError as error:
             log.warning("version %d did not reach every receiver: %s", version, error)
             # A receiver that is not to blame may notice only at the deadline of its own call.
@@ -184,6 +190,7 @@ class Rounds:
                 learner_id=self._learner_id,
                 manifest=self._layout.manifest,
                 endpoint=endpoint,
+                key=self._key(version),
             )
             for peer, endpoint in endpoints.items()
         }
@@ -200,6 +207,7 @@ class Rounds:
         for name, answer in answers.items():
             if isinstance(answer, Failed):
                 self._num_failed += 1
+                self._membership.on_failed(name)
                 log.warning("%s did not load version %d: %s", name, version, answer.reason)
         for name in reports:
             self._membership.on_loaded(name, version)
@@ -212,6 +220,10 @@ class Rounds:
             )
         failed = answers.keys() - reports.keys()
         return _Outcome(set(reports), failed, {peer.name for peer in silent})
+
+    def _key(self, version: int) -> bytes:
+        """Of the version's checksums; it is announced and written nowhere."""
+        return version_key(self._secret, version_name(self._learner_id, version))
 
     def _note(self, **timings: float) -> None:
         self._timings = {**self._timings, **timings}

@@ -32,16 +32,13 @@ class Routes:
     """The routes of one learner, whose sender is at `locality`; `shares`: others can map its
     buffers."""
 
-    def __init__(
-        self, settings: WeightSettings, learner_id: str, locality: Locality, *, shares: bool
-    ) -> None:
+    def __init__(self, settings: WeightSettings, locality: Locality, *, shares: bool) -> None:
         if settings.backend == "shared" and not shares:
             raise ConfigError(
                 "weights.backend shared: this system has no memory that other processes can open; "
                 "use auto, gloo or nccl"
             )
         self._settings = settings
-        self._learner_id = learner_id
         self._locality = locality
         self._shares = shares
         self._has_loaded = False
@@ -59,7 +56,7 @@ class Routes:
         return {route: [peer for peer in chosen if chosen[peer] == route] for route in ROUTES}
 
     def on_loaded(self) -> None:
-        """Some receiver has a version of this learner: from now on, one that has none is late."""
+        """Some receiver has a version of this learner: from now on, one without is late."""
         self._has_loaded = True
 
     def on_file_answers(self, peers: Iterable[Peer], loaded: set[str]) -> None:
@@ -96,7 +93,7 @@ class Routes:
     def _prefers_file(self, peer: Peer) -> bool:
         if self._settings.transport == "files":
             return True
-        is_late = peer.hello.learner_id != self._learner_id and self._has_loaded
+        is_late = not peer.has_loaded and self._has_loaded
         can_read = peer.name not in self._cannot_read_files
         return self._settings.catch_up == "files" and is_late and can_read
 

@@ -97,13 +97,13 @@ class SendBuffers:
             with self._lock:
                 self._reading = None
 
-    def endpoint(self, held: Written, *, verify: bool) -> SharedEndpoint:
-        """Where receivers read the version that is held. Waits until a GPU has written it."""
+    def endpoint(self, held: Written, key: bytes | None) -> SharedEndpoint:
+        """Where receivers read the version that is held, with checksums of this key, if any. Waits
+        until a GPU has written it."""
         assert self.exported is not None, "a route that needs shared memory was refused before"
         stamps, memory = self.exported
         if held.event is not None:
             held.event.synchronize()
-        slots = self.layout.slots if verify else ()
         return SharedEndpoint(
             memory=memory,
             start=held.start,
@@ -111,7 +111,7 @@ class SendBuffers:
             stamp_at=held.buffer * STAMP_BYTES,
             stamp=held.stamp,
             bucket_bytes=self.layout.bucket_bytes,
-            checksums=checksums(slot.of(held.data) for slot in slots),
+            checksums=checksums(self.layout.raws(held.data), key) if key else b"",
         )
 
 

@@ -23,15 +23,20 @@ from streamrl.weights.send_buffers import SendBuffers
 class WeightSender:
     """Runs in the learner's event loop; only `snapshot` is called in the training thread.
 
-    `folder` is for files; `device` is where the parameters are.
+    `folder` is for files, `device` is where the parameters are, and `curve` the folder of the keys.
     """
 
     def __init__(
-        self, settings: WeightSettings, layout: Layout, device: torch.device, folder: Path
+        self,
+        settings: WeightSettings,
+        layout: Layout,
+        device: torch.device,
+        folder: Path,
+        curve: Path | None = None,
     ) -> None:
         self._changed = asyncio.Event()
         self._buffers = SendBuffers(layout, device)
-        self._rounds = Rounds(settings, self._buffers, device, folder, self._changed.set)
+        self._rounds = Rounds(settings, self._buffers, device, folder, self._changed.set, curve)
         self._snapshot_s: float | None = None
         self.address = self._rounds.socket.address
 

@@ -1,19 +1,24 @@
 """The messages of the learner's end: announcements and transfers, and the answers to them.
 
 Invariant: every answer is waited for with a deadline, and one from a process that has ended or was
-replaced is not waited for.
+replaced is not waited for. No message ends the learner or costs it more than READING_SHARE of its
+time: what is malformed, or in the name of another connection's receiver, is refused and counted
+(`streamrl.weights.connections`), and senders that go on wait in their own queues.
 """
 
 import asyncio
-import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
 from streamrl import wire
-from streamrl.errors import WireError
+from streamrl.curve import CurveServer
+from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import WeightUpdate
+from streamrl.weights.connections import Connections
 from streamrl.weights.membership import Membership, Peer
 from streamrl.weights.protocol import (
     Announce,
@@ -28,24 +33,41 @@ from streamrl.weights.protocol import (
     Transfer,
 )
 
-log = logging.getLogger(__name__)
+READING_SHARE = 0.2
+BATCH = 64
+MAX_MESSAGE_BYTES = 2**16
+"""A larger one ends its connection."""
+# Messages that wait on one connection; in or out, it has few at a time.
+QUEUED = 16
 
 
 class SenderSocket:
     """Bound to `address`, whose port may be `*`; keeps the membership up to date.
 
-    `on_hello` is called after each Hello.
+    `on_hello` is called after each Hello; `curve` is the folder of the keys.
     """
 
-    def __init__(self, address: str, membership: Membership, on_hello: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        membership: Membership,
+        on_hello: Callable[[], None],
+        curve: Path | None = None,
+    ) -> None:
         self._membership = membership
         self._on_hello = on_hello
         self._attempt = 0
         self._asked: dict[int, dict[str, asyncio.Future[Answer]]] = {}
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._connections = Connections()
+        self._context = zmq.asyncio.Context()
+        self._curve = CurveServer(self._context, address, curve, "weights.address")
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in _OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._curve.configure(self._socket)
         self._socket.bind(address)
+        # Reads at once what has arrived, without a future for each message.
+        self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     async def announce(self, peers: Iterable[Peer]) -> int:
@@ -76,30 +98,68 @@ class SenderSocket:
         asked = (pair for answers in self._asked.values() for pair in answers.items())
         return {name for name, answer in asked if not answer.done()}
 
+    def gauges(self) -> dict[str, float]:
+        """How many messages were refused, and how many were dropped unread after that."""
+        connections = self._connections
+        return {
+            "num_refused_messages": float(connections.num_refused),
+            "num_ignored_messages": float(connections.num_ignored),
+        }
+
     async def receive(self) -> None:
-        """Until cancelled: handle the messages of receivers, which may be silent for good."""
+        """Until cancelled: handle the messages of receivers, which may be silent for good; then
+        pause, for as long as READING_SHARE demands."""
         while True:
-            address, data = await self._socket.recv_multipart()
+            await self._socket.poll()
+            start = time.perf_counter()
+            self._read_some()
+            await asyncio.sleep((time.perf_counter() - start) * (1 / READING_SHARE - 1))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._curve.close()
+        self._context.term()
+
+    def _read_some(self) -> None:
+        """At most BATCH messages; never waits."""
+        for _ in range(BATCH):
             try:
-                message: FromReceiver = wire.decode(data, FromReceiver)  # type: ignore[arg-type]
-            except WireError as error:
-                log.warning("unreadable message from a receiver of weights: %s", error)
-                continue
-            match message:
-                case Hello(receiver_id):
-                    if not self._membership.on_hello(address, message):
-                        self._expect_no_answer(receiver_id)
-                    self._on_hello()
-                case Leave(receiver_id):
+                frames = self._reader.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            address, *parts = frames
+            if self._connections.admits(address.bytes):
+                try:
+                    self._handle(address.bytes, _message(parts))
+                except (WireError, WeightTransferError) as error:
+                    self._connections.refuse(address.bytes, _origin(frames[-1]), str(error))
+
+    def _handle(self, address: bytes, message: FromReceiver) -> None:
+        """
+        Raises:
+            WeightTransferError: the receiver it names is bound to another connection.
+        """
+        match message:
+            case Hello(receiver_id):
+                if not self._membership.on_hello(address, message):
+                    self._expect_no_answer(receiver_id)
+                self._on_hello()
+            case Leave(receiver_id):
+                if self._is_of(address, receiver_id):
                     self._membership.on_leave(receiver_id)
                     self._expect_no_answer(receiver_id)
-                case Ready(name, attempt) | Loaded(name, attempt) | Failed(name, attempt):
+            case Ready(name, attempt) | Loaded(name, attempt) | Failed(name, attempt):
+                if self._is_of(address, name):
                     answer = self._asked.get(attempt, {}).get(name)
                     if answer is not None and not answer.done():
                         answer.set_result(message)
 
-    def close(self) -> None:
-        self._socket.close()
+    def _is_of(self, address: bytes, name: str) -> bool:
+        """Whether the connection is the receiver's; False if there is no such receiver."""
+        bound = self._membership.address_of(name)
+        if bound is not None and bound != address:
+            raise WeightTransferError(f"{name!r} is bound to another connection")
+        return bound is not None
 
     async def _send(self, messages: Mapping[Peer, FromSender]) -> None:
         loop = asyncio.get_running_loop()
@@ -112,3 +172,26 @@ class SenderSocket:
         for answers in self._asked.values():
             if name in answers:
                 answers[name].cancel()
+
+
+def _message(parts: list[zmq.Frame]) -> FromReceiver:
+    if len(parts) != 1:
+        raise WireError(f"message of {len(parts)} frames instead of 1")
+    message: FromReceiver = wire.decode(parts[0].buffer, FromReceiver)  # type: ignore[arg-type]
+    return message
+
+
+def _origin(frame: zmq.Frame) -> str:
+    """Where the message came from, as far as the system says."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "an unknown address"
+
+
+_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+    zmq.RCVHWM: QUEUED,
+    zmq.SNDHWM: QUEUED,
+}

@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import json
 import time
-import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -113,8 +112,7 @@ async def follow(address: str, name: str, device: str, weights: Weights) -> None
         print(json.dumps({"version": update.policy_version, **times}), flush=True)
         return LoadReport(transfer_s=received - start, load_s=pause_s, pause_s=pause_s)
 
-    session = uuid.uuid4().hex
-    receiver = WeightReceiver(address, name, session, load, locality=locality_of(device))
+    receiver = WeightReceiver(address, name, load, locality=locality_of(device))
     try:
         await receiver.run()
     finally:

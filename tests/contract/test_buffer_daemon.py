@@ -21,10 +21,10 @@ from buffers import messages as m
 from buffers.journal.schema import journal_path
 from buffers.zmq import multipart
 from buffers.zmq.client import ZmqBuffer
-from buffers.zmq.curve import make_keys
 from streamrl import wire
 from streamrl.cli.main import main
 from streamrl.config import load_config
+from streamrl.curve import make_keys
 from streamrl.errors import (
     ConfigError,
     CorruptMessageError,

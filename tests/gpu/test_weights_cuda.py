@@ -46,9 +46,7 @@ def receive(address: str, name: str, device: str, pipe: Connection) -> None:
         pipe.send((update.policy_version, route, bool(is_right)))
         return LoadReport(transfer_s=0.0, pause_s=0.0)
 
-    receiver = WeightReceiver(
-        address, name, f"session of {name}", load, locality=locality_of(device)
-    )
+    receiver = WeightReceiver(address, name, load, locality=locality_of(device))
     asyncio.run(receiver.run())
 
 

@@ -56,8 +56,7 @@ class Receiver(WeightReceiver):
     """Loads into a dictionary."""
 
     def __init__(self, address: str, name: str, record: Path, fate: Fate) -> None:
-        session = f"session of {name}"
-        super().__init__(address, name, session, self._load_update, locality=locality_of("cpu"))
+        super().__init__(address, name, self._load_update, locality=locality_of("cpu"))
         self._record = record
         self._fate = fate
         self._transfer = TransferReceiver()

@@ -124,9 +124,13 @@ async def test_an_engine_that_never_loads_ends_its_generator(monkeypatch: pytest
         raise AssertionError
 
     update = WeightUpdate(
-        policy_version=7, learner_id="h", manifest=(), endpoint=FilesEndpoint(path="nowhere")
+        policy_version=7,
+        learner_id="h",
+        manifest=(),
+        endpoint=FilesEndpoint(path="nowhere"),
+        key=b"",
     )
-    receiver = WeightReceiver("tcp://127.0.0.1:9", "g", "s", never)
+    receiver = WeightReceiver("tcp://127.0.0.1:9", "g", never)
     with pytest.raises(RuntimeError, match=r"not loaded version 7 for 0\.05 s"):
         await receiver._load_in_time(update)
     receiver._socket.close()

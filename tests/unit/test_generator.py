@@ -356,7 +356,9 @@ async def test_a_floor_falls_when_the_learner_came_back_at_an_earlier_version():
 
 def update(version: int, path: str = "readable") -> WeightUpdate:
     endpoint = FilesEndpoint(path=path)
-    return WeightUpdate(policy_version=version, learner_id="h", manifest=(), endpoint=endpoint)
+    return WeightUpdate(
+        policy_version=version, learner_id="h", manifest=(), endpoint=endpoint, key=b""
+    )
 
 
 async def test_a_generator_that_joins_late_leases_nothing_before_it_has_caught_up():

@@ -120,7 +120,7 @@ async def test_a_request_given_up_for_an_update_begins_anew():
     async with asyncio.timeout(10):
         while not server.asked:
             await asyncio.sleep(0)
-    update = WeightUpdate(policy_version=7, learner_id="h", manifest=(), endpoint=None)  # type: ignore[arg-type]
+    update = WeightUpdate(policy_version=7, learner_id="h", manifest=(), endpoint=None, key=b"")  # type: ignore[arg-type]
     assert (await engine.load_weights(update)).pause_s == 0.25
     assert (await running).finish_reason == FinishReason.STOP
     first, again = [request.cache_salt for request in server.asked]

@@ -149,7 +149,7 @@ def test_sglangs_own_function_joins_our_group():
     join = sglang.function(
         "srt/utils/common.py", "init_custom_process_group", torch_release=(2, 11)
     )
-    store = groups.Store("127.0.0.1", 20.0)
+    store = groups.OpenStore("127.0.0.1", 20.0)
     with ThreadPoolExecutor() as pool:
         theirs = pool.submit(
             join,

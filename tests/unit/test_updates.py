@@ -21,7 +21,7 @@ def update_of(source: torch.nn.Module, version: int) -> WeightUpdate:
     manifest = manifest_of(dict(source.named_parameters()))
     endpoint = FilesEndpoint(path="nowhere")
     return WeightUpdate(
-        policy_version=version, learner_id="h", manifest=manifest, endpoint=endpoint
+        policy_version=version, learner_id="h", manifest=manifest, endpoint=endpoint, key=b""
     )
 
 

@@ -124,6 +124,7 @@ def test_a_tagged_union_comes_back_as_the_member_it_was(endpoint):
         learner_id="h",
         manifest=(TensorSpec("w", "float32", (2, 3)),),
         endpoint=endpoint,
+        key=b"k" * 40,
     )
     assert wire.decode(wire.encode(update), WeightUpdate) == update
 

@@ -74,7 +74,7 @@ async def broadcast(
     )
     layout = Layout(manifest_of(parameters), BUCKET_BYTES)
     sender = WeightSender(settings, layout, torch.device("cpu"), folder)
-    receiver = WeightReceiver(sender.address, "engine", "one", load, num_ranks=NUM_WORKERS)
+    receiver = WeightReceiver(sender.address, "engine", load, num_ranks=NUM_WORKERS)
     ends = [asyncio.create_task(end.run()) for end in (sender, receiver)]
     sender.snapshot(parameters, 1)
     sender.publish()

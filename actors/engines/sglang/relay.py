@@ -63,7 +63,7 @@ class Relay:
         self._timeout_s = timeout_s
         self._transfer = TransferReceiver(device)
         self._staged = StagedWeights()
-        self._store = groups.Store(host, timeout_s)
+        self._store = groups.OpenStore(host, timeout_s)
 
     async def receive(self, update: WeightUpdate) -> None:
         """Into this process's memory. Waits for the learner; the timeouts of the transfer

@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from actors.engines.staging import StagedWeights
 from actors.engines.vllm.weights import Report
+from streamrl.curve import use_key
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, WeightUpdate, replace
 from streamrl.weights.transports.receive import TransferReceiver
@@ -47,11 +48,12 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """`update` is a `WeightUpdate` as JSON; "" discards what was received. The report goes to
-    `report_to`, a ZeroMQ PULL socket."""
+    `report_to`, a ZeroMQ PULL socket that takes those of who knows `report_key`."""
 
     attempt: int
     update: str = ""
     report_to: str = ""
+    report_key: str = ""
 
 
 class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -119,16 +121,17 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception as reason:
             log.exception("weights not received")
             error = f"{type(reason).__name__}: {reason}"
-        self._send(info.report_to, Report(info.attempt, error))
+        self._send(info, Report(info.attempt, error))
 
-    def _send(self, address: str, report: Report) -> None:
+    def _send(self, info: UpdateInfo, report: Report) -> None:
         """Keeps the socket until the next report: closing one drops what a busy reader has not read
         yet."""
         if self._socket is not None:
             self._socket.close()
         self._socket = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        use_key(self._socket, info.report_key)
+        self._socket.connect(info.report_to)
         self._socket.send(msgspec.json.encode(report))
 
     def _stage(self, update: WeightUpdate) -> None:

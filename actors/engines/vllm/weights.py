@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from streamrl.config.engines.vllm import VllmSettings
+from streamrl.curve import serve_with_new_key
 from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
 
@@ -65,6 +66,7 @@ class WeightLoader:
         self._deadline_s = deadline_s
         self._attempt = 0
         self._reports = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._report_key = serve_with_new_key(self._reports)
         port = self._reports.bind_to_random_port(f"tcp://{address}")
         self._report_to = f"tcp://{address}:{port}"
 
@@ -84,7 +86,7 @@ class WeightLoader:
         self._attempt += 1
         await self._vllm.start()
         encoded = msgspec.json.encode(update).decode()
-        await self._update(update=encoded, report_to=self._report_to)
+        await self._update(update=encoded, report_to=self._report_to, report_key=self._report_key)
         until_s = time.monotonic() + self._deadline_s if self._deadline_s else None
         errors = [error for _ in range(self._num_workers) if (error := await self._report(until_s))]
         if errors:

@@ -12,10 +12,11 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import BroadcastEndpoint
+from streamrl.types import BroadcastEndpoint, replace
 from streamrl.weights.codecs.checksums import SIZE, checksums, require_equal
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports import groups
+from streamrl.weights.transports.rendezvous import RendezvousServer
 
 
 class BroadcastSender:
@@ -26,19 +27,18 @@ class BroadcastSender:
         self._host = host
         self._device = device
         self._timeout_s = settings.deadline_s / 4
-        self._store: groups.Store | None = None
+        self._store: RendezvousServer | groups.OpenStore | None = None
         self._members: tuple[str, ...] = ()
         self._group: groups.Group | None = None
         self._name = ""
 
     def endpoints(self, members: Mapping[str, int], backend: str) -> dict[str, BroadcastEndpoint]:
         """The endpoint of each member (name to number of ranks); `send` waits for them to join."""
-        if self._store is None:
-            self._store = groups.Store(self._host, self._timeout_s)
-        if self._group is None or self._members != tuple(members):
+        if self._store is None or self._group is None or self._members != tuple(members):
             self.close()
             self._members = tuple(members)
             self._name = uuid.uuid4().hex
+            self._store = self._open_store(backend)
         first_ranks = itertools.accumulate(members.values(), initial=1)
         return {
             member: BroadcastEndpoint(
@@ -50,13 +50,17 @@ class BroadcastSender:
                 backend=backend,
                 bucket_bytes=self._settings.bucket_bytes,
                 timeout_s=self._timeout_s,
-                verify=self._settings.verify,
+                key=self._store.key,
+                verify=self._settings.verify or backend == "gloo",
             )
             for member, rank in zip(members, first_ranks, strict=False)
         }
 
-    def send(self, endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor) -> None:
-        """Broadcast `data` [layout.num_bytes] uint8; waits for the members of the endpoint's group.
+    def send(
+        self, endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor, key: bytes
+    ) -> None:
+        """Broadcast `data` [layout.num_bytes] uint8, with checksums of this key; waits for the
+        members of the endpoint's group.
 
         Raises:
             WeightTransferError: a member is gone or too slow; the next update forms a new group.
@@ -65,10 +69,8 @@ class BroadcastSender:
         device = torch.device("cpu") if endpoint.backend == "gloo" else self._device
         try:
             if self._group is None:
-                self._group = self._store.join(
-                    endpoint.group, endpoint.world_size, endpoint.backend, self._timeout_s
-                )
-            for _ in self._group.pipelined(_outgoing(endpoint, layout, data, device)):
+                self._group = self._join(endpoint)
+            for _ in self._group.pipelined(_outgoing(endpoint, layout, data, device, key)):
                 pass
         except WeightTransferError:
             self.close()
@@ -78,17 +80,39 @@ class BroadcastSender:
         if self._group is not None:
             self._group.close()
             self._group = None
+        if isinstance(self._store, RendezvousServer):
+            self._store.close()
+            self._store = None
+
+    def _open_store(self, backend: str) -> RendezvousServer | groups.OpenStore:
+        """For gloo one for each group; torch's own is kept, since it ends with the process only."""
+        if backend == "gloo":
+            return RendezvousServer(self._host)
+        if isinstance(self._store, groups.OpenStore):
+            return self._store
+        return groups.OpenStore(self._host, self._timeout_s)
+
+    def _join(self, endpoint: BroadcastEndpoint) -> groups.Group:
+        if isinstance(self._store, groups.OpenStore):
+            return self._store.join(
+                endpoint.group, endpoint.world_size, endpoint.backend, self._timeout_s
+            )
+        return groups.join(replace(endpoint, rank=0))
 
 
 def _outgoing(
-    endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor, device: torch.device
+    endpoint: BroadcastEndpoint,
+    layout: Layout,
+    data: torch.Tensor,
+    device: torch.device,
+    key: bytes,
 ) -> Iterator[torch.Tensor]:
     """The buckets, then one checksum per tensor, computed while the buckets are being sent."""
     sums = bytearray()
     for bucket in layout.buckets:
         yield bucket.of(data).to(device)
         if endpoint.verify:
-            sums += checksums(bucket.raws(bucket.of(data)))
+            sums += checksums(bucket.raws(bucket.of(data)), key)
     if sums:
         yield torch.frombuffer(sums, dtype=torch.uint8).to(device)
 
@@ -102,9 +126,14 @@ class BroadcastReceiver:
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * groups.IN_FLIGHT
 
     def tensors(
-        self, endpoint: BroadcastEndpoint, layout: Layout, landing: torch.Tensor | None
+        self,
+        endpoint: BroadcastEndpoint,
+        layout: Layout,
+        landing: torch.Tensor | None,
+        key: bytes,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name; waits for the sender and the other members.
+        """Every tensor by name; waits for the sender and the other members. `key` is that of the
+        checksums.
 
         Raises:
             WeightTransferError: the sender or a member is gone or too slow, or a checksum differs,
@@ -116,7 +145,7 @@ class BroadcastReceiver:
             arriving = group.pipelined(self._incoming(endpoint, layout, landing))
             for bucket, data in zip(layout.buckets, arriving, strict=False):
                 if endpoint.verify:
-                    received += checksums(bucket.raws(data))
+                    received += checksums(bucket.raws(data), key)
                 yield from bucket.views(data)
             sent = [data.cpu().numpy().tobytes() for data in arriving]
         except BaseException:

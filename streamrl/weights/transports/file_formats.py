@@ -5,7 +5,8 @@
             left out. The metadata name the base and have the checksums of both versions, per bucket
 
 Invariant: a tensor counts as read only after its checksum matched; a difference counts as applied
-only after the checksums of its base and of its result matched.
+only after the checksums of its base and of its result matched. The checksums are keyed with the
+version's key, which is not in the file: who changes the file cannot change them along.
 """
 
 from collections.abc import Iterator
@@ -22,17 +23,17 @@ from streamrl.weights.transports.tensor_file import TensorFile
 _DELTA_FORMAT = "streamrl-delta-1"
 
 
-def write_whole(path: Path, layout: Layout, data: torch.Tensor) -> None:
+def write_whole(path: Path, layout: Layout, data: torch.Tensor, key: bytes) -> None:
     """A version's bytes [layout.num_bytes] uint8 as a file."""
     tensors = {
         name: array for slot in layout.slots for name, array in slot.arrays(slot.of(data)).items()
     }
-    sums = checksums(slot.of(data) for slot in layout.slots)
+    sums = checksums(layout.raws(data), key)
     tensor_file.write(path, tensors, {"format": "pt", "checksums": sums.hex()})
 
 
 def read_whole(
-    file: TensorFile, layout: Layout, whole: torch.Tensor | None
+    file: TensorFile, layout: Layout, whole: torch.Tensor | None, key: bytes
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor by name: in `whole` [layout.num_bytes] uint8, or in memory of its own.
 
@@ -45,15 +46,19 @@ def read_whole(
         raw = torch.zeros(slot.num_bytes, dtype=torch.uint8) if whole is None else slot.of(whole)
         for name, array in slot.arrays(raw).items():
             file.read_into(name, array)
-        received.append(checksum(raw))
+        received.append(checksum(slot.spec.name, raw, key))
         yield slot.spec.name, slot.read(raw)
-    if file.metadata("checksums") is not None:
-        sent = file.metadata_bytes("checksums")
-        require_equal(layout.names, sent, b"".join(received), file.path)
+    sent = file.metadata_bytes("checksums")
+    require_equal(layout.names, sent, b"".join(received), file.path)
 
 
 def write_delta(
-    path: Path, layout: Layout, base: torch.Tensor, data: torch.Tensor, base_name: str
+    path: Path,
+    layout: Layout,
+    base: torch.Tensor,
+    data: torch.Tensor,
+    base_name: str,
+    key: bytes,
 ) -> None:
     """What turns `base` into `data`, both [layout.num_bytes] uint8, as a file."""
     codec = DeltaCodec(layout.largest_bucket)
@@ -64,8 +69,8 @@ def write_delta(
     metadata = {
         "format": _DELTA_FORMAT,
         "base": base_name,
-        "base_checksums": checksums(bucket.of(base) for bucket in layout.buckets).hex(),
-        "checksums": checksums(bucket.of(data) for bucket in layout.buckets).hex(),
+        "base_checksums": checksums(_buckets("base", layout, base), key).hex(),
+        "checksums": checksums(_buckets("result", layout, data), key).hex(),
     }
     differing = {number: frame for number, frame in frames.items() if frame is not None}
     tensor_file.write(path, differing, metadata)
@@ -75,7 +80,9 @@ def is_delta(file: TensorFile) -> bool:
     return file.metadata("format") == _DELTA_FORMAT
 
 
-def apply_delta(file: TensorFile, layout: Layout, base: torch.Tensor, into: torch.Tensor) -> None:
+def apply_delta(
+    file: TensorFile, layout: Layout, base: torch.Tensor, into: torch.Tensor, key: bytes
+) -> None:
     """Fill `into` with the version the file makes of `base`; they may be the same memory.
 
     Raises:
@@ -88,14 +95,19 @@ def apply_delta(file: TensorFile, layout: Layout, base: torch.Tensor, into: torc
         label = f"bucket {number} (from {bucket.slots[0].spec.name})"
         ours, target = bucket.of(base), bucket.of(into)
         expected = slice(number * SIZE, (number + 1) * SIZE)
-        if checksum(ours) != before[expected]:
+        if checksum(f"base {number}", ours, key) != before[expected]:
             raise file.error(f"changes another base: {label} differs")
         if str(number) in file:
             try:
                 codec.decode(file.read(str(number)), ours, target)
             except ValueError as error:
                 raise file.error(f"is corrupt in bucket {number}: {error}") from error
-            if checksum(target) != after[expected]:
-                raise file.error(f"does not give the sender's bytes: {label} differs")
         elif target.data_ptr() != ours.data_ptr():
             target.copy_(ours)
+        if checksum(f"result {number}", target, key) != after[expected]:
+            raise file.error(f"does not give the sender's bytes: {label} differs")
+
+
+def _buckets(name: str, layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each bucket's bytes, under a name that is not that of another one or of another version."""
+    return ((f"{name} {i}", bucket.of(data)) for i, bucket in enumerate(layout.buckets))

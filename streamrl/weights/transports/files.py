@@ -5,7 +5,8 @@ has not, or that failed, gets a whole file, and so does everyone after `weights.
 differences. What the files contain is in `transports.file_formats`.
 
 Invariant: a reader sees complete files only, and its file stays until it has answered or two
-deadlines have passed. A checksum covers every byte that is handed on.
+deadlines have passed. A keyed checksum covers every byte that is handed on. Files are readable by
+their owner alone, in a folder that nobody else may enter.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.types import FilesEndpoint, TensorSpec
+from streamrl.weights.codecs.checksums import version_key
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports.file_formats import (
     apply_delta,
@@ -41,15 +43,23 @@ def version_name(learner_id: str, version: int) -> str:
 
 
 class FileSender:
-    """The sender's files of one learner; calls from several threads take turns."""
+    """The sender's files of one learner; calls from several threads take turns. `secret` is what
+    the keys of the versions' checksums are made from."""
 
     def __init__(
-        self, settings: WeightSettings, layout: Layout, folder: Path, learner_id: str
+        self,
+        settings: WeightSettings,
+        layout: Layout,
+        folder: Path,
+        learner_id: str,
+        secret: bytes,
     ) -> None:
         self._settings = settings
         self._layout = layout
         self._folder = folder
         self._learner_id = learner_id
+        self._secret = secret
+        self._written: int | None = None
         self._base: tuple[int, torch.Tensor] | None = None
         self._before: int | None = None
         self._lock = threading.Lock()
@@ -106,8 +116,9 @@ class FileSender:
         paths = {name: whole for name in held}
         if by_delta:
             paths |= dict.fromkeys(by_delta, self._delta_to(version, data))
-        if whole in paths.values():
-            write_whole(whole, self._layout, data)
+        if whole in paths.values() and not self._is_written(version, held):
+            write_whole(whole, self._layout, data, self._key(version))
+            self._written = version
         if self._settings.delta:
             self._keep(version, data, is_delta=bool(by_delta))
         until_s = time.monotonic() + 2 * self._settings.deadline_s
@@ -121,6 +132,11 @@ class FileSender:
             )
             for name, path in paths.items()
         }
+
+    def _is_written(self, version: int, held: Mapping[str, int]) -> bool:
+        """Whether the whole file is there, and none of these receivers has found it damaged."""
+        is_there = self._written == version and self._path(version, "").exists()
+        return is_there and not self._failed & held.keys()
 
     def _remove_unneeded(self) -> None:
         ours = self._folder.glob(f"{self._learner_id}-*.safetensors")
@@ -143,7 +159,8 @@ class FileSender:
         before, base = self._base
         path = self._path(version, ".delta")
         if before != version:
-            write_delta(path, self._layout, base, data, self._name(before))
+            key = self._key(version)
+            write_delta(path, self._layout, base, data, self._name(before), key)
         return path
 
     def _keep(self, version: int, data: torch.Tensor, *, is_delta: bool) -> None:
@@ -161,6 +178,9 @@ class FileSender:
     def _name(self, version: int) -> str:
         return version_name(self._learner_id, version)
 
+    def _key(self, version: int) -> bytes:
+        return version_key(self._secret, self._name(version))
+
 
 class FileReader:
     """A receiver's end. Keeps the bytes of the last file if the next may be a difference to it."""
@@ -174,8 +194,10 @@ class FileReader:
         manifest: tuple[TensorSpec, ...],
         name: str,
         landing: torch.Tensor | None,
+        key: bytes,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name; `name` is the version's, from `version_name`.
+        """Every tensor by name; `name` is the version's, from `version_name`, and `key` that of its
+        checksums.
 
         Raises:
             WeightTransferError: the file or the base it changes is not what the sender had.
@@ -189,11 +211,11 @@ class FileReader:
                     has = base[0] if base else "nothing"
                     raise file.error(f"changes {file.metadata('base')}, but here is {has}")
                 whole = base[1] if whole is None else whole
-                apply_delta(file, layout, base[1], whole)
+                apply_delta(file, layout, base[1], whole, key)
                 yield from ((s.spec.name, s.read(s.of(whole))) for s in layout.slots)
             else:
                 if endpoint.is_base and whole is None:
                     whole = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-                yield from read_whole(file, layout, whole)
+                yield from read_whole(file, layout, whole, key)
         if endpoint.is_base and whole is not None:
             self._base = (name, whole)

@@ -1,8 +1,9 @@
 """torch.distributed groups between processes that were started separately.
 
-A group is formed from a name in a TCPStore that the sender hosts, so there is no default process
-group, no launcher, and a new group can exist beside a broken one. gloo sends host tensors, NCCL
-device tensors.
+A group is formed from a name in a store that the sender hosts, so there is no default process
+group, no launcher, and a new group can exist beside a broken one. gloo sends host tensors; its
+members meet in a `RendezvousServer`, whose key they need. NCCL sends device tensors; its members
+meet in torch's TCPStore, which has no key.
 
 Invariant: no call outlasts the group's timeout. After an error the group is unusable: `close` it
 and form another one. gloo reports a peer that died before the call at once, one that died or froze
@@ -18,29 +19,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import zmq
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from torch._C._distributed_c10d import Store as TorchStore
 
-from streamrl.errors import WeightTransferError
+from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import BroadcastEndpoint
+from streamrl.weights.transports.rendezvous import RendezvousStore
 
 IN_FLIGHT = 2
 """Broadcasts under way at a time."""
 
 
-class Store:
-    """The sender's rendezvous; receivers connect to `host`:`port`."""
+class OpenStore:
+    """torch's TCPStore at `host`:`port`: whoever reaches the port may read and write it."""
+
+    key = ""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self.host = host
+        # torch itself would listen on every interface of the machine.
+        listening = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
+        self.port: int = listening.getsockname()[1]
         self._store = TCPStore(
             host,
-            0,
+            self.port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listening.detach(),
         )
-        self.port: int = self._store.port
 
     def join(self, name: str, world_size: int, backend: str, timeout_s: float) -> "Group":
         """Rank 0 of the named group. Waits for all ranks; unblocked by them or the timeout."""
@@ -48,27 +56,38 @@ class Store:
 
 
 def join(endpoint: BroadcastEndpoint) -> "Group":
-    """A receiver's rank of the endpoint's group. Waits for all ranks or the timeout."""
+    """The endpoint's rank of its group. Waits for all ranks or the timeout."""
     host, port = endpoint.host, endpoint.port
     try:
-        store = TCPStore(
-            host,
-            port,
-            is_master=False,
-            timeout=timedelta(seconds=endpoint.timeout_s),
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
+        store = _store(endpoint)
+    except (RuntimeError, zmq.ZMQError, ValueError) as error:
         raise WeightTransferError(f"no weight store at {host}:{port}: {error}") from error
-    return _form(
-        store,
-        host,
-        endpoint.group,
-        endpoint.rank,
-        endpoint.world_size,
-        endpoint.backend,
-        endpoint.timeout_s,
-    )
+    try:
+        return _form(
+            store,
+            host,
+            endpoint.group,
+            endpoint.rank,
+            endpoint.world_size,
+            endpoint.backend,
+            endpoint.timeout_s,
+        )
+    except WeightTransferError:
+        _close(store)
+        raise
+
+
+def _store(endpoint: BroadcastEndpoint) -> TorchStore:
+    host, port, timeout_s = endpoint.host, endpoint.port, endpoint.timeout_s
+    if endpoint.key:
+        return RendezvousStore(host, port, endpoint.key, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _close(store: TorchStore) -> None:
+    if isinstance(store, RendezvousStore):
+        store.close()
 
 
 class Broadcast:
@@ -90,10 +109,11 @@ class Broadcast:
 
 
 class Group:
-    """Broadcasts from rank 0 to everyone."""
+    """Broadcasts from rank 0 to everyone; the store lasts as long."""
 
-    def __init__(self, group: Any, timeout_s: float) -> None:
+    def __init__(self, group: Any, store: TorchStore, timeout_s: float) -> None:
         self._group = group
+        self._store = store
         self._timeout = timedelta(seconds=timeout_s)
 
     def start(self, tensor: torch.Tensor) -> Broadcast:
@@ -132,6 +152,7 @@ class Group:
 
     def close(self) -> None:
         self._group.shutdown()
+        _close(self._store)
 
 
 def _finished(pending: deque[tuple[torch.Tensor, Broadcast]]) -> torch.Tensor:
@@ -158,9 +179,9 @@ def _form(
                 group = _nccl(prefixed, rank, world_size, timeout_s)
             case _:
                 raise WeightTransferError(f"weights.backend: was {backend!r}; gloo or nccl")
-    except RuntimeError as error:
+    except (RuntimeError, WireError, zmq.ZMQError) as error:
         raise WeightTransferError(f"group {name} did not form: {error}") from error
-    return Group(group, timeout_s)
+    return Group(group, store, timeout_s)
 
 
 def _gloo(store: TorchStore, host: str, rank: int, world_size: int, timeout_s: float) -> Any:

@@ -6,10 +6,13 @@ size of /dev/shm (64 MB in a container) is no limit. On a GPU it is what torch's
 exports; all receivers open one export, whose reference counter is therefore meaningless, so the
 memory has to stay until its process ends, as a sender's does.
 
-Invariant: a process that opens memory cannot change it: it is mapped privately, so a write goes to
-a copy of the page. (On a GPU nothing prevents writes.)
+Invariant: only processes of the same user open it, and none but the one that made it can change it:
+the file is sealed against writes once it is mapped. A receiver maps it privately. (On a GPU nothing
+prevents writes.)
 """
 
+import fcntl
+import logging
 import os
 import stat
 import weakref
@@ -20,17 +23,24 @@ from streamrl.errors import WeightTransferError
 from streamrl.types import CudaMemory, HostMemory
 from streamrl.weights.locality import gpu_uuid
 
+log = logging.getLogger(__name__)
+
+# Linux 5.1; Python 3.13 has a name for it.
+_F_SEAL_FUTURE_WRITE = 0x10
+
 
 def make_on_host(num_bytes: int, owner: object) -> tuple[torch.Tensor, HostMemory | None]:
     """Zeros [num_bytes] uint8, and how others open them while `owner` lives; None where the system
     has no such memory. The tensor itself lasts as long as it is used."""
     try:
-        fd = os.memfd_create("streamrl-weights")
+        fd = os.memfd_create("streamrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError):
         return torch.zeros(num_bytes, dtype=torch.uint8), None
     weakref.finalize(owner, os.close, fd)
+    os.fchmod(fd, 0o600)
     os.ftruncate(fd, num_bytes)
     tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
+    _seal(fd)
     inode = os.fstat(fd).st_ino
     return tensor, HostMemory(pid=os.getpid(), fd=fd, inode=inode, num_bytes=num_bytes)
 
@@ -81,6 +91,15 @@ def require_present(memory: HostMemory) -> None:
     expected = (memory.inode, memory.num_bytes)
     if not stat.S_ISREG(file.st_mode) or (file.st_ino, file.st_size) != expected:
         raise _unreachable(memory, "another file is there")
+
+
+def _seal(fd: int) -> None:
+    """No more writes but through the mapping that is there; size and seals stay as they are."""
+    kept = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, kept | _F_SEAL_FUTURE_WRITE)
+    except OSError:
+        log.info("this kernel cannot seal memory against writes of other processes of this user")
 
 
 def _open_on_host(memory: HostMemory) -> torch.Tensor:

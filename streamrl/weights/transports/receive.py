@@ -39,13 +39,13 @@ class TransferReceiver:
         match update.endpoint:
             case BroadcastEndpoint() as endpoint:
                 layout = Layout(update.manifest, endpoint.bucket_bytes)
-                yield from self._broadcast.tensors(endpoint, layout, landing)
+                yield from self._broadcast.tensors(endpoint, layout, landing, update.key)
             case FilesEndpoint() as endpoint:
                 name = version_name(update.learner_id, update.policy_version)
-                yield from self._files.tensors(endpoint, update.manifest, name, landing)
+                yield from self._files.tensors(endpoint, update.manifest, name, landing, update.key)
             case SharedEndpoint() as endpoint:
                 layout = Layout(update.manifest, endpoint.bucket_bytes)
-                yield from self._shared.tensors(endpoint, layout, landing)
+                yield from self._shared.tensors(endpoint, layout, landing, update.key)
 
     def close(self) -> None:
         self._broadcast.close()

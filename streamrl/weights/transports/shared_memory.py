@@ -28,15 +28,20 @@ class SharedReader:
         self._mapped: dict[HostMemory | CudaMemory, torch.Tensor] = {}
 
     def tensors(
-        self, endpoint: SharedEndpoint, layout: Layout, landing: torch.Tensor | None
+        self,
+        endpoint: SharedEndpoint,
+        layout: Layout,
+        landing: torch.Tensor | None,
+        key: bytes,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by name: in `landing`, if given, else read-only in the sender's memory.
+        `key` is that of the checksums.
 
         Raises:
             WeightTransferError: the memory cannot be opened, or was overwritten during the read.
         """
         try:
-            yield from self._read(endpoint, layout, landing)
+            yield from self._read(endpoint, layout, landing, key)
         except WeightTransferError:
             self.close()
             raise
@@ -45,9 +50,14 @@ class SharedReader:
         self._mapped = {}
 
     def _read(
-        self, endpoint: SharedEndpoint, layout: Layout, landing: torch.Tensor | None
+        self,
+        endpoint: SharedEndpoint,
+        layout: Layout,
+        landing: torch.Tensor | None,
+        key: bytes,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         memory, stamps = self._map(endpoint.memory, endpoint.stamps)
+        _require_inside(endpoint, layout)
         stamp = stamps[endpoint.stamp_at : endpoint.stamp_at + STAMP_BYTES].view(torch.int64)
         data = memory[endpoint.start : endpoint.start + layout.num_bytes]
         _require_same(stamp, endpoint)
@@ -57,7 +67,7 @@ class SharedReader:
             if landing is not None:
                 raw = bucket.of(landing).copy_(raw)
             if endpoint.checksums:
-                received += checksums(bucket.raws(raw))
+                received += checksums(bucket.raws(raw), key)
             yield from bucket.views(raw)
         if data.is_cuda:
             # Copies out of it, the caller's too, may be under way until here.
@@ -73,6 +83,16 @@ class SharedReader:
         missing = dict.fromkeys(one for one in wanted if one not in self._mapped)
         self._mapped = {**self._mapped, **{one: open_memory(one) for one in missing}}
         return [self._mapped[one] for one in wanted]
+
+
+def _require_inside(endpoint: SharedEndpoint, layout: Layout) -> None:
+    ends = {
+        "version": (endpoint.start + layout.num_bytes, endpoint.memory.num_bytes),
+        "stamp": (endpoint.stamp_at + STAMP_BYTES, endpoint.stamps.num_bytes),
+    }
+    for name, (end, size) in ends.items():
+        if end > size or endpoint.stamp_at % STAMP_BYTES:
+            raise WeightTransferError(f"the {name} ends at byte {end} of {size} of the memory")
 
 
 def _require_same(stamp: torch.Tensor, endpoint: SharedEndpoint) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -58,7 +59,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Contiguous host tensors by name, with metadata; creates the folder."""
+    """Contiguous host tensors by name, with metadata, for the owner alone; creates the folder."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     stop = 0
     for name, tensor in tensors.items():
@@ -70,9 +71,9 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     unfinished = path.with_name(path.name + _UNFINISHED)
-    with unfinished.open("wb") as file:
+    with open(unfinished, "wb", opener=_open_private) as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for tensor in tensors.values():
             file.write(_bytes_of(tensor))
@@ -90,9 +91,10 @@ class TensorFile:
         self.path = path
         try:
             self._file = path.open("rb", buffering=0)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise self.error(
-                f"cannot be opened ({error.strerror}); transport `files` needs a file system that "
+                f"cannot be opened ({reason}); transport `files` needs a file system that "
                 "learner and generators share"
             ) from error
         try:
@@ -173,12 +175,19 @@ class TensorFile:
             parts = msgspec.json.decode(self._file.read(length), type=dict[str, msgspec.Raw])
             metadata = msgspec.json.decode(parts.pop("__metadata__", b"{}"), type=dict[str, str])
             entries = {n: msgspec.json.decode(raw, type=_Entry) for n, raw in parts.items()}
-        except (OSError, struct.error, msgspec.MsgspecError) as error:
+        except (OSError, struct.error, msgspec.MsgspecError, RecursionError) as error:
             raise self.error(f"has no readable header ({error})") from error
         expected = 8 + length + max((entry.stop for entry in entries.values()), default=0)
         if size != expected:
             raise self.error(f"has {size} bytes instead of {expected}")
         return entries, metadata, 8 + length
+
+
+def _open_private(path: str, flags: int) -> int:
+    """A new file, never one that somebody has put there."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -81,6 +81,11 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ("data.truncation=middle", "data.truncation: was 'middle'; input should be 'error',"),
         ("buffer.url=redsi://x", "buffer.url: was 'redsi://x'; it must start with"),
         ("weights.address=here", "weights.address: was 'here'; it must be tcp://host:port"),
+        (
+            "weights.address=tcp://0.0.0.0:5",
+            "weights.address: was 'tcp://0.0.0.0:5', which other machines can reach; that needs "
+            "keys: make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER",
+        ),
         ("run.name=../up", "run.name: was '../up'"),
         ("algorithm.advantage=grop", "did you mean 'grpo'?"),
         ("algorithm.rollout_is=token_si", "did you mean 'token_is'?"),

@@ -1,7 +1,10 @@
 """Files carry exactly the sender's bits, or say what is wrong with them."""
 
+import json
 import os
 import random
+import stat
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +16,16 @@ from actors.engines.hf.weights import SpareWeights
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import FilesEndpoint, WeightUpdate, replace
+from streamrl.weights.codecs.checksums import checksum, version_key
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transports.files import FileSender
+from streamrl.weights.transports import tensor_file
+from streamrl.weights.transports.files import FileSender, version_name
 from streamrl.weights.transports.receive import TransferReceiver
+from streamrl.weights.transports.tensor_file import TensorFile
 
 LIFE = "0123456789ab"
+SECRET = bytes(range(32))
 
 
 def small_model(seed: int = 0) -> torch.nn.Module:
@@ -37,7 +44,7 @@ class Learner:
         config = WeightSettings.model_validate(chosen)
         self.layout = Layout(manifest_of(self.master, dtype), config.bucket_bytes)
         self.buffers = SendBuffers(self.layout, "cpu")
-        self.files = FileSender(config, self.layout, folder, LIFE)
+        self.files = FileSender(config, self.layout, folder, LIFE, SECRET)
 
     def step(self, lr: float) -> None:
         """As Adam's: about lr, whatever the gradient."""
@@ -57,6 +64,7 @@ class Learner:
             learner_id=LIFE,
             manifest=self.layout.manifest,
             endpoint=endpoint,
+            key=version_key(SECRET, version_name(LIFE, version)),
         )
 
     def bits(self) -> dict[str, torch.Tensor]:
@@ -234,6 +242,70 @@ def test_a_damaged_file_gives_the_senders_bits_or_an_error_and_the_old_weights(
         assert is_equal(receiver.weights, kept if error else learner.bits()), position
         path.write_bytes(intact)
     assert not [position for position in harmless if damage is cut or position > 100]
+
+
+def forge(path: Path, known: bytes) -> None:
+    """As who knows the format, but not the key: another tensor, and a checksum of it."""
+    name, *_ = load_file(path)
+    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    start, stop = header[name]["data_offsets"]
+    data = bytearray(path.read_bytes())
+    data[8 + length + start : 8 + length + stop] = bytes(stop - start)
+    forged = checksum(name, torch.zeros(stop - start, dtype=torch.uint8), known)
+    sums = header["__metadata__"]["checksums"]
+    at = data.index(sums.encode())
+    data[at : at + 16] = forged.hex().encode()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("known", [b"", version_key(SECRET, version_name(LIFE, 2))])
+def test_a_file_that_somebody_wrote_anew_is_refused_without_the_key(tmp_path, known):
+    """Nor does the key of another version help."""
+    learner, receiver = Learner(tmp_path), InPlace()
+    kept = {name: tensor.clone() for name, tensor in receiver.weights.items()}
+    update = learner.write(1, a=-1)["a"]
+    forge(Path(update.endpoint.path), known)
+    with pytest.raises(
+        WeightTransferError, match=r"checksum of 0\.weight from .* is not the sender"
+    ):
+        receiver.load(update)
+    assert is_equal(receiver.weights, kept)
+    forge(Path(update.endpoint.path), update.key)
+    Copying().load(update)
+    learner.files.on_answers(set(), {"a"})
+    receiver.load(learner.write(1, a=-1)["a"])
+    assert is_equal(receiver.weights, {n: t.bfloat16() for n, t in learner.bits().items()})
+
+
+def test_an_older_version_is_not_taken_for_a_newer_one(tmp_path):
+    learner = Learner(tmp_path)
+    older = Path(learner.write(1, a=-1)["a"].endpoint.path)
+    update = learner.write(2, a=-1)["a"]
+    Path(update.endpoint.path).write_bytes(older.read_bytes())
+    with pytest.raises(WeightTransferError, match="is not the sender's"):
+        Copying().load(update)
+
+
+def test_a_difference_that_lacks_a_bucket_is_refused(tmp_path):
+    """A bucket that is left out is that of the base, which is not what the sender had."""
+    learner, receiver = Learner(tmp_path, torch.bfloat16, delta=True), InPlace()
+    receiver.load(learner.write(1, a=-1)["a"])
+    learner.step(1e-3)
+    update = learner.write(2, a=1)["a"]
+    path = Path(update.endpoint.path)
+    with TensorFile(path) as file:
+        metadata, frame = dict(file._metadata), file.read("1")
+    tensor_file.write(path, {"1": frame}, metadata)
+    with pytest.raises(WeightTransferError, match="does not give the sender's bytes: bucket 0"):
+        receiver.load(update)
+
+
+def test_files_are_for_their_owner_alone(tmp_path):
+    folder = tmp_path / "weights"
+    update = Learner(folder).write(1, a=-1)["a"]
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, Path(update.endpoint.path))]
+    assert modes == [0o700, 0o600]
 
 
 def test_a_whole_file_is_plain_safetensors(tmp_path):

@@ -1,8 +1,11 @@
 """Who is asked, who is left out, and who shares a broadcast with whom after one that failed."""
 
+import pytest
 from msgspec.structs import replace
 
-from streamrl.weights.membership import ALIVE_S, Membership, Peer
+from streamrl.errors import WeightTransferError
+from streamrl.weights import membership as module
+from streamrl.weights.membership import ALIVE_S, FREE_MISSES, MAX_WAIT_S, Membership, Peer
 from streamrl.weights.protocol import Hello
 
 
@@ -54,8 +57,9 @@ def test_who_is_fenced_comes_back_with_a_hello_that_finds_it_idle():
 
 
 def test_another_process_of_the_same_name_does_not_pay_for_the_first():
-    made, peers, _ = membership("a")
+    made, peers, clock = membership("a")
     assert made.on_hello(b"a", hello("a"))
+    clock.now_s += ALIVE_S + 0.1
     assert not made.on_hello(b"again", hello("a", "second"))
     made.fence([peers["a"]])
     assert [peer.address for peer in made.alive()] == [b"again"]
@@ -79,3 +83,58 @@ def test_where_everybody_answered_those_that_failed_are_halved_until_one_stands_
     assert not made.regroup(set(), {"d"}, set()), "it waits for its next Hello"
     assert not made.regroup({"b"}, set(), set())
     assert grouped(made) == [["a", "b", "c"], ["d"]]
+
+
+def test_a_name_is_bound_to_its_connection_while_its_process_is_alive():
+    made, _, clock = membership("a", "b")
+    with pytest.raises(WeightTransferError, match="'a' is another process, which is alive"):
+        made.on_hello(b"stranger", hello("a", "guessed"))
+    with pytest.raises(WeightTransferError, match="its connection is that of 'b'"):
+        made.on_hello(b"b", hello("c"))
+    assert (made.address_of("a"), made.address_of("c")) == (b"a", None)
+    assert made.on_hello(b"a reconnected", hello("a")), "the same process, by its secret"
+    assert made.address_of("a") == b"a reconnected"
+    made.fence(made.alive())
+    with pytest.raises(WeightTransferError, match="another process"):
+        made.on_hello(b"stranger", hello("a", "guessed"))
+    clock.now_s += ALIVE_S + 0.1
+    assert not made.on_hello(b"another", hello("a", "another"))
+    assert made.address_of("a") == b"another"
+
+
+def test_receivers_are_bounded_and_the_dead_make_room(monkeypatch):
+    monkeypatch.setattr(module, "MAX_RECEIVERS", 2)
+    made, _, clock = membership("a", "b")
+    with pytest.raises(WeightTransferError, match="there are 2 receivers already"):
+        made.on_hello(b"c", hello("c"))
+    clock.now_s += ALIVE_S + 0.1
+    made.on_hello(b"b", hello("b"))
+    made.on_hello(b"c", hello("c"))
+    assert {peer.name for peer in made.alive()} == {"b", "c"}
+    assert made.address_of("a") is None
+
+
+def test_who_misses_update_after_update_is_asked_less_and_less_often():
+    made, _, clock = membership("a")
+
+    def waits_s() -> float:
+        return made.alive()[0].asked_again_s - clock.now_s
+
+    def is_fenced() -> None:
+        made.fence(made.alive())
+        made.on_hello(b"a", hello("a"))
+
+    is_fenced()
+    assert waits_s() == 0, "once may be a pause"
+    is_fenced()
+    assert waits_s() == MAX_WAIT_S
+    assert made.outdated(1) == []
+    clock.now_s += MAX_WAIT_S
+    made.on_hello(b"a", hello("a"))
+    assert [peer.name for peer in made.outdated(1)] == ["a"]
+    made.on_loaded("a", 1)
+    for _ in range(FREE_MISSES):
+        made.on_failed("a")
+    assert waits_s() == 0
+    made.on_failed("a")
+    assert waits_s() == 2.0

@@ -23,12 +23,13 @@ def gpu(*uuids: str, host: str = "here") -> Locality:
     return Locality(host=host, device_type="cuda", gpus=uuids)
 
 
-def peer(name: str, locality: Locality, learner_id: str = "ours") -> Peer:
-    return Peer(name.encode(), Hello(name, f"session of {name}", 1, learner_id, locality), 0.0)
+def peer(name: str, locality: Locality, *, has_loaded: bool = True) -> Peer:
+    hello = Hello(name, f"session of {name}", 1, "ours", locality)
+    return Peer(name.encode(), hello, 0.0, has_loaded=has_loaded)
 
 
 def routes(sender: Locality, *, shares: bool = True, **settings: object) -> Routes:
-    return Routes(WeightSettings.model_validate(settings), "ours", sender, shares=shares)
+    return Routes(WeightSettings.model_validate(settings), sender, shares=shares)
 
 
 def routes_of(made: Routes, *peers: Peer) -> dict[str, str]:
@@ -72,7 +73,7 @@ def test_a_backend_that_is_named_is_taken(backend):
 
 
 def test_files_come_first_where_they_are_asked_for():
-    late, known = peer("late", cpu(), learner_id=""), peer("known", cpu())
+    late, known = peer("late", cpu(), has_loaded=False), peer("known", cpu())
     made = routes(cpu())
     assert routes_of(made, late, known) == {"late": "shared memory", "known": "shared memory"}
     made.on_loaded()

@@ -1,8 +1,10 @@
 """Weights in memory that both ends map: what is read is what was written, or it is refused."""
 
 import gc
+import mmap
 import multiprocessing
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 
@@ -19,6 +21,7 @@ from streamrl.weights.transports import memory
 from streamrl.weights.transports.shared_memory import SharedReader
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,), "wide": (3000,)}
+KEY = b"k" * 40
 TOO_LATE = "overwritten the version before it was read"
 
 
@@ -41,7 +44,7 @@ class Learner:
     def endpoint(self, *, verify: bool = False) -> SharedEndpoint:
         with self.buffers.reading() as held:
             assert held is not None
-            return self.buffers.endpoint(held, verify=verify)
+            return self.buffers.endpoint(held, KEY if verify else None)
 
     def publish(self, version: int, *, verify: bool = False) -> SharedEndpoint:
         self.write(version)
@@ -53,7 +56,7 @@ def read(
 ) -> dict[str, torch.Tensor]:
     """As vLLM's workers do: what was announced has been JSON in between."""
     known = msgspec.json.decode(msgspec.json.encode(endpoint), type=SharedEndpoint)
-    return {name: tensor.clone() for name, tensor in reader.tensors(known, LAYOUT, landing)}
+    return {name: tensor.clone() for name, tensor in reader.tensors(known, LAYOUT, landing, KEY)}
 
 
 def is_version(weights: Mapping[str, torch.Tensor], version: int) -> bool:
@@ -89,7 +92,7 @@ def test_every_version_is_read_from_memory_that_is_mapped_once(in_place, verify,
 @pytest.mark.parametrize("num_read", range(len(SHAPES) + 1))
 def test_what_was_overwritten_while_it_was_read_is_refused_and_nothing_else(num_read, num_writes):
     learner, reader = Learner(), SharedReader()
-    arriving = reader.tensors(learner.publish(1), LAYOUT, None)
+    arriving = reader.tensors(learner.publish(1), LAYOUT, None, KEY)
     weights = {}
     for _ in range(num_read):
         name, tensor = next(arriving)
@@ -109,8 +112,8 @@ def test_a_version_that_is_being_read_is_not_overwritten():
     learner, reader = Learner(), SharedReader()
     learner.write(1)
     with learner.buffers.reading() as held:
-        endpoint = learner.buffers.endpoint(held, verify=False)
-        arriving = reader.tensors(endpoint, LAYOUT, None)
+        endpoint = learner.buffers.endpoint(held, None)
+        arriving = reader.tensors(endpoint, LAYOUT, None, KEY)
         first, tensor = next(arriving)
         weights = {first: tensor.clone()}
         for version in (2, 3, 4):
@@ -163,10 +166,57 @@ def test_a_wrong_bit_is_named():
         read(reader, endpoint)
 
 
+def write_from_elsewhere(path: str, to: Connection) -> None:
+    """Another process of the same user."""
+    outcomes = []
+    for attempt in (_write_file, _write_mapped, lambda path: os.truncate(path, 1)):
+        try:
+            attempt(path)
+            outcomes.append("changed")
+        except OSError as error:
+            outcomes.append(type(error).__name__)
+    to.send(outcomes)
+
+
+def _write_file(path: str) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        file.write(b"forged")
+
+
+def _write_mapped(path: str) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        mmap.mmap(file.fileno(), 0)[0] = 1
+
+
+def test_no_other_process_can_change_what_is_shared():
+    learner, reader = Learner(), SharedReader()
+    endpoint = learner.publish(1)
+    known = endpoint.stamps
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    path = f"/proc/{known.pid}/fd/{known.fd}"
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    process = context.Process(target=write_from_elsewhere, args=(path, there))
+    process.start()
+    assert here.poll(60)
+    assert here.recv() == ["PermissionError"] * 3
+    process.join()
+    assert is_version(read(reader, endpoint), 1)
+    assert is_version(read(reader, learner.publish(2)), 2)
+
+
+def test_an_endpoint_beyond_the_memory_is_refused():
+    learner = Learner()
+    endpoint = learner.publish(1)
+    for wrong in (replace(endpoint, start=2**40), replace(endpoint, stamp_at=2**40)):
+        with pytest.raises(WeightTransferError, match="of the memory"):
+            read(SharedReader(), wrong)
+
+
 def test_a_reader_that_writes_changes_nobody_elses_weights():
     learner = Learner()
     endpoint = learner.publish(1)
-    for _, tensor in SharedReader().tensors(endpoint, LAYOUT, None):
+    for _, tensor in SharedReader().tensors(endpoint, LAYOUT, None, KEY):
         tensor.fill_(9.0)
     assert is_version(read(SharedReader(), endpoint), 1)
 
@@ -204,7 +254,7 @@ def test_the_descriptor_is_closed_with_the_buffers_and_the_bytes_stay_for_who_re
     endpoint = learner.publish(1)
     path = f"/proc/self/fd/{endpoint.stamps.fd}"
     assert "streamrl-weights" in os.readlink(path)
-    arriving = reader.tensors(endpoint, LAYOUT, None)
+    arriving = reader.tensors(endpoint, LAYOUT, None, KEY)
     _, first = next(arriving)
     del learner
     gc.collect()
@@ -241,7 +291,7 @@ def test_a_learner_that_is_killed_while_it_is_read_is_noticed_at_the_last_byte()
     assert host == this_host() != ""
     reader = SharedReader()
     assert is_version(read(reader, endpoint), 1)
-    arriving = reader.tensors(endpoint, LAYOUT, None)
+    arriving = reader.tensors(endpoint, LAYOUT, None, KEY)
     name, tensor = next(arriving)
     process.kill()
     process.join()

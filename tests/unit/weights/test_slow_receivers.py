@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import struct
 import threading
 from typing import Any
 
@@ -123,3 +124,23 @@ async def test_a_file_system_that_is_full_or_stands_still_is_named_and_waited_fo
         await until(lambda: "its file is not written after" in caplog.text)
         may_write.set()
         await until(lambda: generator.has(1.0))
+
+
+async def test_a_file_that_was_tampered_with_is_refused_and_the_receiver_catches_up(
+    tmp_path, caplog
+):
+    async with run(tmp_path, transport="files", deadline_s=2) as started:
+        generator, _ = started.join("a")
+        started.publish(1, 1.0)
+        await until(lambda: generator.has(1.0))
+        generator.open.clear()
+        started.publish(2, 2.0)
+        await until(lambda: generator.num_begun == 2)
+        (newest,) = (path for path in tmp_path.iterdir() if "00000002" in path.name)
+        data = newest.read_bytes()
+        newest.write_bytes(data[:-4] + struct.pack("<f", 6.0))
+        generator.open.set()
+        await until(lambda: started.sender.gauges()["num_failed_loads"] == 1)
+        assert generator.has(1.0)
+        assert "a did not load version 2: checksum of norm from" in caplog.text
+        await until(lambda: generator.has(2.0))

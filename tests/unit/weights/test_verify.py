@@ -12,7 +12,7 @@ import torch
 from actors.engines.hf.weights import SpareWeights
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import LoadReport, WeightUpdate
+from streamrl.types import LoadReport, WeightUpdate, replace
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender import WeightSender
@@ -22,6 +22,7 @@ from streamrl.weights.transports.receive import TransferReceiver
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,)}
 BUCKET_BYTES = 600
+KEY = b"k" * 40
 
 
 def parameters(value: float) -> dict[str, torch.Tensor]:
@@ -79,11 +80,11 @@ class Engine:
 async def test_a_wrong_bit_fails_the_load_by_name_and_the_old_weights_stay(tmp_path, dtype, caplog):
     layout = Layout(manifest_of(parameters(0.0)), BUCKET_BYTES)
     settings = WeightSettings(
-        address="tcp://127.0.0.1:*", bucket_bytes=BUCKET_BYTES, deadline_s=8, verify=True
+        address="tcp://127.0.0.1:*", bucket_bytes=BUCKET_BYTES, deadline_s=8, backend="gloo"
     )
     sender = WeightSender(settings, layout, torch.device("cpu"), tmp_path)
     engine = Engine(dtype)
-    receiver = WeightReceiver(sender.address, "a", "a", engine.load)
+    receiver = WeightReceiver(sender.address, "a", engine.load)
     sender.snapshot(parameters(1.5), 1)
     sender.publish()
     async with asyncio.timeout(30):
@@ -122,11 +123,15 @@ class Pair:
         """Announces; `go` sends."""
         self.endpoint = self.sender.endpoints({"a": 1}, "gloo")["a"]
         return WeightUpdate(
-            policy_version=1, learner_id="h", manifest=self.layout.manifest, endpoint=self.endpoint
+            policy_version=1,
+            learner_id="h",
+            manifest=self.layout.manifest,
+            endpoint=self.endpoint,
+            key=KEY,
         )
 
     def go(self) -> None:
-        self.sender.send(self.endpoint, self.layout, self.data)
+        self.sender.send(self.endpoint, self.layout, self.data, KEY)
 
     def close(self) -> None:
         self.sender.close()
@@ -179,9 +184,7 @@ def test_a_sender_that_goes_silent_is_given_up_within_two_timeouts(tmp_path: Pat
     with ThreadPoolExecutor(1) as pool:
         update = pair.send()
         receiving = pool.submit(lambda: list(pair.receiver.tensors(update)))
-        store = pair.sender._store
-        assert store is not None
-        group = store.join(pair.endpoint.group, 2, "gloo", 1.0)
+        group = groups.join(replace(pair.endpoint, rank=0))
         group.start(pair.layout.buckets[0].of(pair.data)).wait()
         start = time.monotonic()
         with pytest.raises(WeightTransferError, match="broadcast failed"):

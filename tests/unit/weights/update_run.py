@@ -32,7 +32,13 @@ async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None
 class Generator:
     """A receiver that keeps what it loads."""
 
-    def __init__(self, address: str, name: str, locality: Locality = UNKNOWN_LOCALITY) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        locality: Locality = UNKNOWN_LOCALITY,
+        curve: Path | None = None,
+    ) -> None:
         self.policy_version = 0
         self.updates: list[WeightUpdate] = []
         self.weights: dict[str, torch.Tensor] = {}
@@ -41,9 +47,7 @@ class Generator:
         self.open.set()
         self.num_begun = 0
         self._transfer = TransferReceiver()
-        self.receiver = WeightReceiver(
-            address, name, f"session of {name}", self.load, locality=locality
-        )
+        self.receiver = WeightReceiver(address, name, self.load, locality=locality, curve=curve)
 
     async def load(self, update: WeightUpdate) -> LoadReport:
         self.num_begun += 1
@@ -69,19 +73,26 @@ class Generator:
 class Run:
     """A sender and its receivers, as tasks."""
 
-    def __init__(self, tmp_path: Path, tasks: asyncio.TaskGroup, **settings: object) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        tasks: asyncio.TaskGroup,
+        curve: Path | None = None,
+        **settings: object,
+    ) -> None:
         chosen = {"address": "tcp://127.0.0.1:*", "bucket_bytes": 600, "deadline_s": 4, **settings}
         layout = Layout(manifest_of(parameters(0.0)), int(str(chosen["bucket_bytes"])))
         self._tasks = tasks
+        self._curve = curve
         self.sender = WeightSender(
-            WeightSettings.model_validate(chosen), layout, torch.device("cpu"), tmp_path
+            WeightSettings.model_validate(chosen), layout, torch.device("cpu"), tmp_path, curve
         )
         self.running = [tasks.create_task(self.sender.run())]
 
     def join(
         self, name: str, locality: Locality = UNKNOWN_LOCALITY
     ) -> tuple[Generator, "asyncio.Task[None]"]:
-        generator = Generator(self.sender.address, name, locality)
+        generator = Generator(self.sender.address, name, locality, self._curve)
         task = self._tasks.create_task(generator.receiver.run())
         self.running.append(task)
         return generator, task
@@ -92,9 +103,9 @@ class Run:
 
 
 @contextlib.asynccontextmanager
-async def run(tmp_path: Path, **settings: object) -> AsyncIterator[Run]:
+async def run(tmp_path: Path, curve: Path | None = None, **settings: object) -> AsyncIterator[Run]:
     async with asyncio.TaskGroup() as tasks:
-        started = Run(tmp_path, tasks, **settings)
+        started = Run(tmp_path, tasks, curve, **settings)
         yield started
         for task in started.running:
             task.cancel()

@@ -1,7 +1,10 @@
 """CURVE keys: they encrypt the connection and authenticate both ends.
 
-    FOLDER/  server.secret  server.public     the buffer needs all of them
-             client.secret  client.public     generators and the learner need all but server.secret
+    FOLDER/  server.secret  server.public     the buffer and the learner need all of them
+             client.secret  client.public     generators need all but server.secret
+
+The buffer serves `buffer.url` with them, the learner `weights.address`; both settings take the
+folder from `buffer.curve`.
 
 Invariant: an address that other machines can reach is neither served nor connected to without
 keys.
@@ -37,11 +40,20 @@ def make_keys(folder: Path) -> None:
 
 
 class CurveServer:
-    """The server's side: its own key, and the one that it accepts."""
+    """The server's side: its own key, and the one that it accepts. `setting` has the URL.
 
-    def __init__(self, context: "zmq.Context[Any]", url: str, folder: Path | None) -> None:
+    One for each context: ZeroMQ asks one authenticator in it.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[Any]",
+        url: str,
+        folder: Path | None,
+        setting: str = "buffer.url",
+    ) -> None:
         if folder is None and not is_loopback(url):
-            raise ConfigError(needs_keys(url))
+            raise ConfigError(needs_keys(url, setting))
         self._folder = folder
         self._context = context
         self._authenticator: Any = None
@@ -69,20 +81,40 @@ class CurveServer:
             self._authenticator.stop()
 
 
-def set_client_keys(socket: "zmq.Socket[Any]", url: str, folder: Path | None) -> None:
-    """Set the keys of a client's socket that is not yet connected."""
+def set_client_keys(
+    socket: "zmq.Socket[Any]", url: str, folder: Path | None, setting: str = "buffer.url"
+) -> None:
+    """Set the keys of a client's socket that is not yet connected to the URL in `setting`."""
     if folder is None:
         if not is_loopback(url):
-            raise ConfigError(needs_keys(url))
+            raise ConfigError(needs_keys(url, setting))
         return
     socket.setsockopt(zmq.CURVE_SERVERKEY, _key(folder, "server.public"))
     socket.setsockopt(zmq.CURVE_PUBLICKEY, _key(folder, "client.public"))
     socket.setsockopt(zmq.CURVE_SECRETKEY, _key(folder, "client.secret"))
 
 
-def needs_keys(url: str) -> str:
+def serve_with_new_key(socket: "zmq.Socket[Any]") -> str:
+    """Make a key for a server's socket that is not yet bound. Only those who are told the public
+    half, which is returned, can connect: no handshake begins without it."""
+    public, secret = zmq.curve_keypair()
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    return public.decode()
+
+
+def use_key(socket: "zmq.Socket[Any]", key: str) -> None:
+    """Set the key that `serve_with_new_key` returned, at a socket that is not yet connected."""
+    public, secret = zmq.curve_keypair()
+    socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+
+
+def needs_keys(url: str, setting: str = "buffer.url") -> str:
     return (
-        f"buffer.url {url} can be reached from other machines and needs keys: make them with "
+        f"{setting} {url} can be reached from other machines and needs keys: make them with "
         "`streamrl keys new FOLDER` and set buffer.curve to FOLDER"
     )
 

@@ -1,0 +1,91 @@
+"""Where the members of a gloo group meet: open to who knows the key, closed to others."""
+
+import asyncio
+import socket
+import time
+
+import psutil
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from streamrl.config.weights import WeightSettings
+from streamrl.errors import WeightTransferError
+from streamrl.types import BroadcastEndpoint, replace
+from streamrl.weights.transports import groups
+from streamrl.weights.transports.broadcast import BroadcastSender
+from streamrl.weights.transports.rendezvous import RendezvousServer, RendezvousStore
+
+
+@pytest.fixture
+def server():
+    made = RendezvousServer("127.0.0.1")
+    yield made
+    made.close()
+
+
+def endpoint(server: RendezvousServer, **fields: object) -> BroadcastEndpoint:
+    known = BroadcastEndpoint(
+        host="127.0.0.1",
+        port=server.port,
+        group="g",
+        rank=0,
+        world_size=2,
+        backend="gloo",
+        bucket_bytes=600,
+        timeout_s=5.0,
+        key=server.key,
+    )
+    return replace(known, **fields)
+
+
+def test_who_knows_the_key_reads_what_others_put_and_waits_for_it(server):
+    one, two = (RendezvousStore("127.0.0.1", server.port, server.key, 5.0) for _ in range(2))
+    one.set("a", b"1")
+    assert two.get("a") == b"1"
+    two._timeout_s = 0.1
+    with pytest.raises(RuntimeError, match=r"no answer .* to Fetch b for 0\.1 s"):
+        two.wait(["a", "b"])
+    one.close()
+    two.close()
+
+
+def test_who_does_not_know_it_gets_no_answer(server):
+    other = RendezvousServer("127.0.0.1")
+    stranger = RendezvousStore("127.0.0.1", server.port, other.key, 0.3)
+    with pytest.raises(RuntimeError, match="no answer"):
+        stranger.set("a", b"mine")
+    stranger.close()
+    other.close()
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"\xff" * 100)
+    member = RendezvousStore("127.0.0.1", server.port, server.key, 5.0)
+    member.set("b", b"2")
+    assert member._values == {"b": b"2"}
+    member.close()
+
+
+async def test_two_members_broadcast_and_a_third_place_is_waited_for_until_the_timeout(server):
+    joining = (asyncio.to_thread(groups.join, endpoint(server, rank=rank)) for rank in range(2))
+    first, second = await asyncio.gather(*joining)
+    sent, got = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    await asyncio.gather(
+        asyncio.to_thread(first.broadcast, sent), asyncio.to_thread(second.broadcast, got)
+    )
+    assert torch.equal(sent, got)
+    first.close()
+    second.close()
+    start = time.monotonic()
+    with pytest.raises(WeightTransferError, match="group other did not form: no answer"):
+        groups.join(endpoint(server, group="other", timeout_s=0.3))
+    assert time.monotonic() - start < 3
+
+
+def test_nobody_listens_beyond_the_address():
+    sender = BroadcastSender(WeightSettings(), "127.0.0.1", torch.device("cpu"))
+    made = [sender.endpoints({"a": 1}, backend)["a"] for backend in ("gloo", "nccl")]
+    ports = {connection.laddr for connection in psutil.Process().net_connections("tcp")}
+    assert {ip for ip, port in ports if port in {known.port for known in made}} == {"127.0.0.1"}
+    assert [bool(known.key) for known in made] == [True, False]
+    TCPStore("127.0.0.1", made[1].port, is_master=False, wait_for_workers=False)
+    sender.close()
