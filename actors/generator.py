@@ -19,6 +19,7 @@ import time
 import uuid
 
 from actors.chat import PromptTooLongError
+from actors.failure_limit import FailureLimit
 from actors.failures import FailureRecord
 from actors.leased_group import LeasedGroup
 from actors.locality import weight_locality
@@ -28,7 +29,6 @@ from streamrl.config import RunConfig
 from streamrl.errors import (
     LedgerError,
     RolloutError,
-    StreamRLError,
     TransportError,
     UnknownLeaseError,
     WeightTransferError,
@@ -51,7 +51,6 @@ from streamrl.weights.receiver import WeightReceiver
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
-MAX_FAILURES = 50
 SHUTDOWN_GRACE_S = 3.0
 
 
@@ -74,7 +73,7 @@ class Generator:
         self._groups: dict[str, LeasedGroup] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
-        self._num_failures = 0
+        self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
         self._last_report = (time.monotonic(), 0.0)
@@ -145,20 +144,21 @@ class Generator:
         try:
             progress = await self._wait_for_turn(lease_id)
             await self._put(lease_id, await self._runner.run(lease, progress))
-            self._num_failures = 0
+            self._failure_limit.on_success()
         except PromptTooLongError as error:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)
         except RolloutError as error:
             row = self._runner.origin(lease)
-            log.warning("%s", self._failure_record.add(lease.prompt_index, row, error))
+            message = self._failure_record.add(lease.prompt_index, row, error)
+            log.warning("%s", message, **self._failure_limit.details(error))
             await self._buffer.release(lease_id, DropReason.FAILED)
-            self._count_failure(error)
+            self._failure_limit.on_failure(error)
         except LedgerError as error:
             log.warning("prompt %d was not taken in: %s", lease.prompt_index, error)
         except WireError as error:
             log.error("prompt %d was refused as malformed: %s", lease.prompt_index, error)
-            self._count_failure(error)
+            self._failure_limit.on_failure(error)
         finally:
             self._groups.pop(lease_id, None)
             await self._notify()
@@ -187,13 +187,6 @@ class Generator:
     def _is_next(self, lease_id: str) -> bool:
         groups = self._groups
         return groups[lease_id].is_next(groups.values(), self._engine.policy_version)
-
-    def _count_failure(self, error: StreamRLError) -> None:
-        self._num_failures += 1
-        if self._num_failures >= MAX_FAILURES:
-            raise RuntimeError(
-                f"{MAX_FAILURES} groups failed one after the other, the last one: {error}"
-            ) from error
 
     async def _load(self, update: WeightUpdate) -> LoadReport:
         try:

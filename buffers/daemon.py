@@ -47,14 +47,15 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     )
     state = BufferState[Frame](ledger, lease_ttl_s=config.buffer.lease_ttl_s)
     journal = _open_journal(config, state)
-    server = ZmqBufferServer(
-        state,
-        config.buffer.url,
-        quarantine=config.run.path / "quarantine",
-        journal=journal,
-        curve=config.buffer.curve,
-        max_group_bytes=config.buffer.max_group_bytes,
-    )
+    with service.binding("buffer.url", config.buffer.url):
+        server = ZmqBufferServer(
+            state,
+            config.buffer.url,
+            quarantine=config.run.path / "quarantine",
+            journal=journal,
+            curve=config.buffer.curve,
+            max_group_bytes=config.buffer.max_group_bytes,
+        )
     log.info("serving at %s", server.url)
     stop = threading.Event()
     signaled = asyncio.create_task(shutdown.requested.wait())

@@ -24,6 +24,7 @@ from streamrl.algorithms.objective import require_algorithm
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
+from streamrl.run_folder import require_steps_left
 from streamrl.service import Shutdown
 from streamrl.tracking import open_trackers
 from streamrl.tracking.jsonl import TRAINED_FILE, JsonlTracker
@@ -82,6 +83,8 @@ def _load(config: RunConfig) -> tuple[Trainer, LearnerState]:
     critic = Critic(config, Policy.from_config(config)) if algorithm.needs_values else None
     trainer = Trainer(config, policy, reference, critic)
     state = checkpoint.restore(path, trainer) if path else LearnerState()
+    if path is not None:
+        require_steps_left(config, path, state.policy_version)
     log.info("starting from %s at version %d", path or config.model.path, state.policy_version)
     return trainer, state
 
@@ -96,7 +99,8 @@ def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
         )
     layout = Layout(manifest_of(policy.parameters(), dtype), weights.bucket_bytes)
     folder = config.run.path / "weights"
-    sender = WeightSender(weights, layout, policy.device, folder, config.buffer.curve)
+    with service.binding("weights.address", weights.address):
+        sender = WeightSender(weights, layout, policy.device, folder, config.buffer.curve)
     log.info("announcing %.1f MB of weights at %s", layout.num_bytes / 1e6, sender.address)
     return sender
 

@@ -1,17 +1,19 @@
 """Every error StreamRL raises on purpose, and the sentence a person reads.
 
-Invariant: an error names the field or the peer, what it was, and what is allowed. What the daemons
-do with each family is fixed in `streamrl.service`: `ConfigError` ends the process with exit code 2,
-`RolloutError` is data, `TransportError` is retried under a deadline, all else crashes.
+Invariant: an error names the field or the peer, what it was, and what is allowed. Each family has
+an exit code, by which a supervisor decides: `ConfigError` is for a person, `RolloutError` is data
+until every group fails, `TransportError` is retried under a deadline, all else crashes.
 """
 
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# Exit codes of a daemon: start it again, change the configuration, do not start it again.
 EXIT_CRASHED = 1
 EXIT_CONFIG = 2
 EXIT_FENCED = 3
+EXIT_ROLLOUTS = 4
+EXIT_UNREACHABLE = 5
 # More names are neither compared nor listed: it would take seconds, and nobody reads them.
 MAX_LISTED = 1000
 
@@ -104,6 +106,39 @@ class StorageError(TransportError):
 
 class WeightTransferError(TransportError):
     """A weight update did not reach a receiver within its deadline."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the command, as Ctrl-C does."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+_FAMILIES: tuple[tuple[int, type[StreamRLError]], ...] = (
+    (EXIT_CONFIG, ConfigError),
+    (EXIT_FENCED, FencedError),
+    (EXIT_ROLLOUTS, RolloutError),
+    (EXIT_UNREACHABLE, TransportError),
+    (EXIT_CRASHED, StreamRLError),
+)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """That of the error's family; a package that is missing is a matter of configuration.
+
+    >>> exit_code_of(ConfigError("run.x: is wrong")), exit_code_of(KeyError("x"))
+    (2, 1)
+    """
+    if isinstance(error, ImportError):
+        return EXIT_CONFIG
+    return next((code for code, family in _FAMILIES if isinstance(error, family)), EXIT_CRASHED)
+
+
+def error_of(exit_code: int, sentence: str) -> StreamRLError:
+    """The error of a process that ended with this exit code, to be raised in another one."""
+    return dict(_FAMILIES).get(exit_code, StreamRLError)(sentence)
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

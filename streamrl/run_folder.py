@@ -31,7 +31,7 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
 
     Raises:
         ConfigError: the folder holds a run already and neither flag says what to do with it, or
-            its daemons could not reach each other.
+            its daemons could not reach each other; the folder is as it was.
     """
     if config.buffer.url.startswith("memory://"):
         raise ConfigError(
@@ -39,20 +39,25 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
             "several: use zmq://127.0.0.1:0 or redis://HOST"
         )
     folder = config.run.path
-    if (folder / "metrics.jsonl").exists() and not resume:
-        if not new:
-            raise ConfigError(
-                f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it "
-                "aside, or choose another run.name"
-            )
-        aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-        shutil.move(folder, aside)
-    if not resume:
-        # Of a launch that ended before its first step.
-        shutil.rmtree(folder / "buffer", ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    has_run = (folder / "metrics.jsonl").exists()
+    if has_run and not (resume or new):
+        raise ConfigError(
+            f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it "
+            "aside, or choose another run.name"
+        )
+    _require_steps_left(config, continues=resume or (config.run.resume == "auto" and not new))
     resolved = _with_ports(config)
-    (folder / RESOLVED_FILE).write_text(to_yaml(resolved))
+    try:
+        if has_run and not resume:
+            aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+            shutil.move(folder, aside)
+        if not resume:
+            # Of a launch that ended before its first step.
+            shutil.rmtree(folder / "buffer", ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESOLVED_FILE).write_text(to_yaml(resolved))
+    except OSError as error:
+        raise ConfigError(f"run.folder: cannot write {folder}: {error.strerror}") from error
     return resolved
 
 
@@ -161,6 +166,29 @@ def read_books(folder: Path) -> Books | None:
         return None
 
 
+def _require_steps_left(config: RunConfig, *, continues: bool) -> None:
+    given, path = config.run.resume, None
+    if continues:
+        states = sorted((config.run.path / "checkpoints").glob("step-*/state.json"))
+        path = states[-1].parent if states else None
+    elif isinstance(given, Path):
+        path = given
+    if path is not None:
+        require_steps_left(config, path, read_json(path / "state.json").get("policy_version", 0))
+
+
+def require_steps_left(config: RunConfig, checkpoint: Path, step: int) -> None:
+    """
+    Raises:
+        ConfigError: the checkpoint, of this step, is beyond the run's last one.
+    """
+    if step > config.run.max_steps:
+        raise ConfigError(
+            f"run.max_steps: was {config.run.max_steps}, and {checkpoint} is of step {step}: it "
+            f"must be above {step} to go on"
+        )
+
+
 def _with_ports(config: RunConfig) -> RunConfig:
     buffer, weights = config.buffer, config.weights
     url = _bound("buffer.url", buffer.url) if buffer.has_daemon else buffer.url
@@ -182,7 +210,7 @@ def _bound(name: str, url: str) -> str:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, int(port)))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"{name}: cannot listen at {url}: {error}; is another run using it? Port 0 picks "
                 "a free one"

@@ -4,9 +4,12 @@
     1  it crashed: start it again
     2  the configuration cannot work: a person has to change it
     3  another learner took over: do not start this one again
+    4  every group fails: see what the reward or the environment raises
+    5  a peer did not answer within its deadline: start it again
 
-Invariant: a task that fails ends the daemon. A daemon's `main` calls `run` with its coroutine,
-which waits for `Shutdown.requested` beside its work.
+Invariant: a task that fails ends the daemon, and its supervisor gets the reason in one sentence. A
+daemon's `main` calls `run` with its coroutine, which waits for `Shutdown.requested` beside its
+work.
 """
 
 import asyncio
@@ -16,21 +19,30 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 from streamrl.config import PARENT_VARIABLE, RunConfig, to_yaml
+from streamrl.error_record import leave_record
 from streamrl.errors import (
-    EXIT_CONFIG,
     EXIT_CRASHED,
-    EXIT_FENCED,
     ConfigError,
     FencedError,
+    RolloutError,
+    StreamRLError,
+    TransportError,
+    exit_code_of,
 )
+from streamrl.user_code import user_traceback
 
 # mallopt(3): the parameters' numbers are part of glibc's binary interface.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_IS_EXPECTED = "is_expected"
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +95,26 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
     try:
         asyncio.run(supervised())
     except BaseException as error:
-        return _exit_code(error)
+        return _report(error)
     log.info("%s: done", role)
     return 0
+
+
+@contextmanager
+def binding(setting: str, address: str) -> Iterator[None]:
+    """Around the binding of a socket to the address that the setting has.
+
+    Raises:
+        TransportError: another process has the address; it may be free later.
+        ConfigError: this machine has no such address.
+    """
+    try:
+        yield
+    except zmq.ZMQError as error:
+        sentence = f"{setting}: cannot listen at {address}: {error}"
+        if error.errno != zmq.EADDRINUSE:
+            raise ConfigError(sentence) from error
+        raise TransportError(f"{sentence}; is another run using it?") from error
 
 
 def keep_freed_memory() -> None:
@@ -110,17 +139,35 @@ async def _watch_parent(shutdown: Shutdown) -> None:
         await asyncio.sleep(1.0)
 
 
-def _exit_code(error: BaseException) -> int:
+def _report(error: BaseException) -> int:
+    """Log why the daemon ends and leave it to the supervisor; the exit code."""
+    reason = _reason(error)
+    leave_record(reason)
+    if isinstance(reason, StreamRLError | ImportError):
+        log.error("%s", reason, **user_code_details(reason))
+    else:
+        log.critical("crashed: %s", reason, exc_info=error)
+    return exit_code_of(reason)
+
+
+def user_code_details(error: BaseException) -> Mapping[str, Any]:
+    """Arguments of a logging call: the traceback of the user's code that raised, for the log file
+    alone."""
+    cause = error.__cause__
+    traceback = user_traceback(cause)
+    if cause is None or traceback is None:
+        return {}
+    return {"exc_info": (type(cause), cause, traceback), "extra": {_IS_EXPECTED: True}}
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The error of the group that says most: one that a restart cannot change, or a crash."""
     causes = list(_leaves(error))
-    for cause in causes:
-        if isinstance(cause, FencedError):
-            log.error("%s; this process stops", cause)
-            return EXIT_FENCED
-        if isinstance(cause, ConfigError):
-            log.error("%s", cause)
-            return EXIT_CONFIG
-    log.critical("crashed: %s", causes[0], exc_info=error)
-    return EXIT_CRASHED
+    for family in (FencedError, ConfigError, ImportError, RolloutError):
+        for cause in causes:
+            if isinstance(cause, family):
+                return cause
+    return next((cause for cause in causes if not isinstance(cause, StreamRLError)), causes[0])
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
@@ -135,15 +182,22 @@ def _start_logging(role: str, config: RunConfig) -> None:
     """To standard error, and to logs/ROLE.log unless standard error already goes there."""
     log_file = config.run.path / "logs" / f"{role}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
+    form = f"%(asctime)s {role} %(levelname).1s %(name)s: %(message)s"
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if not _is_standard_error(log_file):
+        handlers[0].setFormatter(_TerminalFormatter(form))
         handlers.append(logging.FileHandler(log_file))
-    logging.basicConfig(
-        level=config.run.log_level.upper(),
-        format=f"%(asctime)s {role} %(levelname).1s %(name)s: %(message)s",
-        handlers=handlers,
-        force=True,
-    )
+    level = config.run.log_level.upper()
+    logging.basicConfig(level=level, format=form, handlers=handlers, force=True)
+
+
+class _TerminalFormatter(logging.Formatter):
+    """Without the traceback of an expected error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if getattr(record, _IS_EXPECTED, False):
+            record = logging.makeLogRecord({**vars(record), "exc_info": None})
+        return super().format(record)
 
 
 def _is_standard_error(path: Path) -> bool:

@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, TypeVar, cast
 
 from streamrl.errors import ConfigError, StreamRLError, did_you_mean
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
+
+# A global of the user's files, by which a frame of a traceback is recognized as theirs.
+_MARK = "__streamrl_user_code__"
 
 
 def is_user_code(entry: str) -> bool:
@@ -99,12 +102,40 @@ def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterat
     """Around code of the user's, which may raise anything: the error says whose code it was.
 
     Raises:
-        kind: for every exception in the block, as "owner: its type: its message".
+        kind: for every exception in the block, as "owner: its type: its message (FILE:LINE)".
     """
     try:
         yield
     except Exception as error:
-        raise kind(f"{owner}: {type(error).__name__}: {error}") from error
+        place = "".join(f" ({place})" for place in _places(error)[-1:])
+        raise kind(f"{owner}: {type(error).__name__}: {error}{place}") from error
+
+
+def user_traceback(error: BaseException | None) -> TracebackType | None:
+    """The frames of the error from the user's own code on; None if it was not raised there."""
+    frame = error.__traceback__ if error is not None else None
+    while frame is not None and _MARK not in frame.tb_frame.f_globals:
+        frame = frame.tb_next
+    return frame
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """ " (FILE:LINE)" of a function of the user's own, "" of any other."""
+    code = getattr(function, "__code__", None)
+    if code is None or _MARK not in function.__globals__:
+        return ""
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def _places(error: BaseException) -> list[str]:
+    """FILE:LINE of the frames in the user's own files, innermost last."""
+    places, frame = [], user_traceback(error)
+    while frame is not None:
+        if _MARK in frame.tb_frame.f_globals:
+            file = Path(frame.tb_frame.f_code.co_filename).name
+            places.append(f"{file}:{frame.tb_lineno}")
+        frame = frame.tb_next
+    return places
 
 
 def _place_of(field: str, entry: str) -> tuple[Path, str]:
@@ -138,6 +169,7 @@ def _run(path: Path) -> ModuleType:
     assert spec is not None, "a .py file has a loader"
     assert spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
+    setattr(module, _MARK, True)
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

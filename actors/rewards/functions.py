@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import inspect
 import math
+import reprlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode
-from streamrl.user_code import attributed_to
+from streamrl.user_code import attributed_to, defined_at
 
 
 class FunctionReward:
@@ -25,6 +26,7 @@ class FunctionReward:
         self._function = function
         self._kwargs = kwargs
         self._name = name
+        self._place = f"{name}{defined_at(function)}"
         first = next(iter(inspect.signature(function).parameters), "")
         self._takes_group = first == "episodes"
 
@@ -42,17 +44,32 @@ class FunctionReward:
             return await _in_a_thread(lambda: self._function(argument, **self._kwargs))
 
     def _checked(self, answers: Any, expected: int) -> tuple[float, ...]:
+        """
+        Raises:
+            RolloutError: the answers are not one finite number for each episode.
+        """
         try:
             rewards = tuple(float(answer) for answer in answers)
         except (TypeError, ValueError) as error:
-            raise RolloutError(f"reward {self._name}: answered {answers!r}: no numbers") from error
-        if len(rewards) != expected:
-            raise RolloutError(
-                f"reward {self._name}: {len(rewards)} rewards for {expected} episodes"
-            )
-        if not all(math.isfinite(reward) for reward in rewards):
-            raise RolloutError(f"reward {self._name}: answered {rewards}: not finite")
+            raise self._refused(answers, expected) from error
+        if len(rewards) != expected or not all(map(math.isfinite, rewards)):
+            raise self._refused(answers, expected)
         return rewards
+
+    def _refused(self, answers: Any, expected: int) -> RolloutError:
+        if self._takes_group:
+            needed = f"it must return {expected} finite numbers, one for each episode"
+        else:
+            answers = next(answer for answer in answers if not _is_finite(answer))
+            needed = "it must return one finite number"
+        return RolloutError(f"reward {self._place} returned {reprlib.repr(answers)}: {needed}")
+
+
+def _is_finite(answer: Any) -> bool:
+    try:
+        return math.isfinite(float(answer))
+    except (TypeError, ValueError):
+        return False
 
 
 async def _in_a_thread(work: Callable[[], Any]) -> Any:

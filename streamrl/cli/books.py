@@ -16,12 +16,17 @@ from streamrl.errors import ConfigError, OtherReleaseError
 from streamrl.run_folder import write_books
 from streamrl.types import BufferStats
 
+DEADLINE_S = 5.0
+
 
 def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
     if config.buffer.has_daemon:
         raise ConfigError("the buffer daemon writes books.json as it ends")
-    asyncio.run(run(config, arguments))
+    # A person waits: a server that does not run is reported, not waited for.
+    deadline_s = min(config.buffer.deadline_s, DEADLINE_S)
+    buffer = config.buffer.model_copy(update={"deadline_s": deadline_s})
+    asyncio.run(run(config.model_copy(update={"buffer": buffer}), arguments))
     return 0
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
 from streamrl.cli.verification.run_audit import audit_run
+from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import prepare
@@ -47,13 +48,13 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     if arguments.kills < 1:
         raise ConfigError(f"--kills: was {arguments.kills}; it must be >= 1")
-    config = prepare(configuration(arguments).config, resume=False, new=True)
+    config = prepare(
+        _with_restarts(configuration(arguments).config, arguments.kills), resume=False, new=True
+    )
     killer = Killer(config.run.path, config.run.max_steps, arguments, console)
-    finished = run_here(config, console, new=True, background=killer.run)
+    run_here(config, console, new=True, background=killer.run)
     audit = audit_run(config.run.path, complete=config)
     faults = list(audit.faults)
-    if not finished:
-        faults.insert(0, "the run was stopped before its end")
     kills = [asdict(kill) for kill in killer.kills]
     record = {"seed": arguments.seed, "kills": kills, "findings": audit.findings, "faults": faults}
     (config.run.path / "chaos.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -61,6 +62,12 @@ def main(arguments: argparse.Namespace) -> int:
     for line in (*audit.findings, *(f"WRONG: {fault}" for fault in faults)):
         console.print(line)
     return 1 if faults else 0
+
+
+def _with_restarts(config: RunConfig, num_kills: int) -> RunConfig:
+    """The configuration with a restart for each kill in the budget of every process."""
+    run = config.run.model_copy(update={"max_restarts": config.run.max_restarts + num_kills})
+    return config.model_copy(update={"run": run})
 
 
 def plan(seed: int, num_kills: int, max_steps: int, roles: Sequence[str]) -> tuple[Kill, ...]:
@@ -116,8 +123,6 @@ class Killer:
         while child.process is None or child.process.returncode is not None:
             self._read_progress()
             await asyncio.sleep(_POLL_S)
-        # The supervisor counts crashes, and these are none.
-        child.num_restarts = 0
         child.process.kill()
         await child.process.wait()
         self.kills.append(kill)

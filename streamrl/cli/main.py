@@ -7,29 +7,30 @@ import errno
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from streamrl.cli.arguments.parser import parse
-from streamrl.errors import ConfigError, StreamRLError
+from streamrl.errors import Interrupted, StreamRLError, exit_code_of
 
 # As a shell reports a process that SIGPIPE ended.
 EXIT_BROKEN_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the command: 2 for usage or a configuration that cannot work, 1 for failure."""
+    """Exit code of the command, by the kind of its failure; see docs/operating.md."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
     module, _, function = parsed.entry.partition(":")
     try:
         code: int = getattr(import_command(module), function)(parsed)
         sys.stdout.flush()
-    except StreamRLError as error:
-        print(f"streamrl {parsed.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
+    except (StreamRLError, ImportError) as error:
+        return _report(parsed.command, error)
+    except KeyboardInterrupt as interruption:
+        number = interruption.number if isinstance(interruption, Interrupted) else signal.SIGINT
+        return 128 + number
     except BrokenPipeError:
         _discard_output()
         return EXIT_BROKEN_PIPE
@@ -39,9 +40,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.filename is None:
             _discard_output()
         where = error.filename or "the output"
-        print(f"streamrl {parsed.command}: {where}: {error.strerror}", file=sys.stderr)
-        return 1
+        return _report(parsed.command, StreamRLError(f"{where}: {error.strerror}"))
+    except Exception as error:
+        _leave_record(error)
+        raise
     return code
+
+
+def _report(command: str, error: Exception) -> int:
+    """Say why the command failed, to the process that started it or here; the exit code."""
+    if not _leave_record(error):
+        print(f"streamrl {command}: {error}", file=sys.stderr)
+    return exit_code_of(error)
+
+
+def _leave_record(error: Exception) -> bool:
+    """See `streamrl.error_record`, which is imported only here."""
+    from streamrl.error_record import leave_record
+
+    return leave_record(error)
 
 
 def _discard_output() -> None:

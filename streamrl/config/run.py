@@ -29,6 +29,12 @@ class RunSettings(Section):
     stall_s: Seconds = 300.0
     """A step that waits or computes longer is reported with its cause: in the learner's log, again
     each time the wait has doubled, and by `streamrl status`."""
+    max_restarts: NotNegative = 5
+    """Times that `streamrl launch` starts a failed process again within `restart_window_s`; further
+    failures end the run."""
+    restart_window_s: Seconds = 600.0
+    """Restarts longer ago are not counted, except those since which the run has made no new
+    step."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What the daemons write to their logs."""
 

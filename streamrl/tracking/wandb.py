@@ -29,15 +29,20 @@ class WandbTracker:
         if config.tracking.wandb == "off":
             raise ConfigError("tracking.wandb: is off")
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))
-        self._run = wandb.init(
-            project=config.tracking.project,
-            name=config.run.name,
-            id=_identity(config.run.path / "wandb-id"),
-            dir=config.run.path,
-            mode=config.tracking.wandb,
-            resume="allow",
-            config=config.model_dump(mode="json"),
-        )
+        try:
+            self._run = wandb.init(
+                project=config.tracking.project,
+                name=config.run.name,
+                id=_identity(config.run.path / "wandb-id"),
+                dir=config.run.path,
+                mode=config.tracking.wandb,
+                resume="allow",
+                config=config.model_dump(mode="json"),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"tracking.wandb: was {config.tracking.wandb!r}, and W&B says: {error}"
+            ) from error
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         self._run.log(dict(metrics), step=step)

@@ -152,9 +152,9 @@ def launch(tmp_path: Path, model: Path) -> Iterator[Callable[..., Launched]]:
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
     started: list[Launched] = []
 
-    def start(*arguments: str) -> Launched:
+    def start(*arguments: str, file: Path = config) -> Launched:
         process = subprocess.Popen(
-            [STREAMRL, "launch", str(config), "--no-view", *arguments],
+            [STREAMRL, "launch", str(file), "--no-view", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -109,9 +109,9 @@ def test_a_run_continues_after_its_learner_or_every_process_was_killed_and_after
     assert ["starting from" in words for words in log] == [True, True, True, False]
     processes = psutil.Process(second.process.pid).children()
     second.process.send_signal(signal.SIGINT)
-    assert second.end() == 0, second.output
+    assert second.end() == 130, second.output
     assert not any(process.is_running() for process in processes)
-    assert "--resume" in second.output
+    assert f"to continue: streamrl launch {second.folder}/config.yaml --resume" in second.output
     assert second.books["leased"] == 0
     assert_books_close(second)
 
@@ -231,7 +231,7 @@ def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_o
     dropped = {name: lines[-1][f"buffer/dropped_{name}"] for name in ("expired", "released")}
     assert dropped == {"expired": 0, "released": 0}
     run.process.send_signal(signal.SIGINT)
-    assert run.end() == 0, run.output
+    assert run.end() == 130, run.output
     assert_every_step_once(run, len(run.lines))
     assert_books_close(run)
     assert_audit_passes(run)

@@ -1,6 +1,7 @@
 """The command line answers at once, and what it says a person can act on."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,14 @@ from streamrl.cli.display.view import headline, read_wait, render
 from streamrl.cli.main import main
 from streamrl.cli.report import write_report
 from streamrl.config import load_config
-from streamrl.errors import ConfigError
+from streamrl.errors import (
+    ConfigError,
+    FencedError,
+    Interrupted,
+    RolloutError,
+    StreamRLError,
+    TransportError,
+)
 from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import LearnerActivity, LearnerStatus
@@ -153,6 +161,28 @@ def test_a_configuration_that_cannot_work_is_one_sentence_and_exit_code_2(
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (ConfigError("run.x: is wrong"), 2, "streamrl check: run.x: is wrong\n"),
+        (FencedError("another one took over"), 3, "streamrl check: another one took over\n"),
+        (RolloutError("no reward"), 4, "streamrl check: no reward\n"),
+        (TransportError("Redis is down"), 5, "streamrl check: Redis is down\n"),
+        (StreamRLError("no"), 1, "streamrl check: no\n"),
+        (ModuleNotFoundError("No module named 'x'"), 2, "streamrl check: No module named 'x'\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (Interrupted(signal.SIGTERM), 143, ""),
+    ],
+)
+def test_the_exit_code_is_that_of_the_errors_kind(monkeypatch, capsys, error, code, printed):
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("streamrl.cli.check.main", fail)
+    assert main(["check", QUICKSTART]) == code
+    assert capsys.readouterr().err == printed
+
+
 def test_every_command_can_be_loaded():
     import importlib
 
@@ -201,6 +231,40 @@ def test_a_port_that_is_taken_is_named(tmp_path):
             prepare(config, resume=False, new=False)
 
 
+def test_a_launch_that_is_refused_leaves_the_folder_as_it_was(tmp_path):
+    settings = [f"run.folder={tmp_path}", "run.max_steps=3", "learner.optimizer.warmup_steps=0"]
+    ports = ["buffer.url=zmq://127.0.0.1:0", "weights.address=tcp://127.0.0.1:0"]
+    config = load_config(QUICKSTART, [*settings, *ports]).config
+    checkpoint = config.run.path / "checkpoints" / "step-00000013"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"policy_version": 13}')
+    (config.run.path / "metrics.jsonl").write_text("{}")
+    (config.run.path / "config.yaml").write_text("as it was")
+    beyond = r"run\.max_steps: was 3, and .*step-00000013 is of step 13: it must be above 13"
+    with pytest.raises(ConfigError, match=beyond):
+        prepare(config, resume=True, new=False)
+    run = config.run.model_copy(update={"resume": checkpoint})
+    with pytest.raises(ConfigError, match=beyond):
+        prepare(config.model_copy(update={"run": run}), resume=False, new=True)
+    buffer = config.buffer.model_copy(update={"url": "zmq://127.0.0.1:99999"})
+    with pytest.raises(ConfigError, match=r"buffer\.url: cannot listen"):
+        prepare(config.model_copy(update={"buffer": buffer}), resume=False, new=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["quickstart"]
+    assert (config.run.path / "config.yaml").read_text() == "as it was"
+    run = config.run.model_copy(update={"max_steps": 13})
+    prepare(config.model_copy(update={"run": run}), resume=True, new=False)
+    run = config.run.model_copy(update={"resume": "auto"})
+    prepare(config.model_copy(update={"run": run}), resume=False, new=True)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    settings = [f"run.folder={tmp_path}/file", "buffer.url=zmq://127.0.0.1:0"]
+    config = load_config(QUICKSTART, [*settings, "weights.address=tcp://127.0.0.1:0"]).config
+    with pytest.raises(ConfigError, match=r"run\.folder: cannot write .*: Not a directory"):
+        prepare(config, resume=False, new=False)
+
+
 LINES = [
     {
         "step": step,
@@ -226,6 +290,8 @@ def test_the_view_says_where_the_run_is(tmp_path):
     line = headline(config, LINES)
     assert line.startswith("step 30/150  training reward 0.5")
     assert "staleness 1.00  ESS 0.900  wait 0.10  1000 tokens/s  ETA 1:00" in line
+    run = config.run.model_copy(update={"max_steps": 20})
+    assert "ETA" not in headline(config.model_copy(update={"run": run}), LINES)
     rewards = [
         dict(summary_rows(LINES[:count], tmp_path))["training reward"] for count in (30, 9, 1)
     ]

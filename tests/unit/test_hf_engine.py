@@ -8,7 +8,8 @@ import pytest
 
 from actors.engines.hf import engine as hf
 from actors.engines.hf.batch import Request, RunningBatch
-from streamrl.errors import RolloutError
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import FinishReason, SamplingParams
 from tests.tiny_model import VOCAB_SIZE, make_llama
 
@@ -33,6 +34,12 @@ def test_a_request_stopped_at_its_end_has_ended_by_itself(sampling, reason):
     ((left, completion),) = batch.leave()
     assert (left, request.handle.num_tokens, len(batch)) == (request, 1, 0)
     assert (completion.finish_reason, completion.policy_versions.tolist()) == (reason, [3])
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    settings = {"model": {"path": str(tmp_path)}, "data": {"source": "addition"}}
+    with pytest.raises(ConfigError, match=f"^model.path: no model at '{tmp_path}'"):
+        hf.HfEngine.from_config(RunConfig.model_validate(settings), seed=0)
 
 
 async def test_close_waits_a_while_for_a_step_and_then_leaves_it_alone(monkeypatch, caplog):

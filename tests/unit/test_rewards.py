@@ -106,10 +106,22 @@ async def test_a_users_function_scores_one_episode_or_the_group(tmp_path, text):
     ("text", "sentence"),
     [
         ("def score(episode):\n    return 1 / 0", "ZeroDivisionError: division by zero"),
-        ("def score(episode):\n    return 'much'", "answered .*much.*: no numbers"),
-        ("def score(episode):\n    return float('nan')", "not finite"),
-        ("def score(episodes):\n    return [1.0]", "1 rewards for 2 episodes"),
-        ("def score(episodes):\n    return None", "no numbers"),
+        (
+            "x = 1\ndef score(episode):\n    return [][x]",
+            r"list index out of range \(rewards\.py:3\)",
+        ),
+        ("def score(episode):\n    return 'much'", "returned 'much': it must return one finite"),
+        (
+            "def score(episode):\n    return float('nan')",
+            r"score \(rewards\.py:1\) returned nan: it",
+        ),
+        ("def score(episode):\n    return [1.0, 2.0]", r"returned \[1\.0, 2\.0\]: it must"),
+        ("def score(episode):\n    pass", "returned None: it must return one finite number$"),
+        ("def score(episodes):\n    return [1.0]", r"returned \[1\.0\]: it must return 2 finite"),
+        (
+            "def score(episodes):\n    return None",
+            "None: .* 2 finite numbers, one for each episode",
+        ),
     ],
 )
 async def test_a_reward_that_fails_costs_its_group_only(tmp_path, text, sentence):

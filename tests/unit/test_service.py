@@ -7,12 +7,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from streamrl import service
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, FencedError
+from streamrl.error_record import ErrorRecord
+from streamrl.errors import (
+    ConfigError,
+    FencedError,
+    LedgerError,
+    RolloutError,
+    TransportError,
+)
 from streamrl.service import Shutdown
+from streamrl.user_code import attributed_to, load_user_code
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +50,10 @@ def run(tmp_path: Path, main) -> tuple[int, str]:
     [
         (None, 0, "test: done"),
         (ConfigError("run.x: is wrong"), 2, "run.x: is wrong"),
-        (FencedError("term 2 took over"), 3, "term 2 took over; this process stops"),
+        (FencedError("term 2 took over"), 3, "term 2 took over"),
+        (RolloutError("reward r.py:score: no luck"), 4, "reward r.py:score: no luck"),
+        (TransportError("the buffer is silent"), 5, "the buffer is silent"),
+        (ModuleNotFoundError("No module named 'flash_attn'"), 2, "No module named 'flash_attn'"),
         (ValueError("oops"), 1, "ValueError: oops"),
     ],
 )
@@ -55,6 +68,78 @@ def test_the_exit_code_says_what_to_do(tmp_path, error, code, sentence):
     log = (tmp_path / "default" / "logs" / "test.log").read_text()
     assert sentence in log
     assert ("Traceback" in log) is (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("errors", "sentence", "code"),
+    [
+        ((TransportError("silent"), ConfigError("run.x: is wrong")), "run.x: is wrong", 2),
+        ((TransportError("silent"), RolloutError("no luck")), "no luck", 4),
+        ((TransportError("silent"), ValueError("oops")), "ValueError: oops (test_service.py:", 1),
+        ((TransportError("silent"), LedgerError("unknown")), "silent", 5),
+    ],
+)
+def test_the_supervisor_gets_the_reason_that_says_most_in_one_line(
+    tmp_path, monkeypatch, errors, sentence, code
+):
+    monkeypatch.setenv("STREAMRL_PARENT_PID", str(os.getppid()))
+    monkeypatch.setenv("STREAMRL_ERROR_FILE", str(tmp_path / "record"))
+
+    async def fail(error: Exception) -> None:
+        raise error
+
+    async def main(shutdown: Shutdown) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for error in errors:
+                tasks.create_task(fail(error))
+
+    assert run(tmp_path, main)[0] == code
+    record = msgspec.json.decode((tmp_path / "record").read_bytes(), type=ErrorRecord)
+    assert record.exit_code == code
+    assert record.sentence.startswith(sentence)
+
+
+USER_CODE = """def score(episode):
+    return helper(episode)
+
+def helper(episode):
+    return episode['label']
+"""
+
+
+def test_a_users_traceback_is_in_the_log_and_not_on_the_terminal(tmp_path, capfd):
+    (tmp_path / "mine.py").write_text(USER_CODE)
+    score = load_user_code("data.reward", f"{tmp_path}/mine.py:score")
+
+    async def main(shutdown: Shutdown) -> None:
+        with attributed_to("reward mine.py:score", RolloutError):
+            score({})
+
+    code, log = run(tmp_path, main)
+    terminal = capfd.readouterr().err
+    sentence = "reward mine.py:score: KeyError: 'label' (mine.py:5)"
+    assert code == 4
+    assert terminal.endswith(f"{sentence}\n")
+    assert "Traceback" not in terminal
+    assert sentence in log
+    assert 'mine.py", line 2, in score' in log
+    assert "service.py" not in log
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [("tcp://127.0.0.1:{port}", TransportError), ("tcp://192.0.2.1:{port}", ConfigError)],
+)
+def test_an_address_that_cannot_be_bound_is_named_with_its_setting(address, kind):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as one:
+        port = one.bind_to_random_port("tcp://127.0.0.1")
+        place = address.format(port=port)
+        with (
+            context.socket(zmq.ROUTER) as other,
+            pytest.raises(kind, match=f"^buffer.url: cannot listen at {place}"),
+            service.binding("buffer.url", place),
+        ):
+            other.bind(place)
 
 
 def test_the_first_signal_asks_to_drain(tmp_path):

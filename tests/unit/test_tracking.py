@@ -5,9 +5,11 @@ import logging
 import math
 from pathlib import Path
 
+import pytest
 import wandb
 
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.jsonl import JsonlTracker, read_metrics
@@ -93,6 +95,16 @@ def test_wandb_offline_writes_a_run_that_a_resume_goes_on_with(tmp_path, monkeyp
     assert files
     assert {file.name for file in files} == {f"run-{identity}.wandb"}
     assert any(b"reward/mean" in file.read_bytes() for file in files)
+
+
+def test_what_wandb_refuses_is_a_sentence_that_names_the_setting(tmp_path, monkeypatch):
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    config = make_config(tmp_path, wandb="online", console=False)
+    with pytest.raises(ConfigError, match=r"^tracking\.wandb: was 'online', and .* `wandb login`"):
+        open_trackers(config, first_step=1)
 
 
 def test_the_console_says_the_essential(tmp_path, caplog):

@@ -68,13 +68,16 @@ class HfEngine(UpdatableEngine):
     def from_config(cls, config: RunConfig, *, seed: int) -> "HfEngine":
         """The engine a run's configuration describes, with the weights of `model.path`."""
         generator = config.generator
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model.path,
-            dtype=getattr(torch, generator.dtype),
-            attn_implementation="sdpa",
-            trust_remote_code=config.model.trust_remote_code,
-            **generator.engine_kwargs,
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                config.model.path,
+                dtype=getattr(torch, generator.dtype),
+                attn_implementation="sdpa",
+                trust_remote_code=config.model.trust_remote_code,
+                **generator.engine_kwargs,
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: no model at {config.model.path!r}: {error}") from error
         device = generator.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

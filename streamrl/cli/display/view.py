@@ -59,6 +59,10 @@ class ProgressView:
             finally:
                 screen.update(self._render(children))
 
+    def print(self, sentence: str) -> None:
+        """A line of its own, above the live view."""
+        self._console.print(Text(sentence), soft_wrap=True)
+
     def _render(self, children: Sequence[Child]) -> Group:
         states = {child.role: child.state for child in children}
         return render(self._config, _lines(self._config), states)

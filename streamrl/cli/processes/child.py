@@ -1,29 +1,29 @@
 """One child process of a launch: started, restarted after a crash, stopped.
 
-Invariant: no child outlives the launcher (each watches its parent, see `streamrl.service`), and an
-exit code that a restart cannot change ends the launch.
+Invariant: no child outlives the launcher (each watches its parent, see `streamrl.service`), and a
+failure that a restart cannot change ends the launch with the child's own sentence.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.cli.processes.command import executable
-from streamrl.config import PARENT_VARIABLE
-from streamrl.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, StreamRLError
-from streamrl.run_folder import last_log_line
-
-MAX_RESTARTS = 5
+from streamrl.cli.processes.restarts import RestartBudget, sentence_of
+from streamrl.error_record import ErrorPipe, ErrorRecord
+from streamrl.errors import EXIT_CONFIG, StreamRLError, error_of
 
 
 @dataclass
 class Child:
     """One daemon of the launch; `arguments` follow `streamrl` on its command line.
 
+    `read_step` returns the newest step of the run, `notify` gets a sentence for each restart;
     `num_sharing` is the number of processes that compute on this machine at once.
     """
 
@@ -31,66 +31,82 @@ class Child:
     arguments: Sequence[str]
     restart_arguments: Sequence[str]
     log_file: Path
+    budget: RestartBudget
+    read_step: Callable[[], int]
+    notify: Callable[[str], None]
     num_sharing: int = 1
     process: asyncio.subprocess.Process | None = None
     num_restarts: int = 0
     state: str = "starting"
-    stopping: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def environment(self) -> dict[str, str]:
-        """This process's, with its share of the cores: more threads than cores cost tenfold."""
-        threads = str(max(1, len(os.sched_getaffinity(0)) // self.num_sharing))
-        return {"OMP_NUM_THREADS": threads, **os.environ, PARENT_VARIABLE: str(os.getpid())}
+    async def supervise(self) -> int:
+        """Start the process, again after each failure; its last exit code. Waits for its end.
 
-    async def start(self) -> None:
+        Raises:
+            StreamRLError: it failed and is not started again; the error is of the failure's kind.
+        """
+        while True:
+            code, record = await self._run()
+            self.state = "done" if code == 0 else f"ended ({code})"
+            if code != 0:
+                self._log(sentence_of(code, record))
+            if code == 0 or self.stopping.is_set():
+                return code
+            delay_s = self._delay_s(code, record)
+            self.num_restarts += 1
+            self.state = f"restart {self.num_restarts}"
+            self.notify(f"{self.role}: {sentence_of(code, record)}; started again in {delay_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), delay_s)
+                return code
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send the signal; the process is not restarted."""
+        self.stopping.set()
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    async def _run(self) -> tuple[int, ErrorRecord | None]:
+        """Exit code and last sentence of a process that is started here. Waits for its end."""
+        with ErrorPipe() as pipe:
+            self.process = await self._start(pipe)
+            self.budget.on_start()
+            self.state = "running"
+            if self.stopping.is_set():
+                self.stop()
+            return await self.process.wait(), pipe.read()
+
+    async def _start(self, pipe: ErrorPipe) -> asyncio.subprocess.Process:
         arguments = self.restart_arguments if self.num_restarts else self.arguments
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
             # In its own session, so that Ctrl-C in the terminal signals the launcher only.
-            self.process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 executable(),
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=self.environment(),
+                env=self._environment(pipe),
+                pass_fds=(pipe.descriptor,),
             )
-        self.state = "running"
 
-    async def supervise(self) -> int:
-        """Start the process, again after each crash; its last exit code. Waits for its end.
+    def _environment(self, pipe: ErrorPipe) -> Mapping[str, str]:
+        """This process's, with its share of the cores: more threads than cores cost tenfold."""
+        threads = str(max(1, len(os.sched_getaffinity(0)) // self.num_sharing))
+        return {"OMP_NUM_THREADS": threads, **os.environ, **pipe.environment}
 
-        Raises:
-            ConfigError: it ended with an exit code that a restart cannot change.
-            StreamRLError: it crashed more than MAX_RESTARTS times.
-        """
-        while True:
-            await self.start()
-            assert self.process is not None, "start() has just made it"
-            code = await self.process.wait()
-            self.state = "done" if code == 0 else f"ended ({code})"
-            if code == 0 or self.stopping:
-                return code
-            self._require_restartable(code)
-            self.num_restarts += 1
-            self.state = f"restart {self.num_restarts}"
-            await asyncio.sleep(min(0.5 * 2**self.num_restarts, 10.0))
-            if self.stopping:
-                return code
+    def _log(self, sentence: str) -> None:
+        """Into the process's log, which does not tell of a kill."""
+        with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as output:
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), "launcher:", self.role, sentence, file=output)
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send the signal; the process is not restarted."""
-        self.stopping = True
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
-
-    def _require_restartable(self, code: int) -> None:
-        if code in (EXIT_CONFIG, EXIT_FENCED):
-            raise ConfigError(f"{self.role}: {last_log_line(self.log_file)}")
-        if self.num_restarts == MAX_RESTARTS:
-            raise StreamRLError(
-                f"{self.role} ended {MAX_RESTARTS + 1} times, the last time with {code}: "
-                f"{last_log_line(self.log_file)} (see {self.log_file})"
-            )
+    def _delay_s(self, code: int, record: ErrorRecord | None) -> float:
+        try:
+            return self.budget.delay_s(code, record, self.read_step())
+        except StreamRLError as error:
+            place = "" if code == EXIT_CONFIG else f" (see {self.log_file})"
+            raise error_of(code, f"{self.role}: {error}{place}") from None

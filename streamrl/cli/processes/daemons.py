@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.restarts import RestartBudget
 from streamrl.config import RunConfig
+from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
 
@@ -22,43 +24,46 @@ async def run_daemons(
     *,
     resume: bool,
     view: BackgroundTask,
+    notify: Callable[[str], None],
     background: BackgroundTask | None,
-) -> bool:
-    """Start, watch, and stop every daemon; whether the run reached its end.
+) -> signal.Signals | None:
+    """Start, watch, and stop every daemon; the signal that stopped the run before its end, if any.
 
-    `background` is cancelled before the daemons are stopped, `view` after that. Waits for the
-    learner to end, for a child or `background` to fail, or for a signal.
+    `background` is cancelled before the daemons are stopped, `view` after that; `notify` gets a
+    sentence for each restart. Waits for the learner to end, for a child or `background` to fail, or
+    for a signal.
     """
-    children = make_children(config, resume=resume)
-    interrupted = asyncio.Event()
+    children = make_children(config, resume=resume, notify=notify)
     loop = asyncio.get_running_loop()
+    interrupted: asyncio.Future[signal.Signals] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _on_signal, interrupted, children)
+        loop.add_signal_handler(number, _on_signal, number, interrupted, children)
     supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
     showing = asyncio.ensure_future(view(children))
-    interrupt = asyncio.create_task(interrupted.wait())
     beside = asyncio.create_task(_run_background(background, children))
-    watched = (*supervised.values(), beside)
+    watched: tuple[asyncio.Task[Any], ...] = (*supervised.values(), beside)
     try:
-        while not (interrupted.is_set() or supervised["learner"].done()):
-            await asyncio.wait(
-                {interrupt, *(task for task in watched if not task.done())},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            _raise_failure(watched)
+        while not (interrupted.done() or supervised["learner"].done() or _failure(watched)):
+            running = [task for task in (interrupted, *watched) if not task.done()]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        stopped_by = interrupted.result() if interrupted.done() else None
         beside.cancel()
         await _stop_in_order(children, supervised)
         showing.cancel()
-        interrupt.cancel()
         await asyncio.wait({showing, beside})
-    _raise_failure(watched)
-    return not interrupted.is_set()
+    if failure := _failure(watched):
+        raise failure
+    return stopped_by
 
 
-def make_children(config: RunConfig, *, resume: bool) -> list[Child]:
+def make_children(config: RunConfig, *, resume: bool, notify: Callable[[str], None]) -> list[Child]:
     given = ("--config", str(config.run.path / "config.yaml"))
     logs = config.run.path / "logs"
+
+    def read_step() -> int:
+        step: int = read_last(config.run.path / TRAINED_FILE).get("step", 0)
+        return step
 
     def child(role: str, *arguments: str, on_restart: tuple[str, ...] = ()) -> Child:
         return Child(
@@ -66,6 +71,9 @@ def make_children(config: RunConfig, *, resume: bool) -> list[Child]:
             arguments,
             (*arguments, *on_restart),
             logs / f"{role}.log",
+            RestartBudget(config.run, read_step()),
+            read_step,
+            notify,
             num_sharing=1 + config.generator.count,
         )
 
@@ -85,17 +93,23 @@ async def _run_background(background: BackgroundTask | None, children: Sequence[
         await background(children)
 
 
-def _on_signal(interrupted: asyncio.Event, children: Sequence[Child]) -> None:
-    if interrupted.is_set():
-        for child in children:
-            child.stop(signal.SIGKILL)
-    interrupted.set()
+def _on_signal(
+    number: signal.Signals,
+    interrupted: "asyncio.Future[signal.Signals]",
+    children: Sequence[Child],
+) -> None:
+    """The first signal stops the run, the second one kills its processes."""
+    if not interrupted.done():
+        interrupted.set_result(number)
+        return
+    for child in children:
+        child.stop(signal.SIGKILL)
 
 
-def _raise_failure(watched: "Sequence[asyncio.Task[Any]]") -> None:
-    for task in watched:
-        if task.done() and not task.cancelled() and (error := task.exception()):
-            raise error
+def _failure(watched: "Sequence[asyncio.Task[Any]]") -> BaseException | None:
+    """The first one; asyncio reports a failure that nobody asked for, so all are asked for."""
+    ended = [task for task in watched if task.done() and not task.cancelled()]
+    return next(iter([error for task in ended if (error := task.exception())]), None)
 
 
 async def _stop_in_order(
@@ -105,7 +119,8 @@ async def _stop_in_order(
 
     Waits GRACE_PERIOD_S for each wave, kills what still runs, and waits as long again.
     """
-    learner_ended = supervised["learner"].done()
+    learner = supervised["learner"]
+    learner_ended = learner.done() and learner.exception() is None
     waves = (
         [c for c in children if c.role != "buffer"],
         [c for c in children if c.role == "buffer"],

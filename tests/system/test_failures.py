@@ -1,0 +1,96 @@
+"""A launch that cannot go on says why in one sentence, at once; Ctrl-C ends it cleanly."""
+
+import contextlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.ports import free_port
+from tests.system.conftest import Launched, slow_reward
+from tests.system.test_launch import ONE, _set, assert_audit_passes, assert_every_step_once
+
+Launch = Callable[..., Launched]
+
+NO_LABEL = """
+def score(episode):
+    return float(episode.prompt.row["label"])
+"""
+NO_WANDB = "raise ModuleNotFoundError(\"No module named 'wandb'\", name='wandb')\n"
+
+
+def test_a_reward_that_always_raises_ends_the_launch_with_its_line(launch: Launch, tmp_path: Path):
+    file = tmp_path / "broken.py"
+    file.write_text(NO_LABEL)
+    run = launch(*_set(f"data.reward={file}:score", "run.max_steps=2", ONE))
+    assert run.end() == 4, run.output
+    sentence = f"reward {file}:score: KeyError: 'label' (broken.py:3); 32 groups have failed"
+    assert run.output.splitlines()[-1].startswith(f"streamrl launch: generator-0: {sentence}")
+    assert "Traceback" not in run.output
+    log = run.log("generator-0")
+    assert log.count("generator-0 serves") == 1
+    assert 'return float(episode.prompt.row["label"])' in log
+
+
+def test_a_package_that_is_missing_ends_the_launch_with_the_remedy(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "wandb.py").write_text(NO_WANDB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = launch(*_set("tracking.wandb=offline", ONE))
+    assert run.end() == 2, run.output
+    sentence = "tracking.wandb: is not installed: pip install 'streamrl[wandb]'"
+    assert run.output == f"streamrl launch: learner: {sentence}\n"
+
+
+def test_a_redis_that_does_not_run_is_named(launch: Launch):
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    run = launch(*_set(f"buffer.url={url}", ONE))
+    assert run.end() == 5, run.output
+    assert (
+        f"streamrl launch: books: the buffer at {url} has not answered stats for 5 s" in run.output
+    )
+    assert run.output.endswith("is Redis running, and is buffer.url right?\n")
+
+
+def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(launch: Launch, tmp_path: Path):
+    reward = f"data.reward={slow_reward(tmp_path, seconds=1.0)}"
+    settings = _set("run.max_steps=4", "run.evaluate=true", reward, ONE)
+    starting = launch(*settings)
+    starting.until(lambda: (starting.folder / "logs" / "learner.log").exists())
+    config = interrupt(starting)
+
+    stepping = launch("--resume", file=config)
+    stepping.until_step(2)
+    assert interrupt(stepping, times=2) == config
+
+    evaluating = launch("--resume", file=config)
+    evaluating.until(lambda: has_child(evaluating, "evaluate"))
+    interrupt(evaluating, command="evaluate")
+    assert_every_step_once(evaluating, 4)
+    assert_audit_passes(evaluating)
+    assert not (evaluating.folder / "evaluation.json").exists()
+
+
+def interrupt(run: Launched, *, times: int = 1, command: str = "launch") -> Path:
+    """Ends the launch as Ctrl-C does; the configuration that its hint names."""
+    processes = psutil.Process(run.process.pid).children(recursive=True)
+    for _ in range(times):
+        run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.output
+    assert not any(process.is_running() for process in processes)
+    assert "Traceback" not in run.output
+    hint = run.output.splitlines()[-1]
+    file = run.folder / "config.yaml"
+    resume = " --resume" if command == "launch" else ""
+    assert hint == f"stopped; to continue: streamrl {command} {file}{resume}"
+    return file
+
+
+def has_child(run: Launched, word: str) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(run.process.pid).children()
+        return any(word in child.cmdline() for child in children)
+    return False

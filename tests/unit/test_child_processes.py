@@ -1,0 +1,230 @@
+"""The launcher's processes: what fails is restarted or reported, and a signal ends all of them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.processes import child, daemons, restarts
+from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.daemons import run_daemons
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, FencedError, RolloutError, StreamRLError
+from tests.standins.streamrl_command import DEAF, WAIT, starts_of, write_command
+
+STEP = "open({file!r}, 'a').write('{{\"step\": 1}}\\n'); "
+
+
+class Launch:
+    """A run of stand-ins; `notices` are the sentences that the launcher prints."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.notices: list[str] = []
+        self.children: Sequence[Child] = ()
+        self.config = RunConfig.model_validate(
+            {
+                "run": {"folder": folder, "max_restarts": 3},
+                "model": {"path": "m"},
+                "data": {"source": "addition"},
+                "generator": {"count": 1},
+            }
+        )
+        self.config.run.path.mkdir()
+        self._monkeypatch = monkeypatch
+
+    def run(self, scripts: Mapping[str, str], *, then: Callable[[], Awaitable[None]] | None = None):
+        """Runs the roles' scripts; those that are not given wait to be stopped."""
+        scripts = {"buffer": WAIT, "learner": WAIT, "generator": WAIT, **scripts}
+        file = write_command(self.folder, scripts)
+        self._monkeypatch.setattr(child, "executable", lambda: str(file))
+
+        async def view(children: Sequence[Child]) -> None:
+            self.children = children
+            await (asyncio.Event().wait() if then is None else then())
+            await asyncio.Event().wait()
+
+        return asyncio.run(
+            run_daemons(
+                *(self.config,),
+                resume=False,
+                view=view,
+                notify=self.notices.append,
+                background=None,
+            )
+        )
+
+    async def until(self, *files: str) -> None:
+        async with asyncio.timeout(60):
+            while not all((self.folder / file).exists() for file in files):
+                await asyncio.sleep(0.01)
+
+    def assert_no_process_is_left(self) -> None:
+        for one in self.children:
+            if one.process is not None:
+                with pytest.raises(ProcessLookupError):
+                    os.kill(one.process.pid, 0)
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
+    return Launch(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "kind"), [(2, ConfigError), (3, FencedError), (4, RolloutError)]
+)
+def test_what_a_restart_cannot_change_ends_the_launch_with_the_process_own_sentence(
+    launched: Launch, exit_code, kind
+):
+    others = "wait_for('buffer.ready', 'learner.ready'); "
+    script = others + f"fail({exit_code}, 'reward r.py:score: KeyError: 1 (r.py:2)')"
+    sentence = r"^generator-0: reward r\.py:score: KeyError: 1 \(r\.py:2\)"
+    with pytest.raises(kind, match=sentence):
+        launched.run({"generator": script})
+    assert len(starts_of(launched.folder, "generator")) == 1
+    assert launched.notices == []
+    assert (launched.folder / "learner.ended").exists()
+    assert (launched.folder / "buffer.ended").exists()
+    launched.assert_no_process_is_left()
+
+
+def test_what_raises_at_the_same_line_at_once_is_started_twice(launched: Launch):
+    with pytest.raises(StreamRLError, match=r"^learner: ValueError: oops \(see .*learner\.log\)$"):
+        launched.run({"learner": "fail(1, 'ValueError: oops')"})
+    assert len(starts_of(launched.folder, "learner")) == 2
+    assert launched.notices == ["learner: ValueError: oops; started again in 0.01 s"]
+
+
+def test_a_process_that_is_killed_is_started_again_and_continues(launched: Launch, monkeypatch):
+    monkeypatch.setattr(daemons, "GRACE_PERIOD_S", 1.5)
+    script = "starts < 3 and os.kill(os.getpid(), signal.SIGKILL)"
+    assert launched.run({"learner": script}) is None
+    first, *others = starts_of(launched.folder, "learner")
+    assert "--resume" not in first
+    assert [line.endswith("--resume") for line in others] == [True, True]
+    assert ["killed by SIGKILL" in notice for notice in launched.notices] == [True, True]
+    log = (launched.config.run.path / "logs" / "learner.log").read_text()
+    assert log.count("launcher: learner was killed by SIGKILL") == 2
+
+
+def test_a_process_without_a_reason_says_its_exit_code_and_its_log(launched: Launch):
+    with pytest.raises(StreamRLError, match=r"^buffer: ended with exit code 9; started again 3 .*"):
+        launched.run({"buffer": "sys.exit(9)"})
+    assert len(starts_of(launched.folder, "buffer")) == 4
+
+
+def test_every_group_failing_after_a_step_is_tried_again(launched: Launch):
+    step = STEP.format(file=str(launched.config.run.path / "trained.jsonl"))
+    script = f"starts == 1 and ({step.strip('; ')}); fail(4, 'the judge is down')"
+    with pytest.raises(RolloutError, match="the judge is down; started again 3 times"):
+        launched.run({"generator": script})
+    assert len(starts_of(launched.folder, "generator")) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_stops_every_process(launched: Launch, number):
+    async def interrupt() -> None:
+        await launched.until("buffer.ready", "learner.ready", "generator.ready")
+        os.kill(os.getpid(), number)
+
+    assert launched.run({}, then=interrupt) is number
+    ended = [(launched.folder / f"{role}.ended").exists() for role in ("learner", "generator")]
+    assert ended == [True, True]
+    launched.assert_no_process_is_left()
+
+
+def test_the_second_signal_kills_what_does_not_stop(launched: Launch):
+    async def interrupt_twice() -> None:
+        await launched.until("buffer.ready", "learner.ready", "generator.ready")
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0)
+        await launched.until("generator.ended")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    start_s = time.monotonic()
+    assert launched.run({"learner": DEAF}, then=interrupt_twice) is signal.SIGINT
+    assert time.monotonic() - start_s < daemons.GRACE_PERIOD_S
+    launched.assert_no_process_is_left()
+
+
+def test_a_signal_at_the_very_start_stops_what_is_being_started(launched: Launch):
+    async def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    start_s = time.monotonic()
+    assert launched.run({}, then=interrupt) is signal.SIGINT
+    assert time.monotonic() - start_s < daemons.GRACE_PERIOD_S
+    launched.assert_no_process_is_left()
+
+
+def test_a_signal_ends_the_wait_before_a_restart(launched: Launch, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 600.0)
+    monkeypatch.setattr(restarts, "LONGEST_DELAY_S", 600.0)
+
+    async def interrupt() -> None:
+        async with asyncio.timeout(60):
+            while not launched.notices:
+                await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert launched.run({"generator": "sys.exit(9)"}, then=interrupt) is signal.SIGTERM
+    assert len(starts_of(launched.folder, "generator")) == 1
+
+
+CALL = """
+import sys
+from streamrl.cli.main import main
+from streamrl.cli.processes import command
+command.executable = lambda: {file!r}
+import streamrl.cli.check as check
+check.main = lambda arguments: print("output:", command.call("evaluate", "it")) or 0
+sys.exit(main(["check", "unused"]))
+"""
+
+
+def calling(folder: Path, script: str) -> "subprocess.Popen[str]":
+    """A command of `streamrl` that calls another one, which runs the script."""
+    code = CALL.format(file=str(write_command(folder, {"evaluate": script})))
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "exit_code", "output", "error"),
+    [
+        ("print(0.5)", 0, "output: 0.5\n\n", ""),
+        ("fail(2, 'run.x: is wrong')", 2, "", "streamrl check: evaluate: run.x: is wrong\n"),
+        ("fail(5, 'Redis is down')", 5, "", "streamrl check: evaluate: Redis is down\n"),
+        ("sys.exit(9)", 1, "", "streamrl check: evaluate: ended with exit code 9\n"),
+    ],
+)
+def test_a_command_that_another_one_calls_fails_in_one_sentence(
+    tmp_path, script, exit_code, output, error
+):
+    caller = calling(tmp_path, script)
+    printed, errors = caller.communicate(timeout=60)
+    assert (caller.returncode, printed) == (exit_code, output)
+    assert errors.replace("+" + "-" * 36 + "\n", "") == error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_that_another_one_calls(tmp_path, number):
+    caller = calling(tmp_path, WAIT)
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "evaluate.ready").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    caller.send_signal(number)
+    with contextlib.closing(caller.stderr):
+        caller.communicate(timeout=60)
+    assert caller.returncode == 128 + number
+    assert (tmp_path / "evaluate.ended").exists()

@@ -1,0 +1,54 @@
+"""A generator gives up when its groups fail one after the other, and not before."""
+
+import pytest
+
+from actors.failure_limit import MAX_FAILURES, MAX_FAILURES_AT_START, FailureLimit
+from streamrl.errors import RolloutError
+from streamrl.user_code import attributed_to, load_user_code
+
+CODE = """
+def by_key(row):
+    return row["label"]
+
+def by_index(row):
+    return [][0]
+"""
+
+
+def assert_gives_up_after(num_failures: int, limit: FailureLimit) -> None:
+    error = RolloutError("reward r.py:score returned None")
+    for _ in range(num_failures - 1):
+        limit.on_failure(error)
+    sentence = f"^{error}; {num_failures} groups have failed one after the other$"
+    with pytest.raises(RolloutError, match=sentence):
+        limit.on_failure(error)
+
+
+def test_without_a_success_it_ends_sooner_than_after_one():
+    limit = FailureLimit()
+    assert_gives_up_after(MAX_FAILURES_AT_START, limit)
+    limit.on_success()
+    assert_gives_up_after(MAX_FAILURES, limit)
+    assert MAX_FAILURES > MAX_FAILURES_AT_START
+
+
+def test_a_reward_that_fails_for_most_groups_goes_on():
+    limit = FailureLimit()
+    for number in range(10_000):
+        if number % 10:
+            limit.on_failure(RolloutError("no luck"))
+        else:
+            limit.on_success()
+
+
+def test_the_users_traceback_is_logged_once_for_each_place_that_raises(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+    limit = FailureLimit()
+    found = []
+    for name in ("by_key", "by_key", "by_index", "by_key"):
+        function = load_user_code("data.reward", f"{tmp_path}/mine.py:{name}")
+        with pytest.raises(RolloutError) as caught, attributed_to("reward", RolloutError):
+            function({})
+        found.append(limit.details(caught.value).get("exc_info", (None,))[0])
+    assert found == [KeyError, None, IndexError, None]
+    assert limit.details(RolloutError("not by the user's code")) == {}
