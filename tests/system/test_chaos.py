@@ -68,8 +68,8 @@ def test_a_run_under_fire_trains_every_prompt_once(
     assert done.returncode == 0, done.stdout + done.stderr
     assert main(["buffer", "audit", str(tmp_path / "run")]) == 0
     result = json.loads((tmp_path / "run" / "chaos.json").read_text())
-    assert len(result["kills"]) >= 5
-    kinds = {kill["role"].partition("-")[0] for kill in result["kills"]}
+    assert len(result["injected"]) >= 5
+    kinds = {kill["role"].partition("-")[0] for kill in result["injected"]}
     assert kinds >= {"learner", "generator"}
     assert "30 steps trained 120 prompts" in done.stdout
     run = RunFolder(tmp_path / "run")

@@ -1,0 +1,161 @@
+"""Which checkpoint a run continues from: the newest complete one of the surviving history.
+
+Invariant: a checkpoint is returned only after each of its files has been compared with its manifest
+(`contents=False`: their sizes), and only if the run's history contains it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.checkpoints.history import History, read_history
+from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
+from streamrl.errors import ConfigError, DamagedCheckpointError, OtherReleaseError
+from streamrl.types import Books
+
+PREFIX = "step-"
+STATE_FILE = "state.json"
+FORMAT = 3
+"""Of state.json; a checkpoint of another format is refused."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete one; `record` is all of its state.json."""
+
+    path: Path
+    policy_version: int
+    books: Books
+    history: History
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """`checkpoint` is None for a run that has none yet.
+
+    `damaged` are the newer ones that were passed over, newest first, each with a sentence.
+    """
+
+    checkpoint: Checkpoint | None
+    damaged: Mapping[Path, str] = field(default_factory=dict)
+
+
+def checkpoints_of(run: Path) -> Path:
+    """The folder of the checkpoints in the folder of a run."""
+    return run / "checkpoints"
+
+
+def path_of(run: Path, policy_version: int) -> Path:
+    """Where the checkpoint of a version is."""
+    return checkpoints_of(run) / f"{PREFIX}{policy_version:08d}"
+
+
+def version_of(path: Path) -> int:
+    """The version that the name of a checkpoint says."""
+    return int(path.name.removeprefix(PREFIX))
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Every folder of a checkpoint in the run, oldest first, damaged or not."""
+    folders = checkpoints_of(run).glob(f"{PREFIX}*")
+    return sorted((p for p in folders if p.name.removeprefix(PREFIX).isdigit()), key=version_of)
+
+
+def newest(run: Path, *, contents: bool = True) -> Found:
+    """The checkpoint that the run in this folder continues from.
+
+    That is the newest complete one of its history or, before it has one, what it started from.
+
+    Raises:
+        ConfigError: the run has checkpoints, and none is complete; or what it started from is gone.
+        OtherReleaseError: the newest one has another format.
+    """
+    history = read_history(checkpoints_of(run))
+    damaged: dict[Path, str] = {}
+    for path in reversed(list_checkpoints(run)):
+        try:
+            checkpoint = read_checkpoint(path, contents=contents)
+        except DamagedCheckpointError as error:
+            damaged = {**damaged, path: str(error)}
+            continue
+        if history is None or belongs(checkpoint, history):
+            return Found(checkpoint, damaged)
+    if damaged:
+        raise ConfigError(
+            f"run.resume: no checkpoint of {run} is complete: {'; '.join(damaged.values())}; name "
+            "another checkpoint to go on from, or start the run anew with --new"
+        )
+    if history is None or not history.base:
+        return Found(None)
+    return Found(_read_base(Path(history.base), contents))
+
+
+def read_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
+    """The checkpoint in a folder.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or has changed.
+        OtherReleaseError: it has another format.
+    """
+    _require_format(path)
+    verify(path, contents=contents)
+    try:
+        record: dict[str, Any] = json.loads((path / STATE_FILE).read_text())
+        return Checkpoint(
+            path,
+            policy_version=record["policy_version"],
+            books=msgspec.convert(record["books"], Books, str_keys=True, strict=False),
+            history=msgspec.convert(record["history"], History),
+            record=record,
+        )
+    except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+        raise DamagedCheckpointError.of(path, STATE_FILE, "cannot be read") from error
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder is a checkpoint of a run, damaged or not, rather than a model alone."""
+    return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
+
+
+def belongs(checkpoint: Checkpoint, history: History) -> bool:
+    """Whether the history contains the checkpoint."""
+    return history.contains(checkpoint.history.learner_id, checkpoint.policy_version)
+
+
+def foreign(run: Path, history: History, last_version: int) -> Iterator[Path]:
+    """The checkpoints in the run's folder that do not belong to a history that is at this version.
+
+    A damaged one belongs to it if its version may.
+    """
+    for path in list_checkpoints(run):
+        try:
+            is_member = belongs(read_checkpoint(path, contents=False), history)
+        except (DamagedCheckpointError, OtherReleaseError):
+            is_member = version_of(path) <= last_version
+        if not is_member:
+            yield path
+
+
+def _require_format(path: Path) -> None:
+    """Before the manifest, which a checkpoint of another release may not have."""
+    try:
+        written = json.loads((path / STATE_FILE).read_text()).get("format", 1)
+    except (OSError, ValueError, AttributeError):
+        return
+    if written != FORMAT:
+        what, remedy = f"run.resume: the checkpoint {path}", "start the run anew with --new"
+        raise OtherReleaseError.of(what, written, FORMAT, remedy)
+
+
+def _read_base(path: Path, contents: bool) -> Checkpoint:
+    if not is_checkpoint(path):
+        raise ConfigError(
+            f"run.resume: the run started from {path}, which is gone, and has no checkpoint of its "
+            "own: name another one, or start the run anew with --new"
+        )
+    return read_checkpoint(path, contents=contents)
