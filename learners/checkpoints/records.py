@@ -55,8 +55,8 @@ class RunRecords:
             raise CheckpointWriteError(f"{run} cannot be written: {error}") from error
         if found is not None:
             log.warning(
-                "%s: the checkpoints of the versions %s, and the lines of the steps after %d, "
-                "belong to another history; they are kept in %s",
+                "%s: the checkpoints at version %s and the lines of the steps after %d belong to "
+                "another history; they are kept in %s",
                 start.reason,
                 ", ".join(map(str, found.versions)),
                 start.policy_version,

@@ -69,8 +69,7 @@ def save(config: RunConfig, trainer: Trainer, state: LearnerState, history: Hist
         unfinished.mkdir(parents=True)
         _write(unfinished, config, trainer, state, history)
         _require_survivor(config.run.path, history)
-        unfinished.rename(path)
-        sync(path.parent)
+        _replace(unfinished, path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointWriteError(f"{path} cannot be saved: {error}") from error
@@ -118,6 +117,16 @@ def _write(
     }
     (folder / STATE_FILE).write_text(json.dumps(record))
     write_manifest(folder)
+
+
+def _replace(unfinished: Path, path: Path) -> None:
+    """Give a complete checkpoint its name; what had it before is deleted after that."""
+    replaced = path.with_name(f".{path.name}.replaced")
+    if path.exists():
+        path.rename(replaced)
+    unfinished.rename(path)
+    sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _require_survivor(run: Path, history: History) -> None:

@@ -56,7 +56,7 @@ def begin(
             left over has to be set aside.
     """
     checkpoints = checkpoints_of(run)
-    for unfinished in checkpoints.glob(f".{PREFIX}*"):
+    for unfinished in checkpoints.glob(f".{PREFIX}*.unfinished"):
         shutil.rmtree(unfinished, ignore_errors=True)
     leftovers = tuple(foreign(run, history, policy_version))
     if not leftovers:

@@ -78,13 +78,12 @@ def newest(run: Path, *, contents: bool = True) -> Found:
     history = read_history(checkpoints_of(run))
     damaged: dict[Path, str] = {}
     for path in reversed(list_checkpoints(run)):
+        if history is not None and _belongs(path, history) is False:
+            continue
         try:
-            checkpoint = read_checkpoint(path, contents=contents)
+            return Found(read_checkpoint(path, contents=contents), damaged)
         except DamagedCheckpointError as error:
             damaged = {**damaged, path: str(error)}
-            continue
-        if history is None or belongs(checkpoint, history):
-            return Found(checkpoint, damaged)
     if damaged:
         raise ConfigError(
             f"run.resume: no checkpoint of {run} is complete: {'; '.join(damaged.values())}; name "
@@ -122,23 +121,25 @@ def is_checkpoint(path: Path) -> bool:
     return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
 
 
-def belongs(checkpoint: Checkpoint, history: History) -> bool:
-    """Whether the history contains the checkpoint."""
-    return history.contains(checkpoint.history.learner_id, checkpoint.policy_version)
-
-
 def foreign(run: Path, history: History, last_version: int) -> Iterator[Path]:
     """The checkpoints in the run's folder that do not belong to a history that is at this version.
 
-    A damaged one belongs to it if its version may.
+    One that does not say whose it is may belong to it up to this version.
     """
     for path in list_checkpoints(run):
-        try:
-            is_member = belongs(read_checkpoint(path, contents=False), history)
-        except (DamagedCheckpointError, OtherReleaseError):
-            is_member = version_of(path) <= last_version
-        if not is_member:
+        belongs = _belongs(path, history)
+        if belongs is False or (belongs is None and version_of(path) > last_version):
             yield path
+
+
+def _belongs(path: Path, history: History) -> bool | None:
+    """Whether the history contains the checkpoint, damaged or not; None if it does not say."""
+    try:
+        record = json.loads((path / STATE_FILE).read_text())
+        of = msgspec.convert(record["history"], History)
+        return history.contains(of.learner_id, record["policy_version"])
+    except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError):
+        return None
 
 
 def _require_format(path: Path) -> None:

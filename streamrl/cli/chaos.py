@@ -38,7 +38,7 @@ from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 
 _POLL_S = 0.02
-_DISK_FULL_S = 20.0
+_DISK_FULL_S = 60.0
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,16 +1,13 @@
 """A run that goes on from a checkpoint is the run that never stopped."""
 
-import errno
 import json
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from actors.evaluation import named_model, newest_model
 from actors.make_model import make_tokenizer
 from learners.checkpoints.start import choose
 from learners.checkpoints.state import restore
@@ -30,6 +27,7 @@ from streamrl.errors import (
     OtherReleaseError,
 )
 from streamrl.types import Books, DropReason, ranges_of
+from tests.full_disk import files_no_larger_than
 from tests.tiny_model import save_llama
 from tests.training import make_batch, make_config
 
@@ -158,17 +156,6 @@ def test_where_to_resume_from(tmp_path):
         choose(make_run(tmp_path, resume=str(tmp_path / "nowhere")))
 
 
-@contextmanager
-def files_no_larger_than(num_bytes: int) -> Iterator[None]:
-    """Every write beyond this offset of a file fails, as on a full disk, for this process."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 @pytest.mark.parametrize("num_bytes", [0, 100, 5_000, 60_000])
 def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_as_they_are(
     tmp_path, num_bytes
@@ -187,7 +174,6 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_as_they_are
     left = {path.name for path in (config.run.path / "checkpoints").iterdir()}
     assert left == {"step-00000001", "step-00000002"}
     assert newest(config.run.path).damaged == {}
-    assert errno.EFBIG == 27
     save(config, trainer, LearnerState(3))
     assert names(config) == ["step-00000002", "step-00000003"]
 
@@ -254,6 +240,49 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_by_itself(t
     sentence = r"no checkpoint of .* is complete: .*00002.*00001.*--new"
     with pytest.raises(ConfigError, match=sentence):
         choose(config)
+
+
+def test_an_evaluation_takes_the_checkpoint_that_the_run_goes_on_from(tmp_path, caplog):
+    config = make_run(tmp_path)
+    assert newest_model(config) == Path(config.model.path)
+    trainer = make_trainer(config)
+    older, newer = (save(config, trainer, LearnerState(version)) for version in (1, 2))
+    (newer / "model.safetensors").write_bytes(b"")
+    assert newest_model(config) == older
+    assert "step-00000002 is damaged: model.safetensors has 0 bytes" in caplog.text
+    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors has 0 bytes"):
+        named_model(newer)
+    assert named_model(Path(config.model.path)) == Path(config.model.path)
+    write_history(config.run.path / "checkpoints", new_history())
+    assert newest_model(config) == Path(config.model.path)
+
+
+def test_a_tokenizer_that_cannot_be_written_is_no_crash(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000)))
+    make_tokenizer(text).save_pretrained(config.model.path)
+    size = (Path(config.model.path) / "tokenizer.json").stat().st_size
+    with (
+        files_no_larger_than(size - 1),
+        pytest.raises(CheckpointWriteError, match=r"step-00000001 cannot be saved: .*os error 27"),
+    ):
+        save(config, trainer, LearnerState(1))
+    assert list_checkpoints(config.run.path) == []
+
+
+def test_a_checkpoint_that_is_saved_again_is_replaced_after_it_is_complete(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    path = save(config, trainer, LearnerState(1))
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with files_no_larger_than(1_000), pytest.raises(CheckpointWriteError):
+        save(config, trainer, LearnerState(1))
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    trainer.step(make_batch())
+    save(config, trainer, LearnerState(1))
+    assert (path / "model.safetensors").read_bytes() != before["model.safetensors"]
+    assert [p.name for p in path.parent.iterdir()] == ["step-00000001"]
 
 
 def test_a_history_that_cannot_be_read_is_named(tmp_path):

@@ -266,7 +266,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_trains_nothing_twice(tmp_pa
     run_to(LearnerProcess(config.model_copy(update={"learner": keep_4}), ledger), 40)
     path = path_of(tmp_path / "run", 10)
     run_to(LearnerProcess(make_run(tmp_path, resume=str(path)), ledger), 25)
-    assert "the checkpoints of the versions 20, 30, 40, and the lines of the steps after 10" in (
+    assert "the checkpoints at version 20, 30, 40 and the lines of the steps after 10" in (
         caplog.text
     )
     assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["10", "20"]
@@ -281,7 +281,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_trains_nothing_twice(tmp_pa
     assert [line["step"] for line in kept] == list(range(1, 41))
     check = check_folder(tmp_path / "run", audit(events), None, GROUPS_PER_STEP)
     assert check.faults == ()
-    assert check.findings[1].startswith("abandoned after step 10: the checkpoints of the versions")
+    assert check.findings[1].startswith("abandoned after step 10: the checkpoints at version 20")
 
 
 @pytest.mark.parametrize("has_lines", [True, False])

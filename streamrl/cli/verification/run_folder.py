@@ -157,6 +157,6 @@ def _finding(steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint | None) 
 def _abandoned(folder: Path) -> Iterator[str]:
     for one in read_abandoned(folder):
         yield (
-            f"abandoned after step {one.policy_version}: the checkpoints of the versions "
+            f"abandoned after step {one.policy_version}: the checkpoints at version "
             f"{', '.join(map(str, one.versions))}, kept in {one.folder} ({one.reason})"
         )
