@@ -32,8 +32,8 @@ def newest_model(config: RunConfig) -> Path:
             none is complete.
     """
     found = newest(config.run.path)
-    for sentence in found.damaged.values():
-        log.warning("%s; an older one is taken", sentence)
+    for damage in found.damaged:
+        log.warning("%s; an older one is taken", damage.sentence)
     if found.checkpoint is None:
         raise ConfigError(
             f"{config.run.path} has no checkpoint yet; --checkpoint {config.model.path} scores the "

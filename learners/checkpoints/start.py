@@ -20,7 +20,6 @@ from streamrl.checkpoints.find import (
     is_checkpoint,
     newest,
     read_checkpoint,
-    version_of,
 )
 from streamrl.checkpoints.history import (
     History,
@@ -88,7 +87,9 @@ def _newest(run: Path) -> Start:
     if found.checkpoint is None:
         return Start(None, new_history(), "the run had no checkpoint", run)
     _warn_of_damage(found)
-    reason = "; ".join(found.damaged.values()) or "another learner had saved it"
+    reason = (
+        "; ".join(damage.sentence for damage in found.damaged) or "another learner had saved it"
+    )
     return _after(found.checkpoint, run, "" if current is None else current.resume, reason)
 
 
@@ -122,11 +123,11 @@ def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:
 def _warn_of_damage(found: Found) -> None:
     assert found.checkpoint is not None, "what is damaged was passed over for another one"
     version = found.checkpoint.policy_version
-    for path, sentence in found.damaged.items():
+    for damage in found.damaged:
         log.warning(
             "%s; going on from %s: the steps %d to %d, and any after them, are trained again",
-            sentence,
+            damage.sentence,
             found.checkpoint.path,
             version + 1,
-            version_of(path),
+            damage.policy_version,
         )

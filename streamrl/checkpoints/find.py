@@ -5,8 +5,8 @@ Invariant: a checkpoint is returned only after each of its files has been compar
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,20 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Found:
-    """`checkpoint` is None for a run that has none yet.
+class Damage:
+    """A checkpoint that was passed over; `sentence` says what is wrong with which file."""
 
-    `damaged` are the newer ones that were passed over, newest first, each with a sentence.
-    """
+    path: Path
+    policy_version: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """`checkpoint` is None for a run that has none yet; `damaged` are newer ones, newest first."""
 
     checkpoint: Checkpoint | None
-    damaged: Mapping[Path, str] = field(default_factory=dict)
+    damaged: tuple[Damage, ...] = ()
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -69,29 +75,38 @@ def list_checkpoints(run: Path) -> list[Path]:
 def newest(run: Path, *, contents: bool = True) -> Found:
     """The checkpoint that the run in this folder continues from.
 
-    That is the newest complete one of its history or, before it has one, what it started from.
+    That is the newest complete one of its history. One that it started from counts, wherever it is.
 
     Raises:
-        ConfigError: the run has checkpoints, and none is complete; or what it started from is gone.
+        ConfigError: there are checkpoints, and none is complete.
         OtherReleaseError: the newest one has another format.
     """
     history = read_history(checkpoints_of(run))
-    damaged: dict[Path, str] = {}
-    for path in reversed(list_checkpoints(run)):
+    damaged: tuple[Damage, ...] = ()
+    for version, path in sorted(_candidates(run, history), reverse=True):
         if history is not None and _belongs(path, history) is False:
             continue
         try:
             return Found(read_checkpoint(path, contents=contents), damaged)
         except DamagedCheckpointError as error:
-            damaged = {**damaged, path: str(error)}
+            damaged = (*damaged, Damage(path, version, str(error)))
     if damaged:
+        sentences = "; ".join(damage.sentence for damage in damaged)
         raise ConfigError(
-            f"run.resume: no checkpoint of {run} is complete: {'; '.join(damaged.values())}; name "
-            "another checkpoint to go on from, or start the run anew with --new"
+            f"run.resume: no checkpoint of {run} is complete: {sentences}; name another checkpoint "
+            "to go on from, or start the run anew with --new"
         )
-    if history is None or not history.base:
-        return Found(None)
-    return Found(_read_base(Path(history.base), contents))
+    return Found(None)
+
+
+def _candidates(run: Path, history: History | None) -> Iterator[tuple[int, Path]]:
+    """With their versions."""
+    for path in list_checkpoints(run):
+        yield version_of(path), path
+    if history is not None and history.base:
+        base = Path(history.base)
+        if base.parent != checkpoints_of(run).absolute():
+            yield history.segments[-1].policy_version, base
 
 
 def read_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
@@ -151,12 +166,3 @@ def _require_format(path: Path) -> None:
     if written != FORMAT:
         what, remedy = f"run.resume: the checkpoint {path}", "start the run anew with --new"
         raise OtherReleaseError.of(what, written, FORMAT, remedy)
-
-
-def _read_base(path: Path, contents: bool) -> Checkpoint:
-    if not is_checkpoint(path):
-        raise ConfigError(
-            f"run.resume: the run started from {path}, which is gone, and has no checkpoint of its "
-            "own: name another one, or start the run anew with --new"
-        )
-    return read_checkpoint(path, contents=contents)

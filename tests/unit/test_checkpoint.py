@@ -173,7 +173,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_as_they_are
     assert names(config) == ["step-00000001", "step-00000002"]
     left = {path.name for path in (config.run.path / "checkpoints").iterdir()}
     assert left == {"step-00000001", "step-00000002"}
-    assert newest(config.run.path).damaged == {}
+    assert newest(config.run.path).damaged == ()
     save(config, trainer, LearnerState(3))
     assert names(config) == ["step-00000002", "step-00000003"]
 
@@ -244,7 +244,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_by_itself(t
 
 def test_an_evaluation_takes_the_checkpoint_that_the_run_goes_on_from(tmp_path, caplog):
     config = make_run(tmp_path)
-    assert newest_model(config) == Path(config.model.path)
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
+        newest_model(config)
     trainer = make_trainer(config)
     older, newer = (save(config, trainer, LearnerState(version)) for version in (1, 2))
     (newer / "model.safetensors").write_bytes(b"")
@@ -254,7 +255,8 @@ def test_an_evaluation_takes_the_checkpoint_that_the_run_goes_on_from(tmp_path, 
         named_model(newer)
     assert named_model(Path(config.model.path)) == Path(config.model.path)
     write_history(config.run.path / "checkpoints", new_history())
-    assert newest_model(config) == Path(config.model.path)
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
+        newest_model(config)
 
 
 def test_a_tokenizer_that_cannot_be_written_is_no_crash(tmp_path):

@@ -237,7 +237,7 @@ class HistoryMachine(RuleBasedStateMachine):
         assert checkpoint is None or checkpoint.policy_version <= self.learner.version
 
 
-HistoryMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+HistoryMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 TestHistory = HistoryMachine.TestCase
 
 
@@ -304,3 +304,20 @@ def test_a_run_may_start_from_a_checkpoint_of_another_run(tmp_path, has_lines):
     found = newest(run).checkpoint
     steps = {line["step"]: line["prompt_indices"] for line in lines}
     assert list(event_faults(audit(events), steps, found, has_ended=True)) == []
+
+
+def test_the_checkpoint_that_a_run_started_from_is_newer_than_its_own_older_ones(tmp_path):
+    ledger, _ = make_ledger()
+    run_to(LearnerProcess(make_run(tmp_path), ledger), 20)
+    older = make_run(tmp_path, resume=str(path_of(tmp_path / "run", 10)))
+    run_to(LearnerProcess(older, ledger), 11)
+    (aside,) = read_abandoned(tmp_path / "run")
+    back = make_run(tmp_path, resume=str(tmp_path / "run" / aside.folder / "step-00000020"))
+    run_to(LearnerProcess(back, ledger), 21)
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["10"]
+    again = LearnerProcess(resumed(back), ledger)
+    assert again.version == 20
+    run_to(again, 31)
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["10", "30"]
+    lines = read_metrics(tmp_path / "run" / TRAINED_FILE)
+    assert sorted(i for line in lines for i in line["prompt_indices"]) == [*range(62)]

@@ -71,7 +71,7 @@ def _newest(folder: Path) -> tuple[Found, list[str]]:
         found = newest(folder, contents=False)
     except ConfigError as error:
         return Found(None), [str(error)]
-    return found, list(found.damaged.values())
+    return found, [damage.sentence for damage in found.damaged]
 
 
 def _step_faults(name: str, lines: Sequence[Line], first: int, last: int) -> Iterator[str]:
