@@ -82,7 +82,9 @@ class RunRecords:
             self._trained.flush()
             self._trackers.flush()
         except OSError as error:
-            raise CheckpointWriteError(f"{TRAINED_FILE} cannot be written: {error}") from error
+            raise CheckpointWriteError(
+                f"the lines of its steps cannot be written: {error}"
+            ) from error
         return checkpoint.save(self._config, trainer, state, self._start.history)
 
     def close(self) -> None:

@@ -69,9 +69,7 @@ def make_children(config: RunConfig, *, resume: bool) -> list[Child]:
             num_sharing=1 + config.generator.count,
         )
 
-    # A checkpoint that run.resume names is taken at the first start, and once only.
-    goes_on = resume and config.run.resume in ("never", "auto")
-    learner = ("learner", *given, *(["--resume"] if goes_on else []))
+    learner = ("learner", *given, *(["--resume"] if resume else []))
     return [
         *([child("buffer", "buffer", *given)] if config.buffer.has_daemon else []),
         child("learner", *learner, on_restart=("--resume",)),
