@@ -1,6 +1,7 @@
 """The greedy score of a checkpoint on held-out prompts."""
 
 import asyncio
+import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,24 +16,40 @@ from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
 from actors.prompts import open_held_out
 from actors.rewards import make_reward
+from streamrl.checkpoints.find import is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.types import Lease, TrajectoryGroup
 
+log = logging.getLogger(__name__)
+
 
 def newest_model(config: RunConfig) -> Path:
-    """The newest checkpoint of the run.
+    """The checkpoint that the run continues from.
 
     Raises:
-        ConfigError: it has none, and the model that it starts from is not what it has trained.
+        ConfigError: it has none, and the model that it starts from is not what it has trained; or
+            none is complete.
     """
-    checkpoints = sorted((config.run.path / "checkpoints").glob("step-*"))
-    if not checkpoints:
+    found = newest(config.run.path)
+    for damage in found.damaged:
+        log.warning("%s; an older one is taken", damage.sentence)
+    if found.checkpoint is None:
         raise ConfigError(
             f"{config.run.path} has no checkpoint yet; --checkpoint {config.model.path} scores the "
             "model that it starts from"
         )
-    return checkpoints[-1]
+    return found.checkpoint.path
+
+
+def named_model(path: Path) -> Path:
+    """A folder that a person names: a checkpoint, whose files are compared with its manifest, or
+    any other model.
+
+    Raises:
+        DamagedCheckpointError: a file of the checkpoint is missing or has changed.
+    """
+    return read_checkpoint(path).path if is_checkpoint(path) else path
 
 
 async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:

@@ -40,11 +40,25 @@ _FOLLOWS = {
 
 
 class PromptState(Struct, frozen=True):
-    """A prompt after its last event; `is_free` means that it may be granted."""
+    """A prompt after its last event; `is_free` means that it may be granted.
+
+    `by_books`: a learner's books have decided that it is finished, not a training here.
+    """
 
     state: str = ""
     lease_id: str = ""
     is_free: bool = True
+    by_books: bool = False
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the buffer has freed it for good."""
+        return self.state == "acknowledged"
+
+    @property
+    def may_be_trained(self) -> bool:
+        """Whether its next event may lead to a training."""
+        return self.is_free or self.state in ("leased", "buffered", "taken")
 
 
 class EventAudit(Struct, frozen=True, kw_only=True):
@@ -110,7 +124,10 @@ def audit(events: Iterable[Event]) -> EventAudit:
         if event.lease_id and event.state in _ENDED:
             ended[_end(event)] += 1
         prompts[event.prompt_index] = PromptState(
-            event.state, event.lease_id, event.state == "dropped" and _returns(event.reason)
+            event.state,
+            event.lease_id,
+            is_free=event.state == "dropped" and _returns(event.reason),
+            by_books=event.reason == BY_BOOKS,
         )
     result = EventAudit(
         granted=granted,

@@ -12,7 +12,9 @@ from functools import partial
 import torch
 
 from buffers.connect import connect
-from learners import checkpoint
+from learners.checkpoints.records import RunRecords
+from learners.checkpoints.start import Start, choose, resumed
+from learners.checkpoints.state import restore
 from learners.critic import Critic
 from learners.learner import Learner
 from learners.policy import Policy
@@ -26,8 +28,6 @@ from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.run_folder import require_steps_left
 from streamrl.service import Shutdown
-from streamrl.tracking import open_trackers
-from streamrl.tracking.jsonl import TRAINED_FILE, JsonlTracker
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
 
@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    arguments.overrides += ["run.resume=auto"] if arguments.resume else []
     config = configuration(arguments).config
+    if arguments.resume:
+        config = resumed(config)
     return service.run(partial(train, config), role="learner", config=config)
 
 
@@ -47,15 +48,13 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     _warn_of_truncation(config)
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
-    trainer, state = _load(config)
+    trainer, state, start = _load(config)
     sender = _make_sender(config, trainer.policy)
     buffer = connect(config)
-    first_step = state.policy_version + 1
-    tracker = open_trackers(config, first_step=first_step)
-    trained_log = JsonlTracker(config.run.path / TRAINED_FILE, first_step=first_step)
+    records = RunRecords(config, start)
     reporter = StatusReporter(config, buffer, sender)
     session = LearnerSession(config, buffer, reporter, state)
-    learner = Learner(config, trainer, session, sender, tracker, trained_log, reporter)
+    learner = Learner(config, trainer, session, sender, records, reporter)
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
     try:
@@ -68,25 +67,26 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     finally:
         signaled.cancel()
         sender.close()
-        tracker.close()
-        trained_log.close()
+        records.close()
         await buffer.close()
 
 
-def _load(config: RunConfig) -> tuple[Trainer, LearnerState]:
+def _load(config: RunConfig) -> tuple[Trainer, LearnerState, Start]:
     """From the checkpoint that `run.resume` means, or from `model.path`."""
     torch.manual_seed(config.run.seed)
-    path = checkpoint.find(config)
+    start = choose(config)
+    path = start.checkpoint.path if start.checkpoint else None
     policy = Policy.from_config(config, path)
     algorithm = config.algorithm
     reference = Policy.from_config(config) if algorithm.needs_reference else None
     critic = Critic(config, Policy.from_config(config)) if algorithm.needs_values else None
     trainer = Trainer(config, policy, reference, critic)
-    state = checkpoint.restore(path, trainer) if path else LearnerState()
-    if path is not None:
-        require_steps_left(config, path, state.policy_version)
+    state = LearnerState()
+    if start.checkpoint:
+        state = restore(start.checkpoint, config, trainer)
+        require_steps_left(config, start.checkpoint.path, state.policy_version)
     log.info("starting from %s at version %d", path or config.model.path, state.policy_version)
-    return trainer, state
+    return trainer, state, start
 
 
 def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:

@@ -3,8 +3,9 @@
 Invariant: policy version v stands for v completed steps, here, in the buffer and at the generators;
 a group is acknowledged only once a checkpoint that contains it is on disk. A part of a batch is in
 no version: what interrupts the batch discards the gradient.
-Waits for groups: unblocked by generators that put enough of them, or by `stop`. Steps have a thread
-of their own, so that the weight channel, status and signals work meanwhile.
+Waits for groups: unblocked by generators that put enough of them, or by `stop`. Waits for a disk
+that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. Steps have a
+thread of their own, so that the weight channel, status and signals work meanwhile.
 """
 
 import asyncio
@@ -16,15 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from learners import checkpoint
 from learners.batch import TrainingBatch
+from learners.checkpoints.records import RunRecords
+from learners.checkpoints.schedule import RETRY_S, SaveSchedule
 from learners.fairness import FairnessWindow
 from learners.session import LearnerSession
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import TransportError
-from streamrl.interfaces import Tracker
+from streamrl.errors import CheckpointWriteError, TransportError
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
 from streamrl.types import BufferStats, LearnerActivity, Loan
 from streamrl.weights.sender import WeightSender
@@ -37,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class Learner:
-    """Trains from the version of its session; `trained_log` gets the prompts of each step."""
+    """Trains from the version of its session, and keeps `records` of it in the run's folder."""
 
     def __init__(
         self,
@@ -45,18 +46,17 @@ class Learner:
         trainer: Trainer,
         session: LearnerSession,
         sender: WeightSender,
-        tracker: Tracker,
-        trained_log: Tracker,
+        records: RunRecords,
         reporter: StatusReporter,
     ) -> None:
         self._config = config
         self._trainer = trainer
         self._session = session
         self._sender = sender
-        self._tracker = tracker
-        self._trained_log = trained_log
+        self._records = records
         self._reporter = reporter
-        self._version = self._saved_version = session.state.policy_version
+        self._version = session.state.policy_version
+        self._saves = SaveSchedule(config.learner.checkpoint.every, self._version)
         self._published_version = -1
         self._logged_s = time.perf_counter()
         self._stopping = asyncio.Event()
@@ -70,6 +70,8 @@ class Learner:
         """Make steps until `run.max_steps` or until stopped, then save."""
         stats = await self._session.attach()
         self._fairness = FairnessWindow(stats, self._config.generator.group_size)
+        if not await self._begin():
+            return
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
         self._logged_s = time.perf_counter()
@@ -84,10 +86,23 @@ class Learner:
             stats = await self._session.advance(self._version, loan)
             # Before the checkpoint, so that whoever resumes from it finds the step's lines.
             self._log(loan, metrics, stats)
-            if self._version % self._config.learner.checkpoint.every == 0:
-                await self._save()
-                await self._session.acknowledge(self._saved_version)
+            if self._saves.is_due(self._version, time.monotonic()) and await self._save():
+                await self._session.acknowledge(self._version)
         await self._finish()
+
+    async def _begin(self) -> bool:
+        """Begin the records of the run; whether that was done before the learner was stopped."""
+        while not self._stopping.is_set():
+            try:
+                self._records.begin()
+            except CheckpointWriteError as error:
+                log.warning("%s; trying again in %.0f s", error, RETRY_S)
+                self._reporter.set_activity(LearnerActivity.SAVING, unsaved=str(error))
+                await self._wait_for_retry()
+            else:
+                self._reporter.update(unsaved="")
+                return True
+        return False
 
     async def _train(self) -> tuple[Loan, dict[str, float]] | None:
         """One step over the loan that is returned, with metrics; None if it is stopped before.
@@ -138,9 +153,9 @@ class Learner:
     def _log(self, loan: Loan, metrics: Mapping[str, float], stats: BufferStats) -> None:
         now_s = time.perf_counter()
         step_s, self._logged_s = now_s - self._logged_s, now_s
-        prompt_indices = [header.prompt_index for header in loan.headers]
-        self._trained_log.log({"prompt_indices": prompt_indices}, step=self._version)
-        self._tracker.log(
+        self._records.log(
+            self._version,
+            [header.prompt_index for header in loan.headers],
             {
                 **metrics,
                 **staleness_metrics(loan.headers, self._version - 1),
@@ -151,28 +166,53 @@ class Learner:
                 "learner/policy_version": self._version,
                 "learner/step_s": step_s,
                 "learner/stalls": self._reporter.num_stalls,
+                "learner/num_unsaved_steps": self._version - self._saves.saved_version,
                 "time_s": time.time(),
             },
-            step=self._version,
         )
 
-    async def _save(self) -> None:
+    async def _save(self) -> bool:
+        """Save the version at hand; whether there is a checkpoint of it.
+
+        If it cannot be written, the learner goes on and tries again later. It waits here until it
+        is written, or `stop`, after the last step, and while too many steps are unsaved.
+        """
+        while not await self._try_to_save():
+            is_last = self._version >= self._config.run.max_steps
+            if self._stopping.is_set() or not (is_last or self._saves.must_wait(self._version)):
+                return False
+            await self._wait_for_retry()
+        return True
+
+    async def _try_to_save(self) -> bool:
         start = time.perf_counter()
         self._reporter.set_activity(LearnerActivity.SAVING)
         state = self._session.state
-        path = await self._compute(lambda: checkpoint.save(self._config, self._trainer, state))
-        self._saved_version = state.policy_version
-        log.info("saved %s in %.2f s", path, time.perf_counter() - start)
+        try:
+            path = await self._compute(lambda: self._records.save(self._trainer, state))
+        except CheckpointWriteError as error:
+            self._saves.failed(str(error), time.monotonic())
+            log.warning("%s", self._saves.sentence(self._version))
+        else:
+            self._saves.saved(state.policy_version)
+            log.info("saved %s in %.2f s", path, time.perf_counter() - start)
+        self._reporter.update(unsaved=self._saves.sentence(self._version))
+        return not self._saves.failure
+
+    async def _wait_for_retry(self) -> None:
+        """Waits RETRY_S, or until stopped."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RETRY_S):
+                await self._stopping.wait()
 
     async def _finish(self) -> None:
         """Save the last version and notify the buffer, if it is still there."""
-        if self._version > self._saved_version:
-            await self._save()
+        is_saved = self._version == self._saves.saved_version or await self._save()
         # Without the notice, the next learner attaches at the checkpoint's version.
         with contextlib.suppress(TimeoutError, TransportError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
-                await self._session.acknowledge(self._saved_version)
-                if self._version >= self._config.run.max_steps:
+                await self._session.acknowledge(self._saves.saved_version)
+                if is_saved and self._version >= self._config.run.max_steps:
                     await self._session.finish()
         self._thread.shutdown()
         self._reporter.set_activity(LearnerActivity.ENDED)

@@ -113,11 +113,22 @@ class Policy:
         )
 
     def save(self, folder: Path, tokenizer_path: str, *, trust_remote_code: bool) -> None:
-        """A folder that transformers, vLLM and SGLang load."""
+        """A folder that transformers, vLLM and SGLang load.
+
+        Raises:
+            OSError, SafetensorError: it cannot be written.
+        """
         self.model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             tokenizer_path, trust_remote_code=trust_remote_code
-        ).save_pretrained(folder)
+        )
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception as error:
+            # The tokenizers library has no class of its own for a file that it cannot write.
+            if type(error) is Exception:
+                raise OSError(str(error)) from error
+            raise
 
 
 def device_of(name: str) -> torch.device:

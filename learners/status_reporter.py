@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -136,8 +137,19 @@ class StatusReporter:
     def _write(self) -> None:
         """Replace the file as a whole; the learner does not depend on it."""
         unfinished = self._file.with_name(f".{self._file.name}.unfinished")
+        content = json.dumps(msgspec.to_builtins(self._current(), str_keys=True)).encode()
         try:
-            unfinished.write_text(json.dumps(msgspec.to_builtins(self._current(), str_keys=True)))
-            unfinished.replace(self._file)
+            try:
+                unfinished.write_bytes(content)
+                unfinished.replace(self._file)
+            except OSError:
+                _overwrite(self._file, content)
         except OSError as error:
             log.debug("cannot write %s: %s", self._file, error)
+
+
+def _overwrite(file: Path, content: bytes) -> None:
+    """A full disk takes this, where it takes no new file."""
+    with file.open("r+b", buffering=0) as opened:
+        opened.write(content)
+        opened.truncate()

@@ -38,6 +38,19 @@ class OtherReleaseError(ConfigError):
         )
 
 
+class DamagedCheckpointError(ConfigError):
+    """A file of a checkpoint is missing, or does not hold what was written."""
+
+    @classmethod
+    def of(cls, checkpoint: object, file: str, reason: str) -> "DamagedCheckpointError":
+        """With what is wrong with the file of this checkpoint, a folder."""
+        return cls(f"the checkpoint {checkpoint} is damaged: {file} {reason}")
+
+
+class CheckpointWriteError(StreamRLError):
+    """A checkpoint cannot be written (a full disk): nothing is acknowledged, and it is retried."""
+
+
 class UnknownGeneratorError(ConfigError):
     """The generator that a command names does not report to the buffer."""
 

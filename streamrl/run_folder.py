@@ -1,8 +1,8 @@
 """A run's folder: prepared by a launch, read by every command.
 
 runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  learner.json  parity.json
-            evaluation.json  report.png  checkpoints/  buffer/journal.sqlite  logs/ROLE.log
-            weights/  parity/  quarantine/
+            evaluation.json  report.png  checkpoints/  abandoned/  buffer/journal.sqlite
+            logs/ROLE.log  weights/  parity/  quarantine/
 """
 
 import json

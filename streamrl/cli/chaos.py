@@ -1,27 +1,35 @@
-"""`streamrl chaos`: a launch whose daemons are killed at random steps, and the audit of its run.
+"""`streamrl chaos`: a launch with faults at random steps, and the audit of its run.
 
     streamrl chaos configs/quickstart.yaml --seed 1 --kills 20
+    streamrl chaos configs/quickstart.yaml --kills 3 --resumes 2 --damages 2 --full-disks 1
 
-Runs what `streamrl launch --new` runs and sends SIGKILL to generators, learner and buffer as the
-seed says; the supervisor restarts them. When the run has ended, it is audited as by `streamrl
-buffer audit`. Exit code 1 if anything is not in order.
-
-Invariant: kills are planned in steps, so one seed means one plan on any machine.
+Runs what `streamrl launch --new` runs and injects what `streamrl.cli.verification.faults` plans
+from the seed; the supervisor restarts what was killed. When the run has ended, it is audited as by
+`streamrl buffer audit`. Exit code 1 if anything is not in order.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
+from streamrl.cli.verification.faults import (
+    Fault,
+    FaultKind,
+    complete_checkpoints,
+    damage_newest,
+    full_disk,
+    older_checkpoint,
+    plan,
+)
 from streamrl.cli.verification.run_audit import audit_run
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
@@ -30,87 +38,128 @@ from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 
 _POLL_S = 0.02
-_LARGEST_DELAY_S = 0.2
-# The rest of the run shows that it recovers from the last kill.
-_LAST_KILL = 0.7
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Of the process of this role, `delay_s` after the run has reached `step`."""
-
-    step: int
-    delay_s: float
-    role: str
+_DISK_FULL_S = 60.0
 
 
 def main(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
-    if arguments.kills < 1:
-        raise ConfigError(f"--kills: was {arguments.kills}; it must be >= 1")
-    config = prepare(
-        _with_restarts(configuration(arguments).config, arguments.kills), resume=False, new=True
-    )
-    killer = Killer(config.run.path, config.run.max_steps, arguments, console)
+    counts = _counts(arguments)
+    config = configuration(arguments).config
+    _require_checkpoints(config, counts)
+    config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
+    killer = Killer(config, counts, arguments, console)
     run_here(config, console, new=True, background=killer.run)
     audit = audit_run(config.run.path, complete=config)
     faults = list(audit.faults)
-    kills = [asdict(kill) for kill in killer.kills]
-    record = {"seed": arguments.seed, "kills": kills, "findings": audit.findings, "faults": faults}
+    injected = [asdict(fault) for fault in killer.injected]
+    record = {
+        "seed": arguments.seed,
+        "injected": injected,
+        "findings": audit.findings,
+        "faults": faults,
+    }
     (config.run.path / "chaos.json").write_text(json.dumps(record, indent=1) + "\n")
-    console.print(f"seed {arguments.seed}, {len(kills)} of {arguments.kills} kills before the end")
+    planned = sum(counts.values())
+    console.print(f"seed {arguments.seed}, {len(injected)} of {planned} faults before the end")
     for line in (*audit.findings, *(f"WRONG: {fault}" for fault in faults)):
         console.print(line)
     return 1 if faults else 0
 
 
-def _with_restarts(config: RunConfig, num_kills: int) -> RunConfig:
-    """The configuration with a restart for each kill in the budget of every process."""
-    run = config.run.model_copy(update={"max_restarts": config.run.max_restarts + num_kills})
+def _counts(arguments: argparse.Namespace) -> dict[FaultKind, int]:
+    counts = {
+        FaultKind.KILL: arguments.kills,
+        FaultKind.RESUME: arguments.resumes,
+        FaultKind.DAMAGE: arguments.damages,
+        FaultKind.FULL_DISK: arguments.full_disks,
+    }
+    for kind, count in counts.items():
+        if count < 0:
+            raise ConfigError(f"--{kind}s: was {count}; it must be >= 0")
+    if not any(counts.values()):
+        raise ConfigError("--kills: was 0, and no other fault is asked for")
+    return counts
+
+
+def _require_checkpoints(config: RunConfig, counts: Mapping[FaultKind, int]) -> None:
+    settings = config.learner.checkpoint
+    if settings.keep < 2 and any(counts[kind] for kind in FaultKind if kind.num_checkpoints > 1):
+        raise ConfigError(
+            f"learner.checkpoint.keep: was {settings.keep}; --resumes and --damages need an older "
+            "checkpoint to go on from: at least 2"
+        )
+
+
+def _with_restarts(config: RunConfig, num_faults: int) -> RunConfig:
+    """The configuration with a restart for each fault in the budget of every process."""
+    run = config.run.model_copy(update={"max_restarts": config.run.max_restarts + num_faults})
     return config.model_copy(update={"run": run})
 
 
-def plan(seed: int, num_kills: int, max_steps: int, roles: Sequence[str]) -> tuple[Kill, ...]:
-    """In order of time. Kinds of daemon take turns in a random order, so that none is spared."""
-    random_numbers = random.Random(seed)
-    steps = sorted(random_numbers.uniform(0.0, _LAST_KILL * max_steps) for _ in range(num_kills))
-    kinds: dict[str, list[str]] = {}
-    for role in roles:
-        kinds.setdefault(role.partition("-")[0], []).append(role)
-    victims: list[str] = []
-    while len(victims) < num_kills:
-        turn = random_numbers.sample(sorted(kinds), len(kinds))
-        victims += [random_numbers.choice(kinds[kind]) for kind in turn]
-    return tuple(
-        Kill(int(step), round(random_numbers.uniform(0.0, _LARGEST_DELAY_S), 3), victim)
-        for step, victim in zip(steps, victims, strict=False)
-    )
-
-
 class Killer:
-    """Follows a run by its record of trained steps, and kills as planned."""
+    """Follows a run by its record of trained steps, and injects faults as planned."""
 
     def __init__(
-        self, folder: Path, max_steps: int, arguments: argparse.Namespace, console: Console
+        self,
+        config: RunConfig,
+        counts: Mapping[FaultKind, int],
+        arguments: argparse.Namespace,
+        console: Console,
     ) -> None:
-        self._record = folder / TRAINED_FILE
-        self._max_steps = max_steps
+        self._run = config.run.path
+        self._record = config.run.path / TRAINED_FILE
+        self._max_steps = config.run.max_steps
+        self._save_every = config.learner.checkpoint.every
+        self._counts = counts
         self._seed: int = arguments.seed
-        self._num_kills: int = arguments.kills
+        self._random_numbers = random.Random(arguments.seed)
         self._stall_timeout_s: float = arguments.stall_timeout
         self._console = console
         self._reached = 0
         self._last_progress = (-1, time.monotonic())
-        self.kills: list[Kill] = []
+        self.injected: list[Fault] = []
 
     async def run(self, children: Sequence[Child]) -> None:
         """Carry the plan out, then watch for a stall until cancelled."""
         by_role = {child.role: child for child in children}
-        for kill in plan(self._seed, self._num_kills, self._max_steps, tuple(by_role)):
-            await self._until_step(kill.step)
-            await asyncio.sleep(kill.delay_s)
-            await self._kill(kill, by_role[kill.role])
+        for fault in plan(self._seed, self._counts, self._max_steps, tuple(by_role)):
+            await self._until_step(fault.step)
+            await asyncio.sleep(fault.delay_s)
+            await self._inject(fault, by_role[fault.role])
         await self._until_step(self._max_steps + 1)
+
+    async def _inject(self, fault: Fault, child: Child) -> None:
+        await self._until_checkpoints(fault.kind.num_checkpoints)
+        match fault.kind:
+            case FaultKind.KILL:
+                what = await self._kill(child)
+            case FaultKind.RESUME:
+                what = await self._resume_from_an_older_checkpoint(child)
+            case FaultKind.DAMAGE:
+                await self._kill(child)
+                what = damage_newest(self._run, self._random_numbers)
+            case FaultKind.FULL_DISK:
+                what = await self._fill_disk(child)
+        self.injected.append(fault)
+        step = max(0, self._last_progress[0])
+        self._console.print(f"step {step}: {fault.kind} ({fault.role}): {what}")
+
+    async def _resume_from_an_older_checkpoint(self, child: Child) -> str:
+        """`--resume` takes the checkpoint once, however often the learner is killed after that."""
+        await self._kill(child)
+        path = older_checkpoint(self._run, self._random_numbers)
+        child.restart_arguments = (*child.arguments, "--resume", "--set", f"run.resume={path}")
+        return f"SIGKILL, and on from {path.name}"
+
+    async def _fill_disk(self, child: Child) -> str:
+        """Until a checkpoint was due, or for _DISK_FULL_S: a full disk may hide the steps."""
+        await self._until_running(child)
+        assert child.process is not None, "it is running"
+        until = self._reached + self._save_every + 1
+        with full_disk(self._run, child.process.pid), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISK_FULL_S):
+                await self._until_step(until)
+        return "no space for a checkpoint"
 
     async def _until_step(self, step: int) -> None:
         """Waits for the run to reach the step; polls its record, which another process writes."""
@@ -118,15 +167,24 @@ class Killer:
             self._read_progress()
             await asyncio.sleep(_POLL_S)
 
-    async def _kill(self, kill: Kill, child: Child) -> None:
+    async def _until_checkpoints(self, count: int) -> None:
+        """Waits until the learner has saved so many complete ones."""
+        while len(complete_checkpoints(self._run)) < count:
+            self._read_progress()
+            await asyncio.sleep(10 * _POLL_S)
+
+    async def _until_running(self, child: Child) -> None:
         """Waits for the supervisor to have started the process."""
         while child.process is None or child.process.returncode is not None:
             self._read_progress()
             await asyncio.sleep(_POLL_S)
+
+    async def _kill(self, child: Child) -> str:
+        await self._until_running(child)
+        assert child.process is not None, "it is running"
         child.process.kill()
         await child.process.wait()
-        self.kills.append(kill)
-        self._console.print(f"step {max(0, self._last_progress[0])}: SIGKILL to {kill.role}")
+        return "SIGKILL"
 
     def _read_progress(self) -> None:
         """Raises StreamRLError if there has been no step for the stall timeout."""
@@ -138,5 +196,5 @@ class Killer:
         elif time.monotonic() - self._last_progress[1] > self._stall_timeout_s:
             raise StreamRLError(
                 f"the run hangs: no step for {self._stall_timeout_s:g} s since step {step}, after "
-                f"{len(self.kills)} kills (see {self._record.parent / 'logs'})"
+                f"{len(self.injected)} faults (see {self._run / 'logs'})"
             )

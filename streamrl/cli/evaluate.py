@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from actors.evaluation import evaluate, newest_model
+from actors.evaluation import evaluate, named_model, newest_model
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
@@ -36,4 +36,4 @@ def _model(config: RunConfig, given: str | None) -> Path:
     may_be_public = config.model.recipe is None and given.count("/") == 1
     if not (Path(given).is_dir() or may_be_public):
         raise ConfigError(f"--checkpoint: there is no folder {given}")
-    return Path(given)
+    return named_model(Path(given))

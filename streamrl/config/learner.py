@@ -35,7 +35,7 @@ class CheckpointSettings(Section):
     every: Positive = 50
     """Steps between checkpoints; one is always made at the end."""
     keep: Positive = 2
-    """Newest checkpoints kept."""
+    """Newest complete checkpoints kept; those in abandoned/ are not counted and not deleted."""
 
 
 class LearnerSettings(Section):

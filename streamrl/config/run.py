@@ -22,8 +22,8 @@ class RunSettings(Section):
     seed: NotNegative = 0
     """Seed of the prompt stream, of sampling and of initialization."""
     resume: Literal["never", "auto"] | Path = "never"
-    """`auto` goes on from the newest checkpoint of the run folder, if there is one; a path names
-    the checkpoint."""
+    """`auto` goes on from the newest complete checkpoint of the run, if there is one; a path names
+    the checkpoint, of this run or of another one. Newer ones of the run are kept in abandoned/."""
     evaluate: bool = True
     """Whether `streamrl launch` scores the final checkpoint on held-out prompts."""
     stall_s: Seconds = 300.0

@@ -50,6 +50,12 @@ def _learner_busy(reading: Reading) -> Iterator[str]:
             yield f"the learner, at version {version}, {activity}, for {lasted} so far"
 
 
+def _checkpoint_unsaved(reading: Reading) -> Iterator[str]:
+    learner = reading.learner
+    if learner is not None and learner.unsaved and not reading.is_over:
+        yield learner.unsaved
+
+
 def _learner_silent(reading: Reading) -> Iterator[str]:
     """It is stopped, killed or frozen, or none has attached."""
     stats, learner = reading.stats, reading.learner
@@ -187,6 +193,7 @@ CAUSES: dict[str, Callable[[Reading], Iterator[str]]] = {
     "buffer_unreachable": _buffer_unreachable,
     "buffer_refuses": _buffer_refuses,
     "groups_failed": _groups_failed,
+    "checkpoint_unsaved": _checkpoint_unsaved,
     "learner_busy": _learner_busy,
     "learner_silent": _learner_silent,
     "learner_fenced": _learner_fenced,

@@ -13,7 +13,7 @@ from typing import Any
 from streamrl.config import RunConfig
 from streamrl.interfaces import Tracker
 from streamrl.tracking.console import ConsoleTracker
-from streamrl.tracking.jsonl import JsonlTracker
+from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def open_trackers(config: RunConfig, *, first_step: int) -> "Trackers":
     """
     tracking, folder = config.tracking, config.run.path
     makers: list[Callable[[], Tracker]] = [
-        lambda: JsonlTracker(folder / "metrics.jsonl", first_step=first_step)
+        lambda: JsonlTracker(folder / METRICS_FILE, first_step=first_step)
     ]
     if tracking.console:
         makers.append(ConsoleTracker)
@@ -52,7 +52,7 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         for tracker in self._trackers:
-            # A run without its metrics on disk is not worth continuing.
+            # It keeps what it cannot write, and `flush` says so.
             if isinstance(tracker, JsonlTracker):
                 tracker.log(metrics, step)
                 continue
@@ -61,6 +61,16 @@ class Trackers:
             except Exception:
                 log.exception("%s is switched off", type(tracker).__name__)
                 self._trackers = tuple(t for t in self._trackers if t is not tracker)
+
+    def flush(self) -> None:
+        """Wait until every line of `metrics.jsonl` is on disk.
+
+        Raises:
+            OSError: it is full, for example.
+        """
+        for tracker in self._trackers:
+            if isinstance(tracker, JsonlTracker):
+                tracker.flush()
 
     def close(self) -> None:
         for tracker in self._trackers:

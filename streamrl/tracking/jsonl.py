@@ -1,15 +1,23 @@
 """`metrics.jsonl`: one JSON object a step, written whole, in order, each step once.
 
-`trained.jsonl` is written the same way: the prompts that each step trained.
+`trained.jsonl` is written the same way: the prompts that each step trained. While the disk is full
+lines wait in memory, in their order; `flush` says whether all are on disk, which a checkpoint waits
+for. Invariant: the file ends with a whole line, unless its writer was killed while it wrote one;
+readers leave out a line that was cut off, and the next writer removes it.
 """
 
 import json
+import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 _TAIL_BYTES = 2**18
+METRICS_FILE = "metrics.jsonl"
 TRAINED_FILE = "trained.jsonl"
 
 
@@ -20,22 +28,56 @@ class JsonlTracker:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _keep_before(path, first_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._num_bytes = path.stat().st_size
+        self._pending = b""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Append a line; if it cannot be written it is written before the next one."""
         line = json.dumps({"step": step, **{name: _plain(v) for name, v in metrics.items()}})
-        self._file.write(line + "\n")
-        self._file.flush()
+        was_pending = bool(self._pending)
+        self._pending += line.encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if not was_pending:
+                log.warning("%s waits in memory: %s", self._path, error)
+
+    def flush(self) -> None:
+        """Wait until every line is on disk.
+
+        Raises:
+            OSError: it is full, for example; what could not be written stays in memory.
+        """
+        self._write()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        """All that is pending, or nothing of it: a full disk may take a part of a line."""
+        data = memoryview(self._pending)
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            os.ftruncate(self._file.fileno(), self._num_bytes)
+            raise
+        self._num_bytes += len(self._pending)
+        self._pending = b""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`; a last line that was cut off is left out."""
     if not path.exists():
         return []
-    return [line for text in path.read_text().splitlines() if (line := _parsed(text))]
+    texts = path.read_bytes().decode(errors="replace").splitlines()
+    return [line for text in texts if (line := _parsed(text))]
 
 
 def read_last(path: Path) -> dict[str, Any]:
@@ -49,9 +91,22 @@ def read_last(path: Path) -> dict[str, Any]:
 
 
 def _keep_before(path: Path, first_step: int) -> None:
-    kept = [line for line in read_metrics(path) if line["step"] < first_step]
+    """Cut the file, which a full disk allows; rewrite it if lines in the middle are damaged."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    is_kept = [
+        line.endswith(b"\n")
+        and (parsed := _parsed(line.decode(errors="replace"))) is not None
+        and parsed["step"] < first_step
+        for line in lines
+    ]
+    num_kept = sum(is_kept)
+    if all(is_kept[:num_kept]):
+        os.truncate(path, sum(map(len, lines[:num_kept])))
+        return
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    unfinished.write_bytes(
+        b"".join(line for line, kept in zip(lines, is_kept, strict=True) if kept)
+    )
     unfinished.replace(path)
 
 
@@ -60,7 +115,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
     except json.JSONDecodeError:
         return None
-    return line if isinstance(line, dict) and "step" in line else None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
 def _plain(value: Any) -> Any:

@@ -249,7 +249,8 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     `time_s` is Unix time, `activity_s` how long the activity lasts. `behind` are generators that
     did not answer the last weight update; `dropped` is the books' column at the end of the last
     step; `waits_for` is a sentence about the group that is due, if the learner waits for one;
-    `failures` is one about the groups that failed, "" if none did.
+    `failures` is one about the groups that failed, "" if none did; `unsaved` is one about the
+    checkpoint that cannot be written, "" if the last one was.
     """
 
     policy_version: int
@@ -263,3 +264,4 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     dropped: dict[DropReason, int] = {}
     waits_for: str = ""
     failures: str = ""
+    unsaved: str = ""

@@ -1,4 +1,4 @@
-"""Daemons killed at random moments and frozen past their leases: nothing lost, nothing hangs.
+"""Daemons killed and frozen, older and damaged checkpoints, a full disk: nothing lost, no hang.
 
 On `redis://` the server is killed too, and comes back with its append-only file.
 """
@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,7 +54,8 @@ def test_a_run_under_fire_trains_every_prompt_once(
 ):
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
-    command = [STREAMRL, "chaos", str(config), "--seed", "5", "--kills", "6"]
+    command = [STREAMRL, "chaos", str(config), "--seed", "5", "--kills", "4"]
+    command += ["--resumes", "1", "--damages", "1", "--full-disks", "1"]
     for override in ("run.max_steps=30", f"buffer.url={url}"):
         command += ["--set", override]
     with ThreadPoolExecutor(max_workers=1) as threads:
@@ -68,13 +70,17 @@ def test_a_run_under_fire_trains_every_prompt_once(
     assert done.returncode == 0, done.stdout + done.stderr
     assert main(["buffer", "audit", str(tmp_path / "run")]) == 0
     result = json.loads((tmp_path / "run" / "chaos.json").read_text())
-    assert len(result["kills"]) >= 5
-    kinds = {kill["role"].partition("-")[0] for kill in result["kills"]}
-    assert kinds >= {"learner", "generator"}
+    kinds = Counter(fault["kind"] for fault in result["injected"])
+    assert kinds == {"kill": 4, "resume": 1, "damage": 1, "full-disk": 1}
+    killed = {f["role"].partition("-")[0] for f in result["injected"] if f["kind"] == "kill"}
+    assert killed >= {"learner", "generator"}
+    assert "and on from step-" in done.stdout
+    assert "is damaged: " in RunFolder(tmp_path / "run").log("learner")
+    assert "cannot be saved: " in RunFolder(tmp_path / "run").log("learner")
     assert "30 steps trained 120 prompts" in done.stdout
     run = RunFolder(tmp_path / "run")
     assert_books_close(run)
-    assert run.books["acknowledged"] == 30 * 4
+    assert run.books["acknowledged"] >= 30 * 4
     assert bool(run.log("buffer")) is url.startswith("zmq")
     assert "learner: done" in run.log("learner")
 

@@ -192,7 +192,7 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "6")
     monkeypatch.delenv("STREAMRL__DATA__REWARD")
     output = _output(chaos.replace("--kills 5", "--kills 1"))
-    assert "1 of 1 kills" in output
+    assert "1 of 1 faults" in output
     assert "6 steps trained 24 prompts" in output
 
 

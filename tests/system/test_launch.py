@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from learners.checkpoint import list_checkpoints
+from streamrl.checkpoints.find import list_checkpoints
 from streamrl.cli.main import main
 from tests.system.conftest import STREAMRL, Launched, RunFolder, slow_reward
 
@@ -186,7 +186,7 @@ def test_sigterm_ends_a_daemon_within_ten_seconds_and_a_kill_costs_the_leases_on
     run.until(lambda: run.log("generator-1").count("generator-1 serves") == 2)
     run.until_step(len(run.lines) + 3)
     terminate(run, "learner")
-    newest = list_checkpoints(run.folder / "checkpoints")[-1].name
+    newest = list_checkpoints(run.folder)[-1].name
     assert newest == f"step-{run.lines[-1]['step']:08d}"
     assert run.end() == 0, run.output
     num_steps = len(run.lines)

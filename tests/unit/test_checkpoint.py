@@ -1,20 +1,33 @@
 """A run that goes on from a checkpoint is the run that never stopped."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from actors.evaluation import named_model, newest_model
 from actors.make_model import make_tokenizer
-from learners import checkpoint
+from learners.checkpoints.start import choose
+from learners.checkpoints.state import restore
+from learners.checkpoints.state import save as save_of
 from learners.critic import Critic
 from learners.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
+from streamrl.checkpoints.find import list_checkpoints, newest, read_checkpoint
+from streamrl.checkpoints.history import History, new_history, read_history, write_history
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, OtherReleaseError
+from streamrl.errors import (
+    CheckpointWriteError,
+    ConfigError,
+    DamagedCheckpointError,
+    FencedError,
+    OtherReleaseError,
+)
 from streamrl.types import Books, DropReason, ranges_of
+from tests.full_disk import files_no_larger_than
 from tests.tiny_model import save_llama
 from tests.training import make_batch, make_config
 
@@ -46,6 +59,15 @@ def make_run(tmp_path: Path, advantage: str = "grpo", **run: object) -> RunConfi
     )
 
 
+HISTORY = new_history()
+
+
+def save(
+    config: RunConfig, trainer: Trainer, state: LearnerState, history: History = HISTORY
+) -> Path:
+    return save_of(config, trainer, state, history)
+
+
 def make_trainer(config: RunConfig, path: Path | None = None) -> Trainer:
     critic = Critic(config, Policy.from_config(config)) if config.algorithm.needs_values else None
     return Trainer(config, Policy.from_config(config, path), Policy.from_config(config), critic)
@@ -57,12 +79,12 @@ def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path, advanta
     trainer = make_trainer(config)
     for seed in range(2):
         trainer.step(make_batch(seed))
-    path = checkpoint.save(config, trainer, LearnerState(2, BOOKS))
+    path = save(config, trainer, LearnerState(2, BOOKS))
     metrics = trainer.step(make_batch(2))
     random_number = torch.rand(1)
     torch.manual_seed(99)
     again = make_trainer(config, path)
-    assert checkpoint.restore(path, again) == LearnerState(2, BOOKS)
+    assert restore(read_checkpoint(path), config, again) == LearnerState(2, BOOKS)
     repeated = again.step(make_batch(2))
     for name in metrics:
         if name.startswith(("actor/", "critic/", "advantage/")):
@@ -74,41 +96,211 @@ def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path, advanta
 
 def test_a_checkpoint_without_a_critic_does_not_serve_one(tmp_path):
     config = make_run(tmp_path)
-    path = checkpoint.save(config, make_trainer(config), LearnerState(1, BOOKS))
+    path = save(config, make_trainer(config), LearnerState(1, BOOKS))
     with pytest.raises(ConfigError, match=r"has no critic, which algorithm\.advantage gae"):
-        checkpoint.restore(path, make_trainer(make_run(tmp_path, "gae")))
+        restore(read_checkpoint(path), config, make_trainer(make_run(tmp_path, "gae")))
+
+
+def names(config: RunConfig) -> list[str]:
+    return [path.name for path in list_checkpoints(config.run.path)]
 
 
 def test_the_newest_are_kept_and_half_written_ones_are_not_seen(tmp_path):
     config = make_run(tmp_path, resume="auto")
-    assert checkpoint.find(config) is None
+    assert newest(config.run.path).checkpoint is None
     trainer = make_trainer(config)
     for version in (1, 2, 10):
-        newest = checkpoint.save(config, trainer, LearnerState(version))
+        path = save(config, trainer, LearnerState(version))
     folder = config.run.path / "checkpoints"
     (folder / ".step-00000011.unfinished").mkdir()
-    (folder / "step-00000012").mkdir()
-    assert checkpoint.find(config) == newest
-    assert [p.name for p in checkpoint.list_checkpoints(folder)] == [
-        "step-00000002",
-        "step-00000010",
-    ]
+    start = choose(config)
+    assert start.checkpoint is not None
+    assert (start.checkpoint.path, start.policy_version) == (path, 10)
+    assert names(config) == ["step-00000002", "step-00000010"]
+
+
+def test_a_checkpoint_is_kept_although_an_abandoned_one_has_a_higher_number(tmp_path):
+    config = make_run(tmp_path)
+    trainer, other = make_trainer(config), new_history()
+    for version in (10, 20, 30):
+        save(config, trainer, LearnerState(version), other)
+    write_history(config.run.path / "checkpoints", HISTORY)
+    for version in (5, 15, 25):
+        save(config, trainer, LearnerState(version))
+        assert f"step-{version:08d}" in names(config)
+    assert names(config) == [f"step-{n:08d}" for n in (15, 20, 25, 30)]
+    found = newest(config.run.path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.policy_version == 25
+
+
+def test_a_learner_whose_history_does_not_survive_saves_and_deletes_nothing(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    for version in (1, 2):
+        save(config, trainer, LearnerState(version))
+    write_history(config.run.path / "checkpoints", new_history())
+    with pytest.raises(FencedError, match="another learner goes on with"):
+        save(config, trainer, LearnerState(3))
+    assert names(config) == ["step-00000001", "step-00000002"]
 
 
 def test_where_to_resume_from(tmp_path):
     config = make_run(tmp_path)
-    path = checkpoint.save(config, make_trainer(config), LearnerState(3))
-    assert checkpoint.find(config) is None
-    assert checkpoint.find(make_run(tmp_path, resume=str(path))) == path
+    path = save(config, make_trainer(config), LearnerState(3))
+    assert choose(config).checkpoint is None
+    named = choose(make_run(tmp_path, resume=str(path))).checkpoint
+    assert named is not None
+    assert named.path == path
     with pytest.raises(ConfigError, match=r"run\.resume: .*nowhere is no checkpoint"):
-        checkpoint.find(make_run(tmp_path, resume=str(tmp_path / "nowhere")))
+        choose(make_run(tmp_path, resume=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 5_000, 60_000])
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_as_they_are(
+    tmp_path, num_bytes
+):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    trainer.step(make_batch())
+    for version in (1, 2):
+        save(config, trainer, LearnerState(version))
+    with (
+        files_no_larger_than(num_bytes),
+        pytest.raises(CheckpointWriteError, match=r"step-00000003 cannot be saved: .*(27|large)"),
+    ):
+        save(config, trainer, LearnerState(3))
+    assert names(config) == ["step-00000001", "step-00000002"]
+    left = {path.name for path in (config.run.path / "checkpoints").iterdir()}
+    assert left == {"step-00000001", "step-00000002"}
+    assert newest(config.run.path).damaged == ()
+    save(config, trainer, LearnerState(3))
+    assert names(config) == ["step-00000002", "step-00000003"]
+
+
+DAMAGES = {
+    "empty": lambda file: file.write_bytes(b""),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-7]),
+    "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "missing": lambda file: file.unlink(),
+    "one bit": lambda file: file.write_bytes(
+        bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]
+    ),
+    "not JSON": lambda file: file.write_bytes(b"{" * file.stat().st_size),
+}
+FILES = (
+    *("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"),
+    *("config.json", "tokenizer.json"),
+)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory) -> RunConfig:
+    config = make_run(tmp_path_factory.mktemp("saved"), resume="auto")
+    trainer = make_trainer(config)
+    trainer.step(make_batch())
+    for version in (10, 20):
+        save(config, trainer, LearnerState(version, BOOKS))
+    write_history(config.run.path / "checkpoints", HISTORY)
+    return config
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_next_older_complete_checkpoint_is_taken_with_a_warning(
+    tmp_path, two_checkpoints, caplog, file, damage
+):
+    shutil.copytree(two_checkpoints.run.path, tmp_path / "run")
+    run = two_checkpoints.run.model_copy(update={"folder": tmp_path})
+    config = two_checkpoints.model_copy(update={"run": run})
+    newer, older = (path_of(config, version) for version in (20, 10))
+    DAMAGES[damage](newer / file)
+    start = choose(config)
+    assert start.checkpoint is not None
+    assert start.checkpoint.path == older
+    (record,) = caplog.records
+    assert record.message.startswith(f"the checkpoint {newer} is damaged: {file} ")
+    assert record.message.endswith(
+        f"; going on from {older}: the steps 11 to 20, and any after them, are trained again"
+    )
+    run = config.run.model_copy(update={"resume": newer})
+    with pytest.raises(DamagedCheckpointError, match=f"{newer.name} is damaged: {file} "):
+        choose(config.model_copy(update={"run": run}))
+
+
+def path_of(config: RunConfig, version: int) -> Path:
+    return config.run.path / "checkpoints" / f"step-{version:08d}"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_by_itself(tmp_path):
+    config = make_run(tmp_path, resume="auto")
+    trainer = make_trainer(config)
+    for path in [save(config, trainer, LearnerState(version)) for version in (1, 2)]:
+        (path / "model.safetensors").write_bytes(b"")
+    sentence = r"no checkpoint of .* is complete: .*00002.*00001.*--new"
+    with pytest.raises(ConfigError, match=sentence):
+        choose(config)
+
+
+def test_an_evaluation_takes_the_checkpoint_that_the_run_goes_on_from(tmp_path, caplog):
+    config = make_run(tmp_path)
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
+        newest_model(config)
+    trainer = make_trainer(config)
+    older, newer = (save(config, trainer, LearnerState(version)) for version in (1, 2))
+    (newer / "model.safetensors").write_bytes(b"")
+    assert newest_model(config) == older
+    assert "step-00000002 is damaged: model.safetensors has 0 bytes" in caplog.text
+    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors has 0 bytes"):
+        named_model(newer)
+    assert named_model(Path(config.model.path)) == Path(config.model.path)
+    write_history(config.run.path / "checkpoints", new_history())
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
+        newest_model(config)
+
+
+def test_a_tokenizer_that_cannot_be_written_is_no_crash(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000)))
+    make_tokenizer(text).save_pretrained(config.model.path)
+    size = (Path(config.model.path) / "tokenizer.json").stat().st_size
+    with (
+        files_no_larger_than(size - 1),
+        pytest.raises(CheckpointWriteError, match=r"step-00000001 cannot be saved: .*os error 27"),
+    ):
+        save(config, trainer, LearnerState(1))
+    assert list_checkpoints(config.run.path) == []
+
+
+def test_a_checkpoint_that_is_saved_again_is_replaced_after_it_is_complete(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    path = save(config, trainer, LearnerState(1))
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with files_no_larger_than(1_000), pytest.raises(CheckpointWriteError):
+        save(config, trainer, LearnerState(1))
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    trainer.step(make_batch())
+    save(config, trainer, LearnerState(1))
+    assert (path / "model.safetensors").read_bytes() != before["model.safetensors"]
+    assert [p.name for p in path.parent.iterdir()] == ["step-00000001"]
+
+
+def test_a_history_that_cannot_be_read_is_named(tmp_path):
+    config = make_run(tmp_path, resume="auto")
+    save(config, make_trainer(config), LearnerState(1))
+    (config.run.path / "checkpoints" / "history.json").write_bytes(b"{")
+    with pytest.raises(ConfigError, match=r"run\.resume: .*history\.json cannot be read"):
+        choose(config)
+    assert read_history(tmp_path) is None
 
 
 def test_a_checkpoint_loads_in_transformers_and_holds_no_pickle(tmp_path):
     config = make_run(tmp_path)
     trainer = make_trainer(config)
     trainer.step(make_batch())
-    path = checkpoint.save(config, trainer, LearnerState(1, BOOKS))
+    path = save(config, trainer, LearnerState(1, BOOKS))
     suffixes = {file.suffix for file in path.iterdir()}
     assert suffixes == {".json", ".safetensors"}
     assert json.loads((path / "state.json").read_text())["policy_version"] == 1
@@ -117,29 +309,40 @@ def test_a_checkpoint_loads_in_transformers_and_holds_no_pickle(tmp_path):
         assert torch.equal(parameter, loaded.parameters()[name])
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            {"intermediate_size": 48},
+            r"mlp.* has the shape \(64, 32\), in model\.path .* \(48, 32\)",
+        ),
+        ({"num_hidden_layers": 3}, r"it has no model\.layers\.2"),
+        ({"num_hidden_layers": 1}, r"model\.layers\.1.* it does not exist"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, overrides, sentence):
     config = make_run(tmp_path)
     trainer = make_trainer(config)
     trainer.step(make_batch())
-    path = checkpoint.save(config, trainer, LearnerState(1))
+    path = save(config, trainer, LearnerState(1))
     other = make_run(tmp_path / "other")
-    save_llama(Path(other.model.path), intermediate_size=48)
-    with pytest.raises(ConfigError, match=r"is of another model: .*mlp.* does not fit"):
-        checkpoint.restore(path, make_trainer(other))
+    save_llama(Path(other.model.path), **overrides)
+    with pytest.raises(ConfigError, match=f"is of another model: .*{sentence}"):
+        restore(read_checkpoint(path), other, make_trainer(other, path))
 
 
 def test_a_checkpoint_of_another_release_is_refused(tmp_path):
     config = make_run(tmp_path)
     trainer = make_trainer(config)
     trainer.step(make_batch(0))
-    path = checkpoint.save(config, trainer, LearnerState(1, BOOKS))
+    path = save(config, trainer, LearnerState(1, BOOKS))
     state = json.loads((path / "state.json").read_text())
     del state["format"]
     old = {"next_sequence": 9, "epoch": 1, "open_runs": [[3, 4]]}
     (path / "state.json").write_text(json.dumps({**state, "books": old}))
     with pytest.raises(OtherReleaseError) as refusal:
-        checkpoint.restore(path, make_trainer(config, path))
+        read_checkpoint(path)
     assert str(refusal.value) == (
-        f"run.resume: the checkpoint {path} has format 1, and this release knows format 2: another "
+        f"run.resume: the checkpoint {path} has format 1, and this release knows format 3: another "
         "release of StreamRL wrote it; start the run anew with --new, or go on with that release"
     )

@@ -18,6 +18,10 @@ from streamrl.types import (
 )
 
 STALL_S = 300.0
+UNSAVED = (
+    "runs/first/checkpoints/step-00000040 cannot be saved: [Errno 28] No space left on device; the "
+    "steps since 30 are in no checkpoint"
+)
 
 
 def generator(name: str, version: int = 43, **fields: object) -> GeneratorStatus:
@@ -200,6 +204,13 @@ SITUATIONS = {
     "a slow disk": (
         text(buffer(taken=16), learner=learner(LearnerActivity.SAVING, 400.0)),
         ["learner_busy: the learner, at version 43, saves a checkpoint, for 400 s so far"],
+    ),
+    "a checkpoint that cannot be saved": (
+        text(
+            buffer(taken=16),
+            learner=replace(learner(LearnerActivity.COMPUTING, 1.0), unsaved=UNSAVED),
+        ),
+        [f"checkpoint_unsaved: {UNSAVED}"],
     ),
     "a learner that is gone": (
         text(buffer(buffered=20), learner=learner(for_s=1.0), learner_age_s=40.0, idle_s=41.0),

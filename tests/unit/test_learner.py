@@ -2,22 +2,21 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from learners import checkpoint
 from learners.batch import TrainingBatch
 from learners.learner import Learner
 from learners.session import LearnerSession, LearnerState
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.errors import LostMemoryError
+from streamrl.errors import CheckpointWriteError, LostMemoryError
 from streamrl.types import BufferStats, GroupHeader, LearnerActivity, Loan, TrajectoryGroup
 from tests.training import make_config, make_groups, make_trainer
 from tests.unit.test_session import Reporter
@@ -34,6 +33,7 @@ class PartsBuffer(MemoryBuffer):
         self.lent: tuple[TrajectoryGroup, ...] = ()
         self.held: list[int | None] = []
         self.advanced: list[int] = []
+        self.acknowledged: list[int] = []
         self._has_lost_memory = False
 
     async def lend(self, *groups: TrajectoryGroup) -> None:
@@ -75,7 +75,7 @@ class PartsBuffer(MemoryBuffer):
         return await self.stats()
 
     async def acknowledge(self, policy_version: int) -> None:
-        pass
+        self.acknowledged.append(policy_version)
 
 
 class Sender:
@@ -92,9 +92,34 @@ class Sender:
         return {}
 
 
-class Lines(list[dict[str, Any]]):
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        self.append({**metrics, "step": step})
+class Records:
+    """What the learner keeps of its run, in memory; a full disk takes no checkpoint."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.saved: list[int] = []
+        self.num_failures = 0
+        self.is_full = False
+        self.is_begun = False
+
+    def begin(self) -> None:
+        self._require_space()
+        self.is_begun = True
+
+    def log(self, step: int, prompt_indices: Sequence[int], metrics: Mapping[str, Any]) -> None:
+        assert self.is_begun
+        self.lines.append({**metrics, "step": step})
+
+    def save(self, trainer: Trainer, state: LearnerState) -> Path:
+        assert all(p.grad is None for p in trainer.policy.parameters().values())
+        self._require_space()
+        self.saved.append(state.policy_version)
+        return Path("checkpoint")
+
+    def _require_space(self) -> None:
+        if self.is_full:
+            self.num_failures += 1
+            raise CheckpointWriteError("the disk is full")
 
 
 class CountingReporter(Reporter):
@@ -105,12 +130,12 @@ class Run:
     """A learner that runs as a task, and what it works with."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.buffer, self.lines, self.reporter = PartsBuffer(), Lines(), CountingReporter()
+        self.buffer, self.records, self.reporter = PartsBuffer(), Records(), CountingReporter()
         self.sender = Sender()
         self.trainer = make_trainer(config)
         session = LearnerSession(config, self.buffer, self.reporter, LearnerState())
         self.learner = Learner(
-            config, self.trainer, session, self.sender, self.lines, Lines(), self.reporter
+            config, self.trainer, session, self.sender, self.records, self.reporter
         )
         self.task = asyncio.create_task(self.learner.run())
 
@@ -126,22 +151,8 @@ class Run:
             await self.task
 
 
-@pytest.fixture(autouse=True)
-def saved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The versions that were saved; nothing is on disk."""
-    versions: list[int] = []
-
-    def save(config: RunConfig, trainer: Trainer, state: LearnerState) -> str:
-        assert all(p.grad is None for p in trainer.policy.parameters().values())
-        versions.append(state.policy_version)
-        return "checkpoint"
-
-    monkeypatch.setattr(checkpoint, "save", save)
-    return versions
-
-
-def configure(max_steps: int = 1, **algorithm: Any) -> RunConfig:
-    learner = {"groups_per_step": GROUPS_PER_STEP, "checkpoint": {"every": 1}}
+def configure(max_steps: int = 1, every: int = 1, **algorithm: Any) -> RunConfig:
+    learner = {"groups_per_step": GROUPS_PER_STEP, "checkpoint": {"every": every}}
     buffer, run = {"max_staleness": 2}, {"max_steps": max_steps}
     # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
     optimizer = {"eps": 1e-5}
@@ -160,24 +171,24 @@ def assert_trained(trainer: Trainer, *batches: Sequence[TrajectoryGroup]) -> Non
         assert torch.allclose(parameter, expected[name], rtol=0, atol=5e-6), name
 
 
-async def test_a_part_is_trained_while_the_rest_of_the_batch_is_sampled(saved):
+async def test_a_part_is_trained_while_the_rest_of_the_batch_is_sampled():
     first, second = make_groups(0, 3), make_groups(1, 3)
     run = Run(configure(max_steps=2))
     await run.buffer.lend(first[0])
     await run.until_held(1, num_calls=1)
     assert any(p.grad is not None for p in run.trainer.policy.parameters().values())
-    assert run.buffer.advanced == saved == []
+    assert run.buffer.advanced == run.records.saved == []
     await run.buffer.lend(*first[1:])
     await run.until_held(0, num_calls=2)
     await run.buffer.lend(*second)
     await run.end()
     assert_trained(run.trainer, first, second)
-    assert [line["learner/num_parts"] for line in run.lines] == [2, 1]
-    assert (run.buffer.advanced, saved) == ([1, 2], [1, 2])
+    assert [line["learner/num_parts"] for line in run.records.lines] == [2, 1]
+    assert (run.buffer.advanced, run.records.saved) == ([1, 2], [1, 2])
     assert run.buffer.held == [0, 1, 0]
 
 
-async def test_a_version_that_generators_may_wait_for_is_published_early(saved, monkeypatch):
+async def test_a_version_that_generators_may_wait_for_is_published_early(monkeypatch):
     monkeypatch.setattr("learners.session.TAKE_WAIT_S", 0.02)
     config = configure(max_steps=2)
     weights = config.weights.model_copy(update={"publish_every": 3})
@@ -193,14 +204,14 @@ async def test_a_version_that_generators_may_wait_for_is_published_early(saved, 
     assert run.sender.versions == [0, 1]
 
 
-async def test_a_learner_that_stops_in_a_part_discards_its_gradient(saved, caplog):
+async def test_a_learner_that_stops_in_a_part_discards_its_gradient(caplog):
     run = Run(configure())
     await run.buffer.lend(*make_groups(0, 2))
     await run.until_held(2, num_calls=1)
     run.learner.stop()
     await run.end()
     assert "discarded the gradient of 2 groups of step 1" in caplog.text
-    assert (run.buffer.advanced, saved) == ([], [])
+    assert (run.buffer.advanced, run.records.saved) == ([], [])
     assert all(p.grad is None for p in run.trainer.policy.parameters().values())
     assert_trained(run.trainer)
 
@@ -218,7 +229,7 @@ async def test_a_batch_begins_again_when_the_buffer_lost_its_memory(caplog):
     await run.end()
     assert "discarded the gradient of 2 groups of step 1" in caplog.text
     assert_trained(run.trainer, lent)
-    assert run.lines[0]["learner/num_parts"] == 2
+    assert run.records.lines[0]["learner/num_parts"] == 2
     assert run.reporter.activities.count(LearnerActivity.ATTACHING) == 2
 
 
@@ -232,7 +243,7 @@ async def test_a_batch_begins_again_when_its_loan_has_other_groups():
     await run.end()
     assert_trained(run.trainer, groups)
     assert run.buffer.held == [0, 1, 0]
-    assert run.lines[0]["learner/num_parts"] == 1
+    assert run.records.lines[0]["learner/num_parts"] == 1
 
 
 async def test_an_algorithm_that_compares_groups_takes_whole_batches():
@@ -253,7 +264,7 @@ async def test_the_time_of_a_part_is_not_counted_as_waiting(monkeypatch):
 
         return timed
 
-    clock = SimpleNamespace(perf_counter=lambda: now_s, time=lambda: now_s)
+    clock = SimpleNamespace(perf_counter=lambda: now_s, time=lambda: now_s, monotonic=lambda: now_s)
     monkeypatch.setattr("learners.learner.time", clock)
     run = Run(configure())
     monkeypatch.setattr(run.buffer, "take", costing(1.0, run.buffer.take))
@@ -262,4 +273,78 @@ async def test_the_time_of_a_part_is_not_counted_as_waiting(monkeypatch):
     await run.until_held(1, num_calls=1)
     await run.buffer.lend(*make_groups(0, 3)[1:])
     await run.end()
-    assert (run.lines[0]["learner/wait_s"], run.lines[0]["learner/num_parts"]) == (2.0, 2)
+    assert (run.records.lines[0]["learner/wait_s"], run.records.lines[0]["learner/num_parts"]) == (
+        2.0,
+        2,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_step_goes_on_while_no_checkpoint_can_be_written(caplog):
+    run = Run(configure(max_steps=8, every=2))
+    await until(lambda: run.records.is_begun)
+    run.records.is_full = True
+    for seed in range(3):
+        await run.buffer.lend(*make_groups(seed, 3))
+        await until(lambda count=seed + 1: len(run.records.lines) == count)
+    assert (run.buffer.acknowledged, run.records.num_failures) == ([], 1)
+    sentence = "the disk is full; the steps since 0 are in no checkpoint"
+    assert run.reporter.fields["unsaved"] == sentence
+    assert sentence in caplog.text
+    assert [line["learner/num_unsaved_steps"] for line in run.records.lines] == [1, 2, 3]
+    run.records.is_full = False
+    await run.buffer.lend(*make_groups(3, 3))
+    await until(lambda: run.buffer.acknowledged == [4])
+    assert run.reporter.fields["unsaved"] == ""
+    run.learner.stop()
+    await run.end()
+    assert (run.records.saved, run.buffer.acknowledged) == ([4], [4, 4])
+
+
+async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypatch):
+    monkeypatch.setattr("learners.learner.RETRY_S", 0.02)
+    run = Run(configure(max_steps=8, every=1))
+    await until(lambda: run.records.is_begun)
+    run.records.is_full = True
+    for seed in range(3):
+        await run.buffer.lend(*make_groups(seed, 3))
+        await until(lambda count=seed + 1: len(run.records.lines) == count)
+    await run.buffer.lend(*make_groups(3, 3))
+    await until(lambda: run.records.num_failures >= 6)
+    assert run.buffer.advanced == [1, 2, 3]
+    assert run.reporter.fields["unsaved"].endswith("and the learner waits")
+    run.records.is_full = False
+    await until(lambda: run.buffer.acknowledged == [3, 4])
+    run.learner.stop()
+    await run.end()
+
+
+async def test_the_last_checkpoint_is_waited_for_until_the_learner_is_stopped(monkeypatch):
+    monkeypatch.setattr("learners.learner.RETRY_S", 0.02)
+    run = Run(configure())
+    await until(lambda: run.records.is_begun)
+    run.records.is_full = True
+    await run.buffer.lend(*make_groups(0, 3))
+    await until(lambda: run.records.num_failures >= 3)
+    assert not run.task.done()
+    run.learner.stop()
+    await run.end()
+    assert (run.records.saved, set(run.buffer.acknowledged)) == ([], {0})
+    assert not (await run.buffer.stats()).finished
+
+
+async def test_a_learner_that_starts_on_a_full_disk_waits_before_its_first_step(monkeypatch):
+    monkeypatch.setattr("learners.learner.RETRY_S", 0.02)
+    run = Run(configure())
+    run.records.is_full = True
+    await until(lambda: run.records.num_failures >= 3)
+    assert run.reporter.fields["unsaved"] == "the disk is full"
+    run.records.is_full = False
+    await run.buffer.lend(*make_groups(0, 3))
+    await run.end()
+    assert (run.records.saved, run.reporter.fields["unsaved"]) == ([1], "")

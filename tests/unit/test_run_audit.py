@@ -11,11 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.cli.chaos import plan
+from buffers.audit import audit as audit_events
+from streamrl.checkpoints.find import FORMAT, newest
+from streamrl.checkpoints.history import new_history
+from streamrl.checkpoints.manifest import write_manifest
 from streamrl.cli.main import main
+from streamrl.cli.verification.events import event_faults
+from streamrl.cli.verification.faults import FaultKind, plan
 from streamrl.cli.verification.run_audit import RunAudit, audit_run
 from streamrl.config import RunConfig, to_yaml
 from streamrl.types import Books, DropReason, ranges_of
+from tests.unit.test_audit import events
 
 BOOKS = Books(
     granted=8,
@@ -28,6 +34,7 @@ BOOKS = Books(
     open_ranges=ranges_of((5,)),
 )
 TRAINED = [[0, 2], [3, 4]]
+HISTORY = new_history()
 
 
 def make_run(folder: Path, trained: list[list[int]], books: Books) -> RunConfig:
@@ -42,14 +49,25 @@ def make_run(folder: Path, trained: list[list[int]], books: Books) -> RunConfig:
     run = config.run.path
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(to_yaml(config))
-    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
-    state = {"policy_version": 2, "books": msgspec.to_builtins(books, str_keys=True)}
-    (run / "checkpoints" / "step-00000002" / "state.json").write_text(json.dumps(state))
+    write_checkpoint(run, 2, books)
     write_lines(run / "metrics.jsonl", [{"buffer/books_balanced": 1.0}] * 2)
     write_lines(
         run / "trained.jsonl", [{"prompt_indices": prompt_indices} for prompt_indices in trained]
     )
     return config
+
+
+def write_checkpoint(run: Path, version: int, books: Books) -> None:
+    folder = run / "checkpoints" / f"step-{version:08d}"
+    folder.mkdir(parents=True)
+    state = {
+        "format": FORMAT,
+        "policy_version": version,
+        "books": msgspec.to_builtins(books, str_keys=True),
+        "history": msgspec.to_builtins(HISTORY),
+    }
+    (folder / "state.json").write_text(json.dumps(state))
+    write_manifest(folder)
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -68,18 +86,76 @@ def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
     assert "2 steps trained 4 prompts; of 6 granted 1 are open and 1 dropped" in finding
 
 
-def test_a_run_that_has_not_ended_is_audited_by_its_events_only(tmp_path, capsys):
+def test_a_run_is_audited_once_it_has_a_checkpoint(tmp_path, capsys):
     run = make_run(tmp_path, [[0, 2], [2, 3]], BOOKS).run.path
-    assert main(["buffer", "audit", str(run)]) == 2
-    assert "nothing to audit yet" in capsys.readouterr().err
-    (run / "learner.json").write_text('{"activity": "computes", "policy_version": 2}')
-    assert main(["buffer", "audit", str(run)]) == 2
-    (run / "learner.json").write_text('{"activity": "has ended", "policy_version": 2}')
     assert main(["buffer", "audit", str(run)]) == 1
     assert "prompt 2 was trained by the steps [1, 2]" in capsys.readouterr().out
-    write_lines(run / "trained.jsonl", [{"prompt_indices": indices} for indices in TRAINED])
+    later = [*TRAINED, [5, 7]]
+    write_lines(run / "trained.jsonl", [{"prompt_indices": indices} for indices in later])
     assert main(["buffer", "audit", str(run)]) == 0
     assert capsys.readouterr().out.endswith("in order\n")
+    (run / "learner.json").write_text('{"activity": "has ended", "policy_version": 3}')
+    assert main(["buffer", "audit", str(run)]) == 1
+    assert "the last checkpoint is of version 2, not of 3" in capsys.readouterr().out
+    (run / "learner.json").unlink()
+    (run / "checkpoints" / "step-00000002").rename(tmp_path / "elsewhere")
+    assert main(["buffer", "audit", str(run)]) == 2
+    assert "nothing to audit yet" in capsys.readouterr().err
+
+
+def test_a_step_after_the_checkpoint_that_trains_again_what_is_in_it_is_named(tmp_path):
+    run = make_run(tmp_path, [*TRAINED, [1, 5]], BOOKS).run.path
+    assert audit_run(run).faults == (
+        "trained after version 2, yet finished in its checkpoint: [1]",
+    )
+
+
+def test_steps_that_the_newest_checkpoint_contains_and_no_line_names_are_missing(tmp_path):
+    """What retention by number leaves after an older checkpoint was resumed from."""
+    run = make_run(tmp_path, TRAINED, BOOKS).run.path
+    books = msgspec.structs.replace(
+        BOOKS, granted=12, acknowledged=6, next_prompt_index=10, open_ranges=ranges_of((5,))
+    )
+    write_checkpoint(run, 4, books)
+    assert audit_run(run).faults[:3] == (
+        "metrics.jsonl lacks the steps [3, 4]",
+        "trained.jsonl lacks the steps [3, 4]",
+        "prompts are lost: neither trained nor open: [1, 6, 7, 8, 9]; the books count 1 dropped "
+        "for good",
+    )
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    run = make_run(tmp_path, TRAINED, BOOKS).run.path
+    (run / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    (fault,) = audit_run(run).faults
+    assert "step-00000002 is damaged: manifest.json is missing" in fault
+
+
+@pytest.mark.parametrize(
+    ("history", "fault"),
+    [
+        (("0 a LBTRA", "2 b LBTRA", "3 c LBTRA", "4 d LBTRA", "1 e LBs", "5 f L"), ""),
+        (("0 a LBTRA", "5 f LBTRA"), "acknowledged beyond the newest checkpoint (version 2): [5]"),
+        (("0 a LBTRA", "1 e LBTRA"), "no line of trained.jsonl has trained them: [1]"),
+        (("0 a LBTRA", "1 e LBK"), ""),
+    ],
+)
+def test_what_the_buffer_has_acknowledged_is_in_the_checkpoint(tmp_path, history, fault):
+    run = make_run(tmp_path, TRAINED, BOOKS).run.path
+    steps = dict(enumerate(TRAINED, 1))
+    checkpoint = newest(run).checkpoint
+    found = list(event_faults(audit_events(events(*history)), steps, checkpoint, has_ended=False))
+    assert [fault in sentence for sentence in found] == [True] * bool(fault)
+
+
+def test_what_the_buffer_would_lend_again_after_the_end_is_named(tmp_path):
+    run = make_run(tmp_path, TRAINED, BOOKS).run.path
+    steps, checkpoint = dict(enumerate(TRAINED, 1)), newest(run).checkpoint
+    found = audit_events(events("0 a LBTR", "2 b LB", "3 c Le", "5 d L"))
+    assert list(event_faults(found, steps, checkpoint, has_ended=True)) == [
+        "finished in the newest checkpoint, and the buffer would lend them again: [2, 3]"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,12 +205,42 @@ def test_a_run_that_should_be_complete_and_is_not_is_named(tmp_path):
     )
 
 
+ROLES = ("buffer", "learner", "generator-0", "generator-1")
+
+
 def test_a_seed_is_a_plan_that_spares_no_kind_of_daemon():
-    roles = ("buffer", "learner", "generator-0", "generator-1")
-    kills = plan(7, 20, 100, roles)
-    assert kills == plan(7, 20, 100, roles) != plan(8, 20, 100, roles)
+    counts, roles = {FaultKind.KILL: 20}, ROLES
+    kills = plan(7, counts, 100, roles)
+    assert kills == plan(7, counts, 100, roles) != plan(8, counts, 100, roles)
     assert [kill.step for kill in kills] == sorted(kill.step for kill in kills)
     assert all(0 <= kill.step <= 70 and 0 <= kill.delay_s <= 0.2 for kill in kills)
     kinds = Counter(kill.role.partition("-")[0] for kill in kills)
     assert min(kinds.values()) >= 6
     assert {kill.role for kill in kills} == set(roles)
+
+
+def test_other_faults_are_of_the_learner_and_leave_the_kills_as_they_are():
+    kills = plan(7, {FaultKind.KILL: 9}, 100, ROLES)
+    counts = {FaultKind.KILL: 9, FaultKind.RESUME: 2, FaultKind.DAMAGE: 1, FaultKind.FULL_DISK: 3}
+    faults = plan(7, counts, 100, ROLES)
+    assert Counter(fault.kind for fault in faults) == counts
+    assert [fault.step for fault in faults] == sorted(fault.step for fault in faults)
+    assert tuple(fault for fault in faults if fault.kind is FaultKind.KILL) == kills
+    assert {fault.role for fault in faults if fault.kind is not FaultKind.KILL} == {"learner"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--kills", "0"), "no other fault is asked for"),
+        (("--resumes", "-1"), "--resumes: was -1; it must be >= 0"),
+        (
+            ("--damages", "1", "--set", "learner.checkpoint.keep=1"),
+            "learner.checkpoint.keep: was 1; --resumes and --damages need an older checkpoint",
+        ),
+    ],
+)
+def test_faults_that_cannot_be_injected_are_refused(tmp_path, capsys, arguments, sentence):
+    config = make_run(tmp_path, TRAINED, BOOKS)
+    assert main(["chaos", str(config.run.path / "config.yaml"), *arguments]) == 2
+    assert sentence in capsys.readouterr().err

@@ -136,3 +136,15 @@ async def test_the_file_holds_the_activity_to_the_end(tmp_path):
     assert status["policy_version"] == 7
     assert (status["num_receivers"], status["behind"]) == (2, ["gen-1"])
     assert [path.name for path in file.parent.iterdir()] == ["learner.json"]
+
+
+async def test_the_file_is_kept_up_to_date_where_no_other_can_be_written(tmp_path):
+    """As on a full disk, which takes writes into a file but no new one."""
+    reporter = make_reporter(tmp_path, make_buffer())
+    file = tmp_path / "run" / "learner.json"
+    reporter.set_activity(LearnerActivity.SAVING, unsaved="a sentence " * 50)
+    await reporting(reporter, file.exists)
+    file.with_name(".learner.json.unfinished").mkdir()
+    reporter.set_activity(LearnerActivity.SAVING, policy_version=7, unsaved="no space left")
+    await reporting(reporter, lambda: json.loads(file.read_text())["policy_version"] == 7)
+    assert json.loads(file.read_text())["unsaved"] == "no space left"

@@ -22,6 +22,7 @@ from streamrl.types import (
     GroupHeader,
     OverduePolicy,
 )
+from tests.full_disk import files_no_larger_than
 
 
 def make_config(tmp_path: Path, **tracking: object) -> RunConfig:
@@ -50,6 +51,51 @@ def test_a_resumed_run_has_one_line_a_step(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["reward/mean"] for line in lines] == [0.1, 0.2, 0.3, 9.0]
     assert lines[-1]["learner/grad_norm"] is None
+
+
+def steps_of(path: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(path)]
+
+
+def test_a_full_disk_costs_no_line_and_tears_none(tmp_path, caplog):
+    path = tmp_path / "trained.jsonl"
+    tracker = JsonlTracker(path, first_step=1)
+    tracker.log({"prompt_indices": [1, 2]}, 1)
+    # The disk takes half of the next line.
+    with files_no_larger_than(path.stat().st_size + 10):
+        for step in (2, 3):
+            tracker.log({"prompt_indices": [step, 10 * step]}, step)
+        with pytest.raises(OSError, match="File too large"):
+            tracker.flush()
+        assert path.read_text().endswith("2]}\n")
+        assert steps_of(path) == [1]
+    assert [r.message.partition(":")[0] for r in caplog.records] == [f"{path} waits in memory"]
+    tracker.flush()
+    assert steps_of(path) == [1, 2, 3]
+    tracker.log({"prompt_indices": [4]}, 4)
+    tracker.close()
+    assert steps_of(path) == [1, 2, 3, 4]
+
+
+def test_a_file_is_cut_where_a_run_goes_on_although_the_disk_is_full(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path, first_step=1)
+    for step in range(1, 6):
+        tracker.log({}, step)
+    tracker.close()
+    with files_no_larger_than(0):
+        JsonlTracker(path, first_step=4).close()
+    assert steps_of(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", ["{", "null", '{"step": "x"}', "\x00\x00\x00"])
+def test_a_damaged_line_in_the_middle_costs_that_line_only(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}', damage, '{"step": 3}', '{"step": 4}', '{"st']
+    path.write_text("\n".join(lines))
+    assert steps_of(path) == [1, 3, 4]
+    JsonlTracker(path, first_step=4).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
 class BrokenTracker:

@@ -121,8 +121,15 @@ def drain_generator(parser: ArgumentParser) -> None:
 
 def chaos(parser: ArgumentParser) -> None:
     config(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the steps and the roles killed")
-    parser.add_argument("--kills", type=int, default=5, help="number of kills; default: 5")
+    parser.add_argument("--seed", type=int, default=0, help="of the plan of faults; default: 0")
+    for name, default, what in (
+        ("kills", 5, "daemons that are killed"),
+        ("resumes", 0, "times that the learner goes on from an older checkpoint"),
+        ("damages", 0, "times that the newest checkpoint is damaged"),
+        ("full-disks", 0, "times that the learner's disk is full for some steps"),
+    ):
+        help_text = f"{what}; default: {default}"
+        parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
     parser.add_argument(
         "--stall-timeout",
         type=_seconds,

@@ -1,7 +1,7 @@
 """The audit of a run: its buffer's events and its folder, in sentences.
 
-`streamrl buffer audit` and `streamrl chaos` print it. Events are audited at any time; the folder of
-a run whose learner has ended, since only then its last checkpoint is that of its last step.
+`streamrl buffer audit` and `streamrl chaos` print it, at any time of a run. Only after its learner
+has ended is its newest checkpoint that of its last step, and has the buffer heard of it.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from buffers.audit import EventAudit, audit_journal, audit_redis, findings
 from buffers.journal.schema import journal_path
+from streamrl.checkpoints.find import list_checkpoints
 from streamrl.cli.verification.run_folder import check_folder
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -41,18 +42,16 @@ def audit_run(folder: Path, complete: RunConfig | None = None) -> RunAudit:
     """
     events = _audit_events(folder)
     last_step = _last_step(folder) if complete is None else complete.run.max_steps
-    if events is None and last_step is None:
+    if events is None and last_step is None and not list_checkpoints(folder):
         raise ConfigError(
-            f"{folder} has no journal (buffer.journal), and its learner has not ended: there is "
-            "nothing to audit yet"
+            f"{folder} has no journal (buffer.journal), and its learner has saved no checkpoint: "
+            "there is nothing to audit yet"
         )
     sums = ("no events are kept (buffer.journal)",) if events is None else tuple(findings(events))
     faults = () if events is None else events.faults
-    if last_step is None:
-        return RunAudit(sums, faults)
     groups_per_step = None if complete is None else complete.learner.groups_per_step
-    check = check_folder(folder, last_step, groups_per_step)
-    return RunAudit((*sums, check.finding), (*faults, *check.faults))
+    check = check_folder(folder, events, last_step, groups_per_step)
+    return RunAudit((*sums, *check.findings), (*faults, *check.faults))
 
 
 def _audit_events(folder: Path) -> EventAudit | None:

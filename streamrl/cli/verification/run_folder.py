@@ -1,125 +1,162 @@
-"""The files of a run that has ended: every prompt was trained once, or dropped with a reason.
+"""The files of a run: every prompt was trained once, or dropped with a reason.
 
-Reads metrics.jsonl, trained.jsonl, the books of the last checkpoint, and books.json; works for any
-buffer. Of the prompts below `next_prompt_index`, each is trained (trained.jsonl names the step),
-open (the checkpoint's books list it), or dropped for good (they count it by reason).
+Reads metrics.jsonl, trained.jsonl, the books of the newest checkpoint, and books.json; works for
+any buffer. Of the prompts below `next_prompt_index`, each is trained (trained.jsonl names the
+step), open (the checkpoint's books list it), or dropped for good (they count it by reason). Steps
+after the newest checkpoint are of a learner that runs or was killed: none of their prompts is in
+the checkpoint. Where the buffer keeps events, they are compared with all of that.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import msgspec
-
+from buffers.audit import EventAudit
+from streamrl.checkpoints.abandoned import read_abandoned
+from streamrl.checkpoints.find import Checkpoint, Found, newest
+from streamrl.checkpoints.history import finished
+from streamrl.cli.verification.events import event_faults
+from streamrl.errors import ConfigError
 from streamrl.run_folder import BOOKS_FILE, read_json
-from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
+from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, read_metrics
 from streamrl.types import Books
+from streamrl.types.index_ranges import members
+
+Line: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class FolderCheck:
-    """The sums in a sentence, and a sentence for each thing that contradicts the promises."""
+    """The sums in sentences, and a sentence for each thing that contradicts the promises."""
 
-    finding: str
+    findings: tuple[str, ...]
     faults: tuple[str, ...]
 
 
-def check_folder(folder: Path, last_step: int, groups_per_step: int | None = None) -> FolderCheck:
-    """Of a run that has ended with this step; `groups_per_step` if all its steps had the same."""
-    metrics = read_metrics(folder / "metrics.jsonl")
-    trained = read_metrics(folder / TRAINED_FILE)
-    state = _last_state(folder)
-    faults = [
-        *_step_faults("metrics.jsonl", metrics, last_step),
-        *_step_faults(TRAINED_FILE, trained, last_step),
-        *_balance_faults(metrics, read_json(folder / BOOKS_FILE)),
-    ]
-    version = state.get("policy_version")
-    if version != last_step:
-        checkpoint = "none" if version is None else version
-        faults.append(f"the last checkpoint is of version {checkpoint}, not of {last_step}")
-        return FolderCheck(f"{len(metrics)} steps", tuple(faults))
-    books = msgspec.convert(state["books"], Books, str_keys=True, strict=False)
-    faults += _prompt_faults(trained, books, groups_per_step)
-    return FolderCheck(_finding(trained, books), tuple(faults))
+def check_folder(
+    folder: Path,
+    events: EventAudit | None,
+    last_step: int | None,
+    groups_per_step: int | None = None,
+) -> FolderCheck:
+    """Of a run that has ended with `last_step`, or whose learner may run (None).
+
+    `groups_per_step` is given if all its steps had the same.
+    """
+    found, faults = _newest(folder)
+    trained, metrics = (read_metrics(folder / name) for name in (TRAINED_FILE, METRICS_FILE))
+    checkpoint = found.checkpoint
+    first = 1 if checkpoint is None else checkpoint.history.first_step
+    version = 0 if checkpoint is None else checkpoint.policy_version
+    for name, lines in ((METRICS_FILE, metrics), (TRAINED_FILE, trained)):
+        faults += _step_faults(name, lines, first, version if last_step is None else last_step)
+    faults += _balance_faults(metrics, read_json(folder / BOOKS_FILE))
+    faults += _batch_faults(trained, groups_per_step)
+    if last_step is not None and version != last_step:
+        of = "none" if checkpoint is None else version
+        faults.append(f"the last checkpoint is of version {of}, not of {last_step}")
+    has_rewound = bool(read_abandoned(folder))
+    steps = {line["step"]: line["prompt_indices"] for line in trained}
+    if checkpoint is not None:
+        faults += _prompt_faults(steps, checkpoint, has_rewound=has_rewound)
+    if events is not None:
+        faults += event_faults(events, steps, checkpoint, has_ended=last_step is not None)
+    return FolderCheck((*_finding(steps, checkpoint), *_abandoned(folder)), tuple(faults))
 
 
-def _step_faults(name: str, lines: Sequence[Mapping[str, Any]], last_step: int) -> Iterator[str]:
+def _newest(folder: Path) -> tuple[Found, list[str]]:
+    try:
+        found = newest(folder, contents=False)
+    except ConfigError as error:
+        return Found(None), [str(error)]
+    return found, [damage.sentence for damage in found.damaged]
+
+
+def _step_faults(name: str, lines: Sequence[Line], first: int, last: int) -> Iterator[str]:
     counts = Counter(line["step"] for line in lines)
-    if missing := sorted(set(range(1, last_step + 1)) - counts.keys()):
+    if missing := sorted(set(range(first, last + 1)) - counts.keys()):
         yield f"{name} lacks the steps {missing}"
     if repeated := sorted(step for step, count in counts.items() if count > 1):
         yield f"{name} has more than one line of the steps {repeated}"
 
 
-def _balance_faults(
-    metrics: Sequence[Mapping[str, Any]], final: Mapping[str, Any]
-) -> Iterator[str]:
+def _balance_faults(metrics: Sequence[Line], final: Line) -> Iterator[str]:
     if unbalanced := [line["step"] for line in metrics if line.get("buffer/books_balanced") != 1]:
         yield f"the books do not close at the steps {unbalanced}"
     if final and not final["balanced"]:
         yield f"the buffer's last books ({BOOKS_FILE}) do not close"
 
 
+def _batch_faults(trained: Sequence[Line], groups_per_step: int | None) -> Iterator[str]:
+    at: dict[int, list[int]] = {}
+    for line in trained:
+        prompt_indices = line["prompt_indices"]
+        if groups_per_step is not None and len(prompt_indices) != groups_per_step:
+            yield f"step {line['step']} trained {len(prompt_indices)} groups, not {groups_per_step}"
+        for prompt_index in prompt_indices:
+            at.setdefault(prompt_index, []).append(line["step"])
+    for prompt_index, steps in at.items():
+        if len(steps) > 1:
+            yield f"prompt {prompt_index} was trained by the steps {steps}"
+
+
 def _prompt_faults(
-    trained: Sequence[Mapping[str, Any]], books: Books, groups_per_step: int | None
+    steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint, *, has_rewound: bool
 ) -> Iterator[str]:
+    """Where the trained prompts and the books of the newest checkpoint do not fit."""
+    books, version = checkpoint.books, checkpoint.policy_version
+    before = set(members(checkpoint.history.finished_before))
+    inside = {p for step, prompts in steps.items() if step <= version for p in prompts}
+    beyond = {p for step, prompts in steps.items() if step > version for p in prompts}
     if not books.balanced:
         yield "the books of the last checkpoint do not close"
-    for line in trained:
-        num_groups = len(line["prompt_indices"])
-        if groups_per_step is not None and num_groups != groups_per_step:
-            yield f"step {line['step']} trained {num_groups} groups, not {groups_per_step}"
-    steps = _steps_of_prompts(trained)
-    for prompt_index, at in steps.items():
-        if len(at) > 1:
-            yield f"prompt {prompt_index} was trained by the steps {at}"
-    yield from _contradictions(steps, books)
-
-
-def _contradictions(steps: Mapping[int, Sequence[int]], books: Books) -> Iterator[str]:
-    """Where the trained prompts and the books of the last checkpoint do not fit."""
     still_open = set(books.open_prompt_indices)
-    if again := sorted(steps.keys() & still_open):
+    if again := sorted(inside & still_open):
         yield f"trained, yet still to be trained by the last checkpoint's books: {again}"
-    if beyond := sorted(index for index in steps if index >= books.next_prompt_index):
-        yield f"trained, yet never granted by the last checkpoint's books: {beyond}"
-    ended = set(range(books.next_prompt_index)) - steps.keys() - still_open
+    if unknown := sorted(index for index in inside if index >= books.next_prompt_index):
+        yield f"trained, yet never granted by the last checkpoint's books: {unknown}"
+    if again := sorted(beyond & set(members(finished(books)))):
+        yield f"trained after version {version}, yet finished in its checkpoint: {again}"
+    ended = set(range(books.next_prompt_index)) - inside - still_open - before
     if len(ended) > (dropped := _dropped_for_good(books)):
         yield (
             f"prompts are lost: neither trained nor open: {sorted(ended)}; the books count "
             f"{dropped} dropped for good"
         )
-    finished = books.acknowledged + books.trained
-    if finished != len(steps):
-        yield f"the books count {finished} trained groups; {TRAINED_FILE} names {len(steps)}"
+    yield from _count_faults(books, len(inside), is_exact=not (before or has_rewound))
 
 
-def _steps_of_prompts(trained: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
-    """The steps that trained each prompt."""
-    steps: dict[int, list[int]] = {}
-    for line in trained:
-        for prompt_index in line["prompt_indices"]:
-            steps.setdefault(prompt_index, []).append(line["step"])
-    return steps
+def _count_faults(books: Books, num_trained: int, *, is_exact: bool) -> Iterator[str]:
+    """The books also count the groups that an abandoned history has trained."""
+    counted = books.acknowledged + books.trained
+    if counted < num_trained or (is_exact and counted > num_trained):
+        yield f"the books count {counted} trained groups; {TRAINED_FILE} names {num_trained}"
 
 
 def _dropped_for_good(books: Books) -> int:
     return sum(count for reason, count in books.dropped.items() if not reason.returns_prompt)
 
 
-def _finding(trained: Sequence[Mapping[str, Any]], books: Books) -> str:
-    num_trained = sum(len(line["prompt_indices"]) for line in trained)
+def _finding(steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint | None) -> Iterator[str]:
+    trained = f"{len(steps)} steps trained {sum(map(len, steps.values()))} prompts"
+    if checkpoint is None:
+        yield f"{trained}; there is no checkpoint"
+        return
+    books = checkpoint.books
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(books.dropped.items()))
-    return (
-        f"{len(trained)} steps trained {num_trained} prompts; of {books.next_prompt_index} granted "
+    yield (
+        f"{trained}; of {books.next_prompt_index} granted "
         f"{len(books.open_prompt_indices)} are open and {_dropped_for_good(books)} dropped for "
-        f"good ({books.granted} leases; dropped: {reasons or 'none'})"
+        f"good, by the checkpoint of version {checkpoint.policy_version} ({books.granted} leases; "
+        f"dropped: {reasons or 'none'})"
     )
 
 
-def _last_state(folder: Path) -> dict[str, Any]:
-    paths = sorted((folder / "checkpoints").glob("step-*/state.json"))
-    return read_json(paths[-1]) if paths else {}
+def _abandoned(folder: Path) -> Iterator[str]:
+    for one in read_abandoned(folder):
+        yield (
+            f"abandoned after step {one.policy_version}: the checkpoints at version "
+            f"{', '.join(map(str, one.versions))}, kept in {one.folder} ({one.reason})"
+        )

@@ -1,0 +1,108 @@
+"""What a learner writes into its run's folder: checkpoints, and a line a step.
+
+Invariant: a checkpoint is saved only once the lines of its steps are on disk, and nothing is
+written before `begin`, which a learner calls when the buffer has attached it.
+"""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from learners.checkpoints import state as checkpoint
+from learners.checkpoints.start import Start
+from learners.session import LearnerState
+from learners.trainer import Trainer
+from streamrl.checkpoints import abandoned
+from streamrl.config import RunConfig
+from streamrl.errors import CheckpointWriteError
+from streamrl.tracking import Trackers, open_trackers
+from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, JsonlTracker
+
+log = logging.getLogger(__name__)
+
+_LINE_FILES = (METRICS_FILE, TRAINED_FILE)
+
+
+class RunRecords:
+    """Of a learner that starts from `start`; `begin` comes first."""
+
+    def __init__(self, config: RunConfig, start: Start) -> None:
+        self._config = config
+        self._start = start
+        self._trackers: Trackers | None = None
+        self._trained: JsonlTracker | None = None
+
+    def begin(self) -> None:
+        """Make the history of this learner the surviving one; may be repeated after an error.
+
+        Raises:
+            CheckpointWriteError: the disk is full, for example.
+            ConfigError: a package that `tracking` asks for is not installed.
+        """
+        start, run = self._start, self._config.run.path
+        try:
+            found = abandoned.begin(
+                run, start.history, start.policy_version, start.reason, _LINE_FILES
+            )
+            _take_lines(run, start.lines_from)
+            first_step = start.policy_version + 1
+            self._trained = JsonlTracker(run / TRAINED_FILE, first_step=first_step)
+            self._trackers = open_trackers(self._config, first_step=first_step)
+        except OSError as error:
+            raise CheckpointWriteError(f"{run} cannot be written: {error}") from error
+        if found is not None:
+            log.warning(
+                "%s: the checkpoints at version %s and the lines of the steps after %d belong to "
+                "another history; they are kept in %s",
+                start.reason,
+                ", ".join(map(str, found.versions)),
+                start.policy_version,
+                run / found.folder,
+            )
+
+    def log(self, step: int, prompt_indices: Sequence[int], metrics: Mapping[str, Any]) -> None:
+        """The lines of a step; those that cannot be written wait in memory."""
+        assert self._trackers is not None, "begin comes first"
+        assert self._trained is not None, "begin comes first"
+        self._trained.log({"prompt_indices": list(prompt_indices)}, step)
+        self._trackers.log(metrics, step)
+
+    def save(self, trainer: Trainer, state: LearnerState) -> Path:
+        """The checkpoint of this state, after the lines of its steps.
+
+        Raises:
+            CheckpointWriteError: one of both cannot be written; earlier checkpoints are as before.
+        """
+        assert self._trackers is not None, "begin comes first"
+        assert self._trained is not None, "begin comes first"
+        try:
+            self._trained.flush()
+            self._trackers.flush()
+        except OSError as error:
+            raise CheckpointWriteError(
+                f"the lines of its steps cannot be written: {error}"
+            ) from error
+        return checkpoint.save(self._config, trainer, state, self._start.history)
+
+    def close(self) -> None:
+        """Lines of steps that are in no checkpoint may be lost."""
+        for tracker in (self._trained, self._trackers):
+            if tracker is not None:
+                with contextlib.suppress(OSError):
+                    tracker.close()
+
+
+def _take_lines(run: Path, lines_from: Path | None) -> None:
+    """Replace the run's lines by those of the history, which another folder has, or nobody."""
+    if lines_from is not None and lines_from.absolute() == run.absolute():
+        return
+    for name in _LINE_FILES:
+        unfinished = run / f".{name}.unfinished"
+        if lines_from is None or not (lines_from / name).exists():
+            unfinished.write_bytes(b"")
+        else:
+            shutil.copyfile(lines_from / name, unfinished)
+        unfinished.replace(run / name)

@@ -1,0 +1,45 @@
+"""When a learner saves: every `learner.checkpoint.every` steps, and after a failure again soon.
+
+Invariant: no more than MAX_UNSAVED intervals of steps are made without a checkpoint, since the
+buffer keeps the groups of each until one is durable. Pure; the caller reads the clock.
+"""
+
+RETRY_S = 20.0
+MAX_UNSAVED = 3
+
+
+class SaveSchedule:
+    """Of a learner whose newest checkpoint is that of `saved_version`."""
+
+    def __init__(self, every: int, saved_version: int) -> None:
+        self._every = every
+        self.saved_version = saved_version
+        self.failure = ""
+        self._retry_at_s = 0.0
+
+    def is_due(self, policy_version: int, now_s: float) -> bool:
+        """Whether a checkpoint of this version is to be saved."""
+        if policy_version == self.saved_version:
+            return False
+        is_regular = policy_version % self._every == 0
+        return is_regular or (bool(self.failure) and now_s >= self._retry_at_s)
+
+    def must_wait(self, policy_version: int) -> bool:
+        """Whether no step may be made before a checkpoint of this version is saved."""
+        return bool(self.failure) and (
+            policy_version - self.saved_version >= MAX_UNSAVED * self._every
+        )
+
+    def failed(self, reason: str, now_s: float) -> None:
+        self.failure, self._retry_at_s = reason, now_s + RETRY_S
+
+    def saved(self, policy_version: int) -> None:
+        self.failure, self.saved_version = "", policy_version
+
+    def sentence(self, policy_version: int) -> str:
+        """Why the newest steps are in no checkpoint; "" if the last one was saved."""
+        if not self.failure:
+            return ""
+        steps = f"the steps since {self.saved_version} are in no checkpoint"
+        waits = ", and the learner waits" if self.must_wait(policy_version) else ""
+        return f"{self.failure}; {steps}{waits}"

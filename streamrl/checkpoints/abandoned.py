@@ -1,0 +1,117 @@
+"""What a run has abandoned: checkpoints, and the lines of the steps that led to them.
+
+    abandoned/0001-after-step-00000010/   step-00000020/ ...  metrics.jsonl  trained.jsonl
+                                          abandoned.json      when, why, and which steps
+
+Nothing in it is deleted; a person may delete it, or go on from a checkpoint in it with
+`run.resume`. Invariant: it is complete before the lines in the run's folder are cut, so that a
+learner killed in between leaves everything in one place or the other.
+"""
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from streamrl.checkpoints.find import (
+    PREFIX,
+    checkpoints_of,
+    foreign,
+    version_of,
+)
+from streamrl.checkpoints.history import History, write_history
+
+RECORD_FILE = "abandoned.json"
+
+
+class Abandoned(Struct, frozen=True, kw_only=True):
+    """What was set aside in one go; the surviving history goes on after `policy_version`.
+
+    `versions` are those of the checkpoints; `time_s` is Unix time.
+    """
+
+    folder: str
+    policy_version: int
+    versions: tuple[int, ...]
+    reason: str
+    time_s: float
+
+
+def begin(
+    run: Path, history: History, policy_version: int, reason: str, line_files: Sequence[str]
+) -> Abandoned | None:
+    """Make a history at this version the surviving one, and set aside what is not of it.
+
+    Copies the `line_files` of the run with the checkpoints, and cuts nothing of them. May be
+    repeated after an error or a kill.
+
+    Returns:
+        What was set aside, None if there was nothing.
+
+    Raises:
+        OSError: the disk is full, for example; the earlier history survives, or else only what is
+            left over has to be set aside.
+    """
+    checkpoints = checkpoints_of(run)
+    for unfinished in checkpoints.glob(f".{PREFIX}*.unfinished"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    leftovers = tuple(foreign(run, history, policy_version))
+    if not leftovers:
+        write_history(checkpoints, history)
+        return None
+    folder = _make_folder(run, policy_version)
+    try:
+        record = _copy_lines(run, folder, policy_version, leftovers, reason, line_files)
+        write_history(checkpoints, history)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for path in leftovers:
+        path.rename(folder / path.name)
+    return record
+
+
+def read_abandoned(run: Path) -> tuple[Abandoned, ...]:
+    """All that a run has set aside, oldest first; what a kill left without a record is left out."""
+    records = sorted((run / "abandoned").glob(f"*/{RECORD_FILE}"))
+    return tuple(msgspec.json.decode(path.read_bytes(), type=Abandoned) for path in records)
+
+
+def _copy_lines(
+    run: Path,
+    folder: Path,
+    policy_version: int,
+    leftovers: Sequence[Path],
+    reason: str,
+    line_files: Sequence[str],
+) -> Abandoned:
+    for name in line_files:
+        if (run / name).exists():
+            shutil.copy2(run / name, folder / name)
+    record = Abandoned(
+        folder=str(folder.relative_to(run)),
+        policy_version=policy_version,
+        versions=tuple(version_of(path) for path in leftovers),
+        reason=reason,
+        time_s=time.time(),
+    )
+    encoded = msgspec.json.format(msgspec.json.encode(record), indent=1)
+    (folder / RECORD_FILE).write_bytes(encoded + b"\n")
+    return record
+
+
+def _make_folder(run: Path, policy_version: int) -> Path:
+    parent = run / "abandoned"
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((_number(path) for path in parent.iterdir()), default=0)
+    folder = parent / f"{number:04d}-after-{PREFIX}{policy_version:08d}"
+    folder.mkdir()
+    return folder
+
+
+def _number(path: Path) -> int:
+    digits = path.name.partition("-")[0]
+    return int(digits) if digits.isdigit() else 0

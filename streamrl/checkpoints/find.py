@@ -1,0 +1,168 @@
+"""Which checkpoint a run continues from: the newest complete one of the surviving history.
+
+Invariant: a checkpoint is returned only after each of its files has been compared with its manifest
+(`contents=False`: their sizes), and only if the run's history contains it.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.checkpoints.history import History, read_history
+from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
+from streamrl.errors import ConfigError, DamagedCheckpointError, OtherReleaseError
+from streamrl.types import Books
+
+PREFIX = "step-"
+STATE_FILE = "state.json"
+FORMAT = 3
+"""Of state.json; a checkpoint of another format is refused."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete one; `record` is all of its state.json."""
+
+    path: Path
+    policy_version: int
+    books: Books
+    history: History
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A checkpoint that was passed over; `sentence` says what is wrong with which file."""
+
+    path: Path
+    policy_version: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """`checkpoint` is None for a run that has none yet; `damaged` are newer ones, newest first."""
+
+    checkpoint: Checkpoint | None
+    damaged: tuple[Damage, ...] = ()
+
+
+def checkpoints_of(run: Path) -> Path:
+    """The folder of the checkpoints in the folder of a run."""
+    return run / "checkpoints"
+
+
+def path_of(run: Path, policy_version: int) -> Path:
+    """Where the checkpoint of a version is."""
+    return checkpoints_of(run) / f"{PREFIX}{policy_version:08d}"
+
+
+def version_of(path: Path) -> int:
+    """The version that the name of a checkpoint says."""
+    return int(path.name.removeprefix(PREFIX))
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Every folder of a checkpoint in the run, oldest first, damaged or not."""
+    folders = checkpoints_of(run).glob(f"{PREFIX}*")
+    return sorted((p for p in folders if p.name.removeprefix(PREFIX).isdigit()), key=version_of)
+
+
+def newest(run: Path, *, contents: bool = True) -> Found:
+    """The checkpoint that the run in this folder continues from.
+
+    That is the newest complete one of its history. One that it started from counts, wherever it is.
+
+    Raises:
+        ConfigError: there are checkpoints, and none is complete.
+        OtherReleaseError: the newest one has another format.
+    """
+    history = read_history(checkpoints_of(run))
+    damaged: tuple[Damage, ...] = ()
+    for version, path in sorted(_candidates(run, history), reverse=True):
+        if history is not None and _belongs(path, history) is False:
+            continue
+        try:
+            return Found(read_checkpoint(path, contents=contents), damaged)
+        except DamagedCheckpointError as error:
+            damaged = (*damaged, Damage(path, version, str(error)))
+    if damaged:
+        sentences = "; ".join(damage.sentence for damage in damaged)
+        raise ConfigError(
+            f"run.resume: no checkpoint of {run} is complete: {sentences}; name another checkpoint "
+            "to go on from, or start the run anew with --new"
+        )
+    return Found(None)
+
+
+def _candidates(run: Path, history: History | None) -> Iterator[tuple[int, Path]]:
+    """With their versions."""
+    for path in list_checkpoints(run):
+        yield version_of(path), path
+    if history is not None and history.base:
+        base = Path(history.base)
+        if base.parent != checkpoints_of(run).absolute():
+            yield history.segments[-1].policy_version, base
+
+
+def read_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
+    """The checkpoint in a folder.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or has changed.
+        OtherReleaseError: it has another format.
+    """
+    _require_format(path)
+    verify(path, contents=contents)
+    try:
+        record: dict[str, Any] = json.loads((path / STATE_FILE).read_text())
+        return Checkpoint(
+            path,
+            policy_version=record["policy_version"],
+            books=msgspec.convert(record["books"], Books, str_keys=True, strict=False),
+            history=msgspec.convert(record["history"], History),
+            record=record,
+        )
+    except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+        raise DamagedCheckpointError.of(path, STATE_FILE, "cannot be read") from error
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder is a checkpoint of a run, damaged or not, rather than a model alone."""
+    return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
+
+
+def foreign(run: Path, history: History, last_version: int) -> Iterator[Path]:
+    """The checkpoints in the run's folder that do not belong to a history that is at this version.
+
+    One that does not say whose it is may belong to it up to this version.
+    """
+    for path in list_checkpoints(run):
+        belongs = _belongs(path, history)
+        if belongs is False or (belongs is None and version_of(path) > last_version):
+            yield path
+
+
+def _belongs(path: Path, history: History) -> bool | None:
+    """Whether the history contains the checkpoint, damaged or not; None if it does not say."""
+    try:
+        record = json.loads((path / STATE_FILE).read_text())
+        of = msgspec.convert(record["history"], History)
+        return history.contains(of.learner_id, record["policy_version"])
+    except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError):
+        return None
+
+
+def _require_format(path: Path) -> None:
+    """Before the manifest, which a checkpoint of another release may not have."""
+    try:
+        written = json.loads((path / STATE_FILE).read_text()).get("format", 1)
+    except (OSError, ValueError, AttributeError):
+        return
+    if written != FORMAT:
+        what, remedy = f"run.resume: the checkpoint {path}", "start the run anew with --new"
+        raise OtherReleaseError.of(what, written, FORMAT, remedy)

@@ -1,0 +1,111 @@
+"""The history of a run: which learners made the policy at hand, each up to which version.
+
+    checkpoints/history.json       the surviving history, by the learner that writes it at present
+    checkpoints/step-N/state.json  the history that led to version N
+
+Every learner process has an id of its own. One that starts from a checkpoint continues that
+checkpoint's history; what any other learner has saved, or this one's predecessor after that
+version, does not belong to it. Invariant: `history.json` is replaced as a whole, by the learner
+that the buffer has just attached; from then on a checkpoint belongs to the run if the history
+contains it, whatever lies beside it.
+"""
+
+import json
+import os
+import uuid
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from streamrl.checkpoints.manifest import sync
+from streamrl.errors import ConfigError
+from streamrl.types import Books
+from streamrl.types.index_ranges import IndexRanges, ranges_of
+
+HISTORY_FILE = "history.json"
+
+
+class Segment(Struct, frozen=True):
+    """The versions up to this one that the learner has made."""
+
+    learner_id: str
+    policy_version: int
+
+
+class History(Struct, frozen=True, kw_only=True):
+    """`segments` are the learners before `learner_id`, in order.
+
+    `base` is the checkpoint that it started from, "" for the model of the configuration, and
+    `resume` the setting `run.resume` that led there. `metrics.jsonl` and `trained.jsonl` begin with
+    `first_step`; the prompts in `finished_before` were trained or dropped before it.
+    """
+
+    learner_id: str
+    segments: tuple[Segment, ...] = ()
+    base: str = ""
+    resume: str = ""
+    first_step: int = 1
+    finished_before: IndexRanges = ()
+
+    def contains(self, learner_id: str, policy_version: int) -> bool:
+        """Whether the checkpoint that this learner made of this version belongs to the history."""
+        return learner_id == self.learner_id or any(
+            learner_id == segment.learner_id and policy_version <= segment.policy_version
+            for segment in self.segments
+        )
+
+
+def new_history() -> History:
+    """Of a learner that starts from the model of the configuration."""
+    return History(learner_id=_new_id())
+
+
+def continued(history: History, policy_version: int, base: Path, resume: str) -> History:
+    """Of a learner that starts from the checkpoint `base` of this version and history."""
+    segment = Segment(history.learner_id, policy_version)
+    return msgspec.structs.replace(
+        history,
+        learner_id=_new_id(),
+        segments=(*history.segments, segment),
+        base=str(base.absolute()),
+        resume=resume,
+    )
+
+
+def finished(books: Books) -> IndexRanges:
+    """The prompts that were trained or dropped for good, by these books."""
+    return ranges_of({*range(books.next_prompt_index)} - {*books.open_prompt_indices})
+
+
+def read_history(checkpoints: Path) -> History | None:
+    """The surviving history of the run with this folder of checkpoints; None before its first.
+
+    Raises:
+        ConfigError: the file cannot be read, so that nobody knows which checkpoints belong to it.
+    """
+    path = checkpoints / HISTORY_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=History)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"run.resume: {path} cannot be read ({error}): name the checkpoint to go on from, or "
+            "remove the file if no checkpoint beside it was abandoned"
+        ) from error
+
+
+def write_history(checkpoints: Path, history: History) -> None:
+    """Replace the surviving history, on disk when this returns."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    path = checkpoints / HISTORY_FILE
+    unfinished = checkpoints / f".{HISTORY_FILE}.unfinished"
+    unfinished.write_text(json.dumps(msgspec.to_builtins(history), indent=1) + "\n")
+    sync(unfinished)
+    os.replace(unfinished, path)
+    sync(checkpoints)
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]

@@ -1,0 +1,80 @@
+"""The manifest of a checkpoint: the size and the checksum of each of its files.
+
+Invariant: the manifest is the last file that is written, so that a folder with a manifest was
+complete, and `verify` finds every byte that is missing or has changed since then. Checksums are
+xxh3, 128 bits: about 10 GB/s on one core, so that reading a file costs more than checking it.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from streamrl.errors import DamagedCheckpointError
+
+MANIFEST_FILE = "manifest.json"
+_CHUNK_BYTES = 2**23
+
+
+def write_manifest(folder: Path) -> None:
+    """Of every file in the folder, which has none yet; files and folders are then on disk."""
+    files = {
+        str(file.relative_to(folder)): {"num_bytes": file.stat().st_size, "xxh3": _checksum(file)}
+        for file in sorted(_files(folder))
+    }
+    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
+    for path in (*_files(folder), *(p for p in folder.rglob("*") if p.is_dir()), folder):
+        sync(path)
+
+
+def verify(folder: Path, *, contents: bool = True) -> None:
+    """Compare the files of a checkpoint with its manifest; without `contents`, their sizes only.
+
+    Raises:
+        DamagedCheckpointError: naming the first file that is missing or has changed, and how.
+    """
+    for name, expected in _read(folder).items():
+        file = folder / name
+        if not file.is_file():
+            raise DamagedCheckpointError.of(folder, name, "is missing")
+        num_bytes = file.stat().st_size
+        if num_bytes != expected["num_bytes"]:
+            reason = f"has {num_bytes:,} bytes, not {expected['num_bytes']:,}"
+            raise DamagedCheckpointError.of(folder, name, reason)
+        if contents and _checksum(file) != expected["xxh3"]:
+            reason = "does not hold what was written (its checksum differs)"
+            raise DamagedCheckpointError.of(folder, name, reason)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(folder: Path) -> dict[str, dict[str, Any]]:
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST_FILE).read_text())["files"]
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError.of(folder, MANIFEST_FILE, "is missing") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DamagedCheckpointError.of(folder, MANIFEST_FILE, "cannot be read") from error
+    return files
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _checksum(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,323 @@
+"""Whatever learners do to a run's folder, the surviving history trains each prompt exactly once.
+
+The ledger, the records and the choice of a checkpoint are the real ones; only the model is not.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from buffers.audit import audit
+from buffers.ledger.events import Event
+from buffers.ledger.ledger import Ledger
+from learners.checkpoints.records import RunRecords
+from learners.checkpoints.start import choose, resumed
+from learners.session import LearnerState
+from streamrl.checkpoints import abandoned
+from streamrl.checkpoints.abandoned import read_abandoned
+from streamrl.checkpoints.find import list_checkpoints, newest, path_of
+from streamrl.cli.verification.events import event_faults
+from streamrl.cli.verification.run_folder import check_folder
+from streamrl.config import RunConfig
+from streamrl.errors import CheckpointWriteError, FencedError
+from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
+from streamrl.types import GroupHeader
+from tests.training import make_config
+
+GROUPS_PER_STEP, EVERY, KEEP = 2, 2, 2
+
+
+class FakeTrainer:
+    """Its checkpoint is one small file; the disk may be full."""
+
+    critic = None
+    optimizer = None
+
+    def __init__(self) -> None:
+        self.policy = self.credit = self
+        self.is_full = False
+
+    def save(self, folder: Path, tokenizer_path: str, *, trust_remote_code: bool) -> None:
+        (folder / "model.safetensors").write_bytes(b"weights")
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+
+    def parameters(self) -> dict[str, Any]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class KilledError(Exception):
+    """The learner was killed here."""
+
+
+class LearnerProcess:
+    """What a learner does to its folder and to the ledger, without training."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        start = choose(config)
+        self.records, self.ledger, self.trainer = RunRecords(config, start), ledger, FakeTrainer()
+        self.version = start.policy_version
+        books = start.checkpoint.books if start.checkpoint else LearnerState().books
+        self.term = ledger.attach(self.version, books)
+        self.books = ledger.books()
+
+    def begin(self) -> None:
+        self.records.begin()
+
+    def step(self, lease: str) -> None:
+        for number in range(GROUPS_PER_STEP):
+            granted = self.ledger.lease(f"{lease}/{number}", 0.0, 10.0)
+            if granted is not None:
+                header = make_header(granted.prompt_index, self.version)
+                self.ledger.put(granted.lease_id, header, 0.0)
+        loan = self.ledger.take(GROUPS_PER_STEP, self.version, self.term)
+        assert len(loan) == GROUPS_PER_STEP
+        self.version += 1
+        self.ledger.advance(self.version, self.term)
+        self.books = self.ledger.books()
+        metrics = {"buffer/books_balanced": float(self.books.balanced)}
+        self.records.log(self.version, [header.prompt_index for header in loan], metrics)
+
+    def save(self) -> None:
+        self.records.save(self.trainer, LearnerState(self.version, self.books))
+
+    def acknowledge(self) -> None:
+        self.ledger.acknowledge(self.version, self.term)
+
+
+def make_header(prompt_index: int, version: int) -> GroupHeader:
+    return GroupHeader(
+        group_id=str(prompt_index),
+        prompt_index=prompt_index,
+        environment="test",
+        oldest_version=version,
+        lengths=(1,),
+        response_lengths=(1,),
+        rewards=(0.0,),
+    )
+
+
+def make_run(folder: Path, **run: Any) -> RunConfig:
+    return make_config(
+        run={"folder": folder, "name": "run", "resume": "auto", **run},
+        learner={
+            "groups_per_step": GROUPS_PER_STEP,
+            "checkpoint": {"every": EVERY, "keep": KEEP},
+        },
+    )
+
+
+class HistoryMachine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="history-"))
+        self.run = self.folder / "run"
+        self.num_leases = 0
+        self.lose_the_buffer()
+        self.start()
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            self.learner.records.close()
+            shutil.rmtree(self.folder)
+
+    def lose_the_buffer(self) -> None:
+        self.ledger = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=1)
+        self.events: list[Event] = []
+        self.ledger.subscribe(self.events.append)
+
+    def start(self, resume: str = "auto") -> None:
+        self.learner = LearnerProcess(make_run(self.folder, resume=resume), self.ledger)
+        self.learner.begin()
+
+    @rule(steps=st.integers(1, 3))
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.num_leases += 1
+            self.learner.step(f"lease {self.num_leases}")
+
+    @precondition(lambda self: self.learner.version)
+    @rule(acknowledges=st.booleans())
+    def save(self, acknowledges: bool) -> None:
+        if path_of(self.run, self.learner.version).exists():
+            return
+        self.learner.save()
+        assert path_of(self.run, self.learner.version).exists()
+        if acknowledges:
+            self.learner.acknowledge()
+
+    @precondition(lambda self: self.learner.version)
+    @rule()
+    def fail_to_save(self) -> None:
+        before = list_checkpoints(self.run)
+        self.learner.trainer.is_full = True
+        with pytest.raises(CheckpointWriteError):
+            self.learner.save()
+        self.learner.trainer.is_full = False
+        assert list_checkpoints(self.run) == before
+
+    @rule(loses_buffer=st.booleans())
+    def kill(self, loses_buffer: bool) -> None:
+        if loses_buffer:
+            self.lose_the_buffer()
+        self.start()
+
+    @precondition(lambda self: self.all_checkpoints())
+    @rule(data=st.data())
+    def resume_from_any_checkpoint(self, data: st.DataObject) -> None:
+        self.start(str(data.draw(st.sampled_from(self.all_checkpoints()))))
+
+    @precondition(lambda self: self.all_checkpoints())
+    @rule(data=st.data(), is_switched=st.booleans())
+    def kill_while_another_history_begins(self, data: st.DataObject, is_switched: bool) -> None:
+        path = str(data.draw(st.sampled_from(self.all_checkpoints())))
+        real = abandoned.write_history
+
+        def killed(*arguments: Any) -> None:
+            if is_switched:
+                real(*arguments)
+            raise KilledError
+
+        with patch.object(abandoned, "write_history", killed), pytest.raises(KilledError):
+            self.start(path)
+        config = resumed(make_run(self.folder, resume=path))
+        self.start(str(config.run.resume))
+
+    @precondition(lambda self: len(list_checkpoints(self.run)) > 1)
+    @rule(file=st.sampled_from(["model.safetensors", "state.json", "manifest.json"]))
+    def damage_the_newest(self, file: str) -> None:
+        path = list_checkpoints(self.run)[-1]
+        (path / file).write_bytes(b"")
+        self.start()
+        assert self.learner.version < int(path.name.removeprefix("step-"))
+
+    @precondition(lambda self: self.learner.version)
+    @rule()
+    def an_older_learner_saves_late(self) -> None:
+        late, before = self.learner, list_checkpoints(self.run)
+        self.start()
+        with pytest.raises(FencedError):
+            late.save()
+        assert list_checkpoints(self.run) == before
+
+    def all_checkpoints(self) -> list[Path]:
+        aside = (self.folder / "run" / "abandoned").glob("*/step-*")
+        whole = [p for p in aside if all(f.stat().st_size for f in p.iterdir())]
+        return sorted([*list_checkpoints(self.run), *whole])
+
+    @invariant()
+    def the_surviving_history_trains_each_prompt_once(self) -> None:
+        lines = read_metrics(self.run / TRAINED_FILE)
+        assert [line["step"] for line in lines] == list(range(1, self.learner.version + 1))
+        trained = [index for line in lines for index in line["prompt_indices"]]
+        assert len(set(trained)) == len(trained)
+        books = self.ledger.books()
+        still_open = set(books.open_prompt_indices)
+        assert not still_open & set(trained)
+        assert still_open | set(trained) == set(range(books.next_prompt_index))
+
+    @invariant()
+    def the_audit_finds_the_run_in_order(self) -> None:
+        assert check_folder(self.run, audit(self.events), None, GROUPS_PER_STEP).faults == ()
+
+    @invariant()
+    def the_checkpoints_are_those_of_the_surviving_history(self) -> None:
+        assert len(list_checkpoints(self.run)) <= KEEP
+        checkpoint = newest(self.run).checkpoint
+        assert checkpoint is None or checkpoint.policy_version <= self.learner.version
+
+
+HistoryMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestHistory = HistoryMachine.TestCase
+
+
+def run_to(learner: LearnerProcess, version: int) -> LearnerProcess:
+    learner.begin()
+    while learner.version < version:
+        learner.step(f"lease {id(learner)} {learner.version}")
+        if learner.version % 10 == 0:
+            learner.save()
+            learner.acknowledge()
+    return learner
+
+
+def make_ledger() -> tuple[Ledger, list[Event]]:
+    ledger, events = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=1), list[Event]()
+    ledger.subscribe(events.append)
+    return ledger, events
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_trains_nothing_twice(tmp_path, caplog):
+    ledger, events = make_ledger()
+    config = make_run(tmp_path)
+    keep_4 = config.learner.model_copy(
+        update={"checkpoint": config.learner.checkpoint.model_copy(update={"keep": 4})}
+    )
+    run_to(LearnerProcess(config.model_copy(update={"learner": keep_4}), ledger), 40)
+    path = path_of(tmp_path / "run", 10)
+    run_to(LearnerProcess(make_run(tmp_path, resume=str(path)), ledger), 25)
+    assert "the checkpoints at version 20, 30, 40 and the lines of the steps after 10" in (
+        caplog.text
+    )
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["10", "20"]
+    run_to(LearnerProcess(config, ledger), 45)
+    lines = read_metrics(tmp_path / "run" / TRAINED_FILE)
+    assert [line["step"] for line in lines] == list(range(1, 46))
+    trained = sorted(index for line in lines for index in line["prompt_indices"])
+    assert trained == list(range(90))
+    (aside,) = read_abandoned(tmp_path / "run")
+    assert (aside.policy_version, aside.versions) == (10, (20, 30, 40))
+    kept = read_metrics(tmp_path / "run" / aside.folder / TRAINED_FILE)
+    assert [line["step"] for line in kept] == list(range(1, 41))
+    check = check_folder(tmp_path / "run", audit(events), None, GROUPS_PER_STEP)
+    assert check.faults == ()
+    assert check.findings[1].startswith("abandoned after step 10: the checkpoints at version 20")
+
+
+@pytest.mark.parametrize("has_lines", [True, False])
+def test_a_run_may_start_from_a_checkpoint_of_another_run(tmp_path, has_lines):
+    other_ledger, _ = make_ledger()
+    run_to(LearnerProcess(make_run(tmp_path / "other"), other_ledger), 20)
+    source = path_of(tmp_path / "other" / "run", 10)
+    if not has_lines:
+        source = source.rename(tmp_path / "alone")
+    ledger, events = make_ledger()
+    fork = make_run(tmp_path, resume=str(source))
+    run_to(LearnerProcess(fork, ledger), 13)
+    # Killed before its first checkpoint, it starts from the same one again.
+    run_to(LearnerProcess(resumed(fork), ledger), 23)
+    lines = read_metrics(tmp_path / "run" / TRAINED_FILE)
+    assert [line["step"] for line in lines] == list(range(1 if has_lines else 11, 24))
+    assert sorted(i for line in lines[-13:] for i in line["prompt_indices"]) == [*range(20, 46)]
+    run = tmp_path / "run"
+    assert check_folder(run, audit(events), None, GROUPS_PER_STEP).faults == ()
+    found = newest(run).checkpoint
+    steps = {line["step"]: line["prompt_indices"] for line in lines}
+    assert list(event_faults(audit(events), steps, found, has_ended=True)) == []
+
+
+def test_the_checkpoint_that_a_run_started_from_is_newer_than_its_own_older_ones(tmp_path):
+    ledger, _ = make_ledger()
+    run_to(LearnerProcess(make_run(tmp_path), ledger), 20)
+    older = make_run(tmp_path, resume=str(path_of(tmp_path / "run", 10)))
+    run_to(LearnerProcess(older, ledger), 11)
+    (aside,) = read_abandoned(tmp_path / "run")
+    back = make_run(tmp_path, resume=str(tmp_path / "run" / aside.folder / "step-00000020"))
+    run_to(LearnerProcess(back, ledger), 21)
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["10"]
+    again = LearnerProcess(resumed(back), ledger)
+    assert again.version == 20
+    run_to(again, 31)
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["10", "30"]
+    lines = read_metrics(tmp_path / "run" / TRAINED_FILE)
+    assert sorted(i for line in lines for i in line["prompt_indices"]) == [*range(62)]
