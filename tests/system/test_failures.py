@@ -42,17 +42,15 @@ def test_a_package_that_is_missing_ends_the_launch_with_the_remedy(
     run = launch(*_set("tracking.wandb=offline", ONE))
     assert run.end() == 2, run.output
     sentence = "tracking.wandb: is not installed: pip install 'streamrl[wandb]'"
-    assert run.output == f"streamrl launch: learner: {sentence}\n"
+    assert run.output.endswith(f"streamrl launch: learner: {sentence}\n")
+    assert "Traceback" not in run.output
 
 
 def test_a_redis_that_does_not_run_is_named(launch: Launch):
     url = f"redis://127.0.0.1:{free_port()}/0"
     run = launch(*_set(f"buffer.url={url}", ONE))
-    assert run.end() == 5, run.output
-    assert (
-        f"streamrl launch: books: the buffer at {url} has not answered stats for 5 s" in run.output
-    )
-    assert run.output.endswith("is Redis running, and is buffer.url right?\n")
+    assert run.end() == 2, run.output
+    assert f"streamrl launch: buffer.url: no Redis answers at {url}" in run.output
 
 
 def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(launch: Launch, tmp_path: Path):
