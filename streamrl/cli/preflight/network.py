@@ -124,9 +124,7 @@ def _check_redis(config: RunConfig) -> Iterator[Finding]:
     default = _REDIS_PORTS.get(url.partition("://")[0], 6379)
     reasons = [_unreachable(host, int(port or default)) for host, port in places_of(url)]
     if all(reasons):
-        definite = any(reason in _DEFINITE for reason in reasons)
-        kind = problem if definite else warning
-        yield kind(f"buffer.url: no Redis answers at {url}: {reasons[0]}; start it, or correct it")
+        yield warning(f"buffer.url: no Redis answers at {url}: {reasons[0]}; start it")
         return
     limits = config.buffer.model_copy(update={"deadline_s": ANSWER_S})
     try:
@@ -146,17 +144,14 @@ async def _ask_buffer(config: RunConfig) -> None:
         await buffer.close()
 
 
-_DEFINITE = ("nothing listens there", "the host is unknown")
-
-
 def _unreachable(host: str, port: int) -> str:
     """Why no connection is made; "" if one is. Waits ANSWER_S."""
     try:
         with socket.create_connection((host, port), ANSWER_S):
             return ""
     except ConnectionRefusedError:
-        return _DEFINITE[0]
+        return "nothing listens there"
     except socket.gaierror:
-        return _DEFINITE[1]
+        return "the host is unknown"
     except OSError as error:
         return str(error)

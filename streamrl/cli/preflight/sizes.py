@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from streamrl.cli.preflight.findings import Finding, fact, warning
 from streamrl.config import RunConfig
 
-_SAFE_LEASE_S = 5.0
+_SAFE_LEASE_S = 3.0
 
 
 def check_sizes(config: RunConfig) -> Iterator[Finding]:
