@@ -235,7 +235,7 @@ class Publishing:
 
 @contextlib.asynccontextmanager
 async def publishing(processes: Processes, **settings: Any) -> AsyncIterator[Publishing]:
-    chosen = {"address": "tcp://127.0.0.1:*", "deadline_s": WAIT_S, **settings}
+    chosen = {"address": "tcp://127.0.0.1:0", "deadline_s": WAIT_S, **settings}
     with tempfile.TemporaryDirectory() as folder:
         run = Publishing(processes, Path(folder), WeightSettings.model_validate(chosen))
         sending = asyncio.create_task(run.sender.run())

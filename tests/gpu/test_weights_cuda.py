@@ -58,7 +58,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def loads_of(folder: Path, devices: list[str], **settings: object) -> list[list[object]]:
     """What each receiver reports of versions 1 to 4, which the learner sends from the first GPU."""
-    chosen = {"address": "tcp://127.0.0.1:*", "bucket_bytes": BUCKET_BYTES, **settings}
+    chosen = {"address": "tcp://127.0.0.1:0", "bucket_bytes": BUCKET_BYTES, **settings}
     layout = Layout(manifest_of(parameters(0.0, "cpu")), BUCKET_BYTES)
     learner = torch.device("cuda:0")
     sender = WeightSender(WeightSettings.model_validate(chosen), layout, learner, folder)

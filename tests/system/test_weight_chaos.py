@@ -48,7 +48,7 @@ class Fleet:
     def __init__(self, folder: Path, backend: str, fate: Fate) -> None:
         settings = {
             "backend": backend,
-            "address": "tcp://127.0.0.1:*",
+            "address": "tcp://127.0.0.1:0",
             "bucket_bytes": BUCKET_BYTES,
             "deadline_s": DEADLINE_S,
         }

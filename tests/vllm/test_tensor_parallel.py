@@ -70,7 +70,7 @@ async def broadcast(
         return report
 
     settings = WeightSettings(
-        address="tcp://127.0.0.1:*", bucket_bytes=BUCKET_BYTES, catch_up="broadcast", verify=True
+        address="tcp://127.0.0.1:0", bucket_bytes=BUCKET_BYTES, catch_up="broadcast", verify=True
     )
     layout = Layout(manifest_of(parameters), BUCKET_BYTES)
     sender = WeightSender(settings, layout, torch.device("cpu"), folder)

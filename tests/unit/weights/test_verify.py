@@ -80,7 +80,7 @@ class Engine:
 async def test_a_wrong_bit_fails_the_load_by_name_and_the_old_weights_stay(tmp_path, dtype, caplog):
     layout = Layout(manifest_of(parameters(0.0)), BUCKET_BYTES)
     settings = WeightSettings(
-        address="tcp://127.0.0.1:*", bucket_bytes=BUCKET_BYTES, deadline_s=8, backend="gloo"
+        address="tcp://127.0.0.1:0", bucket_bytes=BUCKET_BYTES, deadline_s=8, backend="gloo"
     )
     sender = WeightSender(settings, layout, torch.device("cpu"), tmp_path)
     engine = Engine(dtype)
