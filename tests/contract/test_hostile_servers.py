@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from actors.engines import make_engine
 from actors.engines.served.engine import ServedEngine
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
-from streamrl.types import Completion, SamplingParams
+from streamrl.types import Completion, DropReason, SamplingParams
 from tests.engines import make_model, run_config
 from tests.standins import hostile_server as hostile
 from tests.standins.hostile_server import HostileServer
+from tests.unit.test_generator import Run
 
 PATHS = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -140,6 +142,26 @@ async def test_no_gauge_breaks_a_heartbeat(server, engine, value):
     server.behave()
 
 
+async def test_a_generator_goes_on_beside_a_server_that_misbehaves(server, engine, caplog):
+    """The books count what failed, the log says why; the groups after it arrive."""
+    run = Run()
+    run.runner = replace(run.runner, engine=engine)
+    await run.learner.attach(0, None)
+    behaviors = {**hostile.WIRE, **hostile.STATUS, **hostile.TEXT}
+    async with asyncio.timeout(2 * DEADLINE_S), run.generating():
+        for name in ("500", "nested deeply and closed", "truncated"):
+            server.misbehave(PATHS[server.kind], behaviors[name])
+            failed = run.books.dropped.get(DropReason.FAILED, 0)
+            while run.books.dropped.get(DropReason.FAILED, 0) <= failed:
+                await asyncio.sleep(0.01)
+        server.behave()
+        while run.books.buffered < 4:
+            await asyncio.sleep(0.01)
+    assert run.books.balanced
+    assert server.url in caplog.text
+    assert f"{PATHS[server.kind]} was answered with 500: no" in caplog.text
+
+
 # Paths of an engine's start; of those in READ the answer matters, too.
 READ = {
     "vllm": ["/v1/models", "/get_world_size", "/weight_info", PATHS["vllm"]],
@@ -151,24 +173,25 @@ ACT = {
 }
 
 
-def assert_no_start(model: Path, server: HostileServer, path: str, name: str) -> None:
-    server.misbehave(path, {**hostile.STATUS, **hostile.TEXT}[name])
-    try:
+def assert_no_start(model: Path, kind: str, path: str, name: str) -> None:
+    """On a server of its own: an engine that starts takes the server from another."""
+    with hostile.hostile_server(kind) as server:
+        server.misbehave(path, {**hostile.STATUS, **hostile.TEXT}[name])
         with pytest.raises(ConfigError) as refused:
             make_engine(config_for(server, model), seed=0)
-    finally:
-        server.behave()
     assert server.url in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["null", "a list", "nested deeply and closed"])
 @pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_start_that_is_answered_with_nonsense_ends_with_a_sentence(
-    model, server, index, name
+    model, kind, index, name
 ):
-    assert_no_start(model, server, READ[server.kind][index], name)
+    assert_no_start(model, kind, READ[kind][index], name)
 
 
 @pytest.mark.parametrize("index", range(3))
-async def test_a_start_that_is_refused_ends_with_a_sentence(model, server, index):
-    assert_no_start(model, server, ACT[server.kind][index], "500")
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_start_that_is_refused_ends_with_a_sentence(model, kind, index):
+    assert_no_start(model, kind, ACT[kind][index], "500")

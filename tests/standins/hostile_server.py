@@ -433,7 +433,6 @@ def hostile_server(kind: str) -> Iterator[HostileServer]:
     starting = asyncio.start_server(server.converse, "127.0.0.1", 0)
     listening = asyncio.run_coroutine_threadsafe(starting, loop).result()
     server.port = listening.sockets[0].getsockname()[1]
-    yield server
 
     async def end() -> None:
         listening.close()
@@ -443,6 +442,9 @@ def hostile_server(kind: str) -> Iterator[HostileServer]:
         await asyncio.gather(*others, return_exceptions=True)
         loop.stop()
 
-    asyncio.run_coroutine_threadsafe(end(), loop)
-    thread.join()
-    loop.close()
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop)
+        thread.join()
+        loop.close()

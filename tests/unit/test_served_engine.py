@@ -200,6 +200,20 @@ async def test_a_refused_request_is_the_only_one_to_fail():
     await engine.close()
 
 
+async def test_a_server_that_fails_everything_is_asked_ever_more_slowly():
+    failures = [RefusedError("/generate", 500, "no") for _ in range(4)]
+    engine, times = engine_on(FakeServer(*failures, an_answer(), failures[0])), []
+    for _ in failures:
+        start = time.monotonic()
+        with pytest.raises(RolloutError, match="/generate was answered with 500: no"):
+            await engine.generate([5], ONE)
+        times.append(time.monotonic() - start)
+    assert times[3] > 0.35 > 0.05
+    await engine.generate([5], ONE)
+    assert engine._num_failed == 0
+    await engine.close()
+
+
 async def test_requests_beyond_twice_the_slots_wait_on_this_side():
     server = FakeServer()
     server.num_refusals = 1

@@ -42,6 +42,7 @@ from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdat
 
 log = logging.getLogger(__name__)
 _READINGS_S = 0.25
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
 class ServedEngine(UpdatableEngine):
@@ -77,6 +78,7 @@ class ServedEngine(UpdatableEngine):
         self._readings: Mapping[str, float] = {}
         self._is_readable = True
         self._newest_version = 0
+        self._num_failed = 0
         self._failure: TransportError | None = None
         self.is_closed = False
         self._watch_task = asyncio.create_task(self._watch())
@@ -156,18 +158,30 @@ class ServedEngine(UpdatableEngine):
                     answer = await retry_lost(
                         lambda: self._send(request, stop), self._retry_timeout_s
                     )
+                    self._num_failed = 0
                     if answer.finish_reason is not FinishReason.ABORT:
                         return answer
                     if stop.is_set():
                         return structs.replace(answer, finish_reason=FinishReason.DEADLINE)
                 return nothing_sampled()
+            except RolloutError:
+                await self._pause()
+                raise
             except (RefusedError, BrokenAnswerError, SlowAnswerError) as error:
+                await self._pause()
                 raise RolloutError(f"{self._server.name} failed a request: {error}") from error
             except TransportError as error:
                 self._fail(error)
                 raise
             finally:
                 self._num_sent -= 1
+
+    async def _pause(self) -> None:
+        """Waits, longer after each failure in a row: a server that fails every request at once
+        would use the prompts up, each of which is dropped."""
+        pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._num_failed, 10)
+        self._num_failed += 1
+        await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
 
     async def _send(self, request: Request, stop: asyncio.Event) -> Completion:
         request_id = f"{self._name}-{next(self._numbers):012d}"
