@@ -47,7 +47,7 @@ from streamrl.cli.verification.soak_record import (
 )
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
-from streamrl.errors import ConfigError, StreamRLError
+from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
@@ -65,7 +65,8 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     _require_usable(arguments)
     processes.require_proc()
-    config = prepare(_endless(configuration(arguments).config), resume=False, new=True)
+    given = configuration(arguments).config
+    config = prepare(_endless(given, _num_faults(arguments)), resume=False, new=True)
     temporary = Path(tempfile.mkdtemp(prefix="streamrl-soak-"))
     os.environ[_TEMPORARY] = str(temporary)
     soak = Soak(config, arguments, temporary, console)
@@ -87,10 +88,16 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
-def _endless(config: RunConfig) -> RunConfig:
-    """Without a last step; the faults injected use up no budget of restarts."""
-    run = {"max_steps": _ENDLESS, "max_restarts": _ENDLESS, "evaluate": False}
+def _endless(config: RunConfig, num_faults: int) -> RunConfig:
+    """Without a last step, and with a restart for each fault in the budget of every process."""
+    max_restarts = config.run.max_restarts + num_faults
+    run = {"max_steps": _ENDLESS, "max_restarts": max_restarts, "evaluate": False}
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
+
+
+def _num_faults(arguments: argparse.Namespace) -> int:
+    count: int = round(arguments.faults_per_hour * arguments.minutes / 60.0)
+    return count
 
 
 def left_behind(temporary: Path, shared_memory: frozenset[str]) -> Iterator[str]:
@@ -120,7 +127,7 @@ class Soak:
         self._config = config
         self._folder = config.run.path
         self._seconds = 60.0 * arguments.minutes
-        self._num_faults = round(arguments.faults_per_hour * arguments.minutes / 60.0)
+        self._num_faults = _num_faults(arguments)
         self._seed: int = arguments.seed
         self._temporary = temporary
         self._console = console
@@ -132,6 +139,7 @@ class Soak:
         )
         self.shared_memory: frozenset[str] = frozenset()
         self.faults: list[Fault] = []
+        self.crashes: tuple[str, ...] = ()
 
     async def run(self, children: Sequence[Child]) -> None:
         """Samples and faults from the first step on for as long as asked, some steps more, then the
@@ -143,6 +151,7 @@ class Soak:
         except* StreamRLError as errors:
             raise errors.exceptions[0] from None
         await self._progress.until_step(self._progress.step + _LAST_STEPS)
+        self.crashes = tuple(self._crashes(children))
         await self._stop(next(child for child in children if child.role == "learner"))
 
     async def _observe(self, children: Sequence[Child]) -> None:
@@ -150,6 +159,12 @@ class Soak:
             tasks.create_task(self._sample(children))
             tasks.create_task(self._time_buffer_calls())
             tasks.create_task(self._inject(children))
+
+    def _crashes(self, children: Sequence[Child]) -> Iterator[str]:
+        for child in children:
+            num_kills = sum(f.role == child.role and not f.freeze_s for f in self.faults)
+            if (count := child.num_restarts - num_kills) > 0:
+                yield f"{child.role} failed {count} times by itself (see {child.log_file})"
 
     async def _stop(self, learner: Child) -> None:
         """Ask it to end. Waits for that as long as a launch does."""
@@ -241,7 +256,9 @@ def _run(config: RunConfig, soak: Soak, console: Console) -> tuple[str, ...]:
         raise
     except StreamRLError as error:
         return (str(error),)
-    return ()
+    except Interrupted:
+        return ("the soak was stopped before its end",)
+    return soak.crashes
 
 
 def _audit(config: RunConfig) -> RunAudit:

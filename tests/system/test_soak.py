@@ -1,4 +1,7 @@
-"""Short soaks: one of a run that is well, under faults, and one of a run whose reward leaks."""
+"""Short soaks: one under faults, too short to judge memory by, and one whose reward leaks.
+
+That the criterion finds nothing where nothing leaks is shown in `tests/unit/test_growth.py`.
+"""
 
 import json
 import subprocess
@@ -39,12 +42,13 @@ def grown(folder: Path) -> list[str]:
     ]
 
 
-def test_a_short_soak_under_faults_finds_nothing_and_leaves_nothing(tmp_path: Path, model: Path):
-    timing = ("--minutes", "0.3", "--warm-up", "8", "--faults-per-hour", "400", "--seed", "3")
+def test_a_soak_under_faults_is_audited_and_leaves_nothing(tmp_path: Path, model: Path):
+    timing = ("--minutes", "0.3", "--warm-up", "60", "--faults-per-hour", "400", "--seed", "3")
     done = soak(tmp_path, model, *timing)
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_json(tmp_path / "run" / "soak.json")
     assert record["faults"] == []
+    assert {row["trend"]["verdict"] for row in record["rows"]} == {"too short"}
     injected = record["injected"]
     assert len(injected) == 2
     assert {fault["freeze_s"] > 0 for fault in injected} == {True, False}
@@ -64,7 +68,7 @@ def test_a_reward_that_keeps_memory_is_found(tmp_path: Path, model: Path):
     timing = ("--minutes", "0.3", "--warm-up", "4", "--faults-per-hour", "0")
     done = soak(tmp_path, model, *timing, "--set", reward)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert grown(tmp_path) == ["generator-0 rss_mb"]
+    assert "generator-0 rss_mb" in grown(tmp_path)
     assert "WRONG: generator-0: rss_mb grows" in done.stdout
 
 
