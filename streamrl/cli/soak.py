@@ -34,9 +34,9 @@ from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S
 from streamrl.cli.verification import processes
-from streamrl.cli.verification.soak_faults import Fault, freeze, plan
 from streamrl.cli.verification.progress import Progress
 from streamrl.cli.verification.run_audit import RunAudit, audit_run
+from streamrl.cli.verification.soak_faults import Fault, freeze, plan
 from streamrl.cli.verification.soak_record import (
     RUN,
     SOAK_FILE,

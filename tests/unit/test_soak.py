@@ -15,9 +15,9 @@ import pytest
 from streamrl.cli import soak
 from streamrl.cli.soak import left_behind
 from streamrl.cli.verification import processes
-from streamrl.cli.verification.soak_faults import plan
 from streamrl.cli.verification.growth import Verdict
 from streamrl.cli.verification.processes import family_of, process_table, read_family
+from streamrl.cli.verification.soak_faults import plan
 from streamrl.cli.verification.soak_record import SOAK_FILE, disk_values, rows
 
 ROLES = ("buffer", "learner", "generator-0", "generator-1")

@@ -1,4 +1,4 @@
-"""Faults of a run's daemons: whom they strike, when, and how a daemon is frozen.
+"""Faults of a soak: whom they strike, when, and how a daemon is frozen.
 
 Invariant: a plan is a function of its seed, and spares no kind of daemon.
 """
