@@ -14,7 +14,7 @@ from streamrl.cli.display.view import REFRESH_S, LinePrinter, render
 from streamrl.config import RunConfig
 from streamrl.diagnosis.outcome import outcome, state_of
 from streamrl.run_folder import find_run
-from streamrl.tracking.jsonl import read_metrics
+from streamrl.tracking.followed import FollowedMetrics
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -22,10 +22,11 @@ def main(arguments: argparse.Namespace) -> int:
     config = find_run(arguments.folder)
     console = Console(highlight=False)
     if console.is_terminal:
-        with Live(_view(config), console=console) as screen:
+        metrics = FollowedMetrics(config.run.path / "metrics.jsonl")
+        with Live(_view(config, metrics), console=console) as screen:
             while not _has_ended(config):
                 time.sleep(REFRESH_S)
-                screen.update(_view(config))
+                screen.update(_view(config, metrics))
     else:
         printer = LinePrinter(config, console)
         while not _has_ended(config):
@@ -42,8 +43,8 @@ def _has_ended(config: RunConfig) -> bool:
     return reading.is_over and state_of(reading).has_ended
 
 
-def _view(config: RunConfig) -> Group:
-    lines = read_metrics(config.run.path / "metrics.jsonl")
+def _view(config: RunConfig, metrics: FollowedMetrics) -> Group:
+    lines = metrics.read()
     return render(config, lines, _roles(lines))
 
 

@@ -44,6 +44,7 @@ RUN_BY = {
     "streamrl generator --config runs/quickstart/config.yaml --id generator-0": "restart",
     "streamrl buffer drain runs/quickstart/config.yaml": "drain",
     "streamrl chaos configs/quickstart.yaml --seed 1 --kills 5": "chaos",
+    "streamrl soak configs/quickstart.yaml --minutes 480 --faults-per-hour 30": "soak",
     "streamrl ablate configs/ablation/stale_bf16.yaml --vary algorithm.rollout_is=metrics_only,"
     "token_is,sequence_clip,token_is_veto --seeds 0,1,2": "ablate",
     "python prompts.py": "first",
@@ -167,8 +168,8 @@ def test_the_ablation_ends_with_a_table_and_a_plot():
 def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    (status,), (inspect,), (drain,), (chaos,) = map(
-        _run_by, ("status", "inspect", "drain", "chaos")
+    (status,), (inspect,), (drain,), (chaos,), (soak,) = map(
+        _run_by, ("status", "inspect", "drain", "chaos", "soak")
     )
     monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "100000")
     monkeypatch.setenv("STREAMRL__DATA__REWARD", slow_reward(tmp_path, seconds=0.3))
@@ -194,6 +195,9 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     output = _output(chaos.replace("--kills 5", "--kills 1"))
     assert "1 of 1 faults" in output
     assert "6 steps trained 24 prompts" in output
+    # Seconds are too short to judge memory; test_soak.py does.
+    output = _output(soak.replace("--minutes 480", "--minutes 0.1 --warm-up 5"))
+    assert "0 faults were injected" in output
 
 
 def _restart_a_generator() -> None:

@@ -92,7 +92,8 @@ GROUPS = {
         *("generators cordon", "generators uncordon", "generators drain", "buffer drain", "books"),
     ],
     "verify": [
-        *("evaluate", "parity", "parity sample", "parity score", "buffer audit", "chaos", "ablate"),
+        *("evaluate", "parity", "parity sample", "parity score", "buffer audit", "chaos", "soak"),
+        "ablate",
     ],
 }
 

@@ -19,7 +19,14 @@ from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import ConnectionLostError, Http, RefusedError, SlowAnswerError
 from actors.engines.served.metrics import readings
 from actors.engines.served.process import ServerProcess
-from actors.engines.served.server import Labels, Request, VersionSpan, completion, versions_of
+from actors.engines.served.server import (
+    ForeignWeightsError,
+    Labels,
+    Request,
+    VersionSpan,
+    completion,
+    versions_of,
+)
 from actors.engines.served.start import probe, wait_until_up
 from actors.engines.vllm.start import VllmKind, open_vllm
 from streamrl.errors import ConfigError, RolloutError, TransportError
@@ -52,6 +59,7 @@ class FakeServer:
         self.asked: list[Request] = []
         self.aborted: list[str] = []
         self.is_gone = False
+        self.is_own = True
         self.num_refusals = 0
         self.at_load: asyncio.Future[Completion] | None = None
         self.at_abort: asyncio.Future[Completion] | None = None
@@ -71,6 +79,9 @@ class FakeServer:
         self.aborted.append(request_id)
         if self.at_abort is not None and len(self.aborted) > 1:
             self.at_abort.set_result(aborted(3, 4))
+
+    async def has_own_weights(self) -> bool:
+        return self.is_own
 
     async def receive(self, update: WeightUpdate) -> None: ...
 
@@ -142,7 +153,8 @@ async def test_a_stopped_request_is_aborted_until_it_is_answered_with_what_was_s
     server, handle = FakeServer(at_abort), CompletionHandle()
     server.at_abort = at_abort
     engine = engine_on(server)
-    running = asyncio.create_task(engine.generate([5], ONE, handle))
+    two = SamplingParams(max_new_tokens=2)
+    running = asyncio.create_task(engine.generate([5], two, handle))
     async with asyncio.timeout(10):
         while not server.asked:
             await asyncio.sleep(0)
@@ -188,6 +200,20 @@ async def test_a_refused_request_is_the_only_one_to_fail():
     await engine.close()
 
 
+async def test_a_server_that_fails_everything_is_asked_ever_more_slowly():
+    failures = [RefusedError("/generate", 500, "no") for _ in range(4)]
+    engine, times = engine_on(FakeServer(*failures, an_answer(), failures[0])), []
+    for _ in failures:
+        start = time.monotonic()
+        with pytest.raises(RolloutError, match="/generate was answered with 500: no"):
+            await engine.generate([5], ONE)
+        times.append(time.monotonic() - start)
+    assert times[3] > 0.35 > 0.05
+    await engine.generate([5], ONE)
+    assert engine._num_failed == 0
+    await engine.close()
+
+
 async def test_requests_beyond_twice_the_slots_wait_on_this_side():
     server = FakeServer()
     server.num_refusals = 1
@@ -208,6 +234,26 @@ async def test_requests_beyond_twice_the_slots_wait_on_this_side():
             await task
 
 
+@pytest.mark.parametrize(
+    ("is_own", "error", "message"),
+    [(True, RolloutError, "did not give"), (False, TransportError, "started again, or serves two")],
+)
+async def test_an_answer_of_other_weights_ends_the_engine_if_the_server_has_them(
+    is_own, error, message
+):
+    server = FakeServer(ForeignWeightsError("which this generator did not give it"), an_answer())
+    server.is_own = is_own
+    engine = engine_on(server)
+    with pytest.raises(error, match=message):
+        await engine.generate([5], ONE)
+    if is_own:
+        assert len((await engine.generate([5], ONE)).token_ids) == 1
+    else:
+        with pytest.raises(TransportError, match=message):
+            await engine.generate([5], ONE)
+    await engine.close()
+
+
 def test_weights_of_somebody_else_are_noticed():
     labels = Labels("me")
     spans = [VersionSpan("me/3", 0, 2), VersionSpan("me/4", 2, 3)]
@@ -215,7 +261,7 @@ def test_weights_of_somebody_else_are_noticed():
     with pytest.raises(RolloutError, match="leaves out which weights"):
         versions_of(spans, 4, labels)
     for label in ("default", "other/3", "me/", "3"):
-        with pytest.raises(TransportError, match="was started again, or serves two"):
+        with pytest.raises(ForeignWeightsError, match="which this generator did not give it"):
             versions_of([VersionSpan(label, 0, 1)], 1, labels)
     assert Labels.new().label(1) != Labels.new().label(1)
 

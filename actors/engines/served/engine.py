@@ -4,9 +4,10 @@ The server labels each token with the version whose weights sampled it; what of 
 the same version, each kind of server documents (`actors.engines.vllm.engine` for vLLM,
 `actors.engines.sglang.server` for SGLang).
 
-Invariant: every request gets one answer: a completion, a RolloutError of its own, or, once the
-server does not answer for `retry_timeout_s`, the TransportError that ends the generator. A server
-that samples with weights this engine did not load (`Labels`) ends the generator as well.
+Invariant: every request gets one answer: a completion that the model can have sampled, a
+RolloutError of its own, whatever the server answers, or, once no connection is made for
+`retry_timeout_s`, the TransportError that ends the generator. A server whose weights are not those
+that this engine loaded (`Labels`) ends the generator as well.
 """
 
 import asyncio
@@ -21,13 +22,19 @@ from actors.engines.model import ModelFacts
 from actors.engines.prompt import require_known_tokens, room_for
 from actors.engines.requests import InFlightRequests, aborted_on, nothing_sampled
 from actors.engines.served.http import (
+    BrokenAnswerError,
     ConnectionLostError,
     RefusedError,
     SlowAnswerError,
     retry_lost,
 )
 from actors.engines.served.process import ServerProcess
-from actors.engines.served.server import Request, Server
+from actors.engines.served.server import (
+    ForeignWeightsError,
+    Request,
+    Server,
+    require_sound,
+)
 from actors.engines.updates import UpdatableEngine
 from streamrl.errors import RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import CompletionHandle
@@ -35,6 +42,7 @@ from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdat
 
 log = logging.getLogger(__name__)
 _READINGS_S = 0.25
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
 class ServedEngine(UpdatableEngine):
@@ -68,6 +76,9 @@ class ServedEngine(UpdatableEngine):
         self._requests = InFlightRequests[Completion](self._raise_if_over)
         self._aborts: set[asyncio.Task[None]] = set()
         self._readings: Mapping[str, float] = {}
+        self._is_readable = True
+        self._newest_version = 0
+        self._num_failed = 0
         self._failure: TransportError | None = None
         self.is_closed = False
         self._watch_task = asyncio.create_task(self._watch())
@@ -118,13 +129,14 @@ class ServedEngine(UpdatableEngine):
         self._raise_if_over()
         try:
             await self._server.receive(update)
-        except (RefusedError, ConnectionLostError) as error:
+        except (RefusedError, ConnectionLostError, SlowAnswerError) as error:
             raise WeightTransferError(
                 f"{self._server.name} did not take an update: {error}"
             ) from error
 
     async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
         self._num_loads_begun += 1
+        self._newest_version = max(self._newest_version, update.policy_version)
         try:
             return await self._server.load(update.policy_version, on_loaded)
         except RefusedError as error:
@@ -146,16 +158,30 @@ class ServedEngine(UpdatableEngine):
                     answer = await retry_lost(
                         lambda: self._send(request, stop), self._retry_timeout_s
                     )
+                    self._num_failed = 0
                     if answer.finish_reason is not FinishReason.ABORT:
                         return answer
                     if stop.is_set():
                         return structs.replace(answer, finish_reason=FinishReason.DEADLINE)
                 return nothing_sampled()
+            except RolloutError:
+                await self._pause()
+                raise
+            except (RefusedError, BrokenAnswerError, SlowAnswerError) as error:
+                await self._pause()
+                raise RolloutError(f"{self._server.name} failed a request: {error}") from error
             except TransportError as error:
                 self._fail(error)
                 raise
             finally:
                 self._num_sent -= 1
+
+    async def _pause(self) -> None:
+        """Waits, longer after each failure in a row: a server that fails every request at once
+        would use the prompts up, each of which is dropped."""
+        pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._num_failed, 10)
+        self._num_failed += 1
+        await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
 
     async def _send(self, request: Request, stop: asyncio.Event) -> Completion:
         request_id = f"{self._name}-{next(self._numbers):012d}"
@@ -165,16 +191,25 @@ class ServedEngine(UpdatableEngine):
         try:
             async with aborted_on(stop, lambda: self._abort(request_id)):
                 answer = await self._server.sample(identified)
-        except (RefusedError, SlowAnswerError) as error:
-            raise RolloutError(f"{self._server.name} refused a request: {error}") from error
-        except (asyncio.CancelledError, ConnectionLostError):
+            require_sound(
+                answer,
+                request,
+                vocab_size=self._facts.vocab_size,
+                newest_version=self._newest_version,
+            )
+        except ForeignWeightsError as error:
+            await self._require_own_weights(error)
+            raise RolloutError(f"{self._server.name}: {error}") from error
+        except RolloutError as error:
+            raise RolloutError(f"{self._server.name}: {error}") from error
+        except (asyncio.CancelledError, ConnectionLostError, SlowAnswerError):
             aborting = asyncio.create_task(self._abort(request_id))
             self._aborts.add(aborting)
             aborting.add_done_callback(self._aborts.discard)
             raise
         is_aborted = answer.finish_reason is FinishReason.ABORT and not stop.is_set()
         if is_aborted and self._num_loads_begun == num_loads:
-            raise RolloutError("the inference server gave a request up without an update")
+            raise RolloutError(f"{self._server.name} gave a request up without an update")
         return answer
 
     async def _abort(self, request_id: str) -> None:
@@ -183,18 +218,41 @@ class ServedEngine(UpdatableEngine):
         except Exception as error:
             log.debug("request %s was not aborted: %s", request_id, error)
 
+    async def _require_own_weights(self, found: ForeignWeightsError) -> None:
+        """
+        Raises:
+            TransportError: the server says itself that its weights are others.
+        """
+        if not await self._server.has_own_weights():
+            raise TransportError(
+                f"{found}: the server was started again, or serves two generators"
+            ) from found
+
     async def _watch(self) -> None:
-        """Reads the server's gauges, waiting a moment between two; ends when the server is gone."""
+        """Reads the server's gauges, waiting a moment between two; ends when the server is gone.
+
+        What cannot be read is 0, and said once; the requests tell whether the server works.
+        """
         while True:
             try:
-                self._readings = await retry_lost(self._read, self._retry_timeout_s)
-            except RefusedError as error:
-                log.debug("no readings: %s", error)
+                readings = await retry_lost(self._read, self._retry_timeout_s)
+                self._on_readings(readings, "")
+            except (RefusedError, BrokenAnswerError, SlowAnswerError) as error:
+                self._on_readings({}, str(error))
             except TransportError as error:
                 self._fail(error)
                 await self._requests.cancel_all()
                 return
             await asyncio.sleep(_READINGS_S)
+
+    def _on_readings(self, readings: Mapping[str, float], error: str) -> None:
+        if self._is_readable and error:
+            log.warning("%s's gauges cannot be read: %s", self._server.name, error)
+        elif not (self._is_readable or error):
+            log.info("%s's gauges can be read again", self._server.name)
+        # The total never falls, and a page that cannot be read does not end it.
+        total = max(readings.get("num_tokens", 0.0), self._readings.get("num_tokens", 0.0))
+        self._readings, self._is_readable = {**readings, "num_tokens": total}, not error
 
     async def _read(self) -> Mapping[str, float]:
         if self._process is not None:

@@ -1,15 +1,21 @@
-"""HTTP to an inference server: JSON both ways, and three kinds of failure kept apart.
+"""HTTP to an inference server that may be broken: JSON both ways, and the kinds of failure apart.
 
-    RefusedError          the server answered with an error; the request is not repeated
-    ConnectionLostError   no answer; the caller knows whether the request may be repeated
-    TransportError        no answer until the retry timeout: the server is gone
+    RefusedError          the server answered with an error, or with what is no answer
+    BusyError             a RefusedError that asks to come again later (429, 502, 503, 504)
+    SlowAnswerError       no whole answer in time
+    ConnectionLostError   no connection; whoever needs the answer tries again
+    BrokenAnswerError     a connection that ended before a whole answer, or did not speak HTTP
 
-Invariant: every call ends by its deadline. Calls that may be repeated go through `retry_lost`.
+Invariant: every call ends by its deadline, which counts from the first byte sent to the last one
+read, and reads no more than its limit; nothing of an answer is decompressed, followed or kept.
+Calls that may be repeated go through `retry_lost`.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar, cast
 
 import httpx2
@@ -18,24 +24,43 @@ import msgspec
 from streamrl.errors import StreamRLError, TransportError
 
 T = TypeVar("T")
+MAX_ANSWER_BYTES = 16 * 2**20
+_MAX_MESSAGE = 500
 _CONNECT_S = 10.0
+_GET_S = 10.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+# What a server breaks so often it will break again; each try may cost it a whole completion.
+_MOST_BROKEN = 4
+_BUSY = (429, 502, 503, 504)
 
 
 class RefusedError(StreamRLError):
-    """An error that the server answered with, its HTTP status and its message."""
+    """What the server answered is an error, with its HTTP status, or is no answer."""
 
     def __init__(self, path: str, status: int, message: str) -> None:
         super().__init__(f"{path} was answered with {status}: {message}")
         self.status = status
 
 
+class BusyError(RefusedError):
+    """The server takes no request at present; `wait_s` is how long it asks to wait, 0 if it does
+    not say."""
+
+    def __init__(self, path: str, status: int, message: str, wait_s: float) -> None:
+        super().__init__(path, status, message)
+        self.wait_s = wait_s
+
+
 class ConnectionLostError(TransportError):
-    """The connection broke, or none was made."""
+    """No connection was made, or one that was kept is gone."""
+
+
+class BrokenAnswerError(ConnectionLostError):
+    """The connection was made, and the answer is not whole or not HTTP."""
 
 
 class SlowAnswerError(TransportError):
-    """The connection stands, but no answer came in time."""
+    """The connection stands, but no whole answer came in time."""
 
 
 class Http:
@@ -43,112 +68,190 @@ class Http:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
-        self._timeout = httpx2.Timeout(timeout_s, connect=_CONNECT_S)
-        self._headers = {"content-type": "application/json"}
+        self._timeout_s = timeout_s
+        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
-        # The engine limits the number of requests, so none waits for a free connection.
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx2.AsyncClient(limits=limits, trust_env=False)
+        self._client = _client()
 
     async def post(
-        self, path: str, body: Any, answer: type[T], *, timeout_s: float | None = None
+        self,
+        path: str,
+        body: Any,
+        answer: type[T],
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> T:
         """The decoded answer. Waits for it, at most `timeout_s` (else the client's timeout).
 
         Raises:
-            RefusedError: any status but 2xx, or an answer of another shape.
+            RefusedError: any status but 2xx, or an answer of another shape or of more bytes.
             ConnectionLostError, SlowAnswerError: the server may or may not have done it.
         """
-        content = msgspec.json.encode(body)
-        return cast(T, await self._request("POST", path, content, answer, timeout_s))
+        content = await self._request("POST", path, body, timeout_s, max_bytes)
+        return cast(T, self._decoded(path, content, answer))
 
     async def send(self, path: str, body: Any, *, timeout_s: float | None = None) -> None:
         """As `post`; the answer is ignored unless it is an error."""
-        await self._request("POST", path, msgspec.json.encode(body), Any, timeout_s)
+        await self._request("POST", path, body, timeout_s)
 
-    async def get(self, path: str) -> str:
+    async def get(self, path: str, answer: type[T]) -> T:
+        """The decoded answer; raises as `post` does."""
+        content = await self._request("GET", path, timeout_s=_GET_S)
+        return cast(T, self._decoded(path, content, answer))
+
+    async def text(self, path: str) -> str:
         """The text of an answer; raises as `post` does."""
-        return cast(str, await self._request("GET", path, b"", str, None))
-
-    async def _request(
-        self, method: str, path: str, content: bytes, answer: Any, timeout_s: float | None
-    ) -> Any:
-        timeout = httpx2.Timeout(timeout_s, connect=_CONNECT_S) if timeout_s else self._timeout
-        try:
-            response = await self._client.request(
-                method, self.url + path, content=content, headers=self._headers, timeout=timeout
-            )
-        except httpx2.RequestError as error:
-            raise self._lost(path, error) from error
-        return _decoded(path, response, answer)
+        return (await self._request("GET", path, timeout_s=_GET_S)).decode(errors="replace")
 
     def request_sync(
-        self, method: str, path: str, body: Any = None, answer: Any = Any, timeout_s: float = 30.0
+        self, method: str, path: str, body: Any = None, answer: Any = None, timeout_s: float = 30.0
     ) -> Any:
-        """As `post`, blocking the thread."""
-        content = b"" if body is None else msgspec.json.encode(body)
-        timeout = httpx2.Timeout(timeout_s, connect=_CONNECT_S)
-        try:
-            with httpx2.Client(timeout=timeout, trust_env=False) as client:
-                response = client.request(
-                    method, self.url + path, content=content, headers=self._headers
-                )
-        except httpx2.RequestError as error:
-            raise self._lost(path, error) from error
-        return _decoded(path, response, answer)
+        """As `post`, blocking the thread; without a type the answer is ignored."""
+
+        async def request() -> bytes:
+            async with _client() as client:
+                return await self._request(method, path, body, timeout_s, client=client)
+
+        # The thread that waits may run an event loop.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            content = thread.submit(asyncio.run, request()).result()
+        return None if answer is None else self._decoded(path, content, answer)
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _lost(self, path: str, error: httpx2.RequestError) -> TransportError:
-        message = f"{self.url}{path}: {type(error).__name__} {error}".rstrip()
-        if isinstance(error, httpx2.ReadTimeout):
-            return SlowAnswerError(message)
-        return ConnectionLostError(message)
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
+        client: httpx2.AsyncClient | None = None,
+    ) -> bytes:
+        """The body of an answer with status 2xx."""
+        where, timeout_s = self.url + path, timeout_s or self._timeout_s
+        request = (client or self._client).stream(
+            method,
+            where,
+            content=b"" if body is None else msgspec.json.encode(body),
+            headers=self._headers,
+            timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_S),
+        )
+        try:
+            async with asyncio.timeout(timeout_s), request as response:
+                content = await _read(path, response, max_bytes)
+        except (TimeoutError, httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
+            raise SlowAnswerError(f"{where} has not answered within {timeout_s:g} s") from error
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise ConnectionLostError(_sentence(where, error)) from error
+        except httpx2.RequestError as error:
+            raise BrokenAnswerError(_sentence(where, error)) from error
+        _require_success(path, response, content)
+        return content
+
+    def _decoded(self, path: str, content: bytes, answer: Any) -> Any:
+        try:
+            return msgspec.json.decode(content, type=answer)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            begins = _shown(content[:60].decode(errors="replace"))
+            message = f"unexpected answer: {error} (it begins with {begins!r})"
+            raise RefusedError(path, 200, message) from error
 
 
 async def retry_lost(call: Callable[[], Awaitable[T]], retry_timeout_s: float) -> T:
-    """Repeats the call while the connection is lost. Waits for an answer, or until
-    `retry_timeout_s` after the first loss.
+    """Repeats the call while the connection is lost or the server busy. Waits for an answer, or
+    until `retry_timeout_s` after the first failure.
 
     Raises:
-        TransportError: the server is gone.
+        TransportError: no connection is made any more: the server is gone.
+        BusyError: it is busy for too long.
+        BrokenAnswerError: it breaks each answer.
     """
-    wait_s, until_s = _FIRST_WAIT_S, None
+    wait_s, until_s, num_broken = _FIRST_WAIT_S, None, 0
     while True:
         try:
             return await call()
-        except ConnectionLostError as error:
+        except (BusyError, ConnectionLostError) as error:
             until_s = until_s or time.monotonic() + retry_timeout_s
-            if time.monotonic() + wait_s > until_s:
+            pause_s = max(wait_s, error.wait_s) if isinstance(error, BusyError) else wait_s
+            is_late = time.monotonic() + pause_s > until_s
+            num_broken += isinstance(error, BrokenAnswerError)
+            if num_broken == _MOST_BROKEN or (is_late and not _is_gone(error)):
+                raise
+            if is_late:
                 raise TransportError(
                     f"the inference server is gone (no answer for {retry_timeout_s:g} s): {error}"
                 ) from error
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        await asyncio.sleep(pause_s)
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
-def _decoded(path: str, response: httpx2.Response, answer: Any) -> Any:
-    if not response.is_success:
-        raise RefusedError(path, response.status_code, _message(response))
-    if answer is str:
-        return response.text
-    try:
-        return msgspec.json.decode(response.content or b"null", type=answer)
-    except msgspec.DecodeError as error:
-        # Some routes answer with plain text.
-        if answer is Any:
-            return response.text
-        raise RefusedError(path, response.status_code, f"unexpected answer: {error}") from error
+def _client() -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(
+        # The engine limits the number of requests, so none waits for a free connection.
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+        trust_env=False,
+    )
 
 
-def _message(response: httpx2.Response) -> str:
+def _is_gone(error: StreamRLError) -> bool:
+    return not isinstance(error, BusyError | BrokenAnswerError)
+
+
+async def _read(path: str, response: httpx2.Response, max_bytes: int) -> bytes:
+    """The body as it was sent. Waits for its end, or for more than `max_bytes`."""
+    headers, too_long = response.headers, f"a body of more than {max_bytes} bytes"
+    if (encoding := headers.get("content-encoding", "identity")) != "identity":
+        message = f"a body that is compressed ({_shown(encoding)}), which was not asked for"
+        raise RefusedError(path, response.status_code, message)
+    if int(headers.get("content-length", 0)) > max_bytes:
+        raise RefusedError(path, response.status_code, too_long)
+    content = bytearray()
+    async for part in response.aiter_raw():
+        content += part
+        if len(content) > max_bytes:
+            raise RefusedError(path, response.status_code, too_long)
+    return bytes(content)
+
+
+def _require_success(path: str, response: httpx2.Response, content: bytes) -> None:
+    status = response.status_code
+    if response.is_success:
+        return
+    if response.is_redirect:
+        target = _shown(response.headers.get("location", ""))
+        raise RefusedError(path, status, f"a redirect to {target}, which is not followed")
+    if status in _BUSY:
+        raise BusyError(path, status, _message(content), _seconds(response))
+    raise RefusedError(path, status, _message(content))
+
+
+def _seconds(response: httpx2.Response) -> float:
+    """What Retry-After asks for; 0 if it is missing or a date."""
+    text = response.headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() else 0.0
+
+
+def _message(content: bytes) -> str:
     """The message of an error answer, from whichever of the usual fields holds it."""
     try:
-        body = response.json()
-    except ValueError:
-        return response.text.strip()[:500]
+        body = msgspec.json.decode(content)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return _shown(content.decode(errors="replace"))
     while isinstance(body, dict):
         body = next((body[k] for k in ("message", "error", "detail") if k in body), str(body))
-    return str(body)[:500]
+    return _shown(str(body))
+
+
+def _sentence(where: str, error: httpx2.RequestError) -> str:
+    return f"{where}: {type(error).__name__} {_shown(str(error))}".rstrip()
+
+
+def _shown(text: str) -> str:
+    """On one line, cut, with nothing that a terminal would obey."""
+    printable = "".join(c if c.isprintable() else " " for c in text[: 4 * _MAX_MESSAGE])
+    return " ".join(printable.split())[:_MAX_MESSAGE]

@@ -4,14 +4,15 @@ A new kind implements `Server`, and `actors.engines.served.start.ServerKind` for
 folder of its own; see `actors.engines.sglang`.
 """
 
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from streamrl.errors import RolloutError, TransportError
+from streamrl.errors import RolloutError
 from streamrl.types import (
     Completion,
     FinishReason,
@@ -20,8 +21,24 @@ from streamrl.types import (
     WeightUpdate,
 )
 
+ABORT_S = 10.0
+"""How long a server may take to answer that it aborts a request."""
 UNLABELED = "default"
 """The label that both vLLM and SGLang give the weights they started with."""
+# Rounding may put the log-probability of a certain token above 0. Nothing samples a token whose
+# probability is less than e^-1000.
+_HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, -1000.0
+_VERSION = re.compile("[0-9]{1,9}")
+_REASONS = ("stop", "length", "abort")
+
+
+class ForeignWeightsError(RolloutError):
+    """A reply names weights that this engine did not load."""
+
+
+# In a sequence; its numbers are 32 bits wide.
+Position = Annotated[int, Meta(ge=0, lt=2**31)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Labels(Struct, frozen=True):
@@ -39,19 +56,22 @@ class Labels(Struct, frozen=True):
     def label(self, policy_version: int) -> str:
         return f"{self.owner}/{policy_version}"
 
+    def is_own(self, label: str) -> bool:
+        owner, _, version = label.partition("/")
+        return owner == self.owner and _VERSION.fullmatch(version) is not None
+
     def version(self, label: str) -> int:
         """The version of a label.
 
         Raises:
-            TransportError: this engine did not load the weights.
+            ForeignWeightsError: this engine did not load the weights.
         """
-        owner, _, version = label.partition("/")
-        if owner != self.owner or not version.isdigit():
-            raise TransportError(
-                f"the inference server samples with weights called {label!r}, which this generator "
-                "did not give it: the server was started again, or serves two generators"
+        if not self.is_own(label):
+            raise ForeignWeightsError(
+                f"the inference server samples with weights called {label[:100]!r}, which this "
+                "generator did not give it"
             )
-        return int(version)
+        return int(label.partition("/")[2])
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -78,15 +98,15 @@ class VersionSpan(Struct, frozen=True):
     """Output tokens [start, end) were sampled under the label `version`."""
 
     version: str
-    start: int
-    end: int
+    start: Position
+    end: Position
 
 
 class Server(Protocol):
     """A server that is up, checked, and holds the weights of the model's folder."""
 
     name: str
-    """The library's name, for messages."""
+    """The library and the server's address, for messages."""
 
     async def sample(self, request: Request) -> Completion:
         """The completion; `FinishReason.ABORT` with what was sampled, if an update or `abort` has
@@ -94,8 +114,13 @@ class Server(Protocol):
 
         Raises:
             RolloutError, RefusedError, SlowAnswerError: this request fails alone.
-            ConnectionLostError: the request may be sent again, under another id.
+            BusyError, ConnectionLostError: the request may be sent again, under another id.
+            ForeignWeightsError: the reply is of weights that this engine did not load.
         """
+        ...
+
+    async def has_own_weights(self) -> bool:
+        """Whether the server's weights are those that this engine has loaded last."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -137,8 +162,13 @@ def completion(
     """The record of an answer.
 
     Raises:
-        RolloutError: its fields are inconsistent.
+        RolloutError: its fields are inconsistent, or no sampler can have made them.
     """
+    if finish_reason not in _REASONS:
+        raise RolloutError(f"the answer is inconsistent: finish_reason is {finish_reason[:40]!r}")
+    outside = (p for p in logprobs if not _LOWEST_LOGPROB <= p <= _HIGHEST_LOGPROB)
+    if (impossible := next(outside, None)) is not None:
+        raise RolloutError(f"the answer is inconsistent: a log-probability is {impossible:g}")
     try:
         return Completion(
             token_ids=np.array(token_ids, dtype=np.int32),
@@ -146,20 +176,50 @@ def completion(
             policy_versions=policy_versions,
             finish_reason=FinishReason(finish_reason),
         )
-    except (TypeError, ValueError) as error:
-        raise RolloutError(f"the inference server's answer is inconsistent: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RolloutError(f"the answer is inconsistent: {error}") from error
 
 
 def versions_of(spans: Iterable[VersionSpan], num_tokens: int, labels: Labels) -> Int32Array:
     """The version that sampled each token [num_tokens].
 
     Raises:
-        RolloutError: the spans leave a token out.
-        TransportError: a token was sampled by weights that this engine did not load.
+        RolloutError: the spans leave a token out, or give it twice.
+        ForeignWeightsError: a token was sampled by weights that this engine did not load.
     """
-    versions = np.full(num_tokens, -1, dtype=np.int32)
+    versions, done = np.full(num_tokens, -1, dtype=np.int32), 0
     for span in spans:
+        if not done <= span.start <= span.end:
+            raise RolloutError(
+                f"the answer's spans of weights overlap: [{span.start}, {span.end}) after {done}"
+            )
         versions[span.start : span.end] = labels.version(span.version)
+        done = span.end
     if (versions < 0).any():
-        raise RolloutError("the server's answer leaves out which weights sampled a token")
+        raise RolloutError("the answer leaves out which weights sampled a token")
     return versions
+
+
+def require_sound(
+    answer: Completion, request: Request, *, vocab_size: int, newest_version: int
+) -> None:
+    """Refuses an answer to another question than `request`.
+
+    Raises:
+        RolloutError: it has tokens that the model does not know, more than were asked for, or of a
+            version that was not sent yet.
+    """
+    num_tokens = len(answer.token_ids)
+    if num_tokens > request.max_new_tokens:
+        raise RolloutError(
+            f"the answer has {num_tokens} tokens, and at most {request.max_new_tokens} were asked "
+            "for"
+        )
+    if num_tokens and (highest := int(answer.token_ids.max())) >= vocab_size:
+        raise RolloutError(
+            f"the answer has token id {highest}; the model's vocabulary has {vocab_size}"
+        )
+    if num_tokens and (newest := int(answer.policy_versions.max())) > newest_version:
+        raise RolloutError(
+            f"the answer names version {newest}, and {newest_version} is the newest that was sent"
+        )

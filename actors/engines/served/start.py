@@ -6,8 +6,10 @@ Blocking, since a generator has nothing else to do before its engine is up.
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Annotated, Protocol
 from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct
 
 from actors.engines.model import ModelFacts
 from actors.engines.served.engine import ServedEngine
@@ -21,6 +23,16 @@ from streamrl.types import Completion, SamplingParams
 
 _CHECK_S = 0.5
 _ANSWER_S = 60.0
+
+
+class Model(Struct, frozen=True):
+    max_model_len: int
+
+
+class Models(Struct, frozen=True):
+    """Both libraries' answer to /v1/models: the fields that we read."""
+
+    data: Annotated[list[Model], Meta(min_length=1)]
 
 
 class ServerKind(Protocol):
@@ -115,8 +127,8 @@ def wait_until_up(
 
 def require_length(http: Http, config: RunConfig, num_reserved: int = 0) -> None:
     """Refuses a server whose context is too short; it keeps `num_reserved` positions of it."""
-    models = http.request_sync("GET", "/v1/models")
-    longest = models["data"][0]["max_model_len"] - num_reserved
+    models = http.request_sync("GET", "/v1/models", answer=Models)
+    longest = models.data[0].max_model_len - num_reserved
     if longest < config.max_model_len:
         raise ConfigError(
             f"the server at {http.url} takes {longest} tokens of prompt and completion, and "

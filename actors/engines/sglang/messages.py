@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from actors.engines.served.server import VersionSpan
+from actors.engines.served.server import TokenId, VersionSpan
 
 __all__ = ["VersionSpan"]
 
@@ -53,8 +53,15 @@ class GenerateMetaInfo(Struct, frozen=True, kw_only=True):
 
 
 class GenerateResponse(Struct, frozen=True, kw_only=True):
-    output_ids: list[int]
+    output_ids: list[TokenId]
     meta_info: GenerateMetaInfo
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    """The answer to /model_info."""
+
+    model_path: str
+    weight_version: str
 
 
 class AbortReq(Struct, frozen=True, kw_only=True):

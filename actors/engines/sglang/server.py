@@ -21,13 +21,14 @@ import numpy as np
 
 from actors.engines.served.http import Http
 from actors.engines.served.metrics import Names, readings
-from actors.engines.served.server import Labels, Request, completion, versions_of
+from actors.engines.served.server import ABORT_S, Labels, Request, completion, versions_of
 from actors.engines.sglang.arguments import is_truncated, wire_request
-from actors.engines.sglang.messages import AbortReq, GenerateResponse
+from actors.engines.sglang.messages import AbortReq, GenerateResponse, ModelInfo
 from actors.engines.sglang.relay import Relay
 from streamrl.errors import RolloutError
 from streamrl.types import Completion, WeightUpdate
 
+_MASK_TOKENS = 4096
 GAUGES: Names = {
     "num_active": ("sglang:num_running_reqs", ""),
     "num_waiting": ("sglang:num_queue_reqs", ""),
@@ -39,8 +40,6 @@ GAUGES: Names = {
 class SglangServer:
     """Implements `actors.engines.served.server.Server`."""
 
-    name = "SGLang"
-
     def __init__(
         self,
         http: Http,
@@ -51,6 +50,7 @@ class SglangServer:
         is_deterministic: bool,
         request_timeout_s: float,
     ) -> None:
+        self.name = f"SGLang at {http.url}"
         self._http = http
         self._relay = relay
         self._labels = labels
@@ -65,12 +65,20 @@ class SglangServer:
             )
         body = wire_request(request, next(self._seeds))
         answer = await self._http.post(
-            "/generate", body, GenerateResponse, timeout_s=self._request_timeout_s
+            "/generate",
+            body,
+            GenerateResponse,
+            timeout_s=self._request_timeout_s,
+            max_bytes=_answer_bytes(request),
         )
         return completion_of(answer, request, self._labels)
 
     async def abort(self, request_id: str) -> None:
-        await self._http.send("/abort_request", AbortReq(rid=request_id))
+        await self._http.send("/abort_request", AbortReq(rid=request_id), timeout_s=ABORT_S)
+
+    async def has_own_weights(self) -> bool:
+        info = await self._http.get("/model_info", ModelInfo)
+        return self._labels.is_own(info.weight_version)
 
     async def receive(self, update: WeightUpdate) -> None:
         await self._relay.receive(update)
@@ -79,7 +87,7 @@ class SglangServer:
         return await self._relay.load(self._labels.label(policy_version), on_loaded)
 
     async def readings(self) -> Mapping[str, float]:
-        return readings(await self._http.get("/metrics"), GAUGES)
+        return readings(await self._http.text("/metrics"), GAUGES)
 
     async def close(self) -> None:
         self._relay.close()
@@ -88,7 +96,9 @@ class SglangServer:
 
 def completion_of(answer: GenerateResponse, request: Request, labels: Labels) -> Completion:
     meta, reason = answer.meta_info, answer.meta_info.finish_reason.type
-    token_ids = answer.output_ids
+    token_ids, repeated = answer.output_ids, [entry[1] for entry in meta.output_token_logprobs]
+    if repeated != token_ids[: len(repeated)]:
+        raise RolloutError("the answer is inconsistent: its log-probabilities are of other tokens")
     logprobs = [math.nan if entry[0] is None else entry[0] for entry in meta.output_token_logprobs]
     if is_truncated(request):
         logprobs = meta.output_token_sampling_logprobs or []
@@ -96,13 +106,20 @@ def completion_of(answer: GenerateResponse, request: Request, labels: Labels) ->
         # A request that is aborted in SGLang's queue, after a retraction, may come without some.
         token_ids = token_ids[: len(logprobs)]
     if not np.isfinite(logprobs).all():
-        raise RolloutError("SGLang sampled a token whose log-probability is not finite")
+        raise RolloutError("the answer is inconsistent: a log-probability is not finite")
     versions = versions_of(meta.weight_versions, len(token_ids), labels)
     first_stop = _first_stop(token_ids, request) if request.sampling.ignore_eos else None
     if first_stop is not None:
         end, reason = first_stop + 1, "stop"
         token_ids, logprobs, versions = token_ids[:end], logprobs[:end], versions[:end]
     return completion(token_ids, logprobs, versions, reason)
+
+
+def _answer_bytes(request: Request) -> int:
+    """The longest answer, with room to spare: a truncated request's has the ids of all candidates
+    of each token."""
+    num_candidates = (request.sampling.top_k or _MASK_TOKENS) if is_truncated(request) else 0
+    return 2**20 + (2**10 + 16 * num_candidates) * request.max_new_tokens
 
 
 def _first_stop(token_ids: list[int], request: Request) -> int | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from typing import Any
 
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import Http, RefusedError
@@ -13,6 +14,7 @@ from actors.engines.sglang.messages import (
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     GenerateResponse,
+    ModelInfo,
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightVersionReqInput,
@@ -50,12 +52,13 @@ class SglangKind:
 
     def require_up(self, http: Http) -> None:
         # SGLang's /health fails on a server that an earlier generator has left paused.
-        if http.request_sync("GET", "/model_info")["weight_version"] == UNLABELED:
+        info = http.request_sync("GET", "/model_info", answer=ModelInfo)
+        if info.weight_version == UNLABELED:
             http.request_sync("GET", "/health")
 
     def require_settings(self, http: Http) -> None:
         require_length(http, self._config, NUM_RESERVED)
-        info = http.request_sync("GET", "/server_info")
+        info = http.request_sync("GET", "/server_info", answer=dict[str, Any])
         for name in ("tp_size", "enable_deterministic_inference"):
             if info.get(name) != getattr(self.settings, name):
                 raise ConfigError(
@@ -73,14 +76,12 @@ class SglangKind:
 
     def restore(self, http: Http, labels: Labels) -> None:
         http.request_sync("POST", "/pause_generation", PauseGenerationReqInput(mode="abort"))
-        info = http.request_sync("GET", "/model_info")
-        if info["weight_version"] != UNLABELED:
+        info = http.request_sync("GET", "/model_info", answer=ModelInfo)
+        if info.weight_version != UNLABELED:
             # SGLang refuses it unless an update was left unfinished.
             with contextlib.suppress(RefusedError):
                 http.request_sync("POST", "/end_weight_update", EndWeightUpdateReqInput())
-            body = UpdateWeightFromDiskReqInput(
-                model_path=info["model_path"], abort_all_requests=True
-            )
+            body = UpdateWeightFromDiskReqInput(model_path=info.model_path, abort_all_requests=True)
             http.request_sync("POST", "/update_weights_from_disk", body, timeout_s=_LOAD_FOLDER_S)
         label = UpdateWeightVersionReqInput(new_version=labels.label(0), abort_all_requests=True)
         http.request_sync("POST", "/update_weight_version", label)

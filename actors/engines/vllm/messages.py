@@ -4,11 +4,14 @@ Invariant: every class and field has vLLM's own name; `tests/vllm/test_served_me
 them with vLLM's classes.
 """
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from actors.engines.served.server import (
     Labels,
     Request,
+    TokenId,
     VersionSpan,
     completion,
     versions_of,
@@ -50,14 +53,26 @@ class GenerateLogProbs(Struct, frozen=True):
 
 
 class GenerateTokensChoice(Struct, frozen=True):
-    token_ids: list[int]
+    token_ids: list[TokenId]
     logprobs: GenerateLogProbs
     finish_reason: str
     weight_versions: list[VersionSpan]
 
 
 class GenerateTokensResponse(Struct, frozen=True):
-    choices: list[GenerateTokensChoice]
+    choices: Annotated[list[GenerateTokensChoice], Meta(min_length=1)]
+
+
+class WeightInfo(Struct, frozen=True):
+    """The answer to /weight_info."""
+
+    weight_version: str
+
+
+class WorldSize(Struct, frozen=True):
+    """The answer to /get_world_size."""
+
+    world_size: int
 
 
 def wire_request(request: Request) -> GenerateRequest:

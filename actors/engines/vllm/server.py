@@ -10,12 +10,19 @@ from typing import Any
 
 from actors.engines.served.http import Http
 from actors.engines.served.metrics import Names, readings
-from actors.engines.served.server import Labels, Request
-from actors.engines.vllm.messages import GenerateTokensResponse, completion_of, wire_request
+from actors.engines.served.server import ABORT_S, Labels, Request
+from actors.engines.vllm.messages import (
+    GenerateTokensResponse,
+    WeightInfo,
+    completion_of,
+    wire_request,
+)
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.types import Completion, WeightUpdate
 
 GENERATE = "/inference/v1/generate"
+# Of an answer, beside its tokens and for each of them; with room to spare.
+_ANSWER_BYTES, _TOKEN_BYTES = 2**20, 2**10
 GAUGES: Names = {
     "num_active": ("vllm:num_requests_running", ""),
     "num_waiting": ("vllm:num_requests_waiting", ""),
@@ -28,11 +35,10 @@ GAUGES: Names = {
 class VllmServer:
     """Implements `actors.engines.served.server.Server`."""
 
-    name = "vLLM"
-
     def __init__(
         self, http: Http, loader: WeightLoader, labels: Labels, *, request_timeout_s: float
     ) -> None:
+        self.name = f"vLLM at {http.url}"
         self._http = http
         self._loader = loader
         self._labels = labels
@@ -44,12 +50,17 @@ class VllmServer:
             wire_request(request),
             GenerateTokensResponse,
             timeout_s=self._request_timeout_s,
+            max_bytes=_ANSWER_BYTES + _TOKEN_BYTES * request.max_new_tokens,
         )
         return completion_of(answer.choices[0], self._labels)
 
     async def abort(self, request_id: str) -> None:
         ids = {"request_ids": [f"generate-tokens-{request_id}"]}
-        await self._http.send("/inference/v1/abort_requests", ids)
+        await self._http.send("/inference/v1/abort_requests", ids, timeout_s=ABORT_S)
+
+    async def has_own_weights(self) -> bool:
+        info = await self._http.get("/weight_info", WeightInfo)
+        return self._labels.is_own(info.weight_version)
 
     async def receive(self, update: WeightUpdate) -> None:
         await self._loader.receive(update)
@@ -58,7 +69,7 @@ class VllmServer:
         return await self._loader.load(self._labels.label(policy_version), on_loaded)
 
     async def readings(self) -> Mapping[str, float]:
-        return readings(await self._http.get("/metrics"), GAUGES)
+        return readings(await self._http.text("/metrics"), GAUGES)
 
     async def close(self) -> None:
         self._loader.close()
@@ -90,4 +101,4 @@ class HttpVerbs:
         await self._http.send("/resume", {})
 
     async def require_alive(self) -> None:
-        await self._http.get("/health")
+        await self._http.text("/health")

@@ -11,7 +11,13 @@ from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.server import UNLABELED, Labels, Request
 from actors.engines.served.start import host_of, open_served, request_timeout_s, require_length
 from actors.engines.vllm.cpu import has_gpu, require_servable
-from actors.engines.vllm.messages import GenerateTokensResponse, completion_of, wire_request
+from actors.engines.vllm.messages import (
+    GenerateTokensResponse,
+    WeightInfo,
+    WorldSize,
+    completion_of,
+    wire_request,
+)
 from actors.engines.vllm.server import GENERATE, HttpVerbs, VllmServer
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
@@ -50,7 +56,7 @@ class VllmKind:
     def require_settings(self, http: Http) -> None:
         http.request_sync("POST", "/init_weight_transfer_engine", {"init_info": {}})
         require_length(http, self._config)
-        num_workers = http.request_sync("GET", "/get_world_size")["world_size"]
+        num_workers = http.request_sync("GET", "/get_world_size", answer=WorldSize).world_size
         if num_workers != self.settings.tensor_parallel_size:
             raise ConfigError(
                 "generator.vllm.tensor_parallel_size: was "
@@ -59,7 +65,8 @@ class VllmKind:
 
     def restore(self, http: Http, labels: Labels) -> None:
         http.request_sync("POST", "/pause?mode=abort", {})
-        if http.request_sync("GET", "/weight_info")["weight_version"] != UNLABELED:
+        info = http.request_sync("GET", "/weight_info", answer=WeightInfo)
+        if info.weight_version != UNLABELED:
             body = {"method": "reload_weights"}
             http.request_sync("POST", "/collective_rpc", body, timeout_s=_LOAD_FOLDER_S)
         http.request_sync("POST", "/update_weight_version", {"new_version": labels.label(0)})

@@ -119,8 +119,8 @@ class WeightLoader:
         """The next worker's error. Waits for its report, for vLLM's end or the deadline."""
         while True:
             if await self._reports.poll(_CHECK_S * 1000):
-                report = msgspec.json.decode(await self._reports.recv(), type=Report)
-                if report.attempt == self._attempt:
+                report = _report_in(await self._reports.recv())
+                if report is not None and report.attempt == self._attempt:
                     return report.error
                 continue
             if until_s is not None and time.monotonic() > until_s:
@@ -130,3 +130,11 @@ class WeightLoader:
                 )
             # A busy server answers late; the report may have come meanwhile.
             await self._vllm.require_alive()
+
+
+def _report_in(message: bytes) -> Report | None:
+    """None for what is no report: anybody may send to the port."""
+    try:
+        return msgspec.json.decode(message, type=Report)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None

@@ -124,6 +124,11 @@ _VERIFY = {
         "kill daemons of a run at random steps, then audit the run",
         options.chaos,
     ),
+    "soak": Command(
+        "streamrl.cli.soak:main",
+        "run for hours under faults, and see that nothing grows or is left behind",
+        options.soak,
+    ),
     "ablate": Command(
         "streamrl.cli.ablate:main",
         "compare one run per value of a setting and seed",

@@ -130,13 +130,27 @@ def chaos(parser: ArgumentParser) -> None:
     ):
         help_text = f"{what}; default: {default}"
         parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
+    _stall_timeout(parser)
+
+
+def soak(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument("--minutes", type=float, default=480.0, help="default: 480")
     parser.add_argument(
-        "--stall-timeout",
-        type=_seconds,
-        default=120.0,
-        metavar="SECONDS",
-        help="time without a step after which the run has failed; default: 120",
+        "--faults-per-hour",
+        type=float,
+        default=30.0,
+        metavar="N",
+        help="daemons killed or frozen; default: 30",
     )
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        metavar="SECONDS",
+        help="of each process, not judged; default: a third of the minutes",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the times and kinds of faults")
+    _stall_timeout(parser)
 
 
 def parity(parser: ArgumentParser) -> None:
@@ -185,6 +199,16 @@ def _resume(parser: _ActionsContainer) -> None:
 
 def _json(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _stall_timeout(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--stall-timeout",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="time without a step after which the run has failed; default: 120",
+    )
 
 
 def _deadline(parser: ArgumentParser) -> None:

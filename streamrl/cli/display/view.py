@@ -28,7 +28,7 @@ from streamrl.config import RunConfig
 from streamrl.diagnosis.outcome import age
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.run_folder import read_learner
-from streamrl.tracking.jsonl import read_metrics
+from streamrl.tracking.followed import FollowedMetrics
 from streamrl.types import LearnerActivity, LearnerStatus
 
 REFRESH_S = 0.5
@@ -43,6 +43,7 @@ class ProgressView:
         self._config = config
         self._console = console
         self._live = live and console.is_terminal
+        self._metrics = FollowedMetrics(config.run.path / "metrics.jsonl")
 
     async def run(self, children: Sequence[Child]) -> None:
         """Until cancelled. Waits REFRESH_S between two readings of the run folder."""
@@ -65,7 +66,7 @@ class ProgressView:
 
     def _render(self, children: Sequence[Child]) -> Group:
         states = {child.role: child.state for child in children}
-        return render(self._config, _lines(self._config), states)
+        return render(self._config, self._metrics.read(), states)
 
 
 class LinePrinter:
@@ -74,6 +75,7 @@ class LinePrinter:
     def __init__(self, config: RunConfig, console: Console) -> None:
         self._config = config
         self._console = console
+        self._metrics = FollowedMetrics(config.run.path / "metrics.jsonl")
         self._printed: list[str] = []
         self._printed_s = -_LINE_S
 
@@ -82,7 +84,7 @@ class LinePrinter:
             self.print_now()
 
     def print_now(self) -> None:
-        lines = _lines(self._config)
+        lines = self._metrics.read()
         texts = [headline(self._config, lines)] if lines else []
         texts += notes(self._config.run.path)
         for text in texts:
@@ -177,10 +179,6 @@ def _role_cells(
     generated = _recent(lines, f"generator/{role}/tokens_per_s")
     version = last.get(f"generator/{role}/policy_version", "")
     return ("" if generated is None else f"{generated:.0f}", str(version), "")
-
-
-def _lines(config: RunConfig) -> list[dict[str, Any]]:
-    return read_metrics(config.run.path / "metrics.jsonl")
 
 
 def _recent(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:

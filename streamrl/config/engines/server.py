@@ -24,7 +24,8 @@ class ServerSettings(Section):
     start_timeout_s: Seconds = 600.0
     """How long a server may take to come up."""
     retry_timeout_s: Seconds = 30.0
-    """Connections lost are tried again for so long; then the generator ends with an error."""
+    """A server that makes no connection is tried again for so long, then the generator ends; one
+    that is busy for so long fails the request."""
 
     @field_validator("url")
     @classmethod

@@ -1,0 +1,292 @@
+"""`streamrl soak`: hours of a run with faults, and whether anything in it grows without bound.
+
+    streamrl soak configs/quickstart.yaml --minutes 480 --faults-per-hour 30
+
+Runs what `streamrl launch --new` runs, without an end. Daemons are killed (SIGKILL) and frozen
+(SIGSTOP) as the seed says, while memory, descriptors, threads and children of each, the run's
+folder, shared memory, the latency of a buffer call and the time of a step are read. At the end the
+learner is asked to stop and the run is audited. Exit code 1 if a reading grows
+(`streamrl.cli.verification.growth`), the audit finds a fault, or something is left behind:
+processes, shared memory, temporary files.
+
+The daemons get a folder of their own for temporary files; its name in their environment also tells
+which processes are the run's.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from buffers.connect import connect
+from buffers.try_stats import try_stats
+from streamrl.cli.display.soak import WIDTH, soak_table
+from streamrl.cli.launch import run_here
+from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.daemons import GRACE_PERIOD_S
+from streamrl.cli.verification import processes
+from streamrl.cli.verification.progress import Progress
+from streamrl.cli.verification.run_audit import RunAudit, audit_run
+from streamrl.cli.verification.soak_faults import Fault, freeze, plan
+from streamrl.cli.verification.soak_record import (
+    RUN,
+    SOAK_FILE,
+    Row,
+    disk_values,
+    process_values,
+    rows,
+)
+from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
+from streamrl.errors import ConfigError, Interrupted, StreamRLError
+from streamrl.run_folder import prepare
+from streamrl.tracking.jsonl import TRAINED_FILE, read_last
+
+_ENDLESS = 10**9
+_TEMPORARY = "TMPDIR"
+_LAUNCHER = "launcher"
+_NUM_SAMPLES = 300
+_SHORTEST_INTERVAL_S, _LONGEST_INTERVAL_S = 0.25, 5.0
+# Steps that show that the run has recovered from the last fault.
+_LAST_STEPS = 2
+_ENDING_S = 5.0
+
+
+def main(arguments: argparse.Namespace) -> int:
+    console = Console(soft_wrap=True)
+    _require_usable(arguments)
+    processes.require_proc()
+    given = configuration(arguments).config
+    config = prepare(_endless(given, _num_faults(arguments)), resume=False, new=True)
+    temporary = Path(tempfile.mkdtemp(prefix="streamrl-soak-"))
+    os.environ[_TEMPORARY] = str(temporary)
+    soak = Soak(config, arguments, temporary, console)
+    try:
+        wrong = _run(config, soak, console)
+        left = tuple(left_behind(temporary, soak.shared_memory))
+    finally:
+        del os.environ[_TEMPORARY]
+        shutil.rmtree(temporary, ignore_errors=True)
+    audit = _audit(config)
+    table = rows(config.run.path / SOAK_FILE, soak.warm_up_s)
+    grown = (f"{row.subject}: {row.reading} grows" for row in table if row.trend.grows)
+    faults = (*wrong, *grown, *audit.faults, *left)
+    _write(config, soak, table, audit, faults)
+    console.print(soak_table(table), width=WIDTH)
+    console.print(f"{len(soak.faults)} faults were injected (seed {arguments.seed})")
+    for line in (*audit.findings, *(f"WRONG: {fault}" for fault in faults)):
+        console.print(line)
+    return 1 if faults else 0
+
+
+def _endless(config: RunConfig, num_faults: int) -> RunConfig:
+    """Without a last step, and with a restart for each fault in the budget of every process."""
+    max_restarts = config.run.max_restarts + num_faults
+    run = {"max_steps": _ENDLESS, "max_restarts": max_restarts, "evaluate": False}
+    return config.model_copy(update={"run": config.run.model_copy(update=run)})
+
+
+def _num_faults(arguments: argparse.Namespace) -> int:
+    count: int = round(arguments.faults_per_hour * arguments.minutes / 60.0)
+    return count
+
+
+def left_behind(temporary: Path, shared_memory: frozenset[str]) -> Iterator[str]:
+    """A sentence for each thing of the run that is there after its end. Waits a moment for
+    processes that are ending."""
+    deadline = time.monotonic() + _ENDING_S
+    while pids := processes.processes_with(_TEMPORARY, str(temporary)):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_SHORTEST_INTERVAL_S)
+    for pid in pids:
+        yield f"process {pid} is left: {processes.command_of(pid)}"
+    for name in sorted(shared_memory):
+        if (processes.SHARED_MEMORY / name).exists():
+            yield f"shared memory is left: {processes.SHARED_MEMORY / name}"
+    for path in sorted(temporary.rglob("*")):
+        if not path.is_dir():
+            yield f"a temporary file is left: {path.relative_to(temporary)}"
+
+
+class Soak:
+    """The part of a soak that runs beside the daemons."""
+
+    def __init__(
+        self, config: RunConfig, arguments: argparse.Namespace, temporary: Path, console: Console
+    ) -> None:
+        self._config = config
+        self._folder = config.run.path
+        self._seconds = 60.0 * arguments.minutes
+        self._num_faults = _num_faults(arguments)
+        self._seed: int = arguments.seed
+        self._temporary = temporary
+        self._console = console
+        self._progress = Progress(self._folder, arguments.stall_timeout)
+        self._call_ms: float | None = None
+        self._last_step = (0, time.monotonic())
+        self.warm_up_s = (
+            self._seconds / 3 if arguments.warm_up is None else float(arguments.warm_up)
+        )
+        self.shared_memory: frozenset[str] = frozenset()
+        self.faults: list[Fault] = []
+        self.crashes: tuple[str, ...] = ()
+
+    async def run(self, children: Sequence[Child]) -> None:
+        """Samples and faults from the first step on for as long as asked, some steps more, then the
+        learner's end."""
+        await self._progress.until_step(1)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await self._observe(children)
+        except* StreamRLError as errors:
+            raise errors.exceptions[0] from None
+        await self._progress.until_step(self._progress.step + _LAST_STEPS)
+        self.crashes = tuple(self._crashes(children))
+        await self._stop(next(child for child in children if child.role == "learner"))
+
+    async def _observe(self, children: Sequence[Child]) -> None:
+        async with asyncio.timeout(self._seconds), asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._sample(children))
+            tasks.create_task(self._time_buffer_calls())
+            tasks.create_task(self._inject(children))
+
+    def _crashes(self, children: Sequence[Child]) -> Iterator[str]:
+        for child in children:
+            num_kills = sum(f.role == child.role and not f.freeze_s for f in self.faults)
+            if (count := child.num_restarts - num_kills) > 0:
+                yield f"{child.role} failed {count} times by itself (see {child.log_file})"
+
+    async def _stop(self, learner: Child) -> None:
+        """Ask it to end. Waits for that as long as a launch does."""
+        process = await self._progress.until_running(learner)
+        learner.stop()
+        try:
+            await asyncio.wait_for(process.wait(), GRACE_PERIOD_S)
+        except TimeoutError as error:
+            raise StreamRLError(f"the learner has not ended within {GRACE_PERIOD_S:g} s") from error
+
+    async def _sample(self, children: Sequence[Child]) -> None:
+        """Waits an interval between two samples; ends when cancelled."""
+        interval_s = min(
+            max(self._seconds / _NUM_SAMPLES, _SHORTEST_INTERVAL_S), _LONGEST_INTERVAL_S
+        )
+        start = time.monotonic()
+        with (self._folder / SOAK_FILE).open("w") as file:
+            while True:
+                lives = {c.role: c.process.pid for c in children if c.process is not None}
+                lives = {**lives, _LAUNCHER: os.getpid()}
+                values = await asyncio.to_thread(self._values, lives)
+                line = {"time_s": time.monotonic() - start, "lives": lives, "values": values}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                self._progress.read()
+                await asyncio.sleep(interval_s)
+
+    def _values(self, lives: Mapping[str, int]) -> dict[str, float]:
+        table = processes.process_table()
+        daemons = frozenset(pid for role, pid in lives.items() if role != _LAUNCHER)
+        values: dict[str, float] = {}
+        for role, pid in lives.items():
+            reading = processes.read_family(pid, table, apart_from=daemons)
+            values |= {} if reading is None else process_values(role, reading)
+        families = (one for pid in daemons for one in processes.family_of(pid, table))
+        names = frozenset[str]().union(*map(processes.shared_memory_of, families))
+        self.shared_memory |= names
+        return {**values, **disk_values(self._folder), **self._run_values(len(names))}
+
+    def _run_values(self, num_names: int) -> dict[str, float]:
+        values: dict[str, float] = {
+            f"{RUN}/temporary_files": sum(len(names) for _, _, names in os.walk(self._temporary)),
+            f"{RUN}/shared_memory_names": num_names,
+        }
+        if self._call_ms is not None:
+            values = {**values, f"{RUN}/buffer_call_ms": self._call_ms}
+        (earlier, since_s), step, now_s = self._last_step, self._progress.step, time.monotonic()
+        if step != earlier:
+            self._last_step = (step, now_s)
+        if 0 < earlier < step:
+            values = {**values, f"{RUN}/step_s": (now_s - since_s) / (step - earlier)}
+        return values
+
+    async def _time_buffer_calls(self) -> None:
+        """Waits for the stats of the buffer, then a moment; ends when cancelled."""
+        buffer = connect(self._config)
+        try:
+            while True:
+                start = time.perf_counter()
+                stats, _ = await try_stats(buffer)
+                self._call_ms = None if stats is None else 1e3 * (time.perf_counter() - start)
+                await asyncio.sleep(_SHORTEST_INTERVAL_S)
+        finally:
+            await buffer.close()
+
+    async def _inject(self, children: Sequence[Child]) -> None:
+        """Waits for the time of each fault, and for its daemon to run."""
+        start = time.monotonic()
+        by_role = {child.role: child for child in children}
+        for fault in plan(self._seed, self._seconds, self._num_faults, tuple(by_role)):
+            await asyncio.sleep(fault.at_s - (time.monotonic() - start))
+            child = by_role[fault.role]
+            process = await self._progress.until_running(child)
+            self.faults.append(fault)
+            if fault.freeze_s:
+                self._console.print(f"SIGSTOP to {fault.role} for {fault.freeze_s:.1f} s")
+                await freeze(process, fault.freeze_s)
+            else:
+                self._console.print(f"SIGKILL to {fault.role}")
+                process.kill()
+                await process.wait()
+
+
+def _run(config: RunConfig, soak: Soak, console: Console) -> tuple[str, ...]:
+    """Everything up to the last daemon's end; a sentence for what kept it from that."""
+    try:
+        run_here(config, console, new=True, background=soak.run)
+    except ConfigError:
+        raise
+    except StreamRLError as error:
+        return (str(error),)
+    except Interrupted:
+        return ("the soak was stopped before its end",)
+    return soak.crashes
+
+
+def _audit(config: RunConfig) -> RunAudit:
+    """Of a run that was to end with the step that it has reached."""
+    last_step = read_last(config.run.path / TRAINED_FILE).get("step", 0)
+    ended = config.run.model_copy(update={"max_steps": last_step})
+    try:
+        return audit_run(config.run.path, complete=config.model_copy(update={"run": ended}))
+    except StreamRLError as error:
+        return RunAudit((), (str(error),))
+
+
+def _write(
+    config: RunConfig, soak: Soak, table: Sequence[Row], audit: RunAudit, faults: Sequence[str]
+) -> None:
+    record = {
+        "warm_up_s": soak.warm_up_s,
+        "injected": [asdict(fault) for fault in soak.faults],
+        "rows": [asdict(row) for row in table],
+        "findings": audit.findings,
+        "faults": faults,
+    }
+    (config.run.path / "soak.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _require_usable(arguments: argparse.Namespace) -> None:
+    for name, least in (("minutes", 0.1), ("faults_per_hour", 0.0), ("warm_up", 0.0)):
+        value = getattr(arguments, name)
+        if value is not None and not value >= least:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option}: was {value:g}; it must be >= {least:g}")

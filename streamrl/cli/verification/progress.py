@@ -1,0 +1,53 @@
+"""How far a run under test is, and that it does not stand still; `streamrl soak` follows it."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from streamrl.cli.processes.child import Child
+from streamrl.errors import StreamRLError
+from streamrl.tracking.jsonl import TRAINED_FILE, read_last
+
+_POLL_S = 0.02
+
+
+class Progress:
+    """The steps of a run, by its record of trained steps, which another process writes.
+
+    Every wait raises StreamRLError once there has been no step for `stall_timeout_s`.
+    """
+
+    def __init__(self, folder: Path, stall_timeout_s: float) -> None:
+        self._record = folder / TRAINED_FILE
+        self._stall_timeout_s = stall_timeout_s
+        self._reached = 0
+        self._last = (-1, time.monotonic())
+
+    @property
+    def step(self) -> int:
+        """Of the last reading; falls when a learner comes back from a checkpoint."""
+        return max(0, self._last[0])
+
+    async def until_step(self, step: int) -> None:
+        """Waits for the run to reach the step."""
+        while self._reached < step:
+            self.read()
+            await asyncio.sleep(_POLL_S)
+
+    async def until_running(self, child: Child) -> asyncio.subprocess.Process:
+        """Its process. Waits for the supervisor to have started it."""
+        while child.process is None or child.process.returncode is not None:
+            self.read()
+            await asyncio.sleep(_POLL_S)
+        return child.process
+
+    def read(self) -> None:
+        step = read_last(self._record).get("step", 0)
+        self._reached = max(self._reached, step)
+        if step != self._last[0]:
+            self._last = (step, time.monotonic())
+        elif time.monotonic() - self._last[1] > self._stall_timeout_s:
+            raise StreamRLError(
+                f"the run hangs: no step for {self._stall_timeout_s:g} s since step {step} "
+                f"(see {self._record.parent / 'logs'})"
+            )
