@@ -2,7 +2,7 @@
 
 Invariant: the manifest is the last file that is written, so that a folder with a manifest was
 complete, and `verify` finds every byte that is missing or has changed since then. Checksums are
-xxh3, 128 bits: about 10 GB/s on one core, so that reading a file costs more than checking it.
+xxh3, 128 bits: about 4 GB/s on one core with the reading, a tenth of the time that saving takes.
 """
 
 import json
