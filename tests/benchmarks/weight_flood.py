@@ -21,7 +21,7 @@ from streamrl.weights.protocol import Failed, Hello, Leave, Loaded
 Frames = list[bytes]
 RECEIVER = "generator-0"
 PAUSE_S = 0.001
-NUM_ATTEMPTS = 50
+NUM_ATTEMPTS = 3000
 REPORT = LoadReport(transfer_s=0.0, pause_s=0.0)
 
 
