@@ -42,7 +42,7 @@ QUEUED = 16
 
 
 class SenderSocket:
-    """Bound to `address`, whose port may be `*`; keeps the membership up to date.
+    """Bound to `address`, whose port may be 0; keeps the membership up to date.
 
     `on_hello` is called after each Hello; `curve` is the folder of the keys.
     """

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamrl.tracking.jsonl import read_metrics
+from tests.benchmarks import weight_flood
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,10 @@ class Port(NamedTuple):
     floods: tuple[str, ...]
 
 
-PORTS = {"buffer": Port("buffer.url", "zmq", ("malformed", "nested", "refused"))}
+PORTS = {
+    "buffer": Port("buffer.url", "zmq", ("malformed", "nested", "refused")),
+    "weights": Port("weights.address", "tcp", ("malformed", *weight_flood.FLOODS)),
+}
 
 
 def main() -> None:
@@ -87,7 +91,6 @@ def run(folder: Path, urls: dict[str, str]) -> Iterator[Path]:
         "run.max_steps": 100_000,
         "model.path": folder / "model",
         "learner.optimizer.schedule": "constant",
-        "weights.address": f"tcp://127.0.0.1:{free_port()}",
         **{PORTS[name].setting: url for name, url in urls.items()},
     }
     overrides = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]

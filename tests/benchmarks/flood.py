@@ -15,6 +15,7 @@ import zmq
 
 from buffers import messages as m
 from streamrl import wire
+from tests.benchmarks import weight_flood
 
 Frames = list[bytes]
 PAUSE_S = 0.005
@@ -37,6 +38,7 @@ FLOODS: dict[str, Callable[[], Iterator[Frames]]] = {
     "malformed": malformed,
     "nested": nested,
     "refused": refused,
+    **weight_flood.FLOODS,
 }
 
 

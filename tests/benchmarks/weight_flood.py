@@ -1,17 +1,7 @@
-"""Floods of the weight port: messages of a stranger without end, as fast as it takes them.
+"""Floods of the weight port: rows of `flood.FLOODS`, by a stranger that knows a receiver's name."""
 
-    PYTHONPATH=. python tests/benchmarks/weight_flood.py ADDRESS KIND
-
-KIND is a row of FLOODS; RECEIVER is the name of a receiver of the run. Waits a moment where the
-connection takes no more; ends with a signal. `bench_weight_flood` starts it beside a run.
-"""
-
-import argparse
 import itertools
-import time
 from collections.abc import Callable, Iterator
-
-import zmq
 
 from streamrl import wire
 from streamrl.types import LoadReport, Locality
@@ -20,17 +10,8 @@ from streamrl.weights.protocol import Failed, Hello, Leave, Loaded
 
 Frames = list[bytes]
 RECEIVER = "generator-0"
-PAUSE_S = 0.001
-NUM_ATTEMPTS = 50
+NUM_ATTEMPTS = 3000
 REPORT = LoadReport(transfer_s=0.0, pause_s=0.0)
-
-
-def malformed() -> Iterator[Frames]:
-    return itertools.repeat([b"nonsense"])
-
-
-def frames() -> Iterator[Frames]:
-    return itertools.repeat([b"two", b"frames"])
 
 
 def huge() -> Iterator[Frames]:
@@ -64,33 +45,5 @@ def pretended() -> Iterator[Frames]:
 
 
 FLOODS: dict[str, Callable[[], Iterator[Frames]]] = {
-    made.__name__: made
-    for made in (malformed, frames, huge, failed, loaded, leave, spoofed, pretended)
+    made.__name__: made for made in (huge, failed, loaded, leave, spoofed, pretended)
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("address")
-    parser.add_argument("kind", choices=FLOODS)
-    arguments = parser.parse_args()
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.connect(arguments.address)
-    for message in FLOODS[arguments.kind]():
-        while not send(socket, message):
-            time.sleep(PAUSE_S)
-
-
-def send(socket: "zmq.Socket[bytes]", message: Frames) -> bool:
-    """Whether the connection took it; what the learner sends is read and thrown away."""
-    while socket.poll(0):
-        socket.recv_multipart()
-    try:
-        socket.send_multipart(message, zmq.NOBLOCK)
-    except zmq.Again:
-        return False
-    return True
-
-
-if __name__ == "__main__":
-    main()

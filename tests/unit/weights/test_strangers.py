@@ -19,9 +19,11 @@ from streamrl.weights.membership import Membership
 from streamrl.weights.protocol import Failed, FromReceiver, Hello, Leave, Loaded, Ready
 from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender_socket import SenderSocket
+from tests.fuzz.hostile import enveloped
 from tests.unit.weights.update_run import Generator, Run, run, until
 
 REPORT = LoadReport(transfer_s=0.0, pause_s=0.0)
+NESTED = (enveloped(b"\x91" * 2000 + b"\xc0"),)
 SPOOFED: list[FromReceiver] = [
     *(Failed("a", attempt, "spoofed") for attempt in range(1, 5)),
     *(Loaded("a", attempt, REPORT) for attempt in range(1, 5)),
@@ -63,7 +65,7 @@ def num_refused(started: Run) -> float:
 
 @pytest.mark.parametrize(
     "frames",
-    [(b"one", b"two"), (b"",), (b"", wire.encode(Leave("a"))), (b"\x91" * 1000,), (b"x",) * 1000],
+    [(b"one", b"two"), (b"",), (b"", wire.encode(Leave("a"))), NESTED, (b"x",) * 1000],
     ids=["two frames", "empty", "as REQ sends", "nested", "many frames"],
 )
 async def test_no_message_ends_the_learner(tmp_path, frames, caplog):
