@@ -37,6 +37,7 @@ from streamrl.errors import (
     TransportError,
     exit_code_of,
 )
+from streamrl.run_folder import write_file
 from streamrl.user_code import user_traceback
 
 # mallopt(3): the parameters' numbers are part of glibc's binary interface.
@@ -78,7 +79,7 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
     config.run.path.mkdir(parents=True, exist_ok=True)
     resolved = config.run.path / "config.yaml"
     if not resolved.exists():
-        resolved.write_text(to_yaml(config))
+        write_file(resolved, to_yaml(config))
     _start_logging(role, config)
 
     async def supervised() -> None:

@@ -148,13 +148,13 @@ class ZmqBufferServer:
             if not multipart.events(self._socket) & multipart.READABLE:
                 break
             sender, *message = multipart.receive(self._socket)
-            # A payload stays in the memory it arrived in until the group is freed.
-            frames = [frame.buffer for frame in message]
-            message_bytes = sum(map(len, frames))
+            message_bytes = sum(map(len, message))
             if self._peers.ignores(sender.bytes, self._clock()):
                 self._refusals.add(message_bytes)
             else:
-                self._handle(sender, frames)
+                # A payload stays in the memory it arrived in until the group is freed.
+                for part in multipart.divided(message) or [[]]:
+                    self._handle(sender, part)
             num_bytes += message_bytes
             if self._refusals.is_spent or num_bytes > MAX_BYTES:
                 break
@@ -259,11 +259,14 @@ class ZmqBufferServer:
         self._state.refusal = str(self._refusal or "")
 
     def _send_replies(self) -> None:
+        parts: dict[bytes, list[Frames]] = {}
         for reply in self._replies:
-            frames = reply.frames
+            sender, *frames = reply.frames
             if self._refusal is not None and not reply.is_reading:
-                frames = [*frames[:2], wire.encode(m.ErrorReply.of(self._refusal))]
-            multipart.send(self._socket, frames, copy=len(frames) == 3)
+                frames = [frames[0], wire.encode(m.ErrorReply.of(self._refusal))]
+            parts.setdefault(sender, []).append(frames)
+        for sender, replies in parts.items():
+            multipart.send(self._socket, [sender, *multipart.joined(replies)])
         self._replies.clear()
 
     def _retry_pending(self) -> None:
