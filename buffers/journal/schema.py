@@ -13,6 +13,7 @@ file; others may read it while the buffer runs.
 """
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -165,5 +166,6 @@ def translated_errors(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in _TEMPORARY:
-            raise StorageError(f"the journal {path} cannot be written: {error}") from error
+            full = ", no space is left" if shutil.disk_usage(path.parent).free < 2**16 else ""
+            raise StorageError(f"the journal {path} cannot be written: {error}{full}") from error
         raise ConfigError(f"the journal {path} cannot be used: {error}; move it away") from error
