@@ -87,7 +87,7 @@ class Segments:
                 os.fdatasync(self._file)
         except OSError as error:
             self.discard()
-            place = f"the journal's {self._folder}"
+            place = f"the journal {self._folder}"
             raise StorageError(f"{place} cannot be written: {error}") from error
         return places
 
@@ -151,7 +151,7 @@ class Segments:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StorageError(f"the journal's {path} cannot be read: {error}") from error
+            raise StorageError(f"the journal {path} cannot be read: {error}") from error
         return payload if xxhash.xxh3_64_digest(payload) == place.checksum else None
 
     def _close_file(self) -> None:
