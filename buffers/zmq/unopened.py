@@ -16,9 +16,9 @@ import zmq
 from buffers import messages as m
 from buffers.journal.journal import Journal
 from buffers.zmq import multipart
-from buffers.zmq.curve import CurveServer
 from buffers.zmq.multipart import Frame
 from streamrl import wire
+from streamrl.curve import CurveServer
 from streamrl.errors import StorageError
 
 log = logging.getLogger(__name__)
