@@ -271,7 +271,7 @@ async def test_a_buffer_started_on_a_full_disk_waits_for_space(
     assert daemon.process is not None
     assert daemon.process.poll() is None
     ballast.unlink()
-    assert (await client.take(1, 0, 10.0)).headers[0].group_id == "s/a"
+    assert [h.prompt_index for h in (await client.take(1, 0, 10.0)).headers] == [0]
     daemon.kill()
     await client.close()
 
