@@ -1,8 +1,8 @@
 """The buffer daemon (`streamrl buffer`): a ledger behind a socket.
 
-It continues where its journal ends. It ends after a signal, or when the run is complete: the run
-has ended and every generator has left. It then writes the last stats to `books.json` in the run's
-folder.
+It continues where its journal ends, and waits while that cannot be opened (a full disk). It ends
+after a signal, or when the run is complete: the run has ended and every generator has left. It then
+writes the last stats to `books.json` in the run's folder.
 """
 
 import argparse
@@ -18,10 +18,11 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.zmq.multipart import Frame
 from buffers.zmq.server import ZmqBufferServer
+from buffers.zmq.unopened import wait_for_journal
 from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StorageError
 from streamrl.run_folder import write_books
 from streamrl.service import Shutdown
 from streamrl.types import OverduePolicy
@@ -46,8 +47,13 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
         final_version=config.run.max_steps,
     )
     state = BufferState[Frame](ledger, lease_ttl_s=config.buffer.lease_ttl_s)
-    journal = _open_journal(config, state)
+    stop = threading.Event()
+    signaled = asyncio.create_task(shutdown.requested.wait())
+    signaled.add_done_callback(lambda _: stop.set())
     with service.binding("buffer.url", config.buffer.url):
+        journal = await _wait_for_journal(config, state, stop)
+        if journal is None and config.buffer.journal:
+            return
         server = ZmqBufferServer(
             state,
             config.buffer.url,
@@ -57,9 +63,6 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
             max_group_bytes=config.buffer.max_group_bytes,
         )
     log.info("serving at %s", server.url)
-    stop = threading.Event()
-    signaled = asyncio.create_task(shutdown.requested.wait())
-    signaled.add_done_callback(lambda _: stop.set())
     stats = await asyncio.to_thread(server.serve, stop, until_complete=True)
     signaled.cancel()
     if journal is not None:
@@ -67,9 +70,18 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     write_books(config, stats)
 
 
-def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal | None:
+async def _wait_for_journal(
+    config: RunConfig, state: BufferState[Frame], stop: threading.Event
+) -> Journal | None:
+    """None if it has none, or once `stop` is set."""
     if not config.buffer.journal:
         return None
+    url, curve = config.buffer.url, config.buffer.curve
+    open_journal = partial(_open_journal, config, state)
+    return await asyncio.to_thread(wait_for_journal, open_journal, url, curve, stop)
+
+
+def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal:
     journal = Journal(journal_path(config.run.path), state, durability=config.buffer.durability)
     settings: dict[str, str | int] = {
         "run.name": config.run.name,
@@ -78,5 +90,9 @@ def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal | Non
         "learner.groups_per_step": config.learner.groups_per_step,
         "buffer.max_staleness": config.buffer.max_staleness,
     }
-    journal.recover(settings, time.monotonic())
+    try:
+        journal.recover(settings, time.monotonic())
+    except StorageError:
+        journal.close()
+        raise
     return journal

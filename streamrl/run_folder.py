@@ -1,12 +1,15 @@
 """A run's folder: prepared by a launch, read by every command.
 
 runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  learner.json  parity.json
-            evaluation.json  report.png  checkpoints/  abandoned/  buffer/journal.sqlite
-            logs/ROLE.log  weights/  parity/  quarantine/
+            evaluation.json  report.png  checkpoints/  abandoned/  buffer/  logs/ROLE.log
+            weights/  parity/  quarantine/
+
+buffer/     journal.sqlite  payloads/
 """
 
 import json
 import logging
+import os
 import shutil
 import socket
 import time
@@ -55,10 +58,38 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
             # Of a launch that ended before its first step.
             shutil.rmtree(folder / "buffer", ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESOLVED_FILE).write_text(to_yaml(resolved))
+        write_file(folder / RESOLVED_FILE, to_yaml(resolved))
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {folder}: {error.strerror}") from error
     return resolved
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write the file whole and durably: a crash or a full disk leaves what was there before.
+
+    Raises:
+        OSError: it is not written.
+    """
+    # Several daemons of a run may write the same file.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        with unfinished.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in the folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -152,7 +183,7 @@ def write_books(config: RunConfig, stats: BufferStats) -> None:
     books = msgspec.to_builtins(stats.books, str_keys=True)
     kept = {key: value for key, value in books.items() if key != "open_ranges"}
     path = config.run.path / BOOKS_FILE
-    path.write_text(json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
+    write_file(path, json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
     log.info("books: %s", kept)
 
 

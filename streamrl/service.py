@@ -37,6 +37,7 @@ from streamrl.errors import (
     TransportError,
     exit_code_of,
 )
+from streamrl.run_folder import write_file
 from streamrl.user_code import user_traceback
 
 # mallopt(3): the parameters' numbers are part of glibc's binary interface.
@@ -75,11 +76,12 @@ class Shutdown:
 
 def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunConfig) -> int:
     """Run the daemon to its end and return its exit code."""
-    config.run.path.mkdir(parents=True, exist_ok=True)
-    resolved = config.run.path / "config.yaml"
-    if not resolved.exists():
-        resolved.write_text(to_yaml(config))
-    _start_logging(role, config)
+    try:
+        _prepare_folder(config)
+        _start_logging(role, config)
+    except OSError as error:
+        sys.stderr.write(f"{role}: cannot write the run's folder {config.run.path}: {error}\n")
+        return EXIT_CRASHED
 
     async def supervised() -> None:
         shutdown = Shutdown()
@@ -127,6 +129,13 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+
+
+def _prepare_folder(config: RunConfig) -> None:
+    config.run.path.mkdir(parents=True, exist_ok=True)
+    resolved = config.run.path / "config.yaml"
+    if not resolved.exists():
+        write_file(resolved, to_yaml(config))
 
 
 async def _watch_parent(shutdown: Shutdown) -> None:

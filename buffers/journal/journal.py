@@ -1,34 +1,42 @@
-"""The journal: a buffer's state on disk, written as it changes, in one SQLite file.
+"""The journal: a buffer's state on disk, written as it changes.
 
-Invariant: after `commit` the file holds exactly the ledger's state, however this process ends;
+The ledger is in one SQLite file (`buffers.journal.schema`), the payloads are in append-only
+segments beside it (`buffers.journal.segments`).
+
+Invariant: after `commit` the disk holds exactly the ledger's state, however this process ends;
 after a failed commit it holds the state of the last success, and the next commit writes the same
-changes. What ends is deleted in the same transaction and its pages are used again, so there is no
-log to compact; only the events grow, by about sixty bytes a lease. Leases get a new time to live
-on recovery, because clocks differ between processes.
+changes. A payload is written before the row that names it, and its bytes are freed after the row is
+gone: so a row whose payload is missing means that the disk lost it, and its group is sampled again.
+What ends is deleted, so there is no log to compact; only the events grow, by about sixty bytes a
+lease. Leases get a new time to live on recovery, because clocks differ between processes.
 """
 
 import fcntl
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple, TextIO
 
 import msgspec
 
+from buffers.journal.recovery import JournalContent, read_content
 from buffers.journal.schema import (
     FORMAT,
     FREE,
     LETTERS,
     open_to_write,
-    read_snapshot,
     transaction,
+    translated_errors,
 )
+from buffers.journal.segments import Place, Segments
 from buffers.ledger.entries import LedgerSnapshot
 from buffers.ledger.entry import Entry, State
 from buffers.ledger.events import Event
 from buffers.ledger.state import BufferState
-from streamrl.errors import ConfigError
-from streamrl.types import DropReason, GroupHeader, SchedulingState
+from streamrl.errors import ConfigError, StorageError
+from streamrl.types import DropReason, SchedulingState
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +46,26 @@ _PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?, ?)
     response_lengths = coalesce(excluded.response_lengths, response_lengths)"""
 
 
+class _Stored(NamedTuple):
+    """A group whose payload row is in the file: its lease's number, and its place if it is not
+    lost."""
+
+    number: int
+    place: Place | None
+
+
 class Journal:
     """Writes one `BufferState`; one process at a time."""
 
     def __init__(
         self, path: Path, state: BufferState[bytes | memoryview], *, durability: str
     ) -> None:
-        """`durability`: a commit outlasts the death of the "process", or of the "machine"."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """`durability`: a commit outlasts the death of the "process", or of the "machine".
+
+        Raises:
+            StorageError: the file cannot be opened now (a full disk).
+            ConfigError: it cannot be used at all.
+        """
         self._path = path
         self._state = state
         self._ledger = state.ledger
@@ -54,13 +74,16 @@ class Journal:
         self._scheduling_states: dict[str, SchedulingState] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
-        self._stored: dict[int, int] = {}
-        self._lock = path.with_suffix(".lock").open("w")
+        self._stored: dict[int, _Stored] = {}
+        self._settings: str | None = None
+        self._lock = _lock(path)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"{path} is in use by another buffer") from error
-        self._db = open_to_write(path, durability)
+            self._db = open_to_write(path, durability)
+        except StorageError:
+            self._lock.close()
+            raise
+        is_synced = durability == "machine"
+        self._segments = Segments(path.with_name("payloads"), is_synced=is_synced)
 
     def recover(self, settings: Mapping[str, str | int], now_s: float) -> None:
         """Restore the file's state into the blank one, and record every change from here on.
@@ -69,23 +92,31 @@ class Journal:
 
         Raises:
             ConfigError: the journal is of another run.
+            StorageError: it cannot be read now; the state is still blank.
         """
-        has_new_bound = self._check_settings(settings)
+        with translated_errors(self._path):
+            content = read_content(self._db, now_s)
+        has_new_bound = self._check_settings(content.settings, settings)
+        payloads = self._segments.recover(content.places)
+        self._next_number, self._numbers = content.next_number, content.numbers
+        for entry in content.entries:
+            if entry.header is not None:
+                is_kept = entry.prompt_index in payloads
+                place = content.places[entry.prompt_index] if is_kept else None
+                self._stored[entry.prompt_index] = _Stored(content.numbers[entry.lease_id], place)
+        self._snapshot = content.snapshot
+        self._scheduling_states = content.scheduling_states
+        self._state.registry.scheduling_states = content.scheduling_states
         self._ledger.subscribe(self._on_event)
-        newest = self._db.execute("SELECT max(number) FROM events").fetchone()[0]
-        self._next_number = 0 if newest is None else newest + 1
-        self._snapshot = read_snapshot(self._db)
-        if self._snapshot != LedgerSnapshot():
-            self._restore(now_s)
-        self._scheduling_states = self._read_scheduling_states()
-        self._state.registry.scheduling_states = self._scheduling_states
+        if content.snapshot != LedgerSnapshot():
+            self._restore(content, payloads, now_s)
         if has_new_bound and self._ledger.learner_term:
             # Fences a learner that still uses the old bound.
             self._ledger.learner_term += 1
-        data = json.dumps({"format": FORMAT, **settings})
-        with transaction(self._db, self._path):
-            self._db.execute("INSERT OR REPLACE INTO settings VALUES (0, ?)", (data,))
-        self.commit()
+        self._settings = json.dumps({"format": FORMAT, **settings})
+        # Else it is written with the first commit that succeeds.
+        with suppress(StorageError):
+            self.commit()
 
     def commit(self) -> None:
         """Write everything that changed since the last commit, in one transaction.
@@ -93,27 +124,32 @@ class Journal:
         Raises:
             StorageError: nothing was written; the next call writes it.
         """
-        snapshot, scheduling_states = (
-            self._ledger.snapshot(),
-            self._state.registry.scheduling_states,
-        )
-        if (
-            not self._pending
-            and snapshot == self._snapshot
-            and scheduling_states == self._scheduling_states
-        ):
+        snapshot = self._ledger.snapshot()
+        scheduling_states = self._state.registry.scheduling_states
+        has_changed = (snapshot, scheduling_states) != (self._snapshot, self._scheduling_states)
+        if not (self._pending or self._settings or has_changed):
             return
-        with transaction(self._db, self._path):
-            if scheduling_states != self._scheduling_states:
-                self._write_scheduling_states(scheduling_states)
-            stored, deleted = self._write(snapshot)
+        last = {event.prompt_index: event for _, event in self._pending}
+        added = self._write_payloads(last)
+        freed = [index for index in last if index in self._stored and not self._has_group(index)]
+        try:
+            with transaction(self._db, self._path):
+                self._write_totals(snapshot, scheduling_states)
+                self._write_events()
+                self._write_entries(last.values())
+                self._write_places(added, freed)
+        except StorageError:
+            self._segments.discard()
+            raise
         self._pending.clear()
+        self._settings = None
         self._snapshot, self._scheduling_states = snapshot, scheduling_states
-        self._stored.update(stored)
-        for prompt_index in deleted:
-            del self._stored[prompt_index]
+        gone = [self._stored.pop(index) for index in (*added, *freed) if index in self._stored]
+        self._stored |= added
+        self._segments.settle(_places(added.values()), _places(gone))
 
     def close(self) -> None:
+        self._segments.close()
         self._db.close()
         self._lock.close()
 
@@ -129,64 +165,68 @@ class Journal:
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
 
-    def _write(self, snapshot: LedgerSnapshot) -> tuple[dict[int, int], list[int]]:
-        """Returns the payloads stored, with their leases' numbers, and those deleted."""
+    def _has_group(self, prompt_index: int) -> bool:
+        entry = self._ledger.entry(prompt_index)
+        return entry is not None and entry.header is not None
+
+    def _write_payloads(self, prompt_indices: Iterable[int]) -> dict[int, _Stored]:
+        """Write the payloads of the groups that are new since the last commit."""
+        new: dict[int, int] = {}
+        for prompt_index in prompt_indices:
+            entry = self._ledger.entry(prompt_index)
+            if entry is None or entry.header is None:
+                continue
+            number, stored = self._numbers[entry.lease_id], self._stored.get(prompt_index)
+            if stored is None or stored.number != number:
+                new[prompt_index] = number
+        places = self._segments.write([self._state.payload(prompt_index) for prompt_index in new])
+        groups = zip(new.items(), places, strict=True)
+        return {prompt_index: _Stored(number, place) for (prompt_index, number), place in groups}
+
+    def _write_totals(
+        self, snapshot: LedgerSnapshot, scheduling_states: Mapping[str, SchedulingState]
+    ) -> None:
+        """Everything that is not of one prompt, where it has changed."""
+        if self._settings is not None:
+            self._db.execute("INSERT OR REPLACE INTO settings VALUES (0, ?)", (self._settings,))
+        if snapshot != self._snapshot:
+            data = msgspec.msgpack.encode(snapshot)
+            self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (0, ?)", (data,))
+        if scheduling_states != self._scheduling_states:
+            self._db.execute("DELETE FROM scheduling_state")
+            rows = ((name, str(state)) for name, state in scheduling_states.items())
+            self._db.executemany("INSERT INTO scheduling_state VALUES (?, ?)", rows)
+
+    def _write_events(self) -> None:
         rows: dict[int, tuple[int, str, str, bytes | None]] = {}
-        last: dict[int, Event] = {}
         for number, event in self._pending:
             *_, states, lengths = rows.get(number, ("", None))
             if event.response_lengths:
                 lengths = msgspec.msgpack.encode(event.response_lengths)
             states += LETTERS[event.reason or event.state]
             rows[number] = (event.prompt_index, event.lease_id, states, lengths)
-            last[event.prompt_index] = event
-        self._db.executemany(_PUT_EVENTS, ((number, *row) for number, row in rows.items()))
-        for event in last.values():
-            self._write_entry(event)
-        data = msgspec.msgpack.encode(snapshot)
-        self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (0, ?)", (data,))
-        return self._write_payloads(last)
+        self._db.executemany(_PUT_EVENTS, [(number, *row) for number, row in rows.items()])
 
-    def _write_scheduling_states(self, scheduling_states: Mapping[str, SchedulingState]) -> None:
-        self._db.execute("DELETE FROM scheduling_state")
-        rows = (
-            (name, str(scheduling_state)) for name, scheduling_state in scheduling_states.items()
-        )
-        self._db.executemany("INSERT INTO scheduling_state VALUES (?, ?)", rows)
-
-    def _read_scheduling_states(self) -> dict[str, SchedulingState]:
-        rows = self._db.execute("SELECT generator_id, scheduling_state FROM scheduling_state")
-        return {
-            generator_id: SchedulingState(scheduling_state)
-            for generator_id, scheduling_state in rows
-        }
-
-    def _write_entry(self, event: Event) -> None:
-        prompt_index = event.prompt_index
-        entry = self._ledger.entry(prompt_index)
-        if entry is not None:
-            self._db.execute(_PUT_ENTRY, self._row(entry))
-        elif _frees(event):
-            self._db.execute(_PUT_ENTRY, (prompt_index, -1, "", 0, FREE, -1, None))
-        else:
-            self._db.execute("DELETE FROM entry WHERE prompt_index = ?", (prompt_index,))
-
-    def _write_payloads(self, prompt_indices: Iterable[int]) -> tuple[dict[int, int], list[int]]:
-        stored, deleted = {}, []
-        for prompt_index in prompt_indices:
+    def _write_entries(self, events: Iterable[Event]) -> None:
+        """The present entry of each event's prompt, or none."""
+        rows, deleted = [], []
+        for event in events:
+            prompt_index = event.prompt_index
             entry = self._ledger.entry(prompt_index)
-            if entry is not None and entry.header is not None:
-                number = self._numbers[entry.lease_id]
-                if self._stored.get(prompt_index) != number:
-                    stored[prompt_index] = number
-            elif prompt_index in self._stored:
-                deleted.append(prompt_index)
-        self._db.executemany(
-            "INSERT OR REPLACE INTO payload VALUES (?, ?)",
-            ((prompt_index, self._state.payload(prompt_index)) for prompt_index in stored),
-        )
-        self._db.executemany("DELETE FROM payload WHERE prompt_index = ?", ((s,) for s in deleted))
-        return stored, deleted
+            if entry is not None:
+                rows.append(self._row(entry))
+            elif _frees(event):
+                rows.append((prompt_index, -1, "", 0, FREE, -1, None))
+            else:
+                deleted.append((prompt_index,))
+        self._db.executemany(_PUT_ENTRY, rows)
+        self._db.executemany("DELETE FROM entry WHERE prompt_index = ?", deleted)
+
+    def _write_places(self, added: Mapping[int, _Stored], freed: Iterable[int]) -> None:
+        rows = [(index, *stored.place) for index, stored in added.items() if stored.place]
+        self._db.executemany("INSERT OR REPLACE INTO payload VALUES (?, ?, ?, ?, ?)", rows)
+        gone = [(index,) for index in freed]
+        self._db.executemany("DELETE FROM payload WHERE prompt_index = ?", gone)
 
     def _row(self, entry: Entry) -> tuple[object, ...]:
         header = None if entry.header is None else msgspec.msgpack.encode(entry.header)
@@ -194,41 +234,18 @@ class Journal:
         key = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
         return (*key, str(entry.state), entry.version, header)
 
-    def _restore(self, now_s: float) -> None:
-        entries, free = [], []
-        for (
-            prompt_index,
-            number,
-            lease_id,
-            min_policy_version,
-            state,
-            version,
-            header,
-        ) in self._db.execute("SELECT * FROM entry"):
-            if state == FREE:
-                free.append(prompt_index)
-                continue
-            known = header and msgspec.msgpack.decode(header, type=GroupHeader)
-            entries.append(
-                Entry(
-                    prompt_index, lease_id, min_policy_version, now_s, State(state), known, version
-                )
-            )
-            self._numbers[lease_id] = number
-            if known:
-                self._stored[prompt_index] = number
-        payloads = dict(self._db.execute("SELECT * FROM payload"))
-        self._state.restore(self._snapshot, entries, free, payloads, now_s)
+    def _restore(self, content: JournalContent, payloads: dict[int, bytes], now_s: float) -> None:
+        self._state.restore(content.snapshot, content.entries, content.free, payloads, now_s)
         books = msgspec.structs.asdict(self._ledger.books())
         columns = {name: books[name] for name in ("leased", "buffered", "taken", "trained")}
         log.info("recovered %s at version %d: %s", self._path, self._ledger.version, columns)
 
-    def _check_settings(self, settings: Mapping[str, str | int]) -> bool:
-        """Whether the staleness bound differs from the file's."""
-        row = self._db.execute("SELECT data FROM settings").fetchone()
-        if row is None:
+    def _check_settings(
+        self, known: Mapping[str, str | int] | None, settings: Mapping[str, str | int]
+    ) -> bool:
+        """Whether the staleness bound differs from the `known` one, which is the file's."""
+        if known is None:
             return False
-        known = json.loads(row[0])
         changed = {name: (known.get(name), now) for name, now in settings.items()}
         changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
         for name, (then, now) in changed.items():
@@ -244,3 +261,21 @@ class Journal:
 def _frees(event: Event) -> bool:
     """Whether the event's prompt may be granted again."""
     return event.state == "dropped" and DropReason(event.reason or "").returns_prompt
+
+
+def _places(groups: Iterable[_Stored]) -> list[Place]:
+    return [stored.place for stored in groups if stored.place is not None]
+
+
+def _lock(path: Path) -> TextIO:
+    """Exclude other buffers from the journal, while the file is open."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise StorageError(f"the journal {path} cannot be opened: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(f"{path} is in use by another buffer") from error
+    return lock

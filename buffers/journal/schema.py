@@ -1,9 +1,9 @@
-"""The journal's file: its tables, how it is opened, and how it is read.
+"""The journal's ledger, one SQLite file: its tables, how it is opened, and how it is read.
 
     settings  the format and the settings of the run (one row, JSON)
     snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
     entry     every open prompt: its lease, state and header; or that it is free
-    payload   the bytes of every group that is held
+    payload   where the payload of every group that is held is (`buffers.journal.segments`)
     scheduling_state   of each generator that is not active
     events    one row a lease: the states it was in, one letter each, and the lengths of the
               responses that were put (msgpack); never deleted
@@ -13,6 +13,7 @@ file; others may read it while the buffer runs.
 """
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -25,8 +26,8 @@ from buffers.ledger.events import BY_BOOKS, Event
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
 from streamrl.types import DropReason
 
-FORMAT = 3
-MAX_LOG_BYTES = 64 * 2**20
+FORMAT = 4
+MAX_LOG_BYTES = 4 * 2**20
 FREE = "free"
 LETTERS = {
     "leased": "L",
@@ -58,7 +59,8 @@ CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY CHECK (id = 0), data
 CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 0), data BLOB);
 CREATE TABLE IF NOT EXISTS entry (prompt_index INTEGER PRIMARY KEY, number INTEGER, lease_id TEXT,
     min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB);
-CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER PRIMARY KEY, data BLOB);
+CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER PRIMARY KEY, segment INTEGER,
+    position INTEGER, num_bytes INTEGER, checksum BLOB);
 CREATE TABLE IF NOT EXISTS scheduling_state (generator_id TEXT PRIMARY KEY, scheduling_state TEXT);
 CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, prompt_index INTEGER, lease_id TEXT,
     states TEXT, response_lengths BLOB);
@@ -164,5 +166,6 @@ def translated_errors(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in _TEMPORARY:
-            raise StorageError(f"the journal {path} cannot be written: {error}") from error
+            full = ", no space is left" if shutil.disk_usage(path.parent).free < 2**16 else ""
+            raise StorageError(f"the journal {path} cannot be written: {error}{full}") from error
         raise ConfigError(f"the journal {path} cannot be used: {error}; move it away") from error

@@ -39,12 +39,7 @@ from buffers.ledger.events import Event
 from buffers.ledger.fencing import require_learner_term
 from buffers.ledger.loans import Loans
 from buffers.ledger.queues import Expiries, ReadyQueue, in_order
-from streamrl.errors import (
-    ConfigError,
-    DuplicateGroupError,
-    LedgerError,
-    UnknownLeaseError,
-)
+from streamrl.errors import ConfigError, DuplicateGroupError, LedgerError, UnknownLeaseError
 from streamrl.types import Books, DropReason, GroupHeader, Lease, OverduePolicy, RefusalReason
 
 
@@ -165,6 +160,10 @@ class Ledger:
             self._entries.drop(entry, DropReason.MALFORMED)
         else:
             self.refuse(RefusalReason.MALFORMED)
+
+    def orphan(self, prompt_index: int) -> None:
+        """Drop the group of this prompt, whose payload is lost; the prompt is granted again."""
+        self._entries.drop(self._entries[prompt_index], DropReason.ORPHANED)
 
     def refuse(self, reason: RefusalReason, count: int = 1) -> None:
         self._refused[reason] += count

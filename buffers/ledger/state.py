@@ -1,21 +1,24 @@
 """A buffer's whole state: the ledger, the payloads, and the generator registry.
 
-Invariant: a payload is held exactly while the ledger has its group. Calls return at once and never
-wait; a backend (`buffers.memory`, `buffers.zmq.server`) waits and owns the clock.
+Invariant: a payload is held exactly while the ledger has its group. Only a journal may have lost
+some: their groups are dropped and their prompts granted again, those that a learner has taken when
+they would be buffered again. Calls return at once and never wait; a backend (`buffers.memory`,
+`buffers.zmq.server`) waits and owns the clock.
 """
 
+import logging
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from buffers.ledger.entries import LedgerSnapshot
-from buffers.ledger.entry import Entry, lease_of
+from buffers.ledger.entry import Entry, State, lease_of
 from buffers.ledger.generator_registry import GeneratorRegistry
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.proportion import require_proportion
 from buffers.retries import RetryCounter
-from streamrl.errors import LedgerError
+from streamrl.errors import LedgerError, LostMemoryError
 from streamrl.types import (
     MAX_AWAITED,
     Books,
@@ -28,6 +31,8 @@ from streamrl.types import (
     Loan,
     SchedulingState,
 )
+
+log = logging.getLogger(__name__)
 
 Payload = TypeVar("Payload")
 RESUMES_WITHIN_S = 120.0
@@ -47,6 +52,7 @@ class BufferState(Generic[Payload]):
         self.incarnation = uuid.uuid4().hex
         self._payloads: dict[int, tuple[Payload, int]] = {}
         self._num_bytes = 0
+        self._lost: frozenset[int] = frozenset()
         self.registry = GeneratorRegistry()
         self.refusal = ""
         self._learner_terms: dict[str, int] = {}
@@ -103,6 +109,7 @@ class BufferState(Generic[Payload]):
             require_proportion(books, self.ledger.books())
         self._resumes_until_s = self._due_since_s = None
         learner_term = self.ledger.attach(policy_version, books)
+        self._orphan_lost()
         self._delete_freed()
         latest = list(self._learner_terms.items())[1 - MAX_REPEATED :]
         self._learner_terms = {**dict(latest), call_id: learner_term}
@@ -137,6 +144,9 @@ class BufferState(Generic[Payload]):
         missing = [
             prompt_index for prompt_index in prompt_indices if prompt_index not in self._payloads
         ]
+        if not self._lost.isdisjoint(missing):
+            # The learner attaches again, and these prompts are sampled again.
+            raise LostMemoryError(f"the journal has lost the groups of the prompts {missing}")
         if missing:
             raise LedgerError(f"no group is held for the prompts {missing[:MAX_AWAITED]}")
         return tuple(self._payloads[prompt_index][0] for prompt_index in prompt_indices)
@@ -208,15 +218,19 @@ class BufferState(Generic[Payload]):
         payloads: Mapping[int, Payload],
         now_s: float,
     ) -> None:
-        """Continue, in a blank state, where a journal ends."""
+        """Continue, in a blank state, where a journal ends, which may have lost payloads."""
         self._resumes_until_s = now_s + RESUMES_WITHIN_S
         held = list(entries)
         self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
         for entry in held:
-            if entry.header is not None:
+            if entry.header is not None and entry.prompt_index in payloads:
                 size = entry.header.num_bytes
                 self._payloads[entry.prompt_index] = (payloads[entry.prompt_index], size)
                 self._num_bytes += size
+        with_group = (entry.prompt_index for entry in held if entry.header is not None)
+        self._lost = frozenset(with_group) - payloads.keys()
+        self._orphan_lost()
+        self._delete_freed()
 
     def _share(self, generator_id: str) -> int:
         """New leases that one call may be granted: this generator's share of what is admitted.
@@ -245,7 +259,18 @@ class BufferState(Generic[Payload]):
         """How long the batch at hand has waited for groups that are due, others being finished."""
         return 0.0 if self._due_since_s is None else now_s - self._due_since_s
 
+    def _orphan_lost(self) -> None:
+        """Drop the buffered groups that the journal has lost."""
+        lost = ((index, self.ledger.entry(index)) for index in sorted(self._lost))
+        orphaned = [index for index, entry in lost if entry and entry.state is State.BUFFERED]
+        for prompt_index in orphaned:
+            self.ledger.orphan(prompt_index)
+        if orphaned:
+            log.warning("lost, and to be sampled again: the groups of the prompts %s", orphaned)
+
     def _delete_freed(self) -> None:
-        for prompt_index in self.ledger.drain_freed():
-            _, num_bytes = self._payloads.pop(prompt_index)
+        freed = self.ledger.drain_freed()
+        self._lost = self._lost.difference(freed)
+        for prompt_index in freed:
+            _, num_bytes = self._payloads.pop(prompt_index, (None, 0))
             self._num_bytes -= num_bytes

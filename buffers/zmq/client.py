@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
 MAX_PUTS = 4
+MESSAGE_BYTES = 2**18
 REFUSED_S = 0.5
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -59,7 +60,7 @@ class ZmqBuffer(RequestClient):
         self._replies: dict[bytes, asyncio.Future[list[memoryview] | None]] = {}
         self._is_disconnected = self._is_rejected = False
         self._puts = asyncio.Semaphore(MAX_PUTS)
-        self._may_send = asyncio.Event()
+        self._unsent: dict[bytes, list[bytes]] = {}
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.set_hwm(0)
@@ -111,6 +112,9 @@ class ZmqBuffer(RequestClient):
                 try:
                     return self._decode(reply, expected)
                 except StorageError as error:
+                    if isinstance(request, m.StatsRequest):
+                        # Whoever asks for them explains why the run stands still.
+                        raise
                     log.warning("%s waits: %s", type(request).__name__, error)
                     refusal = error
                     await asyncio.sleep(min(REFUSED_S, remaining_s))
@@ -136,16 +140,18 @@ class ZmqBuffer(RequestClient):
         """The reply, or None if the request is to be sent again."""
         reply: asyncio.Future[list[memoryview] | None] = self._loop.create_future()
         self._replies[frames[0]] = reply
+        if not self._unsent:
+            # Once every call that is ready has added its request: they share a message.
+            self._loop.call_soon(self._send_all)
+        self._unsent[frames[0]] = frames
         try:
             async with asyncio.timeout(retry_timeout_s):
-                while not self._try_send(frames):
-                    self._may_send.clear()
-                    await self._may_send.wait()
                 return await reply
         except TimeoutError:
             return None
         finally:
             del self._replies[frames[0]]
+            self._unsent.pop(frames[0], None)
 
     def _decode(
         self, frames: list[memoryview], expected: type[Reply]
@@ -157,15 +163,31 @@ class ZmqBuffer(RequestClient):
             raise TransportError(f"the buffer answered {type(reply).__name__} instead")
         return reply, frames[1:]
 
-    def _try_send(self, frames: list[bytes]) -> bool:
-        """Whether there was a connection for the message; never waits."""
+    def _send_all(self) -> None:
+        """Sends what is not sent yet, if there is a connection; never waits."""
+        if self._socket.closed:
+            return
         # The socket's descriptor signals a change only once, and sending may have consumed it.
         self._loop.call_soon(self._read)
-        try:
-            multipart.send(self._socket, frames, copy=False)
-        except zmq.Again:
-            return False
-        return True
+        while self._unsent:
+            requests = self._next_requests()
+            try:
+                multipart.send(self._socket, multipart.joined(requests))
+            except zmq.Again:
+                return
+            for request_id, *_ in requests:
+                del self._unsent[request_id]
+
+    def _next_requests(self) -> list[list[bytes]]:
+        """Those of the next message: one, or several of MESSAGE_BYTES together at most."""
+        chosen: list[list[bytes]] = []
+        num_bytes = 0
+        for frames in self._unsent.values():
+            num_bytes += sum(map(len, frames))
+            if chosen and (num_bytes > MESSAGE_BYTES or len(chosen) == multipart.MAX_PARTS):
+                break
+            chosen.append(frames)
+        return chosen
 
     def _read(self) -> None:
         """Passes the replies that have arrived to their callers, and signals a connection.
@@ -174,15 +196,15 @@ class ZmqBuffer(RequestClient):
         """
         while not self._socket.closed:
             events = multipart.events(self._socket)
-            if events & multipart.WRITABLE:
-                self._may_send.set()
+            if events & multipart.WRITABLE and self._unsent:
+                self._send_all()
             if not events & multipart.READABLE:
                 return
             # Payloads stay in the memory they arrived in; the arrays decoded are views of it.
-            request_id, *frames = (frame.buffer for frame in multipart.receive(self._socket))
-            reply = self._replies.get(bytes(request_id))
-            if reply is not None and not reply.done():
-                reply.set_result(frames)
+            for request_id, *frames in multipart.divided(multipart.receive(self._socket)):
+                reply = self._replies.get(bytes(request_id))
+                if reply is not None and not reply.done():
+                    reply.set_result(frames)
 
     def _read_monitor(self) -> None:
         """Sends the open requests again after a reconnection."""

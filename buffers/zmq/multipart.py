@@ -1,10 +1,13 @@
 """Messages of several frames, to and from a ZeroMQ socket.
 
-As pyzmq's own `send_multipart` and `recv_multipart`, which convert a flag to an enum for every
-frame and spend three quarters of their time on that.
+A message carries one or more parts (requests or replies), divided by an empty frame: what is ready
+at one moment shares a message, because each message wakes a thread at both ends. No part is empty.
+
+`send` and `receive` are as pyzmq's own `send_multipart` and `recv_multipart`, which convert a flag
+to an enum for every frame and spend three quarters of their time on that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import zmq
@@ -14,6 +17,10 @@ MORE = int(zmq.SNDMORE)
 NOW = int(zmq.NOBLOCK)
 READABLE = int(zmq.POLLIN)
 WRITABLE = int(zmq.POLLOUT)
+DIVIDER = b""
+MAX_PARTS = 64
+# To share memory between threads costs more than to copy this much.
+COPIED_BYTES = 2**16
 
 
 def events(socket: "zmq.Socket[bytes]") -> int:
@@ -21,15 +28,15 @@ def events(socket: "zmq.Socket[bytes]") -> int:
     return int(socket.get(zmq.EVENTS))
 
 
-def send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame], *, copy: bool) -> None:
+def send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
     """Send the message; never waits.
 
     Raises:
         zmq.Again: the queue is full or there is no connection; nothing of it was sent.
     """
     for frame in frames[:-1]:
-        socket.send(frame, NOW | MORE, copy)
-    socket.send(frames[-1], NOW, copy)
+        socket.send(frame, NOW | MORE, len(frame) < COPIED_BYTES)
+    socket.send(frames[-1], NOW, len(frames[-1]) < COPIED_BYTES)
 
 
 def receive(socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:
@@ -38,3 +45,25 @@ def receive(socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:
     while frames[-1].more:
         frames.append(socket.recv(NOW, copy=False))
     return frames
+
+
+def joined(parts: Iterable[Sequence[Frame]]) -> list[Frame]:
+    """The frames of one message with these parts; requests are MAX_PARTS at most."""
+    frames: list[Frame] = []
+    for part in parts:
+        if frames:
+            frames.append(DIVIDER)
+        frames += part
+    return frames
+
+
+def divided(frames: Iterable[zmq.Frame]) -> list[list[memoryview]]:
+    """The parts of a message, in the memory they arrived in; MAX_PARTS at most."""
+    parts: list[list[memoryview]] = [[]]
+    for frame in frames:
+        data = frame.buffer
+        if len(data):
+            parts[-1].append(data)
+        elif parts[-1]:
+            parts.append([])
+    return [part for part in parts if part][:MAX_PARTS]

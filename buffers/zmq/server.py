@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import zmq
-from msgspec import Struct
 
 from buffers import messages as m
 from buffers.journal.journal import Journal
@@ -34,6 +33,7 @@ from buffers.zmq import multipart
 from buffers.zmq.multipart import Frame
 from buffers.zmq.peers import Peers, RefusalBudget
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
+from buffers.zmq.replies import Replies
 from streamrl import wire
 from streamrl.curve import CurveServer
 from streamrl.errors import StorageError, StreamRLError, WireError
@@ -54,13 +54,6 @@ MAX_REPLIES = 1000
 MAX_FRAME_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 MAX_REQUEST_BYTES = 4 * 2**20
 REST_S = 0.01
-
-
-class _Reply(Struct):
-    """A reply that is sent after the commit; one of a reading is sent in any case."""
-
-    frames: list[bytes]
-    is_reading: bool
 
 
 class ZmqBufferServer:
@@ -88,7 +81,7 @@ class ZmqBufferServer:
         self._refusals = RefusalBudget()
         self._journal = journal
         self._refusal: StorageError | None = None
-        self._replies: list[_Reply] = []
+        self._replies = Replies()
         self._max_group_bytes = max_group_bytes
         self._clock = clock
         self._incomplete_s = clock()
@@ -119,7 +112,7 @@ class ZmqBufferServer:
                 self._state.expire(self._clock())
                 self._retry_pending()
                 self._commit()
-                self._send_replies()
+                self._replies.send(self._socket, self._refusal)
                 if self._refusals.is_spent:
                     stop.wait(REST_S)
             return self._state.stats(self._clock())
@@ -148,13 +141,14 @@ class ZmqBufferServer:
             if not multipart.events(self._socket) & multipart.READABLE:
                 break
             sender, *message = multipart.receive(self._socket)
-            # A payload stays in the memory it arrived in until the group is freed.
-            frames = [frame.buffer for frame in message]
-            message_bytes = sum(map(len, frames))
+            message_bytes = sum(map(len, message))
             if self._peers.ignores(sender.bytes, self._clock()):
                 self._refusals.add(message_bytes)
             else:
-                self._handle(sender, frames)
+                self._replies.begin_message()
+                # A payload stays in the memory it arrived in until the group is freed.
+                for part in multipart.divided(message) or [[]]:
+                    self._handle(sender, part)
             num_bytes += message_bytes
             if self._refusals.is_spent or num_bytes > MAX_BYTES:
                 break
@@ -174,7 +168,7 @@ class ZmqBufferServer:
             self._peers.note_malformed(sender, error, self._clock())
             self._quarantine.keep("request", frames, error)
             self._state.ledger.refuse(RefusalReason.MALFORMED)
-            self._reply(peer, request_id, m.ErrorReply.of(error))
+            self._replies.add(peer, request_id, m.ErrorReply.of(error), is_reading=False)
             return
         num_bytes = sum(map(len, frames))
         answer = self._answer(lambda: self._apply(request, frames[1:]), num_bytes)
@@ -186,7 +180,7 @@ class ZmqBufferServer:
                 return
             answer = (_EMPTY[type(request)],)
             self._refusals.add()
-        self._reply(peer, request_id, *answer, is_reading=is_reading)
+        self._replies.add(peer, request_id, *answer, is_reading=is_reading)
 
     def _decode(self, frames: Frames) -> Any:
         data = frames[0] if frames else b""
@@ -258,20 +252,14 @@ class ZmqBufferServer:
             self._refusal = None
         self._state.refusal = str(self._refusal or "")
 
-    def _send_replies(self) -> None:
-        for reply in self._replies:
-            frames = reply.frames
-            if self._refusal is not None and not reply.is_reading:
-                frames = [*frames[:2], wire.encode(m.ErrorReply.of(self._refusal))]
-            multipart.send(self._socket, frames, copy=len(frames) == 3)
-        self._replies.clear()
-
     def _retry_pending(self) -> None:
         """Answer the pending requests that can be granted, and those past their deadline."""
         now_s = self._clock()
+        self._replies.begin_pending()
         self._pending_requests.retry(self._answer_pending, self._may_grant)
         for pending in self._pending_requests.overdue(now_s):
-            self._reply(pending.sender, pending.request_id, _EMPTY[type(pending.request)])
+            empty = _EMPTY[type(pending.request)]
+            self._replies.add(pending.sender, pending.request_id, empty, is_reading=False)
 
     def _may_grant(self) -> bool:
         return self._refusal is not None or self._state.ledger.num_admitted() > 0
@@ -279,19 +267,8 @@ class ZmqBufferServer:
     def _answer_pending(self, pending: PendingRequest) -> bool:
         answer = self._answer(lambda: self._attempt(pending.request))
         if answer is not None:
-            self._reply(pending.sender, pending.request_id, *answer)
+            self._replies.add(pending.sender, pending.request_id, *answer, is_reading=False)
         return answer is not None
-
-    def _reply(
-        self,
-        sender: bytes,
-        request_id: bytes,
-        record: Any,
-        *payloads: bytes,
-        is_reading: bool = False,
-    ) -> None:
-        frames = [sender, request_id, wire.encode(record), *payloads]
-        self._replies.append(_Reply(frames, is_reading))
 
 
 _EMPTY: dict[type, Any] = {m.LeaseRequest: m.LeaseReply(), m.TakeRequest: m.TakeReply()}

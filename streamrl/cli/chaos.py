@@ -34,7 +34,7 @@ from streamrl.cli.verification.run_audit import audit_run
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.run_folder import prepare
+from streamrl.run_folder import prepare, write_file
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 
 _POLL_S = 0.02
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         "findings": audit.findings,
         "faults": faults,
     }
-    (config.run.path / "chaos.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_file(config.run.path / "chaos.json", json.dumps(record, indent=1) + "\n")
     planned = sum(counts.values())
     console.print(f"seed {arguments.seed}, {len(injected)} of {planned} faults before the end")
     for line in (*audit.findings, *(f"WRONG: {fault}" for fault in faults)):

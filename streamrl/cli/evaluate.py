@@ -14,7 +14,7 @@ from actors.evaluation import evaluate, named_model, newest_model
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
-from streamrl.run_folder import require_run
+from streamrl.run_folder import require_run, write_file
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def main(arguments: argparse.Namespace) -> int:
     line = json.dumps(asyncio.run(evaluate(config, model)))
     print(line)
     if config.run.path.is_dir():
-        (config.run.path / "evaluation.json").write_text(line + "\n")
+        write_file(config.run.path / "evaluation.json", line + "\n")
     return 0
 
 

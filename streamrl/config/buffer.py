@@ -52,9 +52,9 @@ class BufferSettings(Section):
     deadline_s: Seconds = 60.0
     """How long a client retries a call to the buffer before it fails."""
     journal: bool = True
-    """Whether zmq:// keeps its state in the run folder (buffer/journal.sqlite)."""
+    """Whether zmq:// keeps its state in the run folder (buffer/)."""
     durability: Literal["process", "machine"] = "process"
-    """What the journal survives: a killed buffer, or (one fsync a commit) a power failure too."""
+    """What the journal survives: a killed buffer, or (waiting for the disk) a power failure too."""
     curve: Path | None = None
     """Folder of the keys (`streamrl keys new`) that zmq:// and `weights.address` need on any but a
     loopback address; on a loopback one they are used if it is set."""

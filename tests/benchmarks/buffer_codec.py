@@ -63,8 +63,8 @@ def serve(port: int) -> None:
                 learner = sender.bytes if payload == LEARNER else learner
             else:
                 wire.decode(payload, PackedGroup)
-                multipart.send(router, [learner, payload], copy=False)
-            multipart.send(router, [sender.bytes, DONE], copy=True)
+                multipart.send(router, [learner, payload])
+            multipart.send(router, [sender.bytes, DONE])
 
 
 def learn(url: str, count: int, deadline_s: float, barrier: Barrier) -> float:

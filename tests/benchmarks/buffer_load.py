@@ -25,7 +25,7 @@ from buffers.memory import MemoryBuffer
 from streamrl import service, wire
 from streamrl.config import RunConfig
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, pack
+from streamrl.types import FinishReason, Lease, Trajectory, TrajectoryGroup, pack
 from tests.benchmarks import buffer_codec
 from tests.ports import free_port
 from tests.redis_server import redis_server
@@ -108,20 +108,25 @@ async def _in_one_process(size: str, producers: int, count: int) -> float:
 
 
 async def _put_all(buffer: TrajectoryBuffer, name: str, size: str, count: int) -> None:
-    """IN_FLIGHT groups at a time. Waits for admission, which the learner's steps open."""
+    """Leases up to IN_FLIGHT groups by one call, as a generator does, and puts them together.
+
+    Waits for admission, which the learner's steps open.
+    """
     group = template(size)
 
-    async def put_some(worker: int) -> None:
-        for number in range(count // IN_FLIGHT):
-            leases = await buffer.lease([f"{name}/{worker}/{number}"], name, DEADLINE_S)
-            assert leases, "admission stayed closed"
-            (lease,) = leases
-            named = msgspec.structs.replace(
-                group, prompt_index=lease.prompt_index, group_id=lease.lease_id
-            )
-            await buffer.put(lease.lease_id, named)
+    async def put(lease: Lease) -> None:
+        named = msgspec.structs.replace(
+            group, prompt_index=lease.prompt_index, group_id=lease.lease_id
+        )
+        await buffer.put(lease.lease_id, named)
 
-    await asyncio.gather(*(put_some(worker) for worker in range(IN_FLIGHT)))
+    number = 0
+    while number < count:
+        lease_ids = [f"{name}/{n}" for n in range(number, min(number + IN_FLIGHT, count))]
+        leases = await buffer.lease(lease_ids, name, DEADLINE_S)
+        assert leases, "admission stayed closed"
+        await asyncio.gather(*map(put, leases))
+        number += len(leases)
 
 
 async def _train_all(buffer: TrajectoryBuffer, count: int) -> None:

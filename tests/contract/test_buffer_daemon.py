@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from buffers import messages as m
 from buffers.journal.schema import journal_path
+from buffers.try_stats import try_stats
 from buffers.zmq import multipart
 from buffers.zmq.client import ZmqBuffer
 from streamrl import wire
@@ -36,7 +37,7 @@ from streamrl.errors import (
     TransportError,
     UnknownLeaseError,
 )
-from streamrl.types import Books, DropReason, GeneratorStatus, RefusalReason, pack
+from streamrl.types import Books, BufferStats, DropReason, GeneratorStatus, RefusalReason, pack
 from tests.contract.test_buffers import fill, zmq_server
 from tests.ports import free_port
 from tests.records import damaged, lease_one, make_group
@@ -244,6 +245,57 @@ async def test_a_full_file_system(disk: Path, daemon: Daemon):
     daemon.kill()
     await generator.close()
     await learner.close()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_a_buffer_started_on_a_full_disk_waits_for_space(
+    disk: Path, daemon: Daemon, is_killed: bool
+):
+    """Killed, it has what SQLite needs to read its file; ended, it has not."""
+    daemon.kill()
+    daemon.start(f"run.folder={disk}")
+    client = daemon.client()
+    await client.attach(0, None)
+    await fill(client, "s/a")
+    if is_killed:
+        daemon.kill()
+    else:
+        daemon.end()
+    ballast = disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    daemon.start(f"run.folder={disk}")
+    stats, reason = await told(client)
+    assert "journal.sqlite cannot be written" in (reason if stats is None else stats.refusal)
+    assert daemon.process is not None
+    assert daemon.process.poll() is None
+    ballast.unlink()
+    assert [h.prompt_index for h in (await client.take(1, 0, 10.0)).headers] == [0]
+    daemon.kill()
+    await client.close()
+
+
+async def told(client: ZmqBuffer) -> tuple[BufferStats | None, str]:
+    """The stats of a buffer that is full, or why it gives none; waits until it says so."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            stats, reason = await try_stats(client)
+            if "journal" in reason or (stats is not None and stats.refusal):
+                return stats, reason
+
+
+def test_a_daemon_that_cannot_write_its_configuration_leaves_none(disk: Path, tmp_path: Path):
+    with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    daemon = Daemon(tmp_path)
+    command = [STREAMRL, "buffer", str(daemon.config), "--set", f"run.folder={disk}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"buffer: cannot write the run's folder {disk / 'run'}: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [*(disk / "run").glob("*config.yaml*")]
 
 
 async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemon: Daemon):

@@ -1,5 +1,6 @@
 """What the journal recovers is what was committed, after any call; its events pass the audit."""
 
+import shutil
 import sqlite3
 import tempfile
 from argparse import Namespace
@@ -315,7 +316,7 @@ def test_a_file_that_is_no_journal_is_named(tmp_path):
 
 
 def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
-    state, journal = open_journal(tmp_path)
+    state, journal = open_journal(tmp_path, max_staleness=200)
     state.attach(0, None)
     fill(state, "a")
     journal.commit()
@@ -323,15 +324,13 @@ def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
     with closing(sqlite3.connect(journal_path(tmp_path))) as db:
         num_pages = db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {num_pages}")
-    (lease,) = state.lease(["b"], "g", 0.0)
-    state.put("b", header(lease, 0), bytes(100_000), 0.0)
+    for lease in state.lease([f"{number:0200}" for number in range(300)], "g", 0.0):
+        put(state, lease, 0)
     for _ in range(2):
         with pytest.raises(StorageError, match="database or disk is full"):
             journal.commit()
     copy = tmp_path / "copy" / "buffer"
-    copy.mkdir(parents=True)
-    for file in journal_path(tmp_path).parent.glob("journal.sqlite*"):
-        (copy / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(journal_path(tmp_path).parent, copy)
     killed, other = open_journal(tmp_path / "copy")
     assert dump(killed) == committed
     other.close()
@@ -355,7 +354,7 @@ def test_a_journal_of_another_release_is_refused_and_left_as_it_is(tmp_path):
         db.commit()
     before = path.read_bytes()
     sentence = (
-        f"the journal {path} has format 1, and this release knows format 3: another release of "
+        f"the journal {path} has format 1, and this release knows format 4: another release of "
         "StreamRL wrote it; start the run anew with --new, or go on with that release"
     )
     with pytest.raises(OtherReleaseError) as refusal:

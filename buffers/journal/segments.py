@@ -1,0 +1,170 @@
+"""The payloads of a journal: append-only files, `payloads/NUMBER.segment`, beside its ledger.
+
+A segment is the payloads end to end. The ledger's row of a group has the place and the checksum of
+its payload, so what no row names (the torn end of a write) is never read.
+
+Invariant: `write` puts a payload into a file before the transaction that names it; `settle` deletes
+a file after the transaction in which the last row that named it is gone. A transaction that failed
+is followed by `discard`. A restart begins a new segment and deletes those that no row names.
+Segments are never compacted: groups leave a buffer about in the order in which they came, so the
+files are about as large as what waits, and SEGMENT_BYTES.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import xxhash
+
+from streamrl.errors import StorageError
+from streamrl.run_folder import sync_folder
+
+log = logging.getLogger(__name__)
+
+Payload: TypeAlias = bytes | memoryview
+# Small enough to be deleted before the kernel writes it out, while groups come and go.
+SEGMENT_BYTES = 16 * 2**20
+
+
+class Place(NamedTuple):
+    """Where a payload is: its segment, first byte and size there, and its checksum (xxh3-64)."""
+
+    segment: int
+    position: int
+    num_bytes: int
+    checksum: bytes
+
+
+class Segments:
+    """The segments of one folder, which nobody else writes."""
+
+    def __init__(self, folder: Path, *, is_synced: bool) -> None:
+        """`is_synced`: `write` returns only when the disk has the payloads."""
+        self._folder = folder
+        self._is_synced = is_synced
+        self._num_live: Counter[int] = Counter()
+        self._number = 0
+        self._end = 0
+        self._file: int | None = None
+
+    def recover(self, places: Mapping[int, Place]) -> dict[int, bytes]:
+        """The payloads by prompt, without those that are missing or damaged.
+
+        Deletes the segments of which nothing is left.
+
+        Raises:
+            StorageError: a segment is there and cannot be read.
+        """
+        numbers = {int(path.stem) for path in self._folder.glob("*.segment")}
+        payloads = {
+            prompt_index: payload
+            for prompt_index, place in places.items()
+            if (payload := self._read(place)) is not None
+        }
+        self._num_live = Counter(places[prompt_index].segment for prompt_index in payloads)
+        self._number = max([0, *numbers, *(place.segment for place in places.values())])
+        for number in numbers - self._num_live.keys():
+            self._delete(number)
+        return payloads
+
+    def write(self, payloads: Sequence[Payload]) -> list[Place]:
+        """Append the payloads, in one segment; `settle` or `discard` must follow.
+
+        Raises:
+            StorageError: nothing was written.
+        """
+        if not payloads:
+            return []
+        try:
+            if self._file is None:
+                self._file = self._create()
+            places = self._append(self._file, payloads)
+            if self._is_synced:
+                os.fdatasync(self._file)
+        except OSError as error:
+            self.discard()
+            place = f"the journal {self._folder}"
+            raise StorageError(f"{place} cannot be written: {error}") from error
+        return places
+
+    def settle(self, added: Iterable[Place], freed: Iterable[Place]) -> None:
+        """A transaction that names `added`, and no longer `freed`, is committed."""
+        for place in added:
+            self._num_live[place.segment] += 1
+            self._end = place.position + place.num_bytes
+        emptied = set()
+        for place in freed:
+            self._num_live[place.segment] -= 1
+            if not self._num_live[place.segment]:
+                emptied.add(place.segment)
+        if self._file is not None and (self._end >= SEGMENT_BYTES or self._number in emptied):
+            self._close_file()
+        for number in emptied:
+            self._delete(number)
+
+    def discard(self) -> None:
+        """Free what was written since the last `settle`; its segment ends there."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            os.ftruncate(self._file, self._end)
+        self._close_file()
+        if not self._num_live[self._number]:
+            self._delete(self._number)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._close_file()
+
+    def _create(self) -> int:
+        self._folder.mkdir(exist_ok=True)
+        self._number += 1
+        self._end = 0
+        file = os.open(self._path(self._number), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        if self._is_synced:
+            sync_folder(self._folder)
+            sync_folder(self._folder.parent)
+        return file
+
+    def _append(self, file: int, payloads: Sequence[Payload]) -> list[Place]:
+        places, position = [], self._end
+        for payload in payloads:
+            checksum = xxhash.xxh3_64_digest(payload)
+            places.append(Place(self._number, position, len(payload), checksum))
+            rest = memoryview(payload)
+            while rest:
+                num_written = os.pwrite(file, rest, position)
+                position += num_written
+                rest = rest[num_written:]
+        return places
+
+    def _read(self, place: Place) -> bytes | None:
+        """The payload, or None if it is not what was written."""
+        path = self._path(place.segment)
+        try:
+            with path.open("rb") as file:
+                payload = os.pread(file.fileno(), place.num_bytes, place.position)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"the journal {path} cannot be read: {error}") from error
+        return payload if xxhash.xxh3_64_digest(payload) == place.checksum else None
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _delete(self, number: int) -> None:
+        self._num_live.pop(number, None)
+        try:
+            self._path(number).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("a segment is left over: %s", error)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.segment"
