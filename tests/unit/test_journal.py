@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from buffers.audit import audit_journal
 from buffers.journal.journal import Journal
 from buffers.journal.schema import journal_path
 from buffers.ledger.ledger import Ledger
@@ -221,7 +222,7 @@ class JournalMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "journal"):
             self.journal.close()
-            assert run_audit(Namespace(folder=self.run_folder)) == 0
+            assert audit_journal(journal_path(self.run_folder)).faults == ()
             self.folder.cleanup()
 
 
