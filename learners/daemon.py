@@ -23,10 +23,10 @@ from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
 from streamrl import service
 from streamrl.algorithms.objective import require_algorithm
+from streamrl.checkpoints.steps_left import require_steps_left
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
-from streamrl.run_folder import require_steps_left
 from streamrl.service import Shutdown
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
@@ -84,7 +84,7 @@ def _load(config: RunConfig) -> tuple[Trainer, LearnerState, Start]:
     state = LearnerState()
     if start.checkpoint:
         state = restore(start.checkpoint, config, trainer)
-        require_steps_left(config, start.checkpoint.path, state.policy_version)
+        require_steps_left(start.checkpoint, config.run.max_steps)
     log.info("starting from %s at version %d", path or config.model.path, state.policy_version)
     return trainer, state, start
 

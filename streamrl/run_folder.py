@@ -48,7 +48,6 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
             f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it "
             "aside, or choose another run.name"
         )
-    _require_steps_left(config, continues=resume or (config.run.resume == "auto" and not new))
     resolved = _with_ports(config)
     try:
         if has_run and not resume:
@@ -195,29 +194,6 @@ def read_books(folder: Path) -> Books | None:
         return msgspec.convert(content, Books, str_keys=True, strict=False) if content else None
     except msgspec.ValidationError:
         return None
-
-
-def _require_steps_left(config: RunConfig, *, continues: bool) -> None:
-    given, path = config.run.resume, None
-    if continues:
-        states = sorted((config.run.path / "checkpoints").glob("step-*/state.json"))
-        path = states[-1].parent if states else None
-    elif isinstance(given, Path):
-        path = given
-    if path is not None:
-        require_steps_left(config, path, read_json(path / "state.json").get("policy_version", 0))
-
-
-def require_steps_left(config: RunConfig, checkpoint: Path, step: int) -> None:
-    """
-    Raises:
-        ConfigError: the checkpoint, of this step, is beyond the run's last one.
-    """
-    if step > config.run.max_steps:
-        raise ConfigError(
-            f"run.max_steps: was {config.run.max_steps}, and {checkpoint} is of step {step}: it "
-            f"must be above {step} to go on"
-        )
 
 
 def _with_ports(config: RunConfig) -> RunConfig:

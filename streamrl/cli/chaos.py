@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -30,12 +29,12 @@ from streamrl.cli.verification.faults import (
     older_checkpoint,
     plan,
 )
+from streamrl.cli.verification.progress import Progress
 from streamrl.cli.verification.run_audit import audit_run
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
-from streamrl.errors import ConfigError, StreamRLError
+from streamrl.errors import ConfigError
 from streamrl.run_folder import prepare, write_file
-from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 
 _POLL_S = 0.02
 _DISK_FULL_S = 60.0
@@ -107,26 +106,23 @@ class Killer:
         console: Console,
     ) -> None:
         self._run = config.run.path
-        self._record = config.run.path / TRAINED_FILE
         self._max_steps = config.run.max_steps
         self._save_every = config.learner.checkpoint.every
         self._counts = counts
         self._seed: int = arguments.seed
         self._random_numbers = random.Random(arguments.seed)
-        self._stall_timeout_s: float = arguments.stall_timeout
+        self._progress = Progress(self._run, arguments.stall_timeout)
         self._console = console
-        self._reached = 0
-        self._last_progress = (-1, time.monotonic())
         self.injected: list[Fault] = []
 
     async def run(self, children: Sequence[Child]) -> None:
         """Carry the plan out, then watch for a stall until cancelled."""
         by_role = {child.role: child for child in children}
         for fault in plan(self._seed, self._counts, self._max_steps, tuple(by_role)):
-            await self._until_step(fault.step)
+            await self._progress.until_step(fault.step)
             await asyncio.sleep(fault.delay_s)
             await self._inject(fault, by_role[fault.role])
-        await self._until_step(self._max_steps + 1)
+        await self._progress.until_step(self._max_steps + 1)
 
     async def _inject(self, fault: Fault, child: Child) -> None:
         await self._until_checkpoints(fault.kind.num_checkpoints)
@@ -141,8 +137,7 @@ class Killer:
             case FaultKind.FULL_DISK:
                 what = await self._fill_disk(child)
         self.injected.append(fault)
-        step = max(0, self._last_progress[0])
-        self._console.print(f"step {step}: {fault.kind} ({fault.role}): {what}")
+        self._console.print(f"step {self._progress.step}: {fault.kind} ({fault.role}): {what}")
 
     async def _resume_from_an_older_checkpoint(self, child: Child) -> str:
         """`--resume` takes the checkpoint once, however often the learner is killed after that."""
@@ -153,48 +148,21 @@ class Killer:
 
     async def _fill_disk(self, child: Child) -> str:
         """Until a checkpoint was due, or for _DISK_FULL_S: a full disk may hide the steps."""
-        await self._until_running(child)
-        assert child.process is not None, "it is running"
-        until = self._reached + self._save_every + 1
-        with full_disk(self._run, child.process.pid), contextlib.suppress(TimeoutError):
+        process = await self._progress.until_running(child)
+        until = self._progress.reached + self._save_every + 1
+        with full_disk(self._run, process.pid), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DISK_FULL_S):
-                await self._until_step(until)
+                await self._progress.until_step(until)
         return "no space for a checkpoint"
-
-    async def _until_step(self, step: int) -> None:
-        """Waits for the run to reach the step; polls its record, which another process writes."""
-        while self._reached < step:
-            self._read_progress()
-            await asyncio.sleep(_POLL_S)
 
     async def _until_checkpoints(self, count: int) -> None:
         """Waits until the learner has saved so many complete ones."""
         while len(complete_checkpoints(self._run)) < count:
-            self._read_progress()
+            self._progress.read()
             await asyncio.sleep(10 * _POLL_S)
 
-    async def _until_running(self, child: Child) -> None:
-        """Waits for the supervisor to have started the process."""
-        while child.process is None or child.process.returncode is not None:
-            self._read_progress()
-            await asyncio.sleep(_POLL_S)
-
     async def _kill(self, child: Child) -> str:
-        await self._until_running(child)
-        assert child.process is not None, "it is running"
-        child.process.kill()
-        await child.process.wait()
+        process = await self._progress.until_running(child)
+        process.kill()
+        await process.wait()
         return "SIGKILL"
-
-    def _read_progress(self) -> None:
-        """Raises StreamRLError if there has been no step for the stall timeout."""
-        lines = read_metrics(self._record)
-        step = lines[-1]["step"] if lines else 0
-        self._reached = max(self._reached, step)
-        if step != self._last_progress[0]:
-            self._last_progress = (step, time.monotonic())
-        elif time.monotonic() - self._last_progress[1] > self._stall_timeout_s:
-            raise StreamRLError(
-                f"the run hangs: no step for {self._stall_timeout_s:g} s since step {step}, after "
-                f"{len(self.injected)} faults (see {self._run / 'logs'})"
-            )

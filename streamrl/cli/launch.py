@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.display.summary import summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.parity.compare import require_parity
@@ -29,7 +30,9 @@ from streamrl.run_folder import prepare
 def main(arguments: argparse.Namespace) -> int:
     console = Console()
     require_startable(arguments)
-    config = prepare(configuration(arguments).config, resume=arguments.resume, new=arguments.new)
+    config = configuration(arguments).config
+    require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+    config = prepare(config, resume=arguments.resume, new=arguments.new)
     remedy = f"streamrl launch {_config_file(config)} --resume"
     try:
         run_here(

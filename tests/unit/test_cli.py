@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
+from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.display.numbers import sparkline, wait_shares
 from streamrl.cli.display.summary import summary_rows
@@ -28,7 +29,8 @@ from streamrl.errors import (
 )
 from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import JsonlTracker
-from streamrl.types import LearnerActivity, LearnerStatus
+from streamrl.types import Books, LearnerActivity, LearnerStatus
+from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -236,26 +238,37 @@ def test_a_launch_that_is_refused_leaves_the_folder_as_it_was(tmp_path):
     settings = [f"run.folder={tmp_path}", "run.max_steps=3", "learner.optimizer.warmup_steps=0"]
     ports = ["buffer.url=zmq://127.0.0.1:0", "weights.address=tcp://127.0.0.1:0"]
     config = load_config(QUICKSTART, [*settings, *ports]).config
-    checkpoint = config.run.path / "checkpoints" / "step-00000013"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text('{"policy_version": 13}')
+    config.run.path.mkdir(parents=True)
     (config.run.path / "metrics.jsonl").write_text("{}")
     (config.run.path / "config.yaml").write_text("as it was")
-    beyond = r"run\.max_steps: was 3, and .*step-00000013 is of step 13: it must be above 13"
-    with pytest.raises(ConfigError, match=beyond):
-        prepare(config, resume=True, new=False)
-    run = config.run.model_copy(update={"resume": checkpoint})
-    with pytest.raises(ConfigError, match=beyond):
-        prepare(config.model_copy(update={"run": run}), resume=False, new=True)
     buffer = config.buffer.model_copy(update={"url": "zmq://127.0.0.1:99999"})
     with pytest.raises(ConfigError, match=r"buffer\.url: cannot listen"):
         prepare(config.model_copy(update={"buffer": buffer}), resume=False, new=True)
     assert [path.name for path in tmp_path.iterdir()] == ["quickstart"]
     assert (config.run.path / "config.yaml").read_text() == "as it was"
-    run = config.run.model_copy(update={"max_steps": 13})
-    prepare(config.model_copy(update={"run": run}), resume=True, new=False)
-    run = config.run.model_copy(update={"resume": "auto"})
-    prepare(config.model_copy(update={"run": run}), resume=False, new=True)
+
+
+def test_a_launch_beyond_the_last_step_is_refused(tmp_path):
+    settings = [f"run.folder={tmp_path}", "run.max_steps=3", "learner.optimizer.warmup_steps=0"]
+    config = load_config(QUICKSTART, settings).config
+    older, newest = (write_checkpoint(config.run.path, version, Books()) for version in (2, 13))
+
+    def launch(continues: bool, anew: bool, **of_run: object) -> None:
+        run = config.run.model_copy(update=of_run)
+        changed = config.model_copy(update={"run": run})
+        require_steps_to_launch(changed, resume=continues, new=anew)
+
+    beyond = r"run\.max_steps: was 3, and .*step-00000013 is of step 13: it must be above 13"
+    with pytest.raises(ConfigError, match=beyond):
+        launch(True, False)
+    with pytest.raises(ConfigError, match=beyond):
+        launch(False, False, resume="auto")
+    with pytest.raises(ConfigError, match=beyond):
+        launch(False, True, resume=newest)
+    launch(True, False, max_steps=13)
+    launch(False, True)
+    launch(False, True, resume="auto")
+    launch(True, False, resume=older)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

@@ -12,15 +12,14 @@ import msgspec
 import pytest
 
 from buffers.audit import audit as audit_events
-from streamrl.checkpoints.find import FORMAT, newest
-from streamrl.checkpoints.history import new_history
-from streamrl.checkpoints.manifest import write_manifest
+from streamrl.checkpoints.find import newest
 from streamrl.cli.main import main
 from streamrl.cli.verification.events import event_faults
 from streamrl.cli.verification.faults import FaultKind, plan
 from streamrl.cli.verification.run_audit import RunAudit, audit_run
 from streamrl.config import RunConfig, to_yaml
 from streamrl.types import Books, DropReason, ranges_of
+from tests.checkpoints import write_checkpoint
 from tests.unit.test_audit import events
 
 BOOKS = Books(
@@ -34,7 +33,6 @@ BOOKS = Books(
     open_ranges=ranges_of((5,)),
 )
 TRAINED = [[0, 2], [3, 4]]
-HISTORY = new_history()
 
 
 def make_run(folder: Path, trained: list[list[int]], books: Books) -> RunConfig:
@@ -55,19 +53,6 @@ def make_run(folder: Path, trained: list[list[int]], books: Books) -> RunConfig:
         run / "trained.jsonl", [{"prompt_indices": prompt_indices} for prompt_indices in trained]
     )
     return config
-
-
-def write_checkpoint(run: Path, version: int, books: Books) -> None:
-    folder = run / "checkpoints" / f"step-{version:08d}"
-    folder.mkdir(parents=True)
-    state = {
-        "format": FORMAT,
-        "policy_version": version,
-        "books": msgspec.to_builtins(books, str_keys=True),
-        "history": msgspec.to_builtins(HISTORY),
-    }
-    (folder / "state.json").write_text(json.dumps(state))
-    write_manifest(folder)
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:

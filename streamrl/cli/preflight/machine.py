@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from actors.engines import find_engine
 from buffers.connect import require_redis
+from streamrl.checkpoints.find import is_checkpoint
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
 
@@ -87,7 +88,7 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
 
 def _check_resume(config: RunConfig) -> Iterator[Finding]:
     path = config.run.resume
-    if isinstance(path, Path) and not (path / "state.json").is_file():
+    if isinstance(path, Path) and not is_checkpoint(path):
         yield problem(f"run.resume: {path} is no checkpoint (it has no state.json)")
 
 

@@ -65,20 +65,13 @@ class Fault:
 def plan(
     seed: int, counts: Mapping[FaultKind, int], max_steps: int, roles: Sequence[str]
 ) -> tuple[Fault, ...]:
-    """In order of time. Kinds of daemon take turns in a random order, so that none is spared."""
+    """In order of time."""
     random_numbers = random.Random(seed)
     num_kills = counts.get(FaultKind.KILL, 0)
     steps = sorted(random_numbers.uniform(0.0, _LAST_FAULT * max_steps) for _ in range(num_kills))
-    kinds: dict[str, list[str]] = {}
-    for role in roles:
-        kinds.setdefault(role.partition("-")[0], []).append(role)
-    victims: list[str] = []
-    while len(victims) < num_kills:
-        turn = random_numbers.sample(sorted(kinds), len(kinds))
-        victims += [random_numbers.choice(kinds[kind]) for kind in turn]
     kills = [
         Fault(int(step), round(random_numbers.uniform(0.0, _LARGEST_DELAY_S), 3), victim)
-        for step, victim in zip(steps, victims, strict=False)
+        for step, victim in zip(steps, victims(random_numbers, num_kills, roles), strict=True)
     ]
     others = [
         Fault(int(random_numbers.uniform(0.2, _LAST_FAULT) * max_steps), 0.0, LEARNER, kind)
@@ -87,6 +80,18 @@ def plan(
         for _ in range(counts.get(kind, 0))
     ]
     return tuple(sorted([*kills, *others], key=lambda fault: fault.step))
+
+
+def victims(random_numbers: random.Random, count: int, roles: Sequence[str]) -> tuple[str, ...]:
+    """Roles, of which kinds of daemon take turns in a random order, so that none is spared."""
+    kinds: dict[str, list[str]] = {}
+    for role in roles:
+        kinds.setdefault(role.partition("-")[0], []).append(role)
+    chosen: list[str] = []
+    while len(chosen) < count:
+        turn = random_numbers.sample(sorted(kinds), len(kinds))
+        chosen += [random_numbers.choice(kinds[kind]) for kind in turn]
+    return tuple(chosen[:count])
 
 
 def complete_checkpoints(run: Path) -> tuple[Checkpoint, ...]:

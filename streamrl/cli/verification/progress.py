@@ -1,4 +1,4 @@
-"""How far a run under test is, and that it does not stand still; `streamrl soak` follows it."""
+"""How far a run under test is, and that it does not stand still; chaos and soak follow it."""
 
 import asyncio
 import time
@@ -14,13 +14,14 @@ _POLL_S = 0.02
 class Progress:
     """The steps of a run, by its record of trained steps, which another process writes.
 
-    Every wait raises StreamRLError once there has been no step for `stall_timeout_s`.
+    `reached` is the largest step so far. Every wait raises StreamRLError once there has been no
+    step for `stall_timeout_s`.
     """
 
     def __init__(self, folder: Path, stall_timeout_s: float) -> None:
         self._record = folder / TRAINED_FILE
         self._stall_timeout_s = stall_timeout_s
-        self._reached = 0
+        self.reached = 0
         self._last = (-1, time.monotonic())
 
     @property
@@ -30,7 +31,7 @@ class Progress:
 
     async def until_step(self, step: int) -> None:
         """Waits for the run to reach the step."""
-        while self._reached < step:
+        while self.reached < step:
             self.read()
             await asyncio.sleep(_POLL_S)
 
@@ -43,7 +44,7 @@ class Progress:
 
     def read(self) -> None:
         step = read_last(self._record).get("step", 0)
-        self._reached = max(self._reached, step)
+        self.reached = max(self.reached, step)
         if step != self._last[0]:
             self._last = (step, time.monotonic())
         elif time.monotonic() - self._last[1] > self._stall_timeout_s:

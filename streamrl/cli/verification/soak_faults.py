@@ -9,6 +9,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streamrl.cli.verification.faults import victims
+
 _FIRST_FAULT, _LAST_FAULT = 0.05, 0.85
 _LONGEST_FREEZE_S = 30.0
 
@@ -21,18 +23,6 @@ class Fault:
     at_s: float
     role: str
     freeze_s: float = 0.0
-
-
-def victims(random_numbers: random.Random, count: int, roles: Sequence[str]) -> tuple[str, ...]:
-    """Roles, of which kinds of daemon take turns in a random order."""
-    kinds: dict[str, list[str]] = {}
-    for role in roles:
-        kinds.setdefault(role.partition("-")[0], []).append(role)
-    chosen: list[str] = []
-    while len(chosen) < count:
-        turn = random_numbers.sample(sorted(kinds), len(kinds))
-        chosen += [random_numbers.choice(kinds[kind]) for kind in turn]
-    return tuple(chosen[:count])
 
 
 def plan(seed: int, seconds: float, num_faults: int, roles: Sequence[str]) -> tuple[Fault, ...]:
