@@ -6,7 +6,6 @@ import shutil
 import signal
 import sqlite3
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -15,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from buffers.audit import audit_journal
 from buffers.journal import journal as journal_module
 from buffers.journal import segments
 from buffers.journal.journal import Journal
 from buffers.journal.schema import journal_path
 from buffers.ledger.entry import State
 from buffers.ledger.state import BufferState
-from streamrl.cli.buffer.audit import main as run_audit
 from streamrl.errors import LostMemoryError, StorageError
 from streamrl.types import Books, DropReason
 from tests.unit.test_journal import MEMORY, dump, header, make_state, open_journal
@@ -151,7 +150,7 @@ def _kill_at_any_write(folder: Path) -> None:
         named = {place.segment for place in places(run)}
         assert {int(path.stem) for path in segments_of(run)} == named
         journal.close()
-        assert run_audit(Namespace(folder=run)) == 0
+        assert audit_journal(journal_path(run)).faults == ()
     assert num_commits == len(states) - 1
     assert number > 40
 
@@ -213,7 +212,7 @@ def test_a_damaged_group_is_sampled_again_and_the_others_are_kept(tmp_path, capl
     (again,) = state.lease(["again"], "g", 0.0)
     assert again.prompt_index == 2
     journal.close()
-    assert run_audit(Namespace(folder=tmp_path)) == 0
+    assert audit_journal(journal_path(tmp_path)).faults == ()
 
 
 def test_a_missing_segment_costs_its_groups_wherever_they_are(tmp_path):
@@ -243,7 +242,7 @@ def test_a_missing_segment_costs_its_groups_wherever_they_are(tmp_path):
     assert [lease.prompt_index for lease in leases] == [2, 3, 4, 5]
     journal.commit()
     journal.close()
-    assert run_audit(Namespace(folder=tmp_path)) == 0
+    assert audit_journal(journal_path(tmp_path)).faults == ()
 
 
 def test_a_segment_that_no_row_names_is_deleted(tmp_path):
