@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from buffers import messages as m
+from buffers.audit import audit_journal
 from buffers.journal.schema import journal_path
 from buffers.try_stats import try_stats
 from buffers.zmq import multipart
@@ -127,14 +128,14 @@ async def test_nobody_notices_that_a_buffer_was_killed(daemon: Daemon):
     assert (await learner.take(2, 0, 1.0)).headers == loan
     assert [g.prompt_index for g in await learner.fetch([1, 0])] == [1, 0]
     assert (await learner.advance(1)).books.trained == 2
-    assert main(["buffer", "audit", str(daemon.run)]) == 0
+    assert audit_journal(journal_path(daemon.run)).faults == ()
     reply = await generator.heartbeat(status(lease_ids=("s/d",)))
     assert (reply.lost_lease_ids, reply.incarnation) == ((), after.incarnation)
     assert held is not None
     await generator.put("s/d", make_group(held.prompt_index, lease_id="s/d"))
     await learner.acknowledge(1)
     assert daemon.end() == 0
-    assert main(["buffer", "audit", str(daemon.run)]) == 0
+    assert audit_journal(journal_path(daemon.run)).faults == ()
     await generator.close()
     await learner.close()
 
@@ -177,7 +178,7 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert daemon.end() == 0
-    assert main(["buffer", "audit", str(daemon.run)]) == 0
+    assert audit_journal(journal_path(daemon.run)).faults == ()
     for client in (learner, *generators):
         await client.close()
 
@@ -326,7 +327,7 @@ async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemo
         await generator.put(lease.lease_id, make_group(lease.prompt_index, version=1))
     assert [h.prompt_index for h in (await learner.take(2, 1, 1.0)).headers] == [2, 3]
     assert daemon.end() == 0
-    assert main(["buffer", "audit", str(daemon.run)]) == 0
+    assert audit_journal(journal_path(daemon.run)).faults == ()
     await generator.close()
     await learner.close()
 
