@@ -69,11 +69,12 @@ def _listening(url: str, curve: Path | None) -> Iterator["zmq.Socket[bytes]"]:
     context = zmq.Context()
     keys = CurveServer(context, url, curve)
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
     try:
         keys.configure(socket)
         socket.bind(url.replace("zmq://", "tcp://"))
         yield socket
     finally:
-        socket.close(linger=0)
+        socket.close()
         keys.close()
         context.term()

@@ -99,7 +99,8 @@ def test_a_reward_that_is_no_number_is_shown(deep, tmp_path, answer):
     code, out, err = deep(f"data.reward={own}:score")
     assert code != 0
     assert "response 4" in out
-    assert f"streamrl check: reward {own}:score: answered" in err
+    assert f"streamrl check: reward {own}:score (odd.py:1) returned [" in err
+    assert "it must return 4 finite numbers, one for each episode" in err
 
 
 def test_an_environment_that_fails_is_shown_with_its_line(deep, tmp_path):

@@ -49,8 +49,10 @@ def test_a_package_that_is_missing_ends_the_launch_with_the_remedy(
 def test_a_redis_that_does_not_run_is_named(launch: Launch):
     url = f"redis://127.0.0.1:{free_port()}/0"
     run = launch(*_set(f"buffer.url={url}", ONE))
-    assert run.end() == 2, run.output
-    assert f"streamrl launch: buffer.url: no Redis answers at {url}" in run.output
+    assert run.end() == 5, run.output
+    assert f"warning: buffer.url: no Redis answers at {url}" in run.output
+    assert f"streamrl launch: books: the buffer at {url} has not answered" in run.output
+    assert "Traceback" not in run.output
 
 
 def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(launch: Launch, tmp_path: Path):

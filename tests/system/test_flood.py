@@ -35,7 +35,7 @@ def test_a_run_under_flood_ends_and_its_books_close(launch: Callable[..., Launch
             floods.enter_context(flood(url, kind))
         run = launch("--set", f"buffer.url={url}", "--set", "run.max_steps=6")
         assert run.end() == 0, run.output
-    assert run.lines[-1]["buffer/refused_ignored"] > 0
+    assert run.lines[-1]["buffer/refused_ignored"] > 0, (run.lines[-1], run.log("buffer")[-2000:])
     assert [line["step"] for line in run.lines] == list(range(1, 7))
     assert audit_journal(journal_path(run.folder)).faults == ()
     assert_books_close(run)
