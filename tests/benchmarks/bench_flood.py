@@ -105,7 +105,7 @@ def run(folder: Path, urls: dict[str, str]) -> Iterator[Path]:
 
 @contextmanager
 def flooded(commands: list[list[str]]) -> Iterator[None]:
-    floods = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+    floods = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) for command in commands]
     try:
         yield
     finally:

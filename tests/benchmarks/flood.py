@@ -50,6 +50,7 @@ def main() -> None:
     arguments = parser.parse_args()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(arguments.url.replace("zmq://", "tcp://"))
+    print("flooding", flush=True)
     for frames in itertools.islice(FLOODS[arguments.kind](), arguments.count):
         while not send(socket, frames):
             time.sleep(PAUSE_S)
