@@ -105,7 +105,8 @@ def run(folder: Path, urls: dict[str, str]) -> Iterator[Path]:
 
 @contextmanager
 def flooded(commands: list[list[str]]) -> Iterator[None]:
-    floods = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) for command in commands]
+    silent = subprocess.DEVNULL
+    floods = [subprocess.Popen(command, cwd=ROOT, stdout=silent) for command in commands]
     try:
         yield
     finally:
