@@ -28,7 +28,7 @@ IGNORED_S = 10.0
 MAX_PEERS = 4096
 REPORT_S = 1.0
 # A turn's refusals: so many, or so many bytes of them, at a rate that leaves the cores to others.
-MAX_REFUSED = 32
+MAX_REFUSED = 8
 MAX_REFUSED_BYTES = 2**20
 
 

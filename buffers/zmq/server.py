@@ -53,7 +53,7 @@ MAX_REPLIES = 1000
 # A larger frame ends its connection; a smaller one that is too large is refused.
 MAX_FRAME_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 MAX_REQUEST_BYTES = 4 * 2**20
-REST_S = 0.01
+REST_S = 0.0025
 
 
 class ZmqBufferServer:
