@@ -41,11 +41,6 @@ class Connections:
         self.num_refused = 0
         self.num_ignored = 0
 
-    @property
-    def num_in_vain(self) -> int:
-        """Messages that were refused, or dropped unread."""
-        return self.num_refused + self.num_ignored
-
     def admits(self, connection: bytes) -> bool:
         """Whether to read a message that has arrived; it counts in any case."""
         is_admitted = self._spend(connection, 1.0) >= 0

@@ -1,10 +1,9 @@
 """The messages of the learner's end: announcements and transfers, and the answers to them.
 
 Invariant: every answer is waited for with a deadline, and one from a process that has ended or was
-replaced is not waited for. No message ends the learner, and those that are read in vain cost it at
-most IN_VAIN_SHARE of its time: what is malformed, or in the name of another connection's receiver,
-is refused and counted (`streamrl.weights.connections`), and senders that go on wait in their own
-queues.
+replaced is not waited for. No message ends the learner or costs it more than READING_SHARE of its
+time: what is malformed, or in the name of another connection's receiver, is refused and counted
+(`streamrl.weights.connections`), and senders that go on wait in their own queues.
 """
 
 import asyncio
@@ -34,8 +33,8 @@ from streamrl.weights.protocol import (
     Transfer,
 )
 
-IN_VAIN_SHARE = 0.05
-BATCH = 16
+READING_SHARE = 0.2
+BATCH = 64
 MAX_MESSAGE_BYTES = 2**16
 """A larger one ends its connection."""
 # Messages that wait on one connection; in or out, it has few at a time.
@@ -109,14 +108,12 @@ class SenderSocket:
 
     async def receive(self) -> None:
         """Until cancelled: handle the messages of receivers, which may be silent for good; then
-        pause, after messages in vain for as long as IN_VAIN_SHARE demands."""
+        pause, for as long as READING_SHARE demands."""
         while True:
             await self._socket.poll()
-            start, num_in_vain = time.perf_counter(), self._connections.num_in_vain
+            start = time.perf_counter()
             self._read_some()
-            took_s = time.perf_counter() - start
-            is_in_vain = self._connections.num_in_vain > num_in_vain
-            await asyncio.sleep(took_s * (1 / IN_VAIN_SHARE - 1) if is_in_vain else 0.0)
+            await asyncio.sleep((time.perf_counter() - start) * (1 / READING_SHARE - 1))
 
     def close(self) -> None:
         self._socket.close()
