@@ -16,10 +16,11 @@ from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
 from actors.prompts import open_held_out
 from actors.rewards import make_reward
+from actors.rollout import unbuffered_lease
 from streamrl.checkpoints.find import is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.types import Lease, TrajectoryGroup
+from streamrl.types import TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +71,11 @@ async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]
     runner = make_runner(config, engine, renderer, prompts, make_reward(config.data))
     greedy = replace(runner, sampling=structs.replace(runner.sampling, temperature=0.0))
     numbers = range(config.data.num_eval_prompts)
-    groups = await asyncio.gather(*(greedy.run(_lease(number)) for number in numbers))
+    groups = await asyncio.gather(
+        *(greedy.run(unbuffered_lease("evaluation", number)) for number in numbers)
+    )
     await engine.close()
     return groups
-
-
-def _lease(prompt_index: int) -> Lease:
-    return Lease(
-        lease_id=f"evaluation/{prompt_index}",
-        prompt_index=prompt_index,
-        min_policy_version=0,
-        expires_at_s=0.0,
-    )
 
 
 def _summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -9,11 +9,11 @@ from actors.chat import PromptTooLongError, Renderer
 from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
 from actors.prompts import open_prompts
-from actors.rollout import GroupRunner
+from actors.rollout import GroupRunner, unbuffered_lease
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Episode
-from streamrl.types import Lease, ParitySamples, TrajectoryGroup
+from streamrl.types import ParitySamples, TrajectoryGroup
 
 
 async def sample(config: RunConfig) -> ParitySamples:
@@ -46,14 +46,8 @@ async def sample(config: RunConfig) -> ParitySamples:
 
 async def _group(runner: GroupRunner, prompt_index: int) -> TrajectoryGroup | None:
     """None for a prompt that a run drops too. Waits for the engine."""
-    lease = Lease(
-        lease_id=f"parity/{prompt_index}",
-        prompt_index=prompt_index,
-        min_policy_version=0,
-        expires_at_s=0.0,
-    )
     try:
-        return await runner.run(lease)
+        return await runner.run(unbuffered_lease("parity", prompt_index))
     except PromptTooLongError:
         return None
 

@@ -134,6 +134,16 @@ class GroupRunner:
         )
 
 
+def unbuffered_lease(purpose: str, prompt_index: int) -> Lease:
+    """Of a prompt that is sampled for an evaluation or a check, with no buffer behind it."""
+    return Lease(
+        lease_id=f"{purpose}/{prompt_index}",
+        prompt_index=prompt_index,
+        min_policy_version=0,
+        expires_at_s=0.0,
+    )
+
+
 def _prompt_metrics(prompt: Prompt) -> dict[str, float]:
     """The number of a prompt's row that the learner uses: `difficulty`, for
     `algorithm.sample_weight`."""

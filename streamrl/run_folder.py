@@ -9,7 +9,6 @@ buffer/     journal.sqlite  payloads/
 
 import json
 import logging
-import os
 import shutil
 import socket
 import time
@@ -20,6 +19,7 @@ import msgspec
 
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.loading.similar import RESOLVED_FILE, similar_run
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.types import Books, BufferStats, LearnerStatus
 
@@ -61,34 +61,6 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {folder}: {error.strerror}") from error
     return resolved
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write the file whole and durably: a crash or a full disk leaves what was there before.
-
-    Raises:
-        OSError: it is not written.
-    """
-    # Several daemons of a run may write the same file.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        with unfinished.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in the folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from typing import Any
 import zmq
 
 from streamrl.config import PARENT_VARIABLE, RunConfig, to_yaml
+from streamrl.durable_files import write_file
 from streamrl.error_record import leave_record
 from streamrl.errors import (
     EXIT_CRASHED,
@@ -37,7 +38,6 @@ from streamrl.errors import (
     TransportError,
     exit_code_of,
 )
-from streamrl.run_folder import write_file
 from streamrl.user_code import user_traceback
 
 # mallopt(3): the parameters' numbers are part of glibc's binary interface.

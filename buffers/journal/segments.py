@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 import xxhash
 
+from streamrl.durable_files import sync
 from streamrl.errors import StorageError
-from streamrl.run_folder import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +126,8 @@ class Segments:
         self._end = 0
         file = os.open(self._path(self._number), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         if self._is_synced:
-            sync_folder(self._folder)
-            sync_folder(self._folder.parent)
+            sync(self._folder)
+            sync(self._folder.parent)
         return file
 
     def _append(self, file: int, payloads: Sequence[Payload]) -> list[Place]:

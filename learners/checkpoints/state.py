@@ -41,8 +41,9 @@ from streamrl.checkpoints.find import (
     version_of,
 )
 from streamrl.checkpoints.history import History, read_history
-from streamrl.checkpoints.manifest import sync, verify, write_manifest
+from streamrl.checkpoints.manifest import verify, write_manifest
 from streamrl.config import RunConfig
+from streamrl.durable_files import sync
 from streamrl.errors import (
     CheckpointWriteError,
     ConfigError,

@@ -11,14 +11,13 @@ contains it, whatever lies beside it.
 """
 
 import json
-import os
 import uuid
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from streamrl.checkpoints.manifest import sync
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.types import Books
 from streamrl.types.index_ranges import IndexRanges, ranges_of
@@ -99,12 +98,8 @@ def read_history(checkpoints: Path) -> History | None:
 def write_history(checkpoints: Path, history: History) -> None:
     """Replace the surviving history, on disk when this returns."""
     checkpoints.mkdir(parents=True, exist_ok=True)
-    path = checkpoints / HISTORY_FILE
-    unfinished = checkpoints / f".{HISTORY_FILE}.unfinished"
-    unfinished.write_text(json.dumps(msgspec.to_builtins(history), indent=1) + "\n")
-    sync(unfinished)
-    os.replace(unfinished, path)
-    sync(checkpoints)
+    text = json.dumps(msgspec.to_builtins(history), indent=1) + "\n"
+    write_file(checkpoints / HISTORY_FILE, text)
 
 
 def _new_id() -> str:

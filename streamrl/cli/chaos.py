@@ -33,8 +33,9 @@ from streamrl.cli.verification.progress import Progress
 from streamrl.cli.verification.run_audit import audit_run
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
-from streamrl.run_folder import prepare, write_file
+from streamrl.run_folder import prepare
 
 _POLL_S = 0.02
 _DISK_FULL_S = 60.0
@@ -149,10 +150,12 @@ class Killer:
     async def _fill_disk(self, child: Child) -> str:
         """Until a checkpoint was due, or for _DISK_FULL_S: a full disk may hide the steps."""
         process = await self._progress.until_running(child)
-        until = self._progress.reached + self._save_every + 1
         with full_disk(self._run, process.pid), contextlib.suppress(TimeoutError):
+            # Read under the limit: steps made before it may have saved, and a step is on record
+            # before it saves.
+            self._progress.read()
             async with asyncio.timeout(_DISK_FULL_S):
-                await self._progress.until_step(until)
+                await self._progress.until_step(self._progress.reached + self._save_every + 1)
         return "no space for a checkpoint"
 
     async def _until_checkpoints(self, count: int) -> None:

@@ -13,8 +13,9 @@ from transformers.utils.logging import disable_progress_bar
 from actors.evaluation import evaluate, named_model, newest_model
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
-from streamrl.run_folder import require_run, write_file
+from streamrl.run_folder import require_run
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -47,6 +47,7 @@ from streamrl.cli.verification.soak_record import (
 )
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
@@ -281,7 +282,7 @@ def _write(
         "findings": audit.findings,
         "faults": faults,
     }
-    (config.run.path / "soak.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_file(config.run.path / "soak.json", json.dumps(record, indent=1) + "\n")
 
 
 def _require_usable(arguments: argparse.Namespace) -> None:

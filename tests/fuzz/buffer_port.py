@@ -8,7 +8,6 @@ daemon lives and answers it, the books close at every look and in the journal's 
 stays. Prints one JSON line. `tests/system/test_fuzz.py` does the same with a small budget.
 """
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -30,7 +29,7 @@ from streamrl import wire
 from streamrl.errors import WireError
 from streamrl.types import GeneratorStatus, pack, replace
 from tests.contract.test_buffer_daemon import Daemon
-from tests.fuzz.hostile import Frames, corpus, endless, messages, mutated
+from tests.fuzz.hostile import Frames, corpus, endless, messages, mutated, parse
 from tests.records import make_group
 
 BATCH = 10
@@ -179,12 +178,7 @@ async def fill_if_free(client: ZmqBuffer, name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--messages", type=int, default=1_000_000)
-    parser.add_argument("--drawn", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
+    arguments = parse(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         work = fuzz(Path(folder), arguments.messages, arguments.seed, num_drawn=arguments.drawn)
         counts = asyncio.run(work)

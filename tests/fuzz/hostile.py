@@ -5,8 +5,10 @@ hostile values, so that they reach the code behind the decoder; the others have 
 added, bytes changed, cut or nested, or are noise. The fuzzer of each port uses it.
 """
 
+import argparse
 import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,3 +171,14 @@ def endless(
                 changed = change(frames[where], draw.getrandbits(32))
             frames = [*frames[:where], changed, *frames[where + 1 :]]
         yield frames
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """The arguments of a fuzzer; prints its seed."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--drawn", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    return arguments

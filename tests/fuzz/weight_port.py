@@ -10,7 +10,6 @@ memory stays. Prints one JSON line. `tests/system/test_weight_fuzz.py` does the 
 budget.
 """
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -36,7 +35,7 @@ from streamrl.weights.locality import locality_of
 from streamrl.weights.protocol import Announce, FromReceiver, FromSender, Transfer
 from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender_socket import MAX_MESSAGE_BYTES
-from tests.fuzz.hostile import Frames, corpus, endless, messages
+from tests.fuzz.hostile import Frames, corpus, endless, messages, parse
 from tests.unit.weights.update_run import SHAPES, Generator, Run, parameters, run, until
 
 BATCH = 2000
@@ -196,12 +195,7 @@ def _rss_mb() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--messages", type=int, default=1_000_000)
-    parser.add_argument("--drawn", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
+    arguments = parse(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         work = fuzz(Path(folder), arguments.messages, arguments.seed, num_drawn=arguments.drawn)
         counts = asyncio.run(work)

@@ -21,12 +21,12 @@ from actors.engines import make_engine
 from actors.make_model import make_model
 from actors.prompts import open_prompts
 from actors.rewards import make_reward
-from actors.rollout import GroupRunner
+from actors.rollout import GroupRunner, unbuffered_lease
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode, Prompt, Reward
-from streamrl.types import Lease, TrajectoryGroup
+from streamrl.types import TrajectoryGroup
 
 _TRIED = 32
 _PACKAGES = tuple(str(Path(streamrl.__file__).parents[1] / name) for name in ("streamrl", "actors"))
@@ -78,7 +78,7 @@ async def _sample(config: RunConfig) -> None:
         prompt_index = _first_that_fits(runner)
         print("\n".join(_of_prompt(prompts[prompt_index], renderer)))
         try:
-            group = await runner.run(_lease(prompt_index))
+            group = await runner.run(unbuffered_lease("check", prompt_index))
         except RolloutError:
             for number, episode in enumerate(reward.episodes, 1):
                 print(f"\nresponse {number}, {episode.finish_reason}")
@@ -97,15 +97,6 @@ def _first_that_fits(runner: GroupRunner) -> int:
             continue
         return prompt_index
     raise ConfigError(f"data.max_prompt_length: none of the first {_TRIED} prompts fits")
-
-
-def _lease(prompt_index: int) -> Lease:
-    return Lease(
-        lease_id=f"check/{prompt_index}",
-        prompt_index=prompt_index,
-        min_policy_version=0,
-        expires_at_s=0.0,
-    )
 
 
 def _of_prompt(prompt: Prompt, renderer: Renderer) -> Iterator[str]:
