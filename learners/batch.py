@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from learners.attention import Packing
 from learners.packing import pack
+from learners.policy.attention import Packing
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError
 from streamrl.types import GREEDY_REWARD, INVALID_TURNS, Trajectory, TrajectoryGroup

@@ -15,9 +15,9 @@ from buffers.connect import connect
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.start import Start, choose, resumed
 from learners.checkpoints.state import restore
-from learners.critic import Critic
 from learners.learner import Learner
-from learners.policy import Policy
+from learners.policy.critic import Critic
+from learners.policy.policy import Policy
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
@@ -79,7 +79,7 @@ def _load(config: RunConfig) -> tuple[Trainer, LearnerState, Start]:
     policy = Policy.from_config(config, path)
     algorithm = config.algorithm
     reference = Policy.from_config(config) if algorithm.needs_reference else None
-    critic = Critic(config, Policy.from_config(config)) if algorithm.needs_values else None
+    critic = Critic.from_config(config) if algorithm.needs_values else None
     trainer = Trainer(config, policy, reference, critic)
     state = LearnerState()
     if start.checkpoint:

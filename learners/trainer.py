@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from learners.batch import MicroBatch, TrainingBatch
-from learners.critic import Critic
 from learners.objective.credit import CreditAssigner
 from learners.objective.facts import FactCollector
 from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.step_metrics import Part, of_facts, of_work
 from learners.optimizer import learning_rate, make_optimizer, update
-from learners.policy import Policy
+from learners.policy.critic import Critic
+from learners.policy.policy import Policy
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from learners.batch import TrainingBatch
-from learners.critic import Critic
-from learners.policy import Policy
+from learners.policy.critic import Critic
+from learners.policy.network import Network
+from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
@@ -28,8 +29,18 @@ def make_config(**sections: Any) -> RunConfig:
 
 
 def make_policy(temperature: float = 1.0, **overrides: object) -> Policy:
+    return Policy(make_network(temperature, **overrides))
+
+
+def make_network(
+    temperature: float = 1.0, *, has_values: bool = False, **overrides: object
+) -> Network:
     model = make_llama(**overrides).train()
-    return Policy(model, temperature=temperature, dtype=torch.float32)
+    return Network(model, temperature=temperature, dtype=torch.float32, has_values=has_values)
+
+
+def make_critic(config: RunConfig) -> Critic:
+    return Critic(config, make_network(has_values=True))
 
 
 def make_trajectory(rng: np.random.Generator, num_prompt: int, num_response: int) -> Trajectory:
@@ -73,5 +84,5 @@ def make_trainer(config: RunConfig) -> Trainer:
     if reference is not None:
         with torch.no_grad():
             reference.model.get_output_embeddings().weight.mul_(1.5)
-    critic = Critic(config, make_policy()) if config.algorithm.needs_values else None
+    critic = make_critic(config) if config.algorithm.needs_values else None
     return Trainer(config, make_policy(), reference, critic)

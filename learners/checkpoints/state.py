@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from learners.critic import Critic
+from learners.policy.critic import Critic
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints.find import (

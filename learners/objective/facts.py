@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from learners.batch import MicroBatch, TrainingBatch
-from learners.critic import Critic
 from learners.objective.credit import CreditAssigner
-from learners.policy import Policy
+from learners.policy.critic import Critic
+from learners.policy.policy import Policy
 from streamrl.algorithms.rollout_is import RolloutIS, rollout_is_weights
 from streamrl.config.algorithm import AlgorithmSettings
 

@@ -13,9 +13,10 @@ from operator import add
 import torch
 
 from learners.batch import MicroBatch
-from learners.critic import Critic
 from learners.objective.facts import Facts
-from learners.policy import Policy
+from learners.policy.critic import Critic
+from learners.policy.network import NetworkOutput
+from learners.policy.policy import Policy
 from streamrl.algorithms.losses import BatchTotals, LossInput
 from streamrl.algorithms.objective import policy_objective
 from streamrl.algorithms.parts import Rescaling
@@ -91,8 +92,10 @@ class Gradient:
         self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals
     ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None]:
         """This micro-batch's share of the metrics, and the statistics of its own correction."""
-        hidden = self._policy.hidden_states(micro_batch)
-        current = self._policy.logprobs(micro_batch, with_entropy=self._with_entropy, hidden=hidden)
+        current = self._policy(
+            micro_batch, with_entropy=self._with_entropy, reference=self._exact(micro_batch)
+        )
+        assert current.logprobs is not None, "they are asked for by default"
         proximal = self._proximal(facts, current.logprobs)
         weights, statistics = facts.importance_weights, None
         if weights is None:
@@ -113,7 +116,7 @@ class Gradient:
             loss_input,
             self._algorithm,
             facts.reference_logprobs,
-            exact_kl=self._exact_kl(micro_batch, hidden),
+            exact_kl=current.kl,
             entropy=current.entropy,
         )
         output.loss.backward()
@@ -142,10 +145,12 @@ class Gradient:
         weights, _ = correction.loss_terms(self._algorithm.rollout_is)
         return weights, correction.statistics
 
-    def _exact_kl(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor | None:
+    def _exact(self, micro_batch: MicroBatch) -> NetworkOutput | None:
+        """Of the reference, where the KL to it is taken over the whole vocabulary."""
         if self._reference is None or not self._algorithm.kl_loss.is_exact:
             return None
-        return self._policy.exact_kl(hidden, self._reference, micro_batch)
+        with torch.no_grad():
+            return self._reference(micro_batch, with_logprobs=False)
 
     def _critic_backward(
         self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals

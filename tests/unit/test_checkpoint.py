@@ -12,8 +12,8 @@ from actors.make_model import make_tokenizer
 from learners.checkpoints.start import choose
 from learners.checkpoints.state import restore
 from learners.checkpoints.state import save as save_of
-from learners.critic import Critic
-from learners.policy import Policy
+from learners.policy.critic import Critic
+from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints.find import list_checkpoints, newest, read_checkpoint
@@ -69,7 +69,7 @@ def save(
 
 
 def make_trainer(config: RunConfig, path: Path | None = None) -> Trainer:
-    critic = Critic(config, Policy.from_config(config)) if config.algorithm.needs_values else None
+    critic = Critic.from_config(config) if config.algorithm.needs_values else None
     return Trainer(config, Policy.from_config(config, path), Policy.from_config(config), critic)
 
 

@@ -9,7 +9,6 @@ from msgspec import structs
 from transformers import LlamaForCausalLM
 
 from learners.batch import TrainingBatch
-from learners.critic import Critic
 from learners.objective.credit import CreditAssigner
 from learners.optimizer import learning_rate, make_optimizer
 from learners.trainer import Trainer
@@ -18,7 +17,7 @@ from streamrl.config.learner import OptimizerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
-from tests.training import make_batch, make_config, make_policy, make_trainer
+from tests.training import make_batch, make_config, make_critic, make_policy, make_trainer
 
 
 def plain_logprobs(
@@ -37,7 +36,7 @@ def test_packed_logprobs_equal_unpacked_ones(heads, temperature):
     policy = make_policy(temperature, num_key_value_heads=heads)
     batch = make_batch()
     micro_batch = batch.micro_batch(range(len(batch.trajectories)), policy.device)
-    packed = policy.logprobs(micro_batch, with_entropy=False).logprobs
+    packed = policy(micro_batch).logprobs
     model = make_llama(num_key_value_heads=heads)
     plain = torch.cat([plain_logprobs(model, t, temperature) for t in batch.trajectories])
     assert torch.allclose(packed, plain, atol=2e-5)
@@ -58,7 +57,7 @@ def test_a_multi_turn_trajectory_counts_its_sampled_tokens_only():
     policy = make_policy()
     micro_batch = batch.micro_batch([0], policy.device)
     assert micro_batch.targets.tolist() == [3, 4, 7]
-    packed = policy.logprobs(micro_batch, with_entropy=False).logprobs
+    packed = policy(micro_batch).logprobs
     assert torch.allclose(packed, plain_logprobs(make_llama(), trajectory), atol=2e-5)
 
 
@@ -131,7 +130,7 @@ def test_exact_kl_is_the_sum_over_the_vocabulary():
     with torch.no_grad():
         reference.model.get_output_embeddings().weight.mul_(1.5)
     micro_batch = batch.micro_batch(range(len(batch.trajectories)), policy.device)
-    exact = policy.exact_kl(policy.hidden_states(micro_batch), reference, micro_batch)
+    exact = policy(micro_batch, reference=reference(micro_batch)).kl
     policy_model, reference_model = make_llama(), make_llama()
     with torch.no_grad():
         reference_model.get_output_embeddings().weight.mul_(1.5)
@@ -153,7 +152,7 @@ def test_the_critic_learns_what_is_expected():
     )
     policy = make_policy()
     before = {name: p.detach().clone() for name, p in policy.parameters().items()}
-    critic = Critic(config, make_policy())
+    critic = make_critic(config)
     trainer = Trainer(config, policy, critic=critic)
     losses = [trainer.step(make_batch())["critic/vf_loss"] for _ in range(60)]
     assert losses[-1] < 0.1 * losses[0]

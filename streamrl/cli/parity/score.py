@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from learners.parity import score
-from learners.policy import Policy
+from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl import wire
 from streamrl.config.arguments import configuration

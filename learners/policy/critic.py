@@ -11,40 +11,42 @@ import torch
 
 from learners.batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
-from learners.policy import Policy
+from learners.policy.network import Network
+from learners.policy.policy import load_network
 from streamrl.algorithms.losses import BatchTotals, value_loss
 from streamrl.config import RunConfig
 
 
 class Critic:
-    """The value network; `body` is a policy of which only the decoder is used."""
+    """The value network: its LM head is not used."""
 
-    def __init__(self, config: RunConfig, body: Policy) -> None:
+    def __init__(self, config: RunConfig, network: Network) -> None:
         settings = config.learner.optimizer
         self._config = config.algorithm.value
         self._max_steps = config.run.max_steps
         self._settings = settings.model_copy(update={"lr": self._config.lr or settings.lr})
-        self._body = body
-        width = body.model.config.get_text_config().hidden_size
-        self._head = torch.nn.Linear(width, 1, device=body.device)
-        torch.nn.init.zeros_(self._head.weight)
-        torch.nn.init.zeros_(self._head.bias)
+        self.network = network
         self.optimizer = make_optimizer(self.parameters(), self._settings)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "Critic":
+        """With the decoder of `model.path`."""
+        return cls(config, load_network(config, has_values=True))
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name; the decoder's, and those of `value_head`."""
-        lm_head = self._body.model.get_output_embeddings()
-        embeddings = self._body.model.get_input_embeddings()
+        model = self.network.model
+        lm_head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         is_tied = lm_head.weight is embeddings.weight
         skipped = set() if is_tied else set(lm_head.parameters())
-        body = {n: p for n, p in self._body.parameters().items() if p not in skipped}
-        head = {f"value_head.{name}": p for name, p in self._head.named_parameters()}
-        return body | head
+        assert self.network.value_head is not None, "a critic's network has one"
+        head = self.network.value_head.named_parameters(prefix="value_head")
+        return {n: p for n, p in model.named_parameters() if p not in skipped} | dict(head)
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[R] expected return before each response token, float32, with gradient."""
-        hidden = self._body.hidden_states(micro_batch)
-        return self._head(hidden.to(self._head.weight.dtype))[:, 0].float()  # type: ignore[no-any-return]
+        values: torch.Tensor = self.network(micro_batch, with_logprobs=False).values
+        return values
 
     @torch.no_grad()
     def batch_values(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""The networks that a learner trains or scores with: policy, reference and critic."""
