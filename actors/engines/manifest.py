@@ -4,17 +4,22 @@ from collections.abc import Mapping
 
 from streamrl.errors import WeightTransferError
 from streamrl.types import TensorSpec
+from streamrl.weights.codecs import lora
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def require_same_parameters(manifest: tuple[TensorSpec, ...], own: Shapes) -> None:
-    """Refuses a manifest of another model; `own` is the engine's shapes by name.
+    """Refuses a manifest of another model; `own` is the engine's shapes by name. One of LoRA's
+    factors names some of the matrices only.
 
     Raises:
         WeightTransferError: naming the first parameter that only one end has, or whose shapes
             differ.
     """
+    if lora.is_of_factors(manifest):
+        lora.require_fitting_factors(manifest, own)
+        return
     offered = {spec.name: spec.shape for spec in manifest}
     for name in offered.keys() ^ own.keys():
         where = "the learner" if name in offered else "the engine"

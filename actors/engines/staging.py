@@ -1,12 +1,18 @@
 """A complete update in host memory, until the engine's pause.
 
 Invariant: `fill` keeps every tensor of one update or raises; memory is reused from one update to
-the next.
+the next. What an engine loads is always a whole model: one of LoRA's factors is merged into the
+parameters of the model's folder on arrival.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 import torch
+from transformers import AutoModelForCausalLM
+
+from streamrl.types import TensorSpec
+from streamrl.weights.codecs import lora
 
 
 class StagedWeights:
@@ -31,3 +37,31 @@ class StagedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._host.items())
+
+
+class WholeModel:
+    """Completes updates of LoRA's factors with the model at `path`, in host memory from the first
+    such update on."""
+
+    def __init__(self, path: str, *, trust_remote_code: bool) -> None:
+        self._path = path
+        self._trust_remote_code = trust_remote_code
+
+    def tensors(
+        self, manifest: Iterable[TensorSpec], received: lora.Tensors
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter of the model, in the precision of its folder; others as they arrived."""
+        if not lora.is_of_factors(manifest):
+            yield from received
+            return
+        others = dict(self._base)
+        for name, tensor in lora.merged(received, self._base.__getitem__):
+            yield name, tensor.to(others.pop(name).dtype)
+        yield from others.items()
+
+    @cached_property
+    def _base(self) -> Mapping[str, torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(
+            self._path, dtype="auto", trust_remote_code=self._trust_remote_code
+        )
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}

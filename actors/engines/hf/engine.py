@@ -27,6 +27,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, SamplingParams, WeightUpdate
+from streamrl.weights.codecs import lora
 from streamrl.weights.transports.receive import TransferReceiver
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,8 @@ class HfEngine(UpdatableEngine):
 
     def _stage(self, update: WeightUpdate) -> None:
         landing = self._weights.landing(update.manifest)
-        for name, tensor in self._transfer.tensors(update, landing):
+        received = self._transfer.tensors(update, landing)
+        for name, tensor in lora.merged(received, self._weights.base):
             self._weights.stage(name, tensor)
 
     async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:

@@ -4,14 +4,17 @@ Invariant: an update never writes to a parameter in use; `swap` exchanges storag
 sampling pauses for microseconds however large the model is. It costs memory for one more copy.
 
 Each set has memory of its own with the layout of the update's bytes, so an update in the engine's
-precision is received in place.
+precision is received in place. LoRA's factors are merged into the spare set on arrival: each set
+then holds the matrices that have some, and the base of these is kept beside them.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from streamrl.types import TensorSpec, replace
+from streamrl.errors import WeightTransferError
+from streamrl.types import TensorSpec
+from streamrl.weights.codecs import lora
 from streamrl.weights.layout import Layout, dtype_name
 
 
@@ -37,18 +40,44 @@ class SpareWeights:
         self._active = dict(model.named_parameters())
         self._used: _Copy | None = None
         self._spare: _Copy | None = None
+        self._base: dict[str, torch.Tensor] | None = {
+            name: parameter.data for name, parameter in self._active.items()
+        }
 
     def landing(self, manifest: tuple[TensorSpec, ...]) -> torch.Tensor | None:
         """The memory to receive the update in place, None if it is in another precision.
 
         Called before `stage`, once for each update.
+
+        Raises:
+            WeightTransferError: it is of LoRA's factors, after one of a whole model.
         """
-        own = tuple(
-            replace(spec, dtype=dtype_name(self._active[spec.name].dtype)) for spec in manifest
-        )
+        own = self._own(manifest)
         if self._spare is None or self._spare.manifest != own:
             self._spare = _Copy.make(own, next(iter(self._active.values())).device)
         return self._spare.data if own == manifest else None
+
+    def base(self, name: str) -> torch.Tensor:
+        """The parameter as it was at the engine's start."""
+        assert self._base is not None, "landing() refused the factors"
+        return self._base[name]
+
+    def _own(self, manifest: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """What is staged of the update, in the engine's precision."""
+        names = tuple(spec.name for spec in manifest)
+        if not lora.is_of_factors(manifest):
+            self._base = None
+        elif self._base is None:
+            raise WeightTransferError(
+                "LoRA's factors after a whole model: the base is gone, start this generator again"
+            )
+        else:
+            names = tuple(dict.fromkeys(map(lora.matrix_of, names)))
+            self._base = {name: self._base[name] for name in names}
+        return tuple(
+            TensorSpec(name, dtype_name(p.dtype), (*p.shape,))
+            for name, p in ((name, self._active[name]) for name in names)
+        )
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Keeps the tensor, cast to the engine's precision, for the next swap."""

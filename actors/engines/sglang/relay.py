@@ -31,7 +31,7 @@ from actors.engines.sglang.messages import (
     PauseGenerationReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
-from actors.engines.staging import StagedWeights
+from actors.engines.staging import StagedWeights, WholeModel
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
@@ -51,6 +51,7 @@ class Relay:
         self,
         http: Http,
         settings: SglangSettings,
+        model: WholeModel,
         *,
         host: str,
         bucket_bytes: int,
@@ -59,6 +60,7 @@ class Relay:
     ) -> None:
         self._http = http
         self._settings = settings
+        self._model = model
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._transfer = TransferReceiver(device)
@@ -68,7 +70,7 @@ class Relay:
     async def receive(self, update: WeightUpdate) -> None:
         """Into this process's memory. Waits for the learner; the timeouts of the transfer
         unblock."""
-        await asyncio.to_thread(lambda: self._staged.fill(self._transfer.tensors(update)))
+        await asyncio.to_thread(self._stage, update)
 
     async def load(self, label: str, on_loaded: Callable[[], None]) -> float:
         """Sends on what was received; returns the seconds in which nothing was sampled.
@@ -103,6 +105,10 @@ class Relay:
 
     def close(self) -> None:
         self._transfer.close()
+
+    def _stage(self, update: WeightUpdate) -> None:
+        received = self._transfer.tensors(update)
+        self._staged.fill(self._model.tensors(update.manifest, received))
 
     def _mode(self) -> PauseMode:
         if self._settings.pause_mode == "abort":

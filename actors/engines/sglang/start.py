@@ -21,6 +21,7 @@ from actors.engines.sglang.messages import (
 )
 from actors.engines.sglang.relay import Relay
 from actors.engines.sglang.server import SglangServer, completion_of
+from actors.engines.staging import WholeModel
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.types import Completion
@@ -96,9 +97,11 @@ class SglangKind:
         return ConfigError(f"generator.engine sglang: {http.url} refuses: {error}")
 
     def server(self, http: Http, labels: Labels) -> SglangServer:
+        model = self._config.model
         relay = Relay(
             http,
             self.settings,
+            WholeModel(model.path, trust_remote_code=model.trust_remote_code),
             host=self.settings.reach_host or address_towards(host_of(http.url)),
             bucket_bytes=self._config.weights.bucket_bytes,
             timeout_s=self._config.weights.deadline_s / 4,

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from actors.engines.staging import StagedWeights
+from actors.engines.staging import StagedWeights, WholeModel
 from actors.engines.vllm.weights import Report
 from streamrl.curve import use_key
 from streamrl.errors import WeightTransferError
@@ -138,7 +138,10 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._transfer is None:
             self._transfer = TransferReceiver(self.device)
             self._staged = StagedWeights(is_pinned=self.device.type == "cuda")
-        self._staged.fill(self._transfer.tensors(self._as_this_worker(update)))
+            model = self.model_config
+            self._whole = WholeModel(model.model, trust_remote_code=model.trust_remote_code)
+        received = self._transfer.tensors(self._as_this_worker(update))
+        self._staged.fill(self._whole.tensors(update.manifest, received))
 
     def _as_this_worker(self, update: WeightUpdate) -> WeightUpdate:
         """The endpoint names the rank of the engine's first worker; the others follow it."""

@@ -16,11 +16,11 @@ SCALE_SUFFIX = "_scale_inv"
 """Suffix of the scales' name in a file, as in DeepSeek's checkpoints."""
 
 _LARGEST = torch.finfo(DTYPE).max
-_KEPT = {"lm_head", "wte", "wpe", "gate", "router"}
+_KEPT = {"lm_head", "wte", "wpe", "gate", "router", "lora_left", "lora_right"}
 
 
 def is_sent_in_float8(name: str, parameter: torch.Tensor) -> bool:
-    """True for matrices other than embeddings, the output head and routers.
+    """True for matrices other than embeddings, the output head, routers and factors of LoRA.
 
     DeepSeek-V3 excepts those too; they, norms and biases are few bytes and suffer most from the
     rounding.

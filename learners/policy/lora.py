@@ -1,0 +1,172 @@
+"""LoRA: a frozen model with an adapter of low rank on some of its linear layers, by peft.
+
+    weight = base + alpha / rank * B A        (Hu et al., arXiv 2106.09685)
+
+Invariant: only A and B are trained, and what leaves the learner has the names and shapes that
+transformers gives the model without an adapter. The model with its adapter switched off is the
+policy of `model.path`, so it is the reference policy, too.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from streamrl.config.learner import LoraSettings
+from streamrl.errors import ConfigError, did_you_mean
+from streamrl.weights.codecs import lora
+
+ADAPTER = "default"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_BASE = "base_layer."
+
+
+def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Freeze the model and put an adapter of zeros on the layers that `targets` names.
+
+    Raises:
+        ConfigError: peft is not installed, or no layer, or none that peft can adapt, is named.
+    """
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            f"learner.lora: peft is not installed ({error}); pip install 'streamrl[lora]'"
+        ) from error
+    _require_layers(model, settings)
+    try:
+        inject_adapter_in_model(peft_config(settings), model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"learner.lora.targets: {error}") from error
+
+
+def _require_layers(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Each target is a layer of the decoder: peft passes over those that it does not find."""
+    if settings.targets == "all-linear":
+        return
+    heads = (model.get_output_embeddings(), model.get_input_embeddings())
+    inside = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if module not in heads and getattr(module, "weight", torch.empty(0)).ndim == 2
+    }
+    for target in settings.targets:
+        if target not in inside:
+            raise ConfigError(
+                f"learner.lora.targets: was {target!r}, which is no linear layer of the decoder; "
+                f"{did_you_mean(target, inside)}"
+            )
+
+
+def peft_config(settings: LoraSettings) -> Any:
+    """`LoraConfig` of peft."""
+    from peft import LoraConfig
+
+    targets = settings.targets
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+@contextmanager
+def without_adapter(model: PreTrainedModel) -> Iterator[None]:
+    """The policy of `model.path` meanwhile; for passes without gradient."""
+    layers = list(adapted_layers(model).values())
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
+    """peft's layers, by the name that transformers gives them."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
+
+
+class MergedWeights(Mapping[str, torch.Tensor]):
+    """The parameters that the model has without an adapter, with the adapter in them.
+
+    A merged matrix exists while its caller holds it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layers = adapted_layers(model)
+        self._parameters = {
+            name.replace(f".{_BASE}", "."): parameter
+            for name, parameter in model.named_parameters()
+            if ".lora_" not in name
+        }
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parameter = self._parameters[name]
+        layer = self._layers.get(name.removesuffix(".weight"))
+        if layer is None or not name.endswith(".weight"):
+            return parameter
+        delta: torch.Tensor = layer.get_delta_weight(ADAPTER)
+        return parameter + delta.to(parameter.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+class Factors(Mapping[str, torch.Tensor]):
+    """The adapter as the weight channel sends it, see `streamrl.weights.codecs.lora`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layers = adapted_layers(model)
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        layer: Any = self._layers[lora.matrix_of(name).removesuffix(".weight")]
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        # A Conv1D has its matrix the other way round.
+        left, right = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
+        factor: torch.Tensor = layer.scaling[ADAPTER] * left if name.endswith(lora.LEFT) else right
+        return factor
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self._layers:
+            yield f"{name}.weight{lora.LEFT}"
+            yield f"{name}.weight{lora.RIGHT}"
+
+    def __len__(self) -> int:
+        return 2 * len(self._layers)
+
+
+def adapter_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A and B of each layer, under the names of peft's files."""
+    return {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter.detach()
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
+
+
+def save_adapter(model: PreTrainedModel, settings: LoraSettings, base: str, folder: Path) -> None:
+    """A folder that `PeftModel.from_pretrained` and vLLM load beside the model at `base`."""
+    config = peft_config(settings)
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    tensors = {name: tensor.contiguous() for name, tensor in adapter_weights(model).items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})

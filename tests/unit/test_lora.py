@@ -1,0 +1,139 @@
+"""A LoRA adapter is peft's, trains alone, and leaves the learner merged under the old names."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from actors.engines.hf.weights import SpareWeights
+from actors.engines.manifest import require_same_parameters
+from learners.policy.lora import (
+    Factors,
+    MergedWeights,
+    adapted_layers,
+    add_adapter,
+    save_adapter,
+    without_adapter,
+)
+from streamrl.config.learner import LoraSettings
+from streamrl.errors import ConfigError, WeightTransferError
+from streamrl.weights.codecs import lora
+from streamrl.weights.layout import manifest_of
+from tests.tiny_model import make_llama, save_llama
+
+IDS = torch.arange(2, 14)[None]
+
+
+def make_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    return GPT2LMHeadModel(config).eval()
+
+
+def adapted(model: PreTrainedModel, seed: int = 1, **settings: object) -> PreTrainedModel:
+    """With an adapter that changes what the model computes."""
+    add_adapter(model, LoraSettings.model_validate({"rank": 4, "alpha": 16, **settings}))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            layer.lora_B["default"].weight.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("make", [make_llama, make_gpt2])
+def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(make):
+    plain, model = make()(IDS).logits, make()
+    add_adapter(model, LoraSettings())
+    assert torch.equal(model(IDS).logits, plain)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_gpt2])
+def test_merged_weights_make_a_model_without_adapter_compute_the_same(make):
+    model, plain = adapted(make()), make()
+    merged = MergedWeights(model)
+    assert list(merged) == [name for name, _ in plain.named_parameters()]
+    plain.load_state_dict({name: merged[name] for name in merged}, strict=False)
+    assert not torch.allclose(make()(IDS).logits, model(IDS).logits, atol=0.1)
+    assert torch.allclose(plain(IDS).logits, model(IDS).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_gpt2])
+def test_the_factors_that_are_sent_make_the_merged_weights(make):
+    model = adapted(make())
+    factors, base = Factors(model), dict(make().named_parameters())
+    manifest = manifest_of(factors)
+    require_same_parameters(manifest, {name: tuple(p.shape) for name, p in base.items()})
+    merged = MergedWeights(model)
+    received = dict(lora.merged(factors.items(), base.__getitem__))
+    assert received.keys() == {name for name in merged if not torch.equal(merged[name], base[name])}
+    for name, matrix in received.items():
+        assert torch.allclose(matrix, merged[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("is_half", [True, False])
+def test_factors_of_another_model_are_refused(is_half):
+    shapes = {name: tuple(p.shape) for name, p in make_llama(hidden_size=64).named_parameters()}
+    manifest = manifest_of(Factors(adapted(make_llama())))
+    if is_half:
+        shapes = {name: tuple(p.shape) for name, p in make_llama().named_parameters()}
+        manifest = manifest[:-1]
+    with pytest.raises(WeightTransferError, match="factor model"):
+        require_same_parameters(manifest, shapes)
+
+
+def test_an_engine_merges_factors_into_the_model_that_it_started_with():
+    own = make_llama()
+    spare = SpareWeights(own)
+    for seed in (1, 2, 3):
+        model = adapted(make_llama(), seed=seed)
+        factors = Factors(model)
+        assert spare.landing(manifest_of(factors)) is None
+        for name, tensor in lora.merged(factors.items(), spare.base):
+            spare.stage(name, tensor)
+        spare.swap()
+        assert torch.allclose(own(IDS).logits, model(IDS).logits, atol=1e-4)
+
+
+def test_factors_after_a_whole_model_are_refused():
+    own = make_llama()
+    spare = SpareWeights(own)
+    spare.landing(manifest_of(dict(own.named_parameters())))
+    with pytest.raises(WeightTransferError, match="start this generator again"):
+        spare.landing(manifest_of(Factors(adapted(make_llama()))))
+
+
+def test_without_its_adapter_it_is_the_model_it_was():
+    model = adapted(make_llama())
+    before = model(IDS).logits
+    with without_adapter(model):
+        assert torch.equal(model(IDS).logits, make_llama()(IDS).logits)
+    assert torch.equal(model(IDS).logits, before)
+    assert any(p.requires_grad for p in model.parameters())
+
+
+def test_peft_loads_a_saved_adapter(tmp_path: Path):
+    from peft import PeftModel
+
+    base = save_llama(tmp_path / "base")
+    model = adapted(make_llama(), targets=["q_proj", "down_proj"])
+    settings = LoraSettings(rank=4, alpha=16, targets=("q_proj", "down_proj"))
+    save_adapter(model, settings, str(base), tmp_path)
+    loaded = PeftModel.from_pretrained(make_llama(), tmp_path)
+    assert torch.allclose(loaded(IDS).logits, model(IDS).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("targets", "sentence"),
+    [
+        (["k_proj", "q_prjo"], "'q_prjo', .* did you mean 'q_proj'"),
+        (["lm_head"], "'lm_head', which is no linear layer"),
+        (["embed_tokens"], "'embed_tokens', which is no linear layer"),
+    ],
+)
+def test_targets_that_cannot_be_adapted_are_refused(targets, sentence):
+    with pytest.raises(ConfigError, match=rf"learner\.lora\.targets: .*{sentence}"):
+        add_adapter(make_llama(), LoraSettings(targets=tuple(targets)))
