@@ -18,7 +18,7 @@ from learners.objective.credit import CreditAssigner
 from learners.objective.facts import FactCollector
 from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.step_metrics import Part, of_facts, of_work
-from learners.optimizer import learning_rate, make_optimizer, update
+from learners.optimizer import SkippedUpdates, learning_rate, make_optimizer, update
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from streamrl.algorithms.parts import accepts_parts
@@ -43,6 +43,7 @@ class Trainer:
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
         self._facts = FactCollector(config.algorithm, self.credit, policy, reference, critic)
         self._gradient = Gradient(config, policy, reference, critic)
+        self._skipped = SkippedUpdates(config.learner.optimizer.max_skipped_updates)
         self._parts: tuple[Part, ...] = ()
         self._accumulated: Accumulated | None = None
 
@@ -94,7 +95,11 @@ class Trainer:
         return batch.pack(max_tokens, self.policy.device, chosen)
 
     def _update(self, policy_version: int) -> dict[str, float]:
-        """The policy's and the critic's; the policy is frozen while the critic warms up."""
+        """The policy's and the critic's; the policy is frozen while the critic warms up.
+
+        Raises:
+            DivergedError: too many in a row were skipped.
+        """
         settings = self._config.learner.optimizer
         critic = self.critic.update(policy_version) if self.critic else {}
         policy = update(
@@ -105,4 +110,6 @@ class Trainer:
             prefix="learner",
             is_frozen=policy_version < self._config.algorithm.value.critic_warmup,
         )
-        return {**critic, **policy}
+        metrics = {**critic, **policy}
+        self._skipped.count(metrics, policy_version)
+        return metrics

@@ -154,6 +154,18 @@ def _warmup_longer_than_run(c: RunConfig) -> str | None:
     )
 
 
+def _decay_within_warmup(c: RunConfig) -> str | None:
+    settings, num_steps = c.learner.optimizer, c.run.max_steps
+    num_warmup, num_decay = settings.num_warmup_steps(num_steps), settings.num_decay_steps(num_steps)
+    if settings.schedule != "warmup_stable_decay" or num_warmup + num_decay <= num_steps:
+        return None
+    return (
+        f"learner.optimizer.decay_ratio {settings.decay_ratio:g} begins within the warm-up: "
+        f"{num_warmup} steps of warm-up and {num_decay} of decay are more than run.max_steps "
+        f"{num_steps}"
+    )
+
+
 def _warmup_without_a_critic(c: RunConfig) -> str | None:
     warmup = c.algorithm.value.critic_warmup
     if not warmup or (c.algorithm.needs_values and warmup < c.run.max_steps):
@@ -213,6 +225,7 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _shared_between_gpu_and_cpu,
     _weights_without_keys,
     _warmup_longer_than_run,
+    _decay_within_warmup,
     _warmup_without_a_critic,
     _alone_in_its_group,
     _groups_too_large,

@@ -10,10 +10,8 @@ from transformers import LlamaForCausalLM
 
 from learners.batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
-from learners.optimizer import learning_rate, make_optimizer
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.config.learner import OptimizerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
@@ -225,23 +223,3 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     metrics = trainer.step(make_batch())
     assert metrics["learner/skipped_update"] == 1.0
     assert all(map(torch.equal, before, trainer.policy.model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
-    [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.55, 0.1]),
-        ("cosine", [0.5, 1.0, 1.0, 0.55, 0.1]),
-    ],
-)
-def test_the_learning_rate_is_a_function_of_the_step(schedule, rates):
-    settings = OptimizerSettings(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
-    steps = [0, 1, 2, 7, 12]
-    assert [learning_rate(step, settings, 12) for step in steps] == pytest.approx(rates)
-
-
-def test_vectors_are_not_decayed():
-    optimizer = make_optimizer(make_policy().parameters(), OptimizerSettings(weight_decay=0.1))
-    decay = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decay == {2: 0.1, 1: 0.0}
