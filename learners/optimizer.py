@@ -1,7 +1,7 @@
 """AdamW, its learning rate and its updates, as `learner.optimizer` describes them.
 
 Invariant: the rate of a step is a function of the step alone, so a resumed run needs no scheduler
-state. An update whose gradient is not finite changes nothing, and only so many in a row are skipped.
+state. An update whose gradient is not finite changes nothing, and few in a row are skipped.
 """
 
 import logging

@@ -15,9 +15,9 @@ class OptimizerGroup(Section):
     """Pattern of parameter names as transformers has them, such as "*.mlp.*" or
     "model.embed_tokens.weight"; `*` is any text."""
     lr: Annotated[float, Field(ge=0)] | None = None
-    """Peak learning rate, under the same schedule; 0 freezes them; null is `learner.optimizer.lr`."""
+    """Peak learning rate, under the same schedule; 0 freezes them; null is that of the rest."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay of all of them, vectors too; null is that of the other parameters."""
+    """Weight decay of all of them, vectors too; null is that of the rest."""
 
 
 class OptimizerSettings(Section):

@@ -20,7 +20,7 @@ WARMUP = {"num_warmup_steps": 8}
 TO_THE_END = {**WARMUP, "num_training_steps": STEPS}
 
 
-def rates_of_transformers(make: Callable[..., LRScheduler], arguments: dict[str, Any]) -> list[float]:
+def rates_of(make: Callable[..., LRScheduler], arguments: dict[str, Any]) -> list[float]:
     """From the end of the warm-up to the step after the last."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     schedule = make(optimizer, **arguments)
@@ -74,7 +74,7 @@ def test_a_schedule_is_that_of_transformers(settings, make, arguments, warmup):
     ours = OptimizerSettings(lr=2.0, **settings, **warmup)
     rates = [learning_rate(step, ours, STEPS) for step in range(STEPS + 1)]
     assert rates[:8] == pytest.approx([2.0 * (step + 1) / 8 for step in range(8)])
-    assert rates[8:] == pytest.approx(rates_of_transformers(make, arguments), abs=1e-12)
+    assert rates[8:] == pytest.approx(rates_of(make, arguments), abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,12 @@ def test_a_group_has_its_own_rate_and_decay_under_the_same_schedule():
 @pytest.mark.parametrize(
     ("patterns", "sentence"),
     [
-        (["*.mlpp.*"], r"groups.0.parameters: was '\*.mlpp.\*', which no parameter matches; .* mlp"),
+        (
+            ["*.mlpp.*"],
+            r"groups.0.parameters: was '\*.mlpp.\*', which no .* mlp",
+        ),
         (["model.nrom.weight"], "which no parameter matches; did you mean 'model.norm.weight'"),
-        (["*", "*.mlp.*"], r"groups.1.*an earlier group has, such as model.layers.0.mlp.* in '\*'"),
+        (["*", "*.mlp.*"], r"groups.1.* earlier group has, such as model.layers.0.mlp.* in '\*'"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused(patterns, sentence):
@@ -173,7 +176,7 @@ def test_skipped_updates_in_a_row_end_the_training(caplog):
     for _ in range(2):
         assert trainer.step(make_batch())["learner/skipped_update"] == 1.0
     assert "step 5 is not finite: its update is skipped, 2 in a row" in caplog.text
-    with pytest.raises(DivergedError, match=r"3 updates in a row were skipped.*_updates is 2; lower"):
+    with pytest.raises(DivergedError, match=r"3 updates in a row .*_updates is 2; lower"):
         trainer.step(make_batch())
 
 
