@@ -32,6 +32,8 @@ class TrainingBatch:
     """[S] int64, equal for trajectories of the same environment."""
     policy_version: int
     """The version about to be trained; staleness is counted from it."""
+    prompt_indices: tuple[int, ...] = ()
+    """[S] places in the prompt stream; empty for trajectories that are of none."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
@@ -43,6 +45,7 @@ class TrainingBatch:
             group_indices=torch.arange(len(groups)).repeat_interleave(sizes),
             environment_indices=index.repeat_interleave(sizes),
             policy_version=policy_version,
+            prompt_indices=tuple(g.prompt_index for g in groups for _ in g.trajectories),
         )
 
     @cached_property
@@ -96,11 +99,8 @@ class TrainingBatch:
     def pack(
         self, max_tokens: int, device: torch.device, chosen: Sequence[int] | None = None
     ) -> list["MicroBatch"]:
-        """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen.
-
-        Raises:
-            ConfigError: a trajectory alone exceeds `max_tokens`.
-        """
+        """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen; a
+        longer trajectory has one of its own."""
         indices = range(len(self.trajectories)) if chosen is None else chosen
         (bins,) = pack([self.lengths[i] for i in indices], max_tokens)
         return [self.micro_batch([indices[i] for i in members], device) for members in bins]
@@ -125,7 +125,12 @@ class TrainingBatch:
             members=torch.tensor(list(members)),
             responses=torch.cat(spans),
             sequences=Sequences.from_lengths(self.sequences.lengths[list(members)]),
+            prompt_indices=tuple(self.prompt_index(i) for i in members),
         )
+
+    def prompt_index(self, member: int) -> int:
+        """The trajectory's place in the prompt stream; -1 if it is of none."""
+        return self.prompt_indices[member] if self.prompt_indices else -1
 
     def _responses(self, field: str) -> torch.Tensor:
         arrays = [getattr(t, field)[t.response_mask] for t in self.trajectories]
@@ -148,3 +153,22 @@ class MicroBatch:
     responses: torch.Tensor
     """[R] which of the step's response tokens these are."""
     sequences: Sequences
+    prompt_indices: tuple[int, ...]
+    """[S] places in the prompt stream."""
+
+    def select(self, is_kept: torch.Tensor) -> "MicroBatch":
+        """The trajectories for which [S] bool, on the CPU, is true."""
+        chosen = is_kept.nonzero()[:, 0].tolist()
+        tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
+        responses, device = self.sequences.expand(is_kept), self.token_ids.device
+        position_of = (tokens.cumsum(0) - 1).to(device)
+        return MicroBatch(
+            token_ids=self.token_ids[:, tokens.to(device)],
+            packing=Packing(tuple(self.packing.lengths[i] for i in chosen), device),
+            predictors=position_of[self.predictors[responses.to(device)]],
+            targets=self.targets[responses.to(device)],
+            members=self.members[is_kept],
+            responses=self.responses[responses],
+            sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
+            prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
+        )

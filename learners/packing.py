@@ -1,8 +1,11 @@
 """Packing: which trajectories share a micro-batch.
 
-Invariant: each trajectory is in exactly one micro-batch, no micro-batch exceeds the limit, and
-every rank gets the same number of them (with fewer, a rank would leave the others' collectives
-waiting).
+Invariant: each trajectory is in exactly one micro-batch, no micro-batch of several trajectories
+exceeds the limit, and every rank gets the same number of them (with fewer, a rank would leave the
+others' collectives waiting).
+
+A trajectory that is longer than the limit has a micro-batch of its own. It is not left out, since
+what is trained would then have other lengths than what was sampled.
 
 Longest first into the cheapest bin with room. Karmarkar-Karp, which verl and ROLL use, balances
 without knowing the limit and exceeds it about one time in twenty; this keeps the limit and comes
@@ -37,21 +40,18 @@ def pack(
     micro-batch may be empty.
 
     Raises:
-        ConfigError: a trajectory alone exceeds `max_tokens`, or there are fewer trajectories than
-            ranks.
+        ConfigError: there are fewer trajectories than ranks.
     """
     if not lengths or len(lengths) < num_ranks:
         raise ConfigError(f"{len(lengths)} trajectories cannot be shared by {num_ranks} ranks")
-    if max(lengths) > max_tokens:
-        raise ConfigError(
-            f"learner.max_tokens_per_micro_batch {max_tokens} cannot hold a trajectory of "
-            f"{max(lengths)} tokens"
-        )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    num_bins = num_ranks * max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
-    while (bins := _fill(order, lengths, max_tokens, num_bins, cost)) is None:
+    alone = [[i] for i in order if lengths[i] > max_tokens]
+    rest = order[len(alone) :]
+    num_needed = len(alone) + -(-sum(lengths[i] for i in rest) // max_tokens)
+    num_bins = num_ranks * -(-num_needed // num_ranks)
+    while (bins := _fill(rest, lengths, max_tokens, num_bins - len(alone), cost)) is None:
         num_bins += num_ranks
-    return _share(bins, lengths, num_ranks, cost)
+    return _share([*alone, *bins], lengths, num_ranks, cost)
 
 
 def _fill(

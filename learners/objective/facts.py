@@ -8,18 +8,20 @@ Shapes: R response tokens, S trajectories.
 """
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 
 from learners.batch import MicroBatch, TrainingBatch
 from learners.objective.credit import CreditAssigner
+from learners.objective.nonfinite import finite_sequences
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from streamrl.algorithms.rollout_is import RolloutIS, rollout_is_weights
 from streamrl.config.algorithm import AlgorithmSettings
 
-_PER_TRAJECTORY = frozenset({"rewards", "sample_weights"})
+_PER_TRAJECTORY = frozenset({"rewards", "sample_weights", "is_finite"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,9 @@ class Facts:
     """Of the critic, before the step."""
     returns: torch.Tensor | None
     """What the critic is trained towards."""
+    is_finite: torch.Tensor
+    """[S] bool, false where a pass without gradient found a number that is not finite: no loss may
+    count the sequence."""
 
     def select(self, micro_batch: MicroBatch) -> "Facts":
         """The rows of this micro-batch, on its device."""
@@ -83,13 +88,22 @@ class FactCollector:
         proximal = reference = values = correction = None
         if self._needs_proximal_pass:
             proximal = self._policy.batch_logprobs(micro_batches, num_tokens)
-            correction = self._correct(batch, proximal)
         if self._reference is not None and config.needs_reference_logprobs:
             reference = self._reference.batch_logprobs(micro_batches, num_tokens)
         if self._critic is not None:
             values = self._critic.batch_values(micro_batches, num_tokens)
+        is_finite = finite_sequences(batch.sequences, proximal, reference, values)
+        finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
+        sampled = finite(proximal, batch.behavior_logprobs)
+        if sampled is not None:
+            correction = self._correct(batch, sampled)
         in_reward = reference if config.kl_reward.coef > 0 else None
-        credit = self._credit.assign(batch, proximal, in_reward, values)
+        credit = self._credit.assign(
+            batch,
+            sampled,
+            finite(in_reward, batch.behavior_logprobs),
+            finite(values, torch.zeros(num_tokens)),
+        )
         weights, loss_mask = self._loss_terms(batch, correction, credit.sequence_mask)
         facts = Facts(
             behavior_logprobs=batch.behavior_logprobs,
@@ -103,6 +117,7 @@ class FactCollector:
             reference_logprobs=reference,
             old_values=values,
             returns=credit.returns,
+            is_finite=is_finite,
         )
         return facts, {**credit.metrics, **(correction.metrics if correction else {})}
 
@@ -137,3 +152,11 @@ class FactCollector:
             token_mask = batch.sequences.expand(sequence_mask)
             mask = token_mask if mask is None else mask & token_mask
         return weights, mask
+
+
+def _finite(
+    column: torch.Tensor | None, instead: torch.Tensor, *, is_finite: torch.Tensor
+) -> torch.Tensor | None:
+    """The column [R] with other numbers for sequences that are not finite: no mean over the batch,
+    and no state from batch to batch, becomes NaN."""
+    return None if column is None else torch.where(is_finite, column, instead)

@@ -3,17 +3,20 @@
 Invariant: the gradient and the metrics are those of the whole batch however it was cut, because
 every denominator counts the tokens and trajectories of all micro-batches. A batch that comes in
 parts has the denominators of the parts so far; each further part scales what was accumulated.
+A sequence with a number that is not finite is in neither.
 Shapes: R response tokens of a micro-batch.
 """
 
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from typing import TypeAlias
 
 import torch
 
 from learners.batch import MicroBatch
 from learners.objective.facts import Facts
+from learners.objective.nonfinite import finite_sequences, num_sequences, without_nonfinite
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
@@ -24,11 +27,17 @@ from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.config import RunConfig
 
+Work: TypeAlias = tuple[tuple[MicroBatch, Facts], ...]
+
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
     """What `.grad` holds of a batch: all of it, or its parts so far."""
 
+    work: Work
+    """The micro-batches, each with the table of its part."""
+    num_given: int
+    """Sequences of the parts, with those that are not finite and in no micro-batch."""
     totals: BatchTotals
     terms: dict[str, torch.Tensor]
     """Metrics, with the denominators of `totals`."""
@@ -51,28 +60,62 @@ class Gradient:
     def accumulate(
         self, micro_batches: list[MicroBatch], facts: Facts, previous: Accumulated | None = None
     ) -> Accumulated:
-        """Add the gradient of these micro-batches to that of the previous parts of the batch."""
-        slices = [(m, facts.select(m)) for m in micro_batches]
+        """Add the gradient of these micro-batches to that of the previous parts of the batch.
+
+        If a sequence is not finite, the gradient of all parts is computed anew without it.
+        """
+        added: Work = tuple((m, facts) for m in micro_batches)
+        num_given = num_sequences(added) + (0 if previous is None else previous.num_given)
+        added = without_nonfinite(added, [facts.is_finite[m.members] for m in micro_batches])
+        accumulated, is_finite = self._add(added, previous, num_given)
+        if bool(torch.cat(is_finite).all()):
+            return accumulated
+        before = accumulated.work[: -len(added)]
+        known = [torch.ones(len(m.members), dtype=torch.bool) for m, _ in before]
+        kept = without_nonfinite(accumulated.work, [*known, *is_finite])
+        if num_sequences(kept) == num_sequences(accumulated.work):
+            return accumulated
+        self._clear()
+        return self._add(kept, None, num_given)[0]
+
+    def _add(
+        self, work: Work, previous: Accumulated | None, num_given: int
+    ) -> tuple[Accumulated, list[torch.Tensor]]:
+        """What is accumulated after this work, and [S] for each micro-batch of it, whether its
+        sequences are finite."""
+        slices = [(m, facts.select(m)) for m, facts in work]
         totals = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
-        terms, shards = [], []
+        terms, shards, is_finite = [], [], []
         if previous is not None:
             totals = previous.totals + totals
             terms = [self._rescale(previous, totals)]
             shards = [previous.statistics]
         for micro_batch, rows in slices:
-            policy_terms, statistics = self._backward(micro_batch, rows, totals)
+            policy_terms, statistics, finite = self._backward(micro_batch, rows, totals)
             terms.append({**policy_terms, **self._critic_backward(micro_batch, rows, totals)})
             shards.append(statistics)
+            is_finite.append(finite)
         measured = [statistics for statistics in shards if statistics is not None]
-        return Accumulated(
+        accumulated = Accumulated(
+            work=work if previous is None else (*previous.work, *work),
+            num_given=num_given,
             totals=totals,
             terms={name: reduce(add, (term[name] for term in terms)) for name in terms[0]},
             statistics=reduce(RolloutISStatistics.merge, measured) if measured else None,
         )
+        return accumulated, is_finite
+
+    def _clear(self) -> None:
+        networks = (self._policy,) if self._critic is None else (self._policy, self._critic)
+        for network in networks:
+            for parameter in network.parameters().values():
+                parameter.grad = None
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
         """Under their public names."""
         terms = {name: float(value) for name, value in accumulated.terms.items()}
+        num_nonfinite = accumulated.num_given - num_sequences(accumulated.work)
+        terms = {**terms, "learner/num_nonfinite_sequences": float(num_nonfinite)}
         if accumulated.statistics is None:
             return terms
         return {**terms, **accumulated.statistics.metrics(self._algorithm.rollout_is)}
@@ -90,8 +133,9 @@ class Gradient:
 
     def _backward(
         self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals
-    ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None]:
-        """This micro-batch's share of the metrics, and the statistics of its own correction."""
+    ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None, torch.Tensor]:
+        """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
+        whether its sequences are finite."""
         current = self._policy(
             micro_batch, with_entropy=self._with_entropy, reference=self._exact(micro_batch)
         )
@@ -120,7 +164,8 @@ class Gradient:
             entropy=current.entropy,
         )
         output.loss.backward()
-        return output.metrics, statistics
+        computed = (current.logprobs, current.entropy, current.kl)
+        return output.metrics, statistics, finite_sequences(micro_batch.sequences, *computed)
 
     def _proximal(self, facts: Facts, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal != "recompute":

@@ -156,10 +156,8 @@ def _warmup_longer_than_run(c: RunConfig) -> str | None:
 
 def _decay_within_warmup(c: RunConfig) -> str | None:
     settings, num_steps = c.learner.optimizer, c.run.max_steps
-    num_warmup, num_decay = (
-        settings.num_warmup_steps(num_steps),
-        settings.num_decay_steps(num_steps),
-    )
+    num_warmup = settings.num_warmup_steps(num_steps)
+    num_decay = settings.num_decay_steps(num_steps)
     if settings.schedule != "warmup_stable_decay" or num_warmup + num_decay <= num_steps:
         return None
     return (

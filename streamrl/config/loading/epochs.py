@@ -4,7 +4,6 @@ Invariant: what has been read has its length in `run.max_steps` alone, so every 
 one setting, and a daemon that is given the resolved file needs no data to know when the run ends.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ _FIELD, _RESOLVED = "run.total_epochs", "run.max_steps"
 
 
 def with_steps(
-    tree: Mapping[str, Any], origins: Mapping[str, str]
-) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    tree: dict[str, Any], origins: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings and their origins with `run.max_steps` in the place of `run.total_epochs`.
 
     Returns them as they are where a section is refused, whose validation says why.
