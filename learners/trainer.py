@@ -8,6 +8,7 @@ of their own comes first only where something must know the whole batch beforeha
 reward, or weights and denominators that are normalized over all of it.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -24,6 +25,8 @@ from learners.policy.policy import Policy
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -44,6 +47,8 @@ class Trainer:
         self._facts = FactCollector(config.algorithm, self.credit, policy, reference, critic)
         self._gradient = Gradient(config, policy, reference, critic)
         self._skipped = SkippedUpdates(config.learner.optimizer.max_skipped_updates)
+        self._max_tokens = config.learner.max_tokens_per_micro_batch
+        self._longest = 0
         self._parts: tuple[Part, ...] = ()
         self._accumulated: Accumulated | None = None
 
@@ -61,6 +66,7 @@ class Trainer:
         start = time.perf_counter()
         if self._parts and not accepts_parts(self._config.algorithm):
             raise ValueError("part: the algorithm takes a batch as a whole")
+        self._warn_of_long(part)
         micro_batches = self._pack(part)
         facts, metrics = self._facts.collect(part, micro_batches)
         if resampling := self._config.algorithm.pf_ppo:
@@ -83,7 +89,7 @@ class Trainer:
         losses = self._gradient.metrics(self._accumulated)
         updates = self._update(parts[0].batch.policy_version)
         self.discard()
-        work = of_work(parts, update_s=time.perf_counter() - start)
+        work = of_work(parts, self._max_tokens, update_s=time.perf_counter() - start)
         return {**of_facts(parts), **losses, **updates, **work}
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
@@ -91,8 +97,21 @@ class Trainer:
         return self.policy.batch_logprobs(self._pack(batch), batch.sequences.num_tokens)
 
     def _pack(self, batch: TrainingBatch, chosen: Sequence[int] | None = None) -> list[MicroBatch]:
-        max_tokens = self._config.learner.max_tokens_per_micro_batch
-        return batch.pack(max_tokens, self.policy.device, chosen)
+        return batch.pack(self._max_tokens, self.policy.device, chosen)
+
+    def _warn_of_long(self, batch: TrainingBatch) -> None:
+        """Of the longest trajectory, if it is above the limit and none before it was as long."""
+        member = max(range(len(batch.lengths)), key=batch.lengths.__getitem__)
+        length = batch.lengths[member]
+        if length > max(self._max_tokens, self._longest):
+            log.warning(
+                "prompt %d: a trajectory of %d tokens has a micro-batch of its own, since "
+                "learner.max_tokens_per_micro_batch is %d; it needs more memory than the others",
+                batch.prompt_index(member),
+                length,
+                self._max_tokens,
+            )
+            self._longest = length
 
     def _update(self, policy_version: int) -> dict[str, float]:
         """The policy's and the critic's; the policy is frozen while the critic warms up.

@@ -57,8 +57,9 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     }
 
 
-def of_work(parts: Sequence[Part], update_s: float) -> dict[str, float]:
-    """What the step computed, and for how long; waiting between the parts is not included."""
+def of_work(parts: Sequence[Part], max_tokens: int, update_s: float) -> dict[str, float]:
+    """What the step computed in micro-batches of `max_tokens`, and for how long; waiting between
+    the parts is not included."""
     num_tokens = sum(sum(part.batch.lengths) for part in parts)
     train_s = update_s + sum(part.train_s for part in parts)
     return {
@@ -66,6 +67,9 @@ def of_work(parts: Sequence[Part], update_s: float) -> dict[str, float]:
         "learner/num_tokens": num_tokens,
         "learner/tokens_per_s": num_tokens / train_s,
         "learner/num_micro_batches": sum(part.num_micro_batches for part in parts),
+        "learner/num_long_trajectories": sum(
+            length > max_tokens for part in parts for length in part.batch.lengths
+        ),
         "learner/num_parts": len(parts),
     }
 

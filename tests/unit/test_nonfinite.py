@@ -51,7 +51,7 @@ def without(groups: Sequence[TrajectoryGroup], *which: tuple[int, int]) -> list[
 
 
 def trainer_with_poison(value: float = torch.nan, **settings: Any) -> Trainer:
-    """Whose models, also the reference and the critic, make hidden states of `value` of the token."""
+    """Whose policy and critic make hidden states of `value` of the token."""
     trainer = make_trainer(
         make_config(learner={"max_tokens_per_micro_batch": 40}, optimizer=SGD, **settings)
     )

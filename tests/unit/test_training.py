@@ -215,6 +215,25 @@ def test_agentic_rewards_are_compared_as_the_configuration_says(grouping, compar
     assert torch.allclose(advantages, expected)
 
 
+def test_a_trajectory_above_the_limit_is_trained_as_the_others_are(caplog):
+    """In a micro-batch of its own, with a warning while each is longer than those before."""
+    lengths = [t.num_tokens for t in make_batch().trajectories]
+    limit = sorted(lengths)[-3]
+    updates = []
+    for max_tokens in (limit, 10_000):
+        learner = {"max_tokens_per_micro_batch": max_tokens}
+        config = make_config(learner=learner, data={"source": "x", "max_prompt_length": 1})
+        trainer = Trainer(config, make_policy())
+        updates.append(trainer.step(make_batch()) | {"weights": trainer.policy.parameters()})
+    cut, whole = updates
+    assert cut["learner/num_long_trajectories"] == sum(length > limit for length in lengths)
+    assert whole["learner/num_long_trajectories"] == 0
+    assert cut["learner/grad_norm"] == pytest.approx(whole["learner/grad_norm"], rel=1e-5)
+    (warning,) = [r.getMessage() for r in caplog.records if "of its own" in r.getMessage()]
+    member = lengths.index(max(lengths))
+    assert warning.startswith(f"prompt {member // 4}: a trajectory of {max(lengths)} tokens")
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing():
     trainer = Trainer(make_config(), make_policy())
     with torch.no_grad():
