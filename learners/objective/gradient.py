@@ -13,6 +13,7 @@ from operator import add
 import torch
 
 from learners.batch import MicroBatch
+from learners.objective.correction import correct
 from learners.objective.facts import Facts
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
@@ -20,8 +21,9 @@ from learners.policy.policy import Policy
 from streamrl.algorithms.losses import BatchTotals, LossInput
 from streamrl.algorithms.objective import policy_objective
 from streamrl.algorithms.parts import Rescaling
-from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
-from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
+from streamrl.algorithms.proximal import proximal_logprobs
+from streamrl.algorithms.rollout_is import RolloutISStatistics
+from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig
 
 
@@ -33,7 +35,9 @@ class Accumulated:
     terms: dict[str, torch.Tensor]
     """Metrics, with the denominators of `totals`."""
     statistics: RolloutISStatistics | None
-    """Of the corrections; None if each was off, or was made for the batch as a whole."""
+    """Of the corrections; None if each was off, or was made for the update as a whole."""
+    metrics: dict[str, float]
+    """Of a correction that was made for the update as a whole."""
 
 
 class Gradient:
@@ -52,6 +56,7 @@ class Gradient:
         self, micro_batches: list[MicroBatch], facts: Facts, previous: Accumulated | None = None
     ) -> Accumulated:
         """Add the gradient of these micro-batches to that of the previous parts of the batch."""
+        facts, metrics = self._correct_together(micro_batches, facts)
         slices = [(m, facts.select(m)) for m in micro_batches]
         totals = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
         terms, shards = [], []
@@ -68,11 +73,13 @@ class Gradient:
             totals=totals,
             terms={name: reduce(add, (term[name] for term in terms)) for name in terms[0]},
             statistics=reduce(RolloutISStatistics.merge, measured) if measured else None,
+            metrics=metrics,
         )
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
         """Under their public names."""
         terms = {name: float(value) for name, value in accumulated.terms.items()}
+        terms = {**terms, **accumulated.metrics}
         if accumulated.statistics is None:
             return terms
         return {**terms, **accumulated.statistics.metrics(self._algorithm.rollout_is)}
@@ -97,18 +104,25 @@ class Gradient:
         )
         assert current.logprobs is not None, "they are asked for by default"
         proximal = self._proximal(facts, current.logprobs)
-        weights, statistics = facts.importance_weights, None
+        weights, loss_mask, statistics = facts.importance_weights, facts.loss_mask, None
         if weights is None:
-            train = weighed_logprobs(self._algorithm, current.logprobs, proximal)
-            weights, statistics = self._correct(micro_batch, facts, train)
+            correction = correct(
+                self._algorithm,
+                current.logprobs,
+                facts.behavior_logprobs,
+                facts.staleness,
+                micro_batch.sequences,
+            )
+            weights, statistics = correction.weights, correction.statistics
+            loss_mask = correction.masked(loss_mask)
         loss_input = LossInput(
             logprobs=current.logprobs,
             proximal_logprobs=proximal,
             advantages=facts.advantages,
-            importance_weights=None if self._algorithm.ratio_holds_correction else weights,
+            importance_weights=weights,
             sequences=micro_batch.sequences,
             rewards=facts.rewards,
-            loss_mask=facts.loss_mask,
+            loss_mask=loss_mask,
             sample_weights=facts.sample_weights,
             totals=totals,
         )
@@ -131,19 +145,24 @@ class Gradient:
             return logprobs.detach()
         return facts.proximal_logprobs
 
-    def _correct(
-        self, micro_batch: MicroBatch, facts: Facts, train_logprobs: torch.Tensor
-    ) -> tuple[torch.Tensor | None, RolloutISStatistics | None]:
-        """Importance weights [R], None for 1; statistics for the metrics, None if it is off."""
-        correction = rollout_is_weights(
-            train_logprobs,
-            facts.behavior_logprobs,
-            micro_batch.sequences,
-            self._algorithm.rollout_is,
-            facts.staleness,
+    def _correct_together(
+        self, micro_batches: list[MicroBatch], facts: Facts
+    ) -> tuple[Facts, dict[str, float]]:
+        """The facts with a correction by the current policy that needs all of the update, and its
+        metrics; as they are where each micro-batch makes its own, or the facts hold one."""
+        if facts.importance_weights is not None or not self._algorithm.corrects_as_a_whole:
+            return facts, {}
+        rows = torch.cat([m.responses for m in micro_batches])
+        lengths = torch.cat([m.sequences.lengths for m in micro_batches])
+        logprobs = self._policy.batch_logprobs(micro_batches, len(facts.behavior_logprobs))
+        correction = correct(
+            self._algorithm,
+            logprobs[rows],
+            facts.behavior_logprobs[rows],
+            facts.staleness[rows],
+            Sequences.from_lengths(lengths),
         )
-        weights, _ = correction.loss_terms(self._algorithm.rollout_is)
-        return weights, correction.statistics
+        return facts.with_correction(rows, correction), correction.metrics
 
     def _exact(self, micro_batch: MicroBatch) -> NetworkOutput | None:
         """Of the reference, where the KL to it is taken over the whole vocabulary."""

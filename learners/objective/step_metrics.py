@@ -1,9 +1,9 @@
-"""Metrics of a step: of the facts and the work of its batch, trained as a whole or in parts.
+"""Metrics of a step: of the facts and the work of its batch, and of its updates.
 
 Invariant: metrics of the facts do not depend on how the batch was cut into parts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,23 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
         "advantage/mean": float(advantages.mean()) if len(advantages) else 0.0,
         "advantage/abs_mean": float(advantages.abs().mean()) if len(advantages) else 0.0,
     }
+
+
+def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the updates; counts are added up, of extremes the largest or smallest is taken."""
+    names = {name: None for update in updates for name in update}
+    return {
+        **{name: _together(name, [u[name] for u in updates if name in u]) for name in names},
+        "learner/num_updates": len(updates),
+    }
+
+
+def _together(name: str, values: Sequence[float]) -> float:
+    if "/num_" in name or name.endswith("/skipped_update"):
+        return sum(values)
+    if "_max" in name or "_min" in name:
+        return max(values) if "_max" in name else min(values)
+    return sum(values) / len(values)
 
 
 def of_work(parts: Sequence[Part], update_s: float) -> dict[str, float]:

@@ -36,6 +36,7 @@ class Shard:
 
     weights: Tensor
     keep: Tensor
+    vetoed: Tensor
     log_weights: Tensor
     counts: Tensor | None
     statistics: RolloutISStatistics
@@ -68,6 +69,7 @@ def measure_shard(
         shard,
         weights=shard.weights.new_zeros(len(tokens)).masked_scatter_(tokens, shard.weights),
         keep=tokens.masked_scatter(tokens, shard.keep),
+        vetoed=torch.zeros_like(tokens).masked_scatter_(tokens, shard.vetoed),
         statistics=replace(shard.statistics, sums=sums_),
     )
 
@@ -128,6 +130,7 @@ def _measure(
     return Shard(
         weights=level.to_tokens(weights.to(dtype)),
         keep=rejection.keep,
+        vetoed=sequences.expand(vetoed),
         log_weights=log_weights.to(dtype),
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
