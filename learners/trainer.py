@@ -19,7 +19,7 @@ from learners.objective.credit import CreditAssigner
 from learners.objective.facts import FactCollector, Facts
 from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.mini_batches import mini_batches
-from learners.objective.step_metrics import Part, of_facts, of_updates, of_work
+from learners.objective.step_metrics import MASKED, Part, of_facts, of_updates, of_work
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
@@ -46,9 +46,8 @@ class Trainer:
         self._facts = FactCollector(config, self.credit, policy, reference, critic)
         self._gradient = Gradient(config, policy, reference, critic)
         self._parts: tuple[Part, ...] = ()
-        self._facts_of_part: Facts | None = None
-        self._later: tuple[list[int], ...] = ()
         self._accumulated: Accumulated | None = None
+        self._corrected: dict[str, float] = {}
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
         """Train a batch; metrics under their public names."""
@@ -69,19 +68,16 @@ class Trainer:
             raise ValueError("part: the algorithm takes a batch as a whole")
         micro_batches = self._pack(part)
         facts, metrics = self._facts.collect(part, micro_batches)
-        first, *later = self._mini_batches(part)
-        if first != list(range(len(part.trajectories))):
-            micro_batches = self._pack(part, first)
-        self._accumulated = self._gradient.accumulate(micro_batches, facts, self._accumulated)
-        self._facts_of_part, self._later = facts, tuple(later)
+        updates = self._mini_batches(part)
+        if updates[0] != list(range(len(part.lengths))):
+            micro_batches = self._pack(part, updates[0])
+        self._accumulate(part, facts, micro_batches, updates[0])
         train_s = time.perf_counter() - start
-        added = Part(part, facts.advantages, metrics, len(micro_batches), train_s)
-        self._parts = (*self._parts, added)
+        self._parts = (*self._parts, Part(part, facts, metrics, updates, train_s))
 
     def discard(self) -> None:
         """Clear the gradient; the next part is the first of a batch."""
         self._parts, self._accumulated = (), None
-        self._facts_of_part, self._later = None, ()
         self.optimizer.zero_grad(set_to_none=True)
 
     def update(self) -> dict[str, float]:
@@ -89,8 +85,9 @@ class Trainer:
         names."""
         start, parts = time.perf_counter(), self._parts
         updates = [self._update()]
-        for chosen in self._later:
-            self._accumulate(chosen)
+        for chosen in parts[0].mini_batches[1:]:
+            batch, facts = parts[0].batch, parts[0].facts
+            self._accumulate(batch, facts, self._pack(batch, chosen), chosen)
             updates.append(self._update())
         self.discard()
         work = of_work(parts, update_s=time.perf_counter() - start)
@@ -111,28 +108,44 @@ class Trainer:
             return mini_batches(batch, self._config, chosen.tolist())
         return mini_batches(batch, self._config)
 
-    def _accumulate(self, chosen: Sequence[int]) -> None:
-        """The gradient of a later update, of these trajectories of the batch."""
-        assert self._facts_of_part is not None, "a batch is accumulated first"
-        micro_batches = self._pack(self._parts[0].batch, chosen)
-        self._accumulated = self._gradient.accumulate(micro_batches, self._facts_of_part)
+    def _accumulate(
+        self,
+        batch: TrainingBatch,
+        facts: Facts,
+        micro_batches: list[MicroBatch],
+        chosen: list[int],
+    ) -> None:
+        """Add the gradient of an update on the chosen trajectories, which the micro-batches hold."""
+        facts, self._corrected = self._facts.of_update(batch, facts, micro_batches, chosen)
+        self._accumulated = self._gradient.accumulate(micro_batches, facts, self._accumulated)
 
     def _update(self) -> dict[str, float]:
-        """One update of the policy and the critic, and its metrics.
+        """One update of the policy and the critic; its metrics.
 
-        The policy is frozen while the critic warms up.
+        A mini-batch in which no token contributes changes nothing, and the policy is frozen while
+        the critic warms up.
         """
-        assert self._accumulated is not None, "a batch is accumulated first"
+        accumulated, self._accumulated = self._accumulated, None
+        assert accumulated is not None, "a batch is accumulated first"
         policy_version = self._parts[0].batch.policy_version
-        losses = self._gradient.metrics(self._accumulated)
+        losses = self._gradient.metrics(accumulated)
+        is_masked = losses["actor/trained_token_frac"] == 0
+        is_warmup = policy_version < self._config.algorithm.value.critic_warmup
         settings = self._config.learner.optimizer
-        critic = self.critic.update(policy_version) if self.critic else {}
+        critic = {}
+        if self.critic is not None:
+            is_empty = accumulated.totals.num_tokens == 0
+            critic = self.critic.update(policy_version, is_frozen=is_empty)
         policy = update(
             self.optimizer,
             self.policy.parameters().values(),
             learning_rate(policy_version, settings, self._config.run.max_steps),
             settings.max_grad_norm,
             prefix="learner",
-            is_frozen=policy_version < self._config.algorithm.value.critic_warmup,
+            is_frozen=is_masked or is_warmup,
         )
-        return {**losses, **critic, **policy}
+        counts = {
+            "learner/num_micro_batches": accumulated.num_micro_batches,
+            MASKED: float(is_masked),
+        }
+        return {**losses, **self._corrected, **critic, **policy, **counts}

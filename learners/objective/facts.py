@@ -17,6 +17,7 @@ from learners.objective.correction import Correction, correct
 from learners.objective.credit import CreditAssigner
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig
 
 _PER_TRAJECTORY = frozenset({"rewards", "sample_weights"})
@@ -123,6 +124,24 @@ class FactCollector:
         correction = correct(config, proximal, behavior, staleness, sequences)
         rows = torch.arange(num_tokens)
         return facts.with_correction(rows, correction), {**credit.metrics, **correction.metrics}
+
+    def of_update(
+        self, batch: TrainingBatch, facts: Facts, micro_batches: list[MicroBatch], chosen: list[int]
+    ) -> tuple[Facts, dict[str, float]]:
+        """The facts for the update on these trajectories, and the metrics that this adds.
+
+        Importance weights of the current policy that depend on all of the update are made here, by
+        a pass of their own; other ones are in the facts, or made by each micro-batch.
+        """
+        config = self._config
+        if facts.importance_weights is not None or not config.corrects_as_a_whole:
+            return facts, {}
+        logprobs = self._policy.batch_logprobs(micro_batches, batch.sequences.num_tokens)
+        rows, lengths = batch.rows(chosen), batch.sequences.lengths[chosen]
+        behavior, staleness = facts.behavior_logprobs[rows], facts.staleness[rows]
+        sequences = Sequences.from_lengths(lengths)
+        correction = correct(config, logprobs[rows], behavior, staleness, sequences)
+        return facts.with_correction(rows, correction), correction.metrics
 
     @property
     def _needs_policy_pass(self) -> bool:

@@ -23,7 +23,6 @@ from streamrl.algorithms.objective import policy_objective
 from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.proximal import proximal_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics
-from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig
 
 
@@ -36,8 +35,7 @@ class Accumulated:
     """Metrics, with the denominators of `totals`."""
     statistics: RolloutISStatistics | None
     """Of the corrections; None if each was off, or was made for the update as a whole."""
-    metrics: dict[str, float]
-    """Of a correction that was made for the update as a whole."""
+    num_micro_batches: int
 
 
 class Gradient:
@@ -46,7 +44,7 @@ class Gradient:
     def __init__(
         self, config: RunConfig, policy: Policy, reference: Policy | None, critic: Critic | None
     ) -> None:
-        self._algorithm = config.algorithm
+        self._algorithm = config.algorithm.model_copy(update={"loss_config": config.loss_config})
         self._with_entropy = config.algorithm.entropy_coef > 0 or config.learner.report_entropy
         self._policy = policy
         self._reference = reference
@@ -56,7 +54,6 @@ class Gradient:
         self, micro_batches: list[MicroBatch], facts: Facts, previous: Accumulated | None = None
     ) -> Accumulated:
         """Add the gradient of these micro-batches to that of the previous parts of the batch."""
-        facts, metrics = self._correct_together(micro_batches, facts)
         slices = [(m, facts.select(m)) for m in micro_batches]
         totals = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
         terms, shards = [], []
@@ -73,13 +70,12 @@ class Gradient:
             totals=totals,
             terms={name: reduce(add, (term[name] for term in terms)) for name in terms[0]},
             statistics=reduce(RolloutISStatistics.merge, measured) if measured else None,
-            metrics=metrics,
+            num_micro_batches=len(micro_batches) + (previous.num_micro_batches if previous else 0),
         )
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
         """Under their public names."""
         terms = {name: float(value) for name, value in accumulated.terms.items()}
-        terms = {**terms, **accumulated.metrics}
         if accumulated.statistics is None:
             return terms
         return {**terms, **accumulated.statistics.metrics(self._algorithm.rollout_is)}
@@ -144,25 +140,6 @@ class Gradient:
         if facts.proximal_logprobs is None:
             return logprobs.detach()
         return facts.proximal_logprobs
-
-    def _correct_together(
-        self, micro_batches: list[MicroBatch], facts: Facts
-    ) -> tuple[Facts, dict[str, float]]:
-        """The facts with a correction by the current policy that needs all of the update, and its
-        metrics; as they are where each micro-batch makes its own, or the facts hold one."""
-        if facts.importance_weights is not None or not self._algorithm.corrects_as_a_whole:
-            return facts, {}
-        rows = torch.cat([m.responses for m in micro_batches])
-        lengths = torch.cat([m.sequences.lengths for m in micro_batches])
-        logprobs = self._policy.batch_logprobs(micro_batches, len(facts.behavior_logprobs))
-        correction = correct(
-            self._algorithm,
-            logprobs[rows],
-            facts.behavior_logprobs[rows],
-            facts.staleness[rows],
-            Sequences.from_lengths(lengths),
-        )
-        return facts.with_correction(rows, correction), correction.metrics
 
     def _exact(self, micro_batch: MicroBatch) -> NetworkOutput | None:
         """Of the reference, where the KL to it is taken over the whole vocabulary."""

@@ -20,7 +20,7 @@ def mini_batches(
     Args:
         resampled: the trajectories that take the place of the batch's, with repetitions.
     """
-    indices = range(len(batch.trajectories)) if resampled is None else resampled
+    indices = range(len(batch.lengths)) if resampled is None else resampled
     groups = batch.group_indices.tolist()
     chosen = [[i for i in indices if groups[i] in update] for update in _groups(batch, config)]
     return [members for members in chosen if members]

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from learners.batch import TrainingBatch
+from learners.objective.facts import Facts
 from streamrl.types import FinishReason
+
+MASKED = "learner/num_masked_updates"
+"""Updates that were not made, because no token contributed to the loss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,11 +21,11 @@ class Part:
     """A part of a batch whose gradient is accumulated, or the whole of it."""
 
     batch: TrainingBatch
-    advantages: torch.Tensor
-    """[R]"""
+    facts: Facts
     means: dict[str, float]
     """Metrics that came with its facts: means over its trajectories, or of a whole batch."""
-    num_micro_batches: int
+    mini_batches: list[list[int]]
+    """The trajectories of each update."""
     train_s: float
 
 
@@ -39,7 +43,7 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     at_deadline = [
         t.finish_reason is FinishReason.DEADLINE for part in parts for t in part.batch.trajectories
     ]
-    advantages = torch.cat([part.advantages for part in parts])
+    advantages = torch.cat([part.facts.advantages for part in parts])
     return {
         **means,
         "reward/mean": float(rewards.mean()),
@@ -58,17 +62,22 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the updates; counts are added up, of extremes the largest or smallest is taken."""
-    names = {name: None for update in updates for name in update}
+    """Means over the updates that had a token to train, or over all; counts are added up, and of
+    extremes the largest or smallest is taken."""
+    trained = [update for update in updates if not update[MASKED]]
+    names = dict.fromkeys(name for update in updates for name in update)
     return {
-        **{name: _together(name, [u[name] for u in updates if name in u]) for name in names},
-        "learner/num_updates": len(updates),
+        **{name: _together(name, updates, trained or updates) for name in names},
+        "learner/num_updates": len(trained),
     }
 
 
-def _together(name: str, values: Sequence[float]) -> float:
+def _together(
+    name: str, updates: Sequence[Mapping[str, float]], trained: Sequence[Mapping[str, float]]
+) -> float:
     if "/num_" in name or name.endswith("/skipped_update"):
-        return sum(values)
+        return sum(update.get(name, 0.0) for update in updates)
+    values = [update[name] for update in trained if name in update]
     if "_max" in name or "_min" in name:
         return max(values) if "_max" in name else min(values)
     return sum(values) / len(values)
@@ -82,7 +91,6 @@ def of_work(parts: Sequence[Part], update_s: float) -> dict[str, float]:
         "learner/train_s": train_s,
         "learner/num_tokens": num_tokens,
         "learner/tokens_per_s": num_tokens / train_s,
-        "learner/num_micro_batches": sum(part.num_micro_batches for part in parts),
         "learner/num_parts": len(parts),
     }
 
