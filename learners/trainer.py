@@ -115,7 +115,7 @@ class Trainer:
         micro_batches: list[MicroBatch],
         chosen: list[int],
     ) -> None:
-        """Add the gradient of an update on the chosen trajectories, which the micro-batches hold."""
+        """Add the gradient of the update on these trajectories, which the micro-batches hold."""
         facts, self._corrected = self._facts.of_update(batch, facts, micro_batches, chosen)
         self._accumulated = self._gradient.accumulate(micro_batches, facts, self._accumulated)
 

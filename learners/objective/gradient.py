@@ -19,7 +19,7 @@ from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
 from streamrl.algorithms.losses import BatchTotals, LossInput
-from streamrl.algorithms.objective import policy_objective
+from streamrl.algorithms.objective import policy_objective, trained_fraction
 from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.proximal import proximal_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics
@@ -130,7 +130,8 @@ class Gradient:
             entropy=current.entropy,
         )
         output.loss.backward()
-        return output.metrics, statistics
+        trained = trained_fraction(loss_input, self._algorithm)
+        return {**output.metrics, "actor/trained_token_frac": trained}, statistics
 
     def _proximal(self, facts: Facts, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal != "recompute":

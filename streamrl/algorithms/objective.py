@@ -69,18 +69,19 @@ def policy_objective(
         terms = [*terms, ("actor/sft_loss", config.sft_coef, sft_loss(batch, numbers))]
     loss = torch.stack([coef * value for _, coef, value in terms]).sum()
     metrics = policy.metrics | {name: value.detach() for name, _, value in terms}
-    metrics = metrics | {
-        "actor/trained_token_frac": _trained(batch, has_other_terms=len(terms) > 1)
-    }
     if entropy is not None:
         mean = token_mean(entropy, batch.sequences, batch.batch_totals, batch.loss_mask)
         metrics = metrics | {"actor/entropy": mean}
     return LossOutput(loss, metrics | {"actor/loss": loss.detach()})
 
 
-def _trained(batch: LossInput, *, has_other_terms: bool) -> torch.Tensor:
-    """Share of the counted tokens that contribute; weights of 0 silence the policy loss alone."""
+def trained_fraction(batch: LossInput, config: AlgorithmSettings) -> Tensor:
+    """Share of the counted tokens that contribute to the loss; adds up as its metrics do.
+
+    An importance weight of 0 silences the policy loss, and leaves a token to the other terms.
+    """
     trained = torch.ones_like(batch.logprobs)
+    has_other_terms = bool(config.kl_loss.coef or config.entropy_coef or config.sft_coef)
     if batch.importance_weights is not None and not has_other_terms:
         trained = (batch.importance_weights != 0).to(trained.dtype)
     return token_mean(trained, batch.sequences, batch.batch_totals, batch.loss_mask)

@@ -107,14 +107,7 @@ def _measure(
         | rejection.sums
     )
     behind = -log_ratio_sums / sequences.lengths
-    maxima = {
-        "mismatch_log_ppl_diff_max": largest(behind),
-        "-mismatch_log_ppl_diff_min": largest(-behind),
-        "_log_max": largest(log_weights),
-        "-_log_min": largest(-log_weights),
-        "_seq_max": largest(per_sequence),
-        "-_seq_min": largest(-per_sequence),
-    } | rejection.maxima
+    maxima = rejection.maxima | _maxima(behind, log_weights, per_sequence)
     statistics = RolloutISStatistics(
         sum_names=tuple(sums),
         sums=torch.stack([value.double() for value in sums.values()]),
@@ -135,3 +128,15 @@ def _measure(
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
     )
+
+
+def _maxima(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
+    """Extremes, as `RolloutISStatistics.max_names` says."""
+    return {
+        "mismatch_log_ppl_diff_max": largest(behind),
+        "-mismatch_log_ppl_diff_min": largest(-behind),
+        "_log_max": largest(log_weights),
+        "-_log_min": largest(-log_weights),
+        "_seq_max": largest(per_sequence),
+        "-_seq_min": largest(-per_sequence),
+    }
