@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from learners.parallel.sharding import full
 from streamrl.config.learner import OptimizerGroup, OptimizerSettings
 from streamrl.errors import ConfigError, DivergedError, did_you_mean
 
@@ -65,7 +66,7 @@ def update(
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group[LR_RATIO]
-    norm = float(clip_grad_norm_(parameters, max_grad_norm or math.inf))
+    norm = float(full(clip_grad_norm_(parameters, max_grad_norm or math.inf)))
     is_finite = math.isfinite(norm)
     if is_finite and not is_frozen:
         optimizer.step()

@@ -2,7 +2,8 @@
 
 A mask is not enough: in the backward pass such a row reaches the weights that all rows share, since
 0 * NaN is NaN. So the sequence is taken out of its micro-batch, and what was accumulated of the
-batch is computed anew without it. As long as all are finite, this costs a comparison per number.
+batch is computed anew without it, by all ranks together. As long as all are finite, this costs a
+comparison per number.
 
 Invariant: a batch of which no sequence is finite stays as it is; its gradient is not finite, and
 its update is skipped and counted.
@@ -27,7 +28,7 @@ Rest = TypeVar("Rest")
 
 def finite_sequences(sequences: Sequences, *columns: torch.Tensor | None) -> torch.Tensor:
     """[S] bool, whether every number of a sequence is finite in the columns [R] that there are."""
-    nonfinite = [~column.isfinite() for column in columns if column is not None]
+    nonfinite = [~column.detach().isfinite() for column in columns if column is not None]
     if not nonfinite:
         return torch.ones(len(sequences), dtype=torch.bool)
     return sequences.max(reduce(or_, nonfinite).float()) == 0
@@ -36,14 +37,8 @@ def finite_sequences(sequences: Sequences, *columns: torch.Tensor | None) -> tor
 def without_nonfinite(
     work: Sequence[tuple[MicroBatch, Rest]], is_finite: Sequence[torch.Tensor]
 ) -> tuple[tuple[MicroBatch, Rest], ...]:
-    """The micro-batches without the sequences for which [S] is false; each is logged.
-
-    Returns them as they are if nothing would be left.
-    """
-    masks = [mask.cpu() for mask in is_finite]
-    if all(mask.all() for mask in masks) or not any(mask.any() for mask in masks):
-        return tuple(work)
-    for (micro_batch, _), mask in zip(work, masks, strict=True):
+    """As many micro-batches without the sequences for which [S] is false; each is logged."""
+    for (micro_batch, _), mask in zip(work, is_finite, strict=True):
         for i in (~mask).nonzero()[:, 0].tolist():
             log.warning(
                 "prompt %d: the log-probabilities of a trajectory of %d tokens are not finite; the "
@@ -52,9 +47,8 @@ def without_nonfinite(
                 micro_batch.packing.lengths[i],
             )
     return tuple(
-        (micro_batch if mask.all() else micro_batch.select(mask), rest)
-        for (micro_batch, rest), mask in zip(work, masks, strict=True)
-        if mask.any()
+        (micro_batch.select(mask), rest)
+        for (micro_batch, rest), mask in zip(work, is_finite, strict=True)
     )
 
 
