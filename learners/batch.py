@@ -244,13 +244,12 @@ class MicroBatch:
             return self
         chosen, responses = is_kept.nonzero()[:, 0].tolist(), self.sequences.expand(is_kept)
         tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
-        # Without any, one token keeps the forward pass of the other ranks company.
-        tokens[0] |= not chosen
         device = self.token_ids.device
-        places = (tokens.cumsum(0) - 1).to(device)
+        places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
         lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
         return MicroBatch(
-            token_ids=self.token_ids[:, tokens.to(device)],
+            # Not one of those that are left out, whose hidden states may be NaN.
+            token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
             packing=Packing(lengths, device),
             predictors=places[self.predictors[responses.to(device)]],
             targets=self.targets[responses.to(device)],

@@ -11,33 +11,9 @@ from msgspec import structs
 from learners.batch import TrainingBatch
 from learners.trainer import Trainer
 from streamrl.types import TrajectoryGroup
-from tests.training import make_config, make_groups, make_trainer
+from tests.training import POISON, make_config, make_groups, make_trainer, poison, poisoned
 
-# No id of make_groups: a sequence with it has a hidden state that is not finite.
-POISON = 1
 SGD = {"max_grad_norm": None, "weight_decay": 0.0, "eps": 1e-5}
-
-
-def poisoned(groups: Sequence[TrajectoryGroup], *which: tuple[int, int]) -> list[TrajectoryGroup]:
-    """With the token in the prompts of these trajectories of these groups."""
-
-    def change(group: int, member: int, ids: np.ndarray) -> np.ndarray:
-        return (
-            np.concatenate([[POISON], ids[1:]]).astype(np.int32)
-            if (group, member) in which
-            else ids
-        )
-
-    return [
-        structs.replace(
-            group,
-            trajectories=tuple(
-                structs.replace(t, token_ids=change(g, m, t.token_ids))
-                for m, t in enumerate(group.trajectories)
-            ),
-        )
-        for g, group in enumerate(groups)
-    ]
 
 
 def without(groups: Sequence[TrajectoryGroup], *which: tuple[int, int]) -> list[TrajectoryGroup]:
@@ -55,10 +31,7 @@ def trainer_with_poison(value: float = torch.nan, **settings: Any) -> Trainer:
     trainer = make_trainer(
         make_config(learner={"max_tokens_per_micro_batch": 40}, optimizer=SGD, **settings)
     )
-    models = [trainer.policy.model, *([trainer.critic.network.model] if trainer.critic else [])]
-    with torch.no_grad():
-        for model in models:
-            model.get_input_embeddings().weight[POISON] = value
+    poison(trainer, value)
     return trainer
 
 
