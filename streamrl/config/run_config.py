@@ -153,6 +153,16 @@ def _weights_without_keys(c: RunConfig) -> str | None:
     )
 
 
+def _epochs_not_counted(c: RunConfig) -> str | None:
+    """`load_config` counts them, and leaves none."""
+    if c.run.total_epochs is None:
+        return None
+    return (
+        f"run.total_epochs {c.run.total_epochs:g} is not counted in steps: read the configuration "
+        "with load_config, or set run.max_steps"
+    )
+
+
 def _warmup_longer_than_run(c: RunConfig) -> str | None:
     if c.learner.optimizer.warmup_steps <= c.run.max_steps:
         return None
@@ -233,6 +243,7 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _nccl_without_gpu,
     _shared_between_gpu_and_cpu,
     _weights_without_keys,
+    _epochs_not_counted,
     _warmup_longer_than_run,
     _decay_within_warmup,
     _warmup_without_a_critic,

@@ -93,3 +93,13 @@ def test_the_printed_configuration_says_where_the_number_comes_from(run_file):
 def test_epochs_that_cannot_be_counted_are_refused(run_file, settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load(run_file, "run.total_epochs=2", *settings)
+
+
+def test_epochs_that_nothing_has_counted_are_refused():
+    sections = {
+        "model": {"path": "m"},
+        "data": {"source": "rows.jsonl"},
+        "run": {"total_epochs": 2},
+    }
+    with pytest.raises(ValueError, match=r"run.total_epochs 2 is not counted in steps"):
+        RunConfig.model_validate(sections)
