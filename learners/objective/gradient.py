@@ -1,48 +1,71 @@
 """The gradient of a step: for each micro-batch a forward pass, correction, loss, backward pass.
 
 Invariant: the gradient and the metrics are those of the whole batch however it was cut, because
-every denominator counts the tokens and trajectories of all micro-batches. A batch that comes in
-parts has the denominators of the parts so far; each further part scales what was accumulated.
+every denominator counts the tokens and trajectories of all micro-batches of all ranks. A batch that
+comes in parts has the denominators of the parts so far; each further part scales what was
+accumulated. A sequence with a number that is not finite is in neither.
 Shapes: R response tokens of a micro-batch.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from learners.batch import MicroBatch
+from learners.objective.correction import correct
 from learners.objective.facts import Facts
+from learners.objective.nonfinite import finite_sequences, num_sequences, without_nonfinite
+from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
 from streamrl.algorithms.losses import BatchTotals, LossInput
-from streamrl.algorithms.objective import policy_objective
+from streamrl.algorithms.objective import policy_objective, trained_fraction
 from streamrl.algorithms.parts import Rescaling
-from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
-from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
+from streamrl.algorithms.proximal import proximal_logprobs
+from streamrl.algorithms.rollout_is import RolloutISStatistics
 from streamrl.config import RunConfig
+
+Term = TypeVar("Term", float, torch.Tensor)
+Work: TypeAlias = tuple[tuple[MicroBatch, Facts], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
     """What `.grad` holds of a batch: all of it, or its parts so far."""
 
+    work: Work
+    """The micro-batches of this rank, each with the table of its part."""
+    num_given: int
+    """Sequences of this rank, with those that are not finite and in no micro-batch."""
     totals: BatchTotals
     terms: dict[str, torch.Tensor]
     """Metrics, with the denominators of `totals`."""
     statistics: RolloutISStatistics | None
-    """Of the corrections; None if each was off, or was made for the batch as a whole."""
+    """Of the corrections; None if each was off, or was made for the update as a whole."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.work)
 
 
 class Gradient:
     """Of the objective in the `algorithm:` section, for the policy and the critic."""
 
     def __init__(
-        self, config: RunConfig, policy: Policy, reference: Policy | None, critic: Critic | None
+        self,
+        config: RunConfig,
+        policy: Policy,
+        reference: Policy | None,
+        critic: Critic | None,
+        ranks: Ranks,
     ) -> None:
-        self._algorithm = config.algorithm
+        self._algorithm = config.algorithm.model_copy(update={"loss_config": config.loss_config})
+        self._ranks = ranks
         self._with_entropy = config.algorithm.entropy_coef > 0 or config.learner.report_entropy
         self._policy = policy
         self._reference = reference
@@ -51,31 +74,82 @@ class Gradient:
     def accumulate(
         self, micro_batches: list[MicroBatch], facts: Facts, previous: Accumulated | None = None
     ) -> Accumulated:
-        """Add the gradient of these micro-batches to that of the previous parts of the batch."""
-        slices = [(m, facts.select(m)) for m in micro_batches]
-        totals = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
-        terms, shards = [], []
+        """Add the gradient of these micro-batches to that of the previous parts of the batch.
+
+        If a sequence is not finite, the gradient of all parts is computed anew without it.
+        """
+        added: Work = tuple((m, facts) for m in micro_batches)
+        num_given = num_sequences(added) + (0 if previous is None else previous.num_given)
+        if not facts.is_finite.all():
+            added = self._finite(added, [facts.is_finite[m.members] for m in micro_batches])
+        accumulated, is_finite = self._add(added, previous, num_given)
+        work = accumulated.work
+        known = [torch.ones(len(m.members), dtype=torch.bool) for m, _ in work[: -len(added)]]
+        kept = self._finite(work, [*known, *is_finite])
+        if kept is work:
+            return accumulated
+        self._clear()
+        return self._add(kept, None, num_given)[0]
+
+    def _finite(self, work: Work, is_finite: Sequence[torch.Tensor]) -> Work:
+        """The work without the sequences for which [S] is false, on every rank if there is one on
+        any; the work itself if there is none, or if no rank had a sequence left."""
+        known = torch.cat([mask.to(is_finite[-1].device) for mask in is_finite]).cpu()
+        counts = torch.tensor([int(known.sum()), len(known)])
+        num_finite, num_all = self._ranks.sum(counts).tolist()
+        if num_finite in (0, num_all):
+            return work
+        return without_nonfinite(work, known.split([len(mask) for mask in is_finite]))
+
+    def _add(
+        self, work: Work, previous: Accumulated | None, num_given: int
+    ) -> tuple[Accumulated, list[torch.Tensor]]:
+        """What is accumulated after this work, and [S] for each micro-batch of it, whether its
+        sequences are finite."""
+        slices = [(m, facts.select(m)) for m, facts in work]
+        mine = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
+        totals = reduce(add, self._ranks.gather(mine))
+        terms, shards, is_finite = [], [], []
         if previous is not None:
             totals = previous.totals + totals
             terms = [self._rescale(previous, totals)]
             shards = [previous.statistics]
         for micro_batch, rows in slices:
-            policy_terms, statistics = self._backward(micro_batch, rows, totals)
+            policy_terms, statistics, finite = self._backward(micro_batch, rows, totals)
             terms.append({**policy_terms, **self._critic_backward(micro_batch, rows, totals)})
             shards.append(statistics)
+            is_finite.append(finite)
         measured = [statistics for statistics in shards if statistics is not None]
-        return Accumulated(
+        accumulated = Accumulated(
+            work=work if previous is None else (*previous.work, *work),
+            num_given=num_given,
             totals=totals,
-            terms={name: reduce(add, (term[name] for term in terms)) for name in terms[0]},
+            terms=_total(terms),
             statistics=reduce(RolloutISStatistics.merge, measured) if measured else None,
         )
+        return accumulated, is_finite
+
+    def _clear(self) -> None:
+        """Forget what was accumulated."""
+        networks = (self._policy,) if self._critic is None else (self._policy, self._critic)
+        for network in networks:
+            for parameter in network.parameters().values():
+                parameter.grad = None
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
-        """Under their public names."""
-        terms = {name: float(value) for name, value in accumulated.terms.items()}
+        """Under their public names, of all ranks."""
+        num_nonfinite = accumulated.num_given - num_sequences(accumulated.work)
+        mine = {
+            **{name: float(value) for name, value in accumulated.terms.items()},
+            "learner/num_nonfinite_sequences": float(num_nonfinite),
+        }
+        terms = _total(self._ranks.gather(mine, dict[str, float]))
         if accumulated.statistics is None:
             return terms
-        return {**terms, **accumulated.statistics.metrics(self._algorithm.rollout_is)}
+        statistics = accumulated.statistics
+        if self._ranks.count > 1:
+            statistics = statistics.to_host().merge_ranks(self._ranks.group)
+        return {**terms, **statistics.metrics(self._algorithm.rollout_is)}
 
     def _rescale(self, previous: Accumulated, totals: BatchTotals) -> dict[str, torch.Tensor]:
         """The terms of the previous parts, and `.grad`, with the denominators of `totals`.
@@ -90,25 +164,38 @@ class Gradient:
 
     def _backward(
         self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals
-    ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None]:
-        """This micro-batch's share of the metrics, and the statistics of its own correction."""
+    ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None, torch.Tensor]:
+        """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
+        whether its sequences are finite."""
         current = self._policy(
             micro_batch, with_entropy=self._with_entropy, reference=self._exact(micro_batch)
         )
         assert current.logprobs is not None, "they are asked for by default"
+        computed = (current.logprobs, current.entropy, current.kl)
+        is_finite = finite_sequences(micro_batch.sequences, *computed)
         proximal = self._proximal(facts, current.logprobs)
-        weights, statistics = facts.importance_weights, None
+        weights, loss_mask, statistics = facts.importance_weights, facts.loss_mask, None
         if weights is None:
-            train = weighed_logprobs(self._algorithm, current.logprobs, proximal)
-            weights, statistics = self._correct(micro_batch, facts, train)
+            correction = correct(
+                self._algorithm,
+                current.logprobs,
+                facts.behavior_logprobs,
+                facts.staleness,
+                micro_batch.sequences,
+            )
+            weights, statistics = correction.weights, correction.statistics
+            loss_mask = correction.masked(loss_mask)
+        if micro_batch.is_empty:
+            _backward_of_nothing(current.logprobs, current.entropy, current.kl)
+            return {}, statistics, is_finite
         loss_input = LossInput(
             logprobs=current.logprobs,
             proximal_logprobs=proximal,
             advantages=facts.advantages,
-            importance_weights=None if self._algorithm.ratio_holds_correction else weights,
+            importance_weights=weights,
             sequences=micro_batch.sequences,
             rewards=facts.rewards,
-            loss_mask=facts.loss_mask,
+            loss_mask=loss_mask,
             sample_weights=facts.sample_weights,
             totals=totals,
         )
@@ -120,7 +207,9 @@ class Gradient:
             entropy=current.entropy,
         )
         output.loss.backward()
-        return output.metrics, statistics
+        trained = trained_fraction(loss_input, self._algorithm)
+        metrics = {**output.metrics, "actor/trained_token_frac": trained}
+        return metrics, statistics, is_finite
 
     def _proximal(self, facts: Facts, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal != "recompute":
@@ -130,20 +219,6 @@ class Gradient:
         if facts.proximal_logprobs is None:
             return logprobs.detach()
         return facts.proximal_logprobs
-
-    def _correct(
-        self, micro_batch: MicroBatch, facts: Facts, train_logprobs: torch.Tensor
-    ) -> tuple[torch.Tensor | None, RolloutISStatistics | None]:
-        """Importance weights [R], None for 1; statistics for the metrics, None if it is off."""
-        correction = rollout_is_weights(
-            train_logprobs,
-            facts.behavior_logprobs,
-            micro_batch.sequences,
-            self._algorithm.rollout_is,
-            facts.staleness,
-        )
-        weights, _ = correction.loss_terms(self._algorithm.rollout_is)
-        return weights, correction.statistics
 
     def _exact(self, micro_batch: MicroBatch) -> NetworkOutput | None:
         """Of the reference, where the KL to it is taken over the whole vocabulary."""
@@ -157,6 +232,21 @@ class Gradient:
     ) -> dict[str, torch.Tensor]:
         if self._critic is None or facts.old_values is None or facts.returns is None:
             return {}
+        if micro_batch.is_empty:
+            _backward_of_nothing(self._critic.values(micro_batch))
+            return {}
         return self._critic.backward(
             micro_batch, facts.old_values, facts.returns, totals, facts.loss_mask
         )
+
+
+def _backward_of_nothing(*columns: torch.Tensor | None) -> None:
+    """The backward pass of empty columns: no gradient, and the collectives of the other ranks."""
+    sums = [column.sum() for column in columns if column is not None]
+    torch.stack(sums).sum().backward()
+
+
+def _total(terms: Sequence[Mapping[str, Term]]) -> dict[str, Term]:
+    """The sum under each name; a micro-batch without trajectories has none."""
+    names = dict.fromkeys(name for term in terms for name in term)
+    return {name: reduce(add, (t[name] for t in terms if name in t)) for name in names}

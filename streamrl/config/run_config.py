@@ -10,6 +10,7 @@ from pydantic import model_validator
 
 from streamrl.config.addresses import host_of, is_loopback, port_of
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.data import DataSettings
 from streamrl.config.generator import GeneratorSettings
@@ -54,6 +55,13 @@ class RunConfig(Section):
         """Tokens of the longest prompt plus completion."""
         longest = self.data.max_prompt_length + self.generator.max_new_tokens
         return self.generator.max_model_len or longest
+
+    @property
+    def loss_config(self) -> LossSettings:
+        """`algorithm.loss_config` with the default of `loss_scale_factor`."""
+        numbers = self.algorithm.loss_config
+        scale = numbers.loss_scale_factor or self.generator.max_new_tokens
+        return numbers.model_copy(update={"loss_scale_factor": float(scale)})
 
     def group_bytes(self, num_tokens: int) -> int:
         """Bytes of a group whose trajectories have so many tokens each, without a few of names."""
@@ -145,12 +153,35 @@ def _weights_without_keys(c: RunConfig) -> str | None:
     )
 
 
+def _epochs_not_counted(c: RunConfig) -> str | None:
+    """`load_config` counts them, and leaves none."""
+    if c.run.total_epochs is None:
+        return None
+    return (
+        f"run.total_epochs {c.run.total_epochs:g} is not counted in steps: read the configuration "
+        "with load_config, or set run.max_steps"
+    )
+
+
 def _warmup_longer_than_run(c: RunConfig) -> str | None:
     if c.learner.optimizer.warmup_steps <= c.run.max_steps:
         return None
     return (
         f"learner.optimizer.warmup_steps {c.learner.optimizer.warmup_steps} is longer than "
         f"run.max_steps {c.run.max_steps}"
+    )
+
+
+def _decay_within_warmup(c: RunConfig) -> str | None:
+    settings, num_steps = c.learner.optimizer, c.run.max_steps
+    num_warmup = settings.num_warmup_steps(num_steps)
+    num_decay = settings.num_decay_steps(num_steps)
+    if settings.schedule != "warmup_stable_decay" or num_warmup + num_decay <= num_steps:
+        return None
+    return (
+        f"learner.optimizer.decay_ratio {settings.decay_ratio:g} begins within the warm-up: "
+        f"{num_warmup} steps of warm-up and {num_decay} of decay are more than run.max_steps "
+        f"{num_steps}"
     )
 
 
@@ -212,7 +243,9 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _nccl_without_gpu,
     _shared_between_gpu_and_cpu,
     _weights_without_keys,
+    _epochs_not_counted,
     _warmup_longer_than_run,
+    _decay_within_warmup,
     _warmup_without_a_critic,
     _alone_in_its_group,
     _groups_too_large,
