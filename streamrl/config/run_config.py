@@ -89,6 +89,15 @@ def _micro_batch_too_small(c: RunConfig) -> str | None:
     )
 
 
+def _more_updates_than_groups(c: RunConfig) -> str | None:
+    if c.learner.updates_per_batch <= c.learner.groups_per_step:
+        return None
+    return (
+        f"learner.updates_per_batch {c.learner.updates_per_batch} is more than "
+        f"learner.groups_per_step {c.learner.groups_per_step}: each update trains whole groups"
+    )
+
+
 def _model_len_too_short(c: RunConfig) -> str | None:
     longest = c.data.max_prompt_length + c.generator.max_new_tokens
     if c.max_model_len >= longest:
@@ -217,6 +226,7 @@ _COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
 
 _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _micro_batch_too_small,
+    _more_updates_than_groups,
     _model_len_too_short,
     _min_tokens_above_max,
     _greedy_siblings,

@@ -135,7 +135,8 @@ def test_each_advantage_has_its_record(tmp_path: Path, advantage: str) -> None:
 
 
 def test_the_numbers_of_a_loss_are_printed_with_their_origin(tmp_path: Path) -> None:
-    overrides = ["algorithm.loss=sapo", "algorithm.loss_config.tau_neg=1.2"]
+    several = "learner.updates_per_batch=2"
+    overrides = ["algorithm.loss=sapo", "algorithm.loss_config.tau_neg=1.2", several]
     printed = render(load_config(_minimal(tmp_path), overrides, {}))
     lines = [line.split() for line in printed.splitlines()]
     assert ["tau_neg:", "1.2", "#", "--set", "algorithm.loss_config.tau_neg"] in lines
