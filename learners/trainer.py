@@ -1,8 +1,9 @@
 """The step of one batch: facts, then gradient and update for each of its mini-batches.
 
-Invariant: an update is that of its whole mini-batch however it was cut into micro-batches, and the
-only update of a batch also however the batch was cut into parts, where the algorithm accepts parts.
-Runs in one thread, apart from all input and output.
+Invariant: an update is that of its whole mini-batch however it was cut into micro-batches and
+divided among ranks, which call all of this together, and the only update of a batch also however
+the batch was cut into parts, where the algorithm accepts parts. Runs in one thread, apart from all
+input and output.
 
 Facts (advantages, proximal log-probabilities, values) are of the batch and stay as they are while
 its updates move the policy. With one update the training pass itself yields the proximal
@@ -21,6 +22,7 @@ from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.mini_batches import mini_batches
 from learners.objective.step_metrics import MASKED, Part, of_facts, of_updates, of_work
 from learners.optimizer import learning_rate, make_optimizer, update
+from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from streamrl.algorithms.parts import accepts_parts
@@ -37,14 +39,16 @@ class Trainer:
         policy: Policy,
         reference: Policy | None = None,
         critic: Critic | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._config = config
+        self._ranks = ranks = ranks or Ranks()
         self.policy = policy
         self.critic = critic
         self.credit = CreditAssigner(config.algorithm)
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
-        self._facts = FactCollector(config, self.credit, policy, reference, critic)
-        self._gradient = Gradient(config, policy, reference, critic)
+        self._facts = FactCollector(config, self.credit, policy, reference, critic, ranks)
+        self._gradient = Gradient(config, policy, reference, critic, ranks)
         self._parts: tuple[Part, ...] = ()
         self._accumulated: Accumulated | None = None
         self._corrected: dict[str, float] = {}
@@ -69,7 +73,7 @@ class Trainer:
         micro_batches = self._pack(part)
         facts, metrics = self._facts.collect(part, micro_batches)
         updates = self._mini_batches(part)
-        if updates[0] != list(range(len(part.lengths))):
+        if updates[0] != list(range(len(part))):
             micro_batches = self._pack(part, updates[0])
         self._accumulate(part, facts, micro_batches, updates[0])
         train_s = time.perf_counter() - start
@@ -104,7 +108,7 @@ class Trainer:
     def _mini_batches(self, batch: TrainingBatch) -> list[list[int]]:
         """The trajectories of each update."""
         if resampling := self._config.algorithm.pf_ppo:
-            chosen = pf_ppo_resample(batch.rewards, resampling)
+            chosen = self._ranks.first(pf_ppo_resample(batch.rewards, resampling))
             return mini_batches(batch, self._config, chosen.tolist())
         return mini_batches(batch, self._config)
 

@@ -3,7 +3,8 @@
     passes without gradient (proximal, reference, values) -> credit -> one table
 
 Invariant: one row per response token (or trajectory) in every column, in the order of the batch;
-a pass that no setting uses is not made. A micro-batch gets its rows by `Facts.select` alone.
+every rank has all rows, so what compares trajectories is right however they are divided among the
+ranks. A pass that no setting uses is not made. A micro-batch gets its rows by `Facts.select` alone.
 Shapes: R response tokens, S trajectories.
 """
 
@@ -15,6 +16,7 @@ import torch
 from learners.batch import MicroBatch, TrainingBatch
 from learners.objective.correction import Correction, correct
 from learners.objective.credit import CreditAssigner
+from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from streamrl.algorithms.sequences import Sequences
@@ -82,9 +84,11 @@ class FactCollector:
         policy: Policy,
         reference: Policy | None,
         critic: Critic | None,
+        ranks: Ranks,
     ) -> None:
         self._config = config.algorithm
         self._num_updates = config.learner.num_updates
+        self._ranks = ranks
         self._credit = credit
         self._policy = policy
         self._reference = reference
@@ -97,11 +101,12 @@ class FactCollector:
         config, num_tokens = self._config, batch.sequences.num_tokens
         policy = reference = values = None
         if self._needs_policy_pass:
-            policy = self._policy.batch_logprobs(micro_batches, num_tokens)
+            policy = self._ranks.sum(self._policy.batch_logprobs(micro_batches, num_tokens))
         if self._reference is not None and config.needs_reference_logprobs:
             reference = self._reference.batch_logprobs(micro_batches, num_tokens)
+            reference = self._ranks.sum(reference)
         if self._critic is not None:
-            values = self._critic.batch_values(micro_batches, num_tokens)
+            values = self._ranks.sum(self._critic.batch_values(micro_batches, num_tokens))
         in_reward = reference if config.kl_reward.coef > 0 else None
         credit = self._credit.assign(batch, policy, in_reward, values)
         facts = Facts(
@@ -136,7 +141,8 @@ class FactCollector:
         config = self._config
         if facts.importance_weights is not None or not config.corrects_as_a_whole:
             return facts, {}
-        logprobs = self._policy.batch_logprobs(micro_batches, batch.sequences.num_tokens)
+        num_tokens = batch.sequences.num_tokens
+        logprobs = self._ranks.sum(self._policy.batch_logprobs(micro_batches, num_tokens))
         rows, lengths = batch.rows(chosen), batch.sequences.lengths[chosen]
         behavior, staleness = facts.behavior_logprobs[rows], facts.staleness[rows]
         sequences = Sequences.from_lengths(lengths)
