@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from learners.batch import TrainingBatch
+from learners.daemon import _warn_of_truncation
 from streamrl.algorithms.rollout_is import rollout_is_weights
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
 from tests.tiny_model import make_llama
@@ -157,3 +158,15 @@ def test_vetoed_tokens_are_not_accepted_and_clipped_ones_are():
     assert bool(found[0.1].keep.all())
     vetoed = batch.sequences.sum((train - batch.behavior_logprobs).exp() < 0.1) > 0
     assert torch.equal(found[0.1].accepted, batch.sequences.expand(~vetoed))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("min_new_tokens", 3), ("top_p", 0.9), ("top_k", 20)]
+)
+def test_what_cuts_the_sampled_distribution_is_warned_of(caplog, setting, value):
+    config = make_config(generator={setting: value})
+    _warn_of_truncation(config)
+    (message,) = caplog.messages
+    assert message.startswith(f"generator.{setting} {value:g} cuts off the sampled distribution")
+    _warn_of_truncation(make_config())
+    assert len(caplog.messages) == 1

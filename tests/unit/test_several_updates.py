@@ -1,9 +1,11 @@
 """Several updates a batch: the steps of PPO, by mini-batches that a resume repeats."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.make_model import make_tokenizer
 from learners.batch import TrainingBatch
+from learners.checkpoints.state import restore
 from learners.objective.mini_batches import mini_batches
+from learners.policy.critic import Critic
+from learners.policy.policy import Policy
 from learners.trainer import Trainer
+from streamrl.checkpoints.find import read_checkpoint
 from streamrl.config import RunConfig
 from streamrl.types import Trajectory, replace
-from tests.tiny_model import make_llama
+from tests.tiny_model import make_llama, save_llama
 from tests.training import make_batch, make_config, make_groups, make_policy, make_trainer
 from tests.unit.test_correction import grpo, ppo
 from tests.unit.test_training import plain_logprobs
@@ -268,3 +275,58 @@ def test_sum_norm_divides_by_the_same_number_whatever_the_batch():
         section = {"advantage": "gae", "value": mode, "loss_config": numbers}
         values.append(make_trainer(make_config(algorithm=section)).step(batch)["critic/vf_loss"])
     assert values[0] == values[1] != values[2]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from learners.checkpoints.state import save
+from learners.session import LearnerState
+from streamrl.checkpoints.history import new_history
+from streamrl.types import Books
+from tests.training import make_batch
+from tests.unit.test_several_updates import make_run, new_trainer
+
+config = make_run(Path(sys.argv[1]))
+trainer = new_trainer(config)
+trainer.step(make_batch(0, num_groups=12))
+print(save(config, trainer, LearnerState(5, Books()), new_history()), flush=True)
+trainer.optimizer.register_step_post_hook(lambda *_: print("updated", flush=True))
+while True:
+    trainer.step(make_batch(1, num_groups=12))
+"""
+
+
+def make_run(folder: Path) -> RunConfig:
+    section = {"advantage": "gae", "proximal": "recompute"}
+    paths = {"model": {"path": str(folder / "model")}, "run": {"folder": folder, "name": "run"}}
+    return several(3, 2, algorithm=section, learner={"device": "cpu"}, **paths)
+
+
+def new_trainer(config: RunConfig, path: Path | None = None) -> Trainer:
+    return Trainer(config, Policy.from_config(config, path), critic=Critic.from_config(config))
+
+
+def test_a_learner_that_is_killed_between_updates_repeats_them(tmp_path):
+    """SIGKILL after the second of six updates: the step is made again, bit for bit."""
+    save_llama(tmp_path / "model")
+    make_tokenizer("abc").save_pretrained(tmp_path / "model")
+    config = make_run(tmp_path)
+    uninterrupted = new_trainer(config)
+    for seed in range(2):
+        metrics = uninterrupted.step(make_batch(seed, num_groups=12))
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        assert [process.stdout.readline().strip() for _ in range(2)] == ["updated", "updated"]
+        process.send_signal(signal.SIGKILL)
+    checkpoint = read_checkpoint(path)
+    resumed = new_trainer(config, checkpoint.path)
+    assert restore(checkpoint, config, resumed).policy_version == 5
+    repeated = resumed.step(make_batch(1, num_groups=12))
+    assert torch.equal(weights_of(resumed), weights_of(uninterrupted))
+    for name in metrics:
+        if name.startswith(("actor/", "critic/", "mismatch/")):
+            assert repeated[name] == metrics[name], name
