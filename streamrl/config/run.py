@@ -18,7 +18,7 @@ class RunSettings(Section):
     folder: Path = Path("runs")
     """Where run folders are made."""
     max_steps: Positive = 100
-    """Optimizer steps until the run ends."""
+    """Steps until the run ends; each trains one batch."""
     seed: NotNegative = 0
     """Seed of the prompt stream, of sampling and of initialization."""
     resume: Literal["never", "auto"] | Path = "never"
