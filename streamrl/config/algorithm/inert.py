@@ -1,7 +1,8 @@
 """Settings that cannot act under the other ones, each with what would make it act.
 
 Invariant: a setting listed here changes no update of the run, whatever its value. Set by hand it is
-refused; left alone it has its default, and the run's config.yaml leaves it out.
+refused, unless to null, which switches it off; left alone it has its default, and the run's
+config.yaml leaves it out.
 """
 
 from collections.abc import Iterator
