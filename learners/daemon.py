@@ -13,8 +13,8 @@ import torch
 
 from buffers.connect import connect
 from learners.checkpoints.records import RunRecords
+from learners.checkpoints.restore import restore
 from learners.checkpoints.start import Start, choose, resumed
-from learners.checkpoints.state import restore
 from learners.learner import Learner
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
@@ -76,7 +76,7 @@ def _load(config: RunConfig) -> tuple[Trainer, LearnerState, Start]:
     torch.manual_seed(config.run.seed)
     start = choose(config)
     path = start.checkpoint.path if start.checkpoint else None
-    policy = Policy.from_config(config, path)
+    policy = Policy.from_config(config)
     algorithm = config.algorithm
     reference = Policy.from_config(config) if algorithm.needs_reference else None
     critic = Critic.from_config(config) if algorithm.needs_values else None

@@ -9,9 +9,9 @@ import torch
 
 from actors.evaluation import named_model, newest_model
 from actors.make_model import make_tokenizer
+from learners.checkpoints.restore import restore
 from learners.checkpoints.start import choose
-from learners.checkpoints.state import restore
-from learners.checkpoints.state import save as save_of
+from learners.checkpoints.writer import CheckpointWriter
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerState
@@ -65,12 +65,16 @@ HISTORY = new_history()
 def save(
     config: RunConfig, trainer: Trainer, state: LearnerState, history: History = HISTORY
 ) -> Path:
-    return save_of(config, trainer, state, history)
+    writer = CheckpointWriter(config, history)
+    try:
+        return writer.save(trainer, state, {}, lambda: None).result()
+    finally:
+        writer.close()
 
 
-def make_trainer(config: RunConfig, path: Path | None = None) -> Trainer:
+def make_trainer(config: RunConfig) -> Trainer:
     critic = Critic.from_config(config) if config.algorithm.needs_values else None
-    return Trainer(config, Policy.from_config(config, path), Policy.from_config(config), critic)
+    return Trainer(config, Policy.from_config(config), Policy.from_config(config), critic)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
@@ -83,7 +87,7 @@ def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path, advanta
     metrics = trainer.step(make_batch(2))
     random_number = torch.rand(1)
     torch.manual_seed(99)
-    again = make_trainer(config, path)
+    again = make_trainer(config)
     assert restore(read_checkpoint(path), config, again) == LearnerState(2, BOOKS)
     repeated = again.step(make_batch(2))
     for name in metrics:
@@ -189,7 +193,7 @@ DAMAGES = {
     "not JSON": lambda file: file.write_bytes(b"{" * file.stat().st_size),
 }
 FILES = (
-    *("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"),
+    *("model.safetensors", "shards/rank-00000.safetensors", "state.json", "manifest.json"),
     *("config.json", "tokenizer.json"),
 )
 
@@ -273,14 +277,18 @@ def test_a_tokenizer_that_cannot_be_written_is_no_crash(tmp_path):
     assert list_checkpoints(config.run.path) == []
 
 
+def contents_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
 def test_a_checkpoint_that_is_saved_again_is_replaced_after_it_is_complete(tmp_path):
     config = make_run(tmp_path)
     trainer = make_trainer(config)
     path = save(config, trainer, LearnerState(1))
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    before = contents_of(path)
     with files_no_larger_than(1_000), pytest.raises(CheckpointWriteError):
         save(config, trainer, LearnerState(1))
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert contents_of(path) == before
     trainer.step(make_batch())
     save(config, trainer, LearnerState(1))
     assert (path / "model.safetensors").read_bytes() != before["model.safetensors"]
@@ -301,7 +309,7 @@ def test_a_checkpoint_loads_in_transformers_and_holds_no_pickle(tmp_path):
     trainer = make_trainer(config)
     trainer.step(make_batch())
     path = save(config, trainer, LearnerState(1, BOOKS))
-    suffixes = {file.suffix for file in path.iterdir()}
+    suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
     assert suffixes == {".json", ".safetensors"}
     assert json.loads((path / "state.json").read_text())["policy_version"] == 1
     loaded = Policy.from_config(config, path)
@@ -328,7 +336,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, overrides, sentence)
     other = make_run(tmp_path / "other")
     save_llama(Path(other.model.path), **overrides)
     with pytest.raises(ConfigError, match=f"is of another model: .*{sentence}"):
-        restore(read_checkpoint(path), other, make_trainer(other, path))
+        restore(read_checkpoint(path), other, make_trainer(other))
 
 
 def test_a_checkpoint_of_another_release_is_refused(tmp_path):
@@ -343,6 +351,6 @@ def test_a_checkpoint_of_another_release_is_refused(tmp_path):
     with pytest.raises(OtherReleaseError) as refusal:
         read_checkpoint(path)
     assert str(refusal.value) == (
-        f"run.resume: the checkpoint {path} has format 1, and this release knows format 3: another "
+        f"run.resume: the checkpoint {path} has format 1, and this release knows format 4: another "
         "release of StreamRL wrote it; start the run anew with --new, or go on with that release"
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,11 +111,17 @@ class Records:
         assert self.is_begun
         self.lines.append({**metrics, "step": step})
 
-    def save(self, trainer: Trainer, state: LearnerState) -> Path:
+    def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
         assert all(p.grad is None for p in trainer.policy.parameters().values())
-        self._require_space()
-        self.saved.append(state.policy_version)
-        return Path("checkpoint")
+        written: Future[Path] = Future()
+        try:
+            self._require_space()
+        except CheckpointWriteError as error:
+            written.set_exception(error)
+        else:
+            self.saved.append(state.policy_version)
+            written.set_result(Path("checkpoint"))
+        return written
 
     def _require_space(self) -> None:
         if self.is_full:
@@ -307,7 +314,7 @@ async def test_a_step_goes_on_while_no_checkpoint_can_be_written(caplog):
 
 
 async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypatch):
-    monkeypatch.setattr("learners.learner.RETRY_S", 0.02)
+    monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
     run = Run(configure(max_steps=8, every=1))
     await until(lambda: run.records.is_begun)
     run.records.is_full = True
@@ -325,7 +332,7 @@ async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypa
 
 
 async def test_the_last_checkpoint_is_waited_for_until_the_learner_is_stopped(monkeypatch):
-    monkeypatch.setattr("learners.learner.RETRY_S", 0.02)
+    monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
     run = Run(configure())
     await until(lambda: run.records.is_begun)
     run.records.is_full = True
@@ -339,7 +346,7 @@ async def test_the_last_checkpoint_is_waited_for_until_the_learner_is_stopped(mo
 
 
 async def test_a_learner_that_starts_on_a_full_disk_waits_before_its_first_step(monkeypatch):
-    monkeypatch.setattr("learners.learner.RETRY_S", 0.02)
+    monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
     run = Run(configure())
     run.records.is_full = True
     await until(lambda: run.records.num_failures >= 3)
