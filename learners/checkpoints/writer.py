@@ -28,8 +28,8 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from learners.checkpoints.contents import MODEL, tensors_of
-from learners.checkpoints.lockstep import Lockstep
 from learners.checkpoints.random_state import random_state
+from learners.checkpoints.ranks import WritingRanks
 from learners.checkpoints.shards import SHARDS_FOLDER, save_shards, shard_file, whole_tensors
 from learners.policy.policy import Policy
 from learners.session import LearnerState
@@ -50,7 +50,7 @@ class CheckpointWriter:
         self._config = config
         self._run = config.run.path
         self._history = history
-        self._ranks = Lockstep()
+        self._ranks = WritingRanks()
         self._is_main = self._ranks.rank == 0
         self._stager = _make_stager()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -160,6 +160,7 @@ class CheckpointWriter:
                 f"another learner goes on with {self._run}; this one saves no more checkpoints"
             )
         replaced = path.with_name(f".{path.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
         if path.exists():
             path.rename(replaced)
         unfinished.rename(path)

@@ -17,7 +17,7 @@ from streamrl.errors import StreamRLError
 Result = TypeVar("Result")
 
 
-class Lockstep:
+class WritingRanks:
     """`group` is None for a world of one. All ranks make theirs together."""
 
     def __init__(self) -> None:
