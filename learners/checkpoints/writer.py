@@ -40,7 +40,7 @@ from streamrl.checkpoints.manifest import FileRecords, record_files, write_manif
 from streamrl.checkpoints.retention import delete_older
 from streamrl.config import RunConfig
 from streamrl.durable_files import sync
-from streamrl.errors import CheckpointWriteError, FencedError
+from streamrl.errors import CheckpointWriteError, FencedError, TransportError
 
 
 class CheckpointWriter:
@@ -60,21 +60,22 @@ class CheckpointWriter:
         self,
         trainer: Trainer,
         state: LearnerState,
-        means: Mapping[str, float],
-        flush: Callable[[], None],
+        means: Mapping[str, float] | None = None,
+        flush: Callable[[], None] = lambda: None,
     ) -> Future[Path]:
         """Copy the state, and write it in a thread; the trainer may make steps meanwhile.
 
         Waits until the save before has ended.
 
         Args:
-            means: of metrics, by which the best checkpoints are kept.
+            means: of metrics, by which the best checkpoints are kept; of the first rank.
             flush: writes what has to be on disk before the checkpoint; called here.
 
         Returns:
             The checkpoint, once it is durable and older ones are deleted. It raises
             CheckpointWriteError: it cannot be written, every other checkpoint is as it was;
-            FencedError: another learner has made its history the surviving one.
+            FencedError: another learner has made its history the surviving one;
+            TransportError: another rank has ended.
         """
         if self._saving is not None:
             wait([self._saving])
@@ -85,7 +86,7 @@ class CheckpointWriter:
             "books": msgspec.to_builtins(state.books, str_keys=True),
             "history": msgspec.to_builtins(self._history),
             "contents": contents,
-            "means": means,
+            "means": means or {},
             "credit": trainer.credit.state_dict(),
             "random": random_state(),
         }
@@ -122,6 +123,10 @@ class CheckpointWriter:
             run(lambda: self._commit(unfinished, path, files))
         except (OSError, SafetensorError) as error:
             raise CheckpointWriteError(f"{path} cannot be saved: {error}") from error
+        except RuntimeError as error:
+            if self._ranks.group is None:
+                raise
+            raise TransportError(f"the ranks of the learner cannot save: {error}") from error
         finally:
             if self._is_main:
                 shutil.rmtree(unfinished, ignore_errors=True)

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.batch import MicroBatch
+from learners.parallel.mesh import Mesh
+from learners.parallel.sharding import shard
 from learners.policy.hugging_face import save_model
 from learners.policy.network import Network, NetworkOutput
 from streamrl.config import RunConfig
@@ -26,9 +28,11 @@ class Policy:
         self.network = network
 
     @classmethod
-    def from_config(cls, config: RunConfig, path: Path | str | None = None) -> "Policy":
+    def from_config(
+        cls, config: RunConfig, path: Path | str | None = None, mesh: Mesh | None = None
+    ) -> "Policy":
         """The run's policy with the weights at `path`, by default those of `model.path`."""
-        return cls(load_network(config, path))
+        return cls(load_network(config, path, mesh=mesh))
 
     def __call__(
         self,
@@ -79,9 +83,13 @@ class Policy:
 
 
 def load_network(
-    config: RunConfig, path: Path | str | None = None, *, has_values: bool = False
+    config: RunConfig,
+    path: Path | str | None = None,
+    *,
+    has_values: bool = False,
+    mesh: Mesh | None = None,
 ) -> Network:
-    """With the weights at `path`, by default those of `model.path`.
+    """With the weights at `path`, by default those of `model.path`; sharded over a mesh.
 
     Raises:
         ConfigError: there is no model.
@@ -97,12 +105,16 @@ def load_network(
     if learner.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.train()
-    return Network(
-        model.to(device_of(learner.device)),
+    dtype: torch.dtype = getattr(torch, learner.dtype)
+    network = Network(
+        model.to(device_of(learner.device) if mesh is None else mesh.device),
         temperature=config.generator.temperature,
-        dtype=getattr(torch, learner.dtype),
+        dtype=dtype,
         has_values=has_values,
     )
+    if mesh is not None:
+        shard(network, mesh, dtype)
+    return network
 
 
 def device_of(name: str) -> torch.device:

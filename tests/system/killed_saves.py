@@ -3,8 +3,8 @@
     python -m tests.system.killed_saves RUN MODEL
 
 Each attempt is a process of its own that SIGKILLs itself at its k-th operation on a file below the
-folder of the checkpoints, k = 1, 2, ..., until one lives to the end. After each, the checkpoint that
-the run goes on from is compared with the trainer that it was saved from.
+folder of the checkpoints, k = 1, 2, ..., until one lives to the end. After each, the checkpoint
+that the run goes on from is compared with the trainer that it was saved from.
 """
 
 import os

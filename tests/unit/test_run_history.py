@@ -42,7 +42,7 @@ class FakeTrainer:
     optimizer = None
 
     def __init__(self) -> None:
-        self.policy = self.credit = self
+        self.policy = self.credit = self.model = self
         self.is_full = False
 
     def save(self, folder: Path, config: RunConfig, weights: Mapping[str, Any]) -> None:
