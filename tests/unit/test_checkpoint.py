@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,12 @@ BOOKS = Books(
 )
 
 
-def make_run(tmp_path: Path, advantage: str = "grpo", **run: object) -> RunConfig:
+def make_run(
+    tmp_path: Path,
+    advantage: str = "grpo",
+    checkpoint: Mapping[str, object] | None = None,
+    **run: object,
+) -> RunConfig:
     model = tmp_path / "model"
     if not model.exists():
         save_llama(model)
@@ -50,7 +57,7 @@ def make_run(tmp_path: Path, advantage: str = "grpo", **run: object) -> RunConfi
     return make_config(
         model={"path": str(model)},
         run={"folder": tmp_path, "name": "run", **run},
-        learner={"checkpoint": {"keep": 2}, "device": "cpu"},
+        learner={"checkpoint": {"keep": 2, **(checkpoint or {})}, "device": "cpu"},
         algorithm={
             "advantage": advantage,
             "kl_reward": {"coef": 0.1, "controller": "adaptive"},
@@ -63,11 +70,15 @@ HISTORY = new_history()
 
 
 def save(
-    config: RunConfig, trainer: Trainer, state: LearnerState, history: History = HISTORY
+    config: RunConfig,
+    trainer: Trainer,
+    state: LearnerState,
+    history: History = HISTORY,
+    means: Mapping[str, float] | None = None,
 ) -> Path:
     writer = CheckpointWriter(config, history)
     try:
-        return writer.save(trainer, state, {}, lambda: None).result()
+        return writer.save(trainer, state, means).result()
     finally:
         writer.close()
 
@@ -354,3 +365,33 @@ def test_a_checkpoint_of_another_release_is_refused(tmp_path):
         f"run.resume: the checkpoint {path} has format 1, and this release knows format 4: another "
         "release of StreamRL wrote it; start the run anew with --new, or go on with that release"
     )
+
+
+def test_the_step_after_a_save_is_not_in_it(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    trainer.step(make_batch(0))
+    before = {name: p.detach().clone() for name, p in trainer.policy.parameters().items()}
+    writer = CheckpointWriter(config, HISTORY)
+    # The thread is busy, so that nothing is written before the step.
+    is_over = threading.Event()
+    writer._thread.submit(is_over.wait)
+    saving = writer.save(trainer, LearnerState(1))
+    trainer.step(make_batch(1))
+    is_over.set()
+    again = make_trainer(config)
+    restore(read_checkpoint(saving.result()), config, again)
+    writer.close()
+    for name, parameter in again.policy.parameters().items():
+        assert torch.equal(parameter, before[name]), name
+        assert not torch.equal(parameter, trainer.policy.parameters()[name]), name
+
+
+def test_what_a_kill_has_left_behind_is_replaced(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    path = save(config, trainer, LearnerState(1))
+    shutil.copytree(path, path.with_name(f".{path.name}.replaced"))
+    shutil.copytree(path, path.with_name(f".{path.name}.unfinished"))
+    save(config, trainer, LearnerState(1))
+    assert [p.name for p in path.parent.iterdir()] == ["step-00000001"]
