@@ -104,7 +104,9 @@ class Records:
         self.saved: list[int] = []
         self.num_failures = 0
         self.is_full = False
+        self.is_slow = False
         self.is_begun = False
+        self.writing: list[Future[Path]] = []
 
     def begin(self) -> None:
         self._require_space()
@@ -123,7 +125,9 @@ class Records:
             written.set_exception(error)
         else:
             self.saved.append(state.policy_version)
-            written.set_result(Path("checkpoint"))
+            self.writing.append(written)
+            if not self.is_slow:
+                written.set_result(Path("checkpoint"))
         return written
 
     def _require_space(self) -> None:
@@ -321,6 +325,39 @@ async def test_a_step_goes_on_while_no_checkpoint_can_be_written(caplog):
     run.learner.stop()
     await run.end()
     assert (run.records.saved, run.buffer.acknowledged) == ([4], [4, 4])
+
+
+async def test_steps_go_on_while_a_checkpoint_is_written_and_one_is_written_at_a_time(monkeypatch):
+    monkeypatch.setattr("learners.session.TAKE_WAIT_S", 0.02)
+    run = Run(configure(max_steps=20, every=2))
+    run.records.is_slow = True
+    for seed in range(5):
+        await run.buffer.lend(*make_groups(seed, 3))
+        await until(lambda count=seed + 1: len(run.records.lines) == count)
+    # The save that was due at step 4 waits for that of step 2, and nothing is acknowledged.
+    assert (run.records.saved, run.buffer.acknowledged) == ([2], [])
+    run.records.writing[0].set_result(Path("checkpoint"))
+    # While it waits for groups, the buffer is notified; the next save begins after the next step.
+    await until(lambda: run.buffer.acknowledged == [2])
+    assert run.records.saved == [2]
+    await run.buffer.lend(*make_groups(5, 3))
+    await until(lambda: run.records.saved == [2, 6])
+    # Too many steps without a checkpoint: the learner waits for the one under way.
+    for seed in range(6, 8):
+        await run.buffer.lend(*make_groups(seed, 3))
+        await until(lambda count=seed + 1: len(run.records.lines) == count)
+    await run.buffer.lend(*make_groups(8, 3))
+    await until(lambda: run.reporter.activities[-1] is LearnerActivity.SAVING)
+    assert len(run.records.lines) == 8
+    run.records.writing[1].set_exception(CheckpointWriteError("the disk is full"))
+    await until(lambda: "the disk is full" in run.reporter.fields["unsaved"])
+    # At the end it waits for what is written, whatever else it was told.
+    run.learner.stop()
+    await until(lambda: len(run.records.writing) == 3)
+    assert not run.task.done()
+    run.records.writing[2].set_result(Path("checkpoint"))
+    await run.end()
+    assert (run.records.saved, run.buffer.acknowledged) == ([2, 6, 8], [2, 8])
 
 
 async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypatch):
