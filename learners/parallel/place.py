@@ -56,6 +56,11 @@ def join(config: RunConfig) -> Place:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         settings.mesh.sizes(1)
         return Place(Ranks(), Ranks(), None, Liveness())
+    if ":" in settings.device:
+        raise ConfigError(
+            f"learner.device {settings.device} is one device, and the learner has several ranks; "
+            "each takes the one of its place on its machine with cuda, or auto"
+        )
     mesh = make_mesh(settings.mesh, device_of(settings.device))
     if mesh.num_data > settings.groups_per_step:
         raise ConfigError(
