@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,15 +24,6 @@ from streamrl.types import LearnerActivity
 log = logging.getLogger(__name__)
 
 Begin: TypeAlias = Callable[[LearnerState], Awaitable[Future[Path]]]
-
-
-@dataclass(frozen=True)
-class _Save:
-    """One under way; the step waited `copy_s` for the copy of the state."""
-
-    written: asyncio.Future[Path]
-    begun_s: float
-    copy_s: float
 
 
 class CheckpointSaver:
@@ -52,7 +42,7 @@ class CheckpointSaver:
         self._stopping = stopping
         self._begin_writing = begin
         self._schedule = SaveSchedule(every, session.state.policy_version)
-        self._save: _Save | None = None
+        self._save: asyncio.Future[Path] | None = None
 
     @property
     def saved_version(self) -> int:
@@ -76,7 +66,7 @@ class CheckpointSaver:
 
     async def settle(self) -> None:
         """Notify the buffer if a save has ended; one that is under way is not waited for."""
-        if self._save is not None and self._save.written.done():
+        if self._save is not None and self._save.done():
             await self._end()
             await self._acknowledge()
 
@@ -102,26 +92,21 @@ class CheckpointSaver:
 
     async def _begin(self) -> None:
         self._reporter.set_activity(LearnerActivity.SAVING)
-        begun_s = time.perf_counter()
         self._schedule.began(self._version)
-        written = asyncio.wrap_future(await self._begin_writing(self._session.state))
-        self._save = _Save(written, begun_s, time.perf_counter() - begun_s)
+        self._save = asyncio.wrap_future(await self._begin_writing(self._session.state))
 
     async def _end(self) -> None:
         """Wait until the save under way has ended."""
         assert self._save is not None, "a save is under way"
-        save = self._save
-        if not save.written.done():
+        if not self._save.done():
             self._reporter.set_activity(LearnerActivity.SAVING)
         try:
-            path = await save.written
+            await self._save
         except CheckpointWriteError as error:
             self._schedule.failed(str(error), time.monotonic())
             log.warning("%s", self._schedule.sentence(self._version))
         else:
             self._schedule.saved()
-            saved_s = time.perf_counter() - save.begun_s
-            log.info("saved %s in %.2f s, %.2f s of it before a step", path, saved_s, save.copy_s)
         self._save = None
         self._reporter.update(unsaved=self._schedule.sentence(self._version))
 

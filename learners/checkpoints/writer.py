@@ -16,7 +16,9 @@ checkpoint only. A rank that cannot write fails the save on all ranks.
 """
 
 import json
+import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -41,6 +43,8 @@ from streamrl.checkpoints.retention import delete_older
 from streamrl.config import RunConfig
 from streamrl.durable_files import sync
 from streamrl.errors import CheckpointWriteError, FencedError, TransportError
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
@@ -79,6 +83,7 @@ class CheckpointWriter:
         """
         if self._saving is not None:
             wait([self._saving])
+        begun_s = time.perf_counter()
         contents = self._config.learner.checkpoint.contents
         record = {
             "format": FORMAT,
@@ -96,7 +101,16 @@ class CheckpointWriter:
             flush()
         except OSError as error:
             failure = error
-        self._saving = self._thread.submit(self._save, trainer.policy, copies, record, failure)
+        copy_s = time.perf_counter() - begun_s
+
+        def write() -> Path:
+            path = self._save(trainer.policy, copies, record, failure)
+            if self._is_main:
+                took_s = time.perf_counter() - begun_s
+                log.info("saved %s in %.2f s; the step waited %.2f s", path, took_s, copy_s)
+            return path
+
+        self._saving = self._thread.submit(write)
         return self._saving
 
     def close(self) -> None:

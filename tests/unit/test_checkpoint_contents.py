@@ -82,3 +82,8 @@ def test_a_checkpoint_holds_what_contents_names(tmp_path):
 def test_contents_without_the_model_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match="must contain model"):
         make_run(tmp_path, checkpoint={name: ["optimizer"]})
+
+
+def test_an_evaluation_at_the_end_needs_the_model_in_the_last_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=r"contents has no hf_model: .* run\.evaluate=false"):
+        make_run(tmp_path, checkpoint={"contents": ["model"]})
