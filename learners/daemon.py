@@ -22,6 +22,7 @@ from learners.learner import Learner
 from learners.parallel.commands import LearnerRank
 from learners.parallel.lockstep import Lockstep
 from learners.parallel.place import Place, join
+from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerSession, LearnerState
@@ -45,6 +46,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
     if arguments.resume:
         config = resumed(config)
+    if is_starter(config):
+        return service.run(partial(start_ranks, config), role="learner-ranks", config=config)
     rank = int(os.environ.get("RANK", "0"))
     role = f"learner-{rank}" if rank else "learner"
     return service.run(partial(train, config), role=role, config=config)

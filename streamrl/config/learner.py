@@ -185,6 +185,8 @@ class LearnerSettings(Section):
     """Saved states of the run."""
     mesh: MeshSettings = MeshSettings()
     """The ranks of the learner; one without torchrun."""
+    num_ranks: Positive = 1
+    """Ranks that `streamrl learner` starts on this machine; torchrun starts them on several."""
     rank_deadline_s: Seconds = 60.0
     """How long a rank of the learner may report nothing before the others end."""
     dtype: Literal["float32", "bfloat16"] = "float32"
