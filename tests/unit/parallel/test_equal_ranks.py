@@ -58,7 +58,7 @@ def configure(name: str) -> RunConfig:
 
 
 def make_step(step: int, *, is_finite: bool = True) -> list[TrajectoryGroup]:
-    """Groups of uneven lengths, one of them with nothing that was sampled twice."""
+    """Groups of uneven lengths."""
     groups = make_groups(seed=step, num_groups=6, group_size=3)
     groups = groups if is_finite else poisoned(groups, *NOT_FINITE)
     return [with_metrics(g, greedy_reward=0.1 * i, difficulty=0.1) for i, g in enumerate(groups)]
@@ -66,14 +66,14 @@ def make_step(step: int, *, is_finite: bool = True) -> list[TrajectoryGroup]:
 
 def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
     """The metrics of each step; a first part of one group leaves the other ranks without any."""
-    cuts = (slice(0, 1), slice(1, None)) if name == "parts" else (slice(None),)
     is_finite, metrics = not name.startswith("not-finite"), []
     if not is_finite:
         poison(trainer)
+    cuts = (slice(0, 1), slice(1, None)) if name == "parts" else (slice(None),)
     for step in range(NUM_STEPS):
+        groups = make_step(step, is_finite=is_finite)
         for cut in cuts:
-            groups = make_step(step, is_finite=is_finite)[cut]
-            trainer.accumulate(share_of(groups, step, ranks))
+            trainer.accumulate(share_of(groups[cut], step, ranks))
         metrics.append(trainer.update())
     return metrics
 
