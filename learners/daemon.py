@@ -140,7 +140,7 @@ def _load(config: RunConfig, place: Place) -> tuple[Trainer, LearnerState, Start
     path = start.checkpoint.path if start.checkpoint else None
     policy = Policy.from_config(config, mesh=place.mesh)
     algorithm, mesh = config.algorithm, place.mesh
-    reference = Policy.from_config(config, mesh=mesh) if algorithm.needs_reference else None
+    reference = Policy.reference_of(config, policy, mesh) if algorithm.needs_reference else None
     critic = Critic.from_config(config, mesh) if algorithm.needs_values else None
     trainer = Trainer(config, policy, reference, critic, place.data)
     state = LearnerState()
@@ -159,7 +159,7 @@ def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
             "weights.dtype float8_e4m3fn moves each weight of a matrix by up to 1/16: generators "
             "sample from another policy than the learner's, see mismatch/*; rollout_is corrects it"
         )
-    layout = Layout(manifest_of(policy.parameters(), dtype), weights.bucket_bytes)
+    layout = Layout(manifest_of(policy.weights(), dtype), weights.bucket_bytes)
     folder = config.run.path / "weights"
     with service.binding("weights.address", weights.address):
         sender = WeightSender(weights, layout, policy.device, folder, config.buffer.curve)

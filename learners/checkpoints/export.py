@@ -1,12 +1,15 @@
 """`streamrl export`: the policy of a checkpoint as a Hugging Face folder, in a chosen dtype.
 
-Reads what the ranks have saved, whatever their number, and needs neither a GPU nor `model.path`.
+Reads what the ranks have saved, whatever their number, and needs no GPU; `model.path` for the base
+of an adapter alone, which is merged into it unless `--adapter` asks for it as it is.
 Invariant: the folder appears under its name once it is complete.
 """
 
 import argparse
 import re
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from learners.checkpoints.contents import MODEL
 from learners.checkpoints.shards import whole_tensors
 from learners.policy.hugging_face import save_model
+from learners.policy.lora import merged_weights, save_adapter
 from streamrl.checkpoints.find import (
     Checkpoint,
     list_checkpoints,
@@ -25,6 +29,7 @@ from streamrl.checkpoints.find import (
     read_checkpoint,
     version_of,
 )
+from streamrl.config import RunConfig
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError
 from streamrl.run_folder import find_run
@@ -43,8 +48,10 @@ def main(arguments: argparse.Namespace) -> int:
     default = run / "export" / checkpoint.path.name
     folder = Path(arguments.output) if arguments.output else default
     dtype, size = getattr(torch, arguments.dtype), arguments.max_shard_size
-    trust = config.model.trust_remote_code
-    export(checkpoint.path, folder, dtype, size, trust_remote_code=trust)
+    if arguments.adapter:
+        export_adapter(checkpoint.path, folder, config, dtype)
+    else:
+        export(checkpoint.path, folder, config, dtype, size)
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(
         f"{folder}: step {checkpoint.policy_version}, {arguments.dtype}, {num_bytes / 1e6:,.1f} MB"
@@ -53,31 +60,51 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def export(
-    checkpoint: Path,
-    folder: Path,
-    dtype: torch.dtype,
-    max_shard_size: str,
-    *,
-    trust_remote_code: bool = False,
+    checkpoint: Path, folder: Path, config: RunConfig, dtype: torch.dtype, max_shard_size: str
 ) -> None:
     """Write the policy of a checkpoint, whose files have been compared with its manifest.
 
     Raises:
         ConfigError: the folder exists already, or cannot be written.
     """
+    trust = config.model.trust_remote_code
+    model = ModelSettings(path=str(checkpoint), trust_remote_code=trust)
+    described = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
+    saved = whole_tensors(checkpoint, MODEL)
+    if config.learner.lora is not None:
+        saved = merged_weights(config.learner.lora, config.model, saved)
+    with _new_folder(folder) as unfinished:
+        save_model(unfinished, described, model, _cast(saved, dtype), max_shard_size)
+
+
+def export_adapter(checkpoint: Path, folder: Path, config: RunConfig, dtype: torch.dtype) -> None:
+    """Write the adapter of a checkpoint, for peft.
+
+    Raises:
+        ConfigError: the run has none; or as `export`.
+    """
+    lora = config.learner.lora
+    if lora is None:
+        raise ConfigError("--adapter: the run trains all parameters (learner.lora is not set)")
+    factors = {n: t for n, t in whole_tensors(checkpoint, MODEL).items() if ".lora_" in n}
+    with _new_folder(folder) as unfinished:
+        save_adapter(lora, config.model.path, _cast(factors, dtype), unfinished)
+
+
+def _cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write, which gets its name at the end."""
     if folder.exists():
         raise ConfigError(f"--output: {folder} exists already; name another folder, or remove it")
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    model = ModelSettings(path=str(checkpoint), trust_remote_code=trust_remote_code)
-    described = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    weights = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in whole_tensors(checkpoint, MODEL).items()
-    }
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        save_model(unfinished, described, model, weights, max_shard_size)
+        yield unfinished
         unfinished.rename(folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--output: {folder} cannot be written: {error}") from error

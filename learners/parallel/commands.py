@@ -97,7 +97,7 @@ class LearnerRank:
             case Discard():
                 self._trainer.discard()
             case Snapshot(policy_version):
-                self._snapshot(Gathered(self._trainer.policy.parameters()), policy_version)
+                self._snapshot(Gathered(self._trainer.policy.weights()), policy_version)
             case Save(state):
                 return self._save(self._trainer, state)
 

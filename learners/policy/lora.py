@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from torch.nn.functional import dropout
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from learners.parallel.sharding import full
 from streamrl.config.learner import LoraSettings
+from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.weights.codecs import lora
 
@@ -42,6 +45,8 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> None:
         inject_adapter_in_model(peft_config(settings), model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"learner.lora.targets: {error}") from error
+    for layer in adapted_layers(model).values():
+        layer.lora_dropout[ADAPTER] = GradientDropout(settings.dropout)
 
 
 def _require_layers(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -60,6 +65,17 @@ def _require_layers(model: PreTrainedModel, settings: LoraSettings) -> None:
                 f"learner.lora.targets: was {target!r}, which is no linear layer of the decoder; "
                 f"{did_you_mean(target, inside)}"
             )
+
+
+class GradientDropout(torch.nn.Module):
+    """Dropout in passes with gradient alone, whatever mode the model is in."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.p = probability
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return dropout(inputs, self.p, training=torch.is_grad_enabled() and self.p > 0)
 
 
 def peft_config(settings: LoraSettings) -> Any:
@@ -100,13 +116,13 @@ def adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """The parameters that the model has without an adapter, with the adapter in them.
+    """The parameters that the model has without an adapter, with the adapter in them, whole.
 
-    A merged matrix exists while its caller holds it.
+    A merged matrix exists while its caller holds it; all ranks read the same ones.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._layers = adapted_layers(model)
+        self._factors = Factors(model)
         self._parameters = {
             name.replace(f".{_BASE}", "."): parameter
             for name, parameter in model.named_parameters()
@@ -115,12 +131,11 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        parameter = self._parameters[name]
-        layer = self._layers.get(name.removesuffix(".weight"))
-        if layer is None or not name.endswith(".weight"):
+        parameter = full(self._parameters[name])
+        if name + lora.LEFT not in self._factors:
             return parameter
-        delta: torch.Tensor = layer.get_delta_weight(ADAPTER)
-        return parameter + delta.to(parameter.dtype)
+        left, right = self._factors[name + lora.LEFT], self._factors[name + lora.RIGHT]
+        return torch.addmm(parameter, left.to(parameter.dtype), right.to(parameter.dtype))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -130,43 +145,57 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
 
 class Factors(Mapping[str, torch.Tensor]):
-    """The adapter as the weight channel sends it, see `streamrl.weights.codecs.lora`."""
+    """The adapter as the weight channel sends it, whole, see `streamrl.weights.codecs.lora`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layers = adapted_layers(model)
+        self._names = tuple(
+            f"{name}.weight{half}" for name in self._layers for half in (lora.LEFT, lora.RIGHT)
+        )
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
         layer: Any = self._layers[lora.matrix_of(name).removesuffix(".weight")]
-        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        a, b = full(layer.lora_A[ADAPTER].weight), full(layer.lora_B[ADAPTER].weight)
         # A Conv1D has its matrix the other way round.
         left, right = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
         factor: torch.Tensor = layer.scaling[ADAPTER] * left if name.endswith(lora.LEFT) else right
         return factor
 
     def __iter__(self) -> Iterator[str]:
-        for name in self._layers:
-            yield f"{name}.weight{lora.LEFT}"
-            yield f"{name}.weight{lora.RIGHT}"
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return 2 * len(self._layers)
+        return len(self._names)
 
 
-def adapter_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A and B of each layer, under the names of peft's files."""
-    return {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter.detach()
-        for name, parameter in model.named_parameters()
-        if ".lora_" in name
-    }
+def merged_weights(
+    settings: LoraSettings, base: ModelSettings, adapter: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The model of `base` with the adapter in it, float32, on the CPU.
+
+    Args:
+        adapter: by name of parameter, whole.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        base.path, dtype=torch.float32, trust_remote_code=base.trust_remote_code
+    )
+    add_adapter(model, settings)
+    model.load_state_dict(dict(adapter), strict=False)
+    others = {name: tensor for name, tensor in adapter.items() if ".lora_" not in name}
+    return {**others, **MergedWeights(model)}
 
 
-def save_adapter(model: PreTrainedModel, settings: LoraSettings, base: str, folder: Path) -> None:
+def save_adapter(
+    settings: LoraSettings, base: str, adapter: Mapping[str, torch.Tensor], folder: Path
+) -> None:
     """A folder that `PeftModel.from_pretrained` and vLLM load beside the model at `base`."""
     config = peft_config(settings)
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    tensors = {name: tensor.contiguous() for name, tensor in adapter_weights(model).items()}
+    tensors = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.contiguous()
+        for name, tensor in adapter.items()
+    }
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -16,23 +16,41 @@ from learners.batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.sharding import shard
 from learners.policy.hugging_face import save_model
+from learners.policy.lora import (
+    Factors,
+    MergedWeights,
+    add_adapter,
+    merged_weights,
+    without_adapter,
+)
 from learners.policy.network import Network, NetworkOutput
 from streamrl.config import RunConfig
+from streamrl.config.learner import LoraSettings
 from streamrl.errors import ConfigError
 
 
 class Policy:
-    """Calling it is one forward pass of its network."""
+    """Calling it is one forward pass of its network, whose model has an adapter as `lora` says."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, lora: LoraSettings | None = None) -> None:
         self.network = network
+        self._lora = lora
 
     @classmethod
     def from_config(
         cls, config: RunConfig, path: Path | str | None = None, mesh: Mesh | None = None
     ) -> "Policy":
-        """The run's policy with the weights at `path`, by default those of `model.path`."""
-        return cls(load_network(config, path, mesh=mesh))
+        """The run's policy with the weights at `path`, by default those of `model.path`, and with a
+        new adapter if `learner.lora` says so."""
+        lora = config.learner.lora
+        return cls(load_network(config, path, lora=lora, mesh=mesh), lora)
+
+    @classmethod
+    def reference_of(cls, config: RunConfig, policy: "Policy", mesh: Mesh | None) -> "Policy":
+        """The policy of `model.path`, which an adapter leaves where it is."""
+        if policy._lora is not None:
+            return _WithoutAdapter(policy.network, policy._lora)
+        return cls(load_network(config, mesh=mesh))
 
     def __call__(
         self,
@@ -59,8 +77,18 @@ class Policy:
         return self.network.device
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By name, tied ones once."""
-        return dict(self.model.named_parameters())
+        """Those that are trained, by name, tied ones once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """What generators are sent, by name; parameters that are sharded come as they are."""
+        match self._lora:
+            case None:
+                return self.parameters()
+            case settings if settings.publish == "adapter":
+                return Factors(self.model)
+            case _:
+                return MergedWeights(self.model)
 
     @torch.no_grad()
     def batch_logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
@@ -79,7 +107,29 @@ class Policy:
 
     def save(self, folder: Path, config: RunConfig, weights: Mapping[str, torch.Tensor]) -> None:
         """See `save_model`; `weights` are those of parameters and buffers, whole, on the CPU."""
+        if weights and self._lora is not None:
+            weights = merged_weights(self._lora, config.model, weights)
         save_model(folder, self.model.config, config.model, weights)
+
+
+class _WithoutAdapter(Policy):
+    """For passes without gradient."""
+
+    def __call__(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        with_logprobs: bool = True,
+        with_entropy: bool = False,
+        reference: NetworkOutput | None = None,
+    ) -> NetworkOutput:
+        with without_adapter(self.model):
+            return super().__call__(
+                micro_batch,
+                with_logprobs=with_logprobs,
+                with_entropy=with_entropy,
+                reference=reference,
+            )
 
 
 def load_network(
@@ -87,6 +137,7 @@ def load_network(
     path: Path | str | None = None,
     *,
     has_values: bool = False,
+    lora: LoraSettings | None = None,
     mesh: Mesh | None = None,
 ) -> Network:
     """With the weights at `path`, by default those of `model.path`; sharded over a mesh.
@@ -102,6 +153,8 @@ def load_network(
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
+    if lora is not None:
+        add_adapter(model, lora)
     if learner.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.train()

@@ -199,6 +199,8 @@ class LearnerSettings(Section):
     """The optimizer of the policy."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Saved states of the run."""
+    lora: LoraSettings | None = None
+    """Train an adapter of low rank; null trains all parameters."""
     mesh: MeshSettings = MeshSettings()
     """The ranks of the learner; one without torchrun."""
     num_ranks: Positive = 1

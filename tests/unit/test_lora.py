@@ -121,7 +121,8 @@ def test_peft_loads_a_saved_adapter(tmp_path: Path):
     base = save_llama(tmp_path / "base")
     model = adapted(make_llama(), targets=["q_proj", "down_proj"])
     settings = LoraSettings(rank=4, alpha=16, targets=("q_proj", "down_proj"))
-    save_adapter(model, settings, str(base), tmp_path)
+    adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    save_adapter(settings, str(base), adapter, tmp_path)
     loaded = PeftModel.from_pretrained(make_llama(), tmp_path)
     assert torch.allclose(loaded(IDS).logits, model(IDS).logits, atol=1e-6)
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners.checkpoints.state import restore
 from torch import Tensor
 
 from actors.make_model import make_tokenizer
 from learners.batch import TrainingBatch
-from learners.checkpoints.state import restore
 from learners.objective.mini_batches import mini_batches
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy

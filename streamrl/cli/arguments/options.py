@@ -89,6 +89,9 @@ def export(parser: ArgumentParser) -> None:
         default="5GB",
         help="of one file, such as 500MB; larger models have several; default: 5GB",
     )
+    parser.add_argument(
+        "--adapter", action="store_true", help="the adapter of learner.lora alone, for peft"
+    )
 
 
 def new_folder(parser: ArgumentParser) -> None:
