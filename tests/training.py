@@ -1,11 +1,12 @@
 """A trainer on the tiny model and batches for it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from learners.batch import TrainingBatch
+from learners.batch import MicroBatch, TrainingBatch
 from learners.policy.critic import Critic
 from learners.policy.network import Network
 from learners.policy.policy import Policy
@@ -53,6 +54,17 @@ def make_trajectory(rng: np.random.Generator, num_prompt: int, num_response: int
         reward=float(rng.random()),
         finish_reason=FinishReason.STOP,
     )
+
+
+def make_micro_batch(lengths: Sequence[int], seed: int = 0) -> MicroBatch:
+    """Random sequences, of which each token but the first is a response."""
+    rng = np.random.default_rng(seed)
+    trajectories = tuple(make_trajectory(rng, 1, length - 1) for length in lengths)
+    group = TrajectoryGroup(
+        group_id="", prompt_index=0, environment="test", trajectories=trajectories
+    )
+    batch = TrainingBatch.of([group], policy_version=4)
+    return batch.micro_batch(range(len(lengths)), torch.device("cpu"))
 
 
 def make_groups(

@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from learners.batch import MicroBatch
 from learners.policy import attention
+from learners.policy.decoding import decode, is_attention_only, own_attention
+from learners.policy.logits import logit_transform
 from streamrl.algorithms.kl import full_kl
-from streamrl.algorithms.logprobs import LogitTransform, token_logprobs
+from streamrl.algorithms.logprobs import token_logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,8 @@ class NetworkOutput:
 class Network(torch.nn.Module):
     """Decoder, LM head, and a value head where `has_values`.
 
-    `temperature` is the one that the behavior policy sampled with.
+    `temperature` is the one that the behavior policy sampled with. A model of attention alone runs
+    packed, any other unpacked, until `run_packed` says otherwise.
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class Network(torch.nn.Module):
         has_values: bool = False,
     ) -> None:
         super().__init__()
-        model.set_attn_implementation(attention.NAME)
         self.model = model
+        self._own_attention = own_attention(model)
+        self.run_packed(is_attention_only(model))
         self.value_head: torch.nn.Linear | None = None
         config: Any = model.config.get_text_config()
         if has_values:
@@ -60,13 +64,23 @@ class Network(torch.nn.Module):
             self.value_head = torch.nn.Linear(config.hidden_size, 1, device=device)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
+        self.temperature = temperature
         self._dtype = dtype
-        softcap = getattr(config, "final_logit_softcapping", None)
-        self._transform = LogitTransform(temperature=temperature, softcap=softcap)
+        self._transform = logit_transform(config, temperature)
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    def autocast(self) -> torch.autocast:
+        """Of the compute dtype."""
+        casts = self._dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self._dtype, enabled=casts)
+
+    def run_packed(self, packed: bool) -> None:
+        """From here on, run all trajectories of a micro-batch as one row, or each as its own."""
+        self.is_packed = packed
+        self.model.set_attn_implementation(attention.NAME if packed else self._own_attention)
 
     def forward(
         self,
@@ -103,15 +117,8 @@ class Network(torch.nn.Module):
 
     def _hidden_states(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[R, H] in the model's compute dtype."""
-        packing = micro_batch.packing
-        decoder: Any = self.model.get_decoder()
-        casts = self._dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self._dtype, enabled=casts):
-            output = decoder(
-                input_ids=micro_batch.token_ids,
-                position_ids=packing.positions[None],
-                use_cache=False,
-                packing=packing,
+        with self.autocast():
+            hidden = decode(
+                self.model, micro_batch.token_ids, micro_batch.packing, packed=self.is_packed
             )
-        hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden[micro_batch.predictors]

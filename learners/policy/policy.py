@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from learners.batch import MicroBatch
 from learners.policy.network import Network, NetworkOutput
+from learners.policy.packing_check import TOLERANCES, choose_packing
+from learners.policy.recomputing import recompute_layers
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
@@ -102,15 +104,19 @@ def load_network(
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
+    model.eval()
     if learner.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    model.train()
-    return Network(
+        recompute_layers(model)
+    dtype = getattr(torch, learner.dtype)
+    network = Network(
         model.to(device_of(learner.device)),
         temperature=config.generator.temperature,
-        dtype=getattr(torch, learner.dtype),
+        dtype=dtype,
         has_values=has_values,
     )
+    if learner.check_packing:
+        choose_packing(network, TOLERANCES[dtype])
+    return network
 
 
 def device_of(name: str) -> torch.device:

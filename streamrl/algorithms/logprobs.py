@@ -30,11 +30,13 @@ MIN_BLOCK = 256
 class LogitTransform:
     """What is done to hidden @ weight.T before the softmax; the same as when sampling.
 
-    First `softcap * tanh(logits / softcap)` (Gemma 2), then division by the temperature.
+    First multiplication by `scale` (Granite, Cohere), then `softcap * tanh(logits / softcap)`
+    (Gemma 2), then division by the temperature.
     """
 
     temperature: float = 1.0
     softcap: float | None = None
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.temperature <= 0 or (self.softcap is not None and self.softcap <= 0):
@@ -43,6 +45,8 @@ class LogitTransform:
             )
 
     def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits if self.temperature == 1.0 else logits / self.temperature
@@ -52,7 +56,8 @@ class LogitTransform:
         if self.softcap is not None:
             share = logits.mul_(self.temperature / self.softcap)
             gradient = gradient.mul_(share.square_().neg_().add_(1.0))
-        return gradient if self.temperature == 1.0 else gradient.div_(self.temperature)
+        factor = self.scale / self.temperature
+        return gradient if factor == 1.0 else gradient.mul_(factor)
 
 
 PLAIN_LOGITS = LogitTransform()
@@ -219,9 +224,10 @@ def _liger_logprobs(
     if transform.softcap is not None and transform.temperature != 1.0:
         return None
     liger = import_module("liger_kernel.transformers.functional")
-    if transform.temperature != 1.0:
-        hidden = hidden / transform.temperature
-        bias = None if bias is None else bias / transform.temperature
+    factor = transform.scale / transform.temperature
+    if factor != 1.0:
+        hidden = hidden * factor
+        bias = None if bias is None else bias * factor
     losses: Tensor = liger.liger_fused_linear_cross_entropy(
         hidden,
         weight,

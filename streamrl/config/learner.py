@@ -57,5 +57,7 @@ class LearnerSettings(Section):
     """CPU threads of the learner; 0 leaves torch's choice."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    check_packing: bool = True
+    """Compare the model with plain transformers at start; run it unpacked where packing changes it."""
     report_entropy: bool = True
     """Measure the policy's entropy each step, also where the loss does not need it."""
