@@ -58,6 +58,6 @@ class LearnerSettings(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     check_packing: bool = True
-    """Compare the model with plain transformers at start; run it unpacked where packing changes it."""
+    """At start, compare packed with plain transformers; run unpacked what packing changes."""
     report_entropy: bool = True
     """Measure the policy's entropy each step, also where the loss does not need it."""

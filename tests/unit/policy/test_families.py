@@ -1,14 +1,12 @@
 """Log-probabilities of every family are those of transformers, packed or not."""
 
-import numpy as np
 import pytest
 import torch
 
 from learners.batch import MicroBatch
 from learners.policy.network import Network
 from learners.policy.packing_check import TOLERANCES, choose_packing
-from streamrl.errors import ConfigError
-from tests.model_families import FAMILIES, REFUSED, WINDOW, make_model, plain_logprobs
+from tests.model_families import FAMILIES, WINDOW, make_model, plain_logprobs
 from tests.training import make_micro_batch
 
 LENGTHS = (1, 3 * WINDOW, 5, 2, 1, 2 * WINDOW + 3, 9)
@@ -65,7 +63,7 @@ def test_log_probabilities_are_those_of_transformers(family: str) -> None:
         choose_packing(network, TOLERANCES[torch.float32])
         logprobs = network(micro_batch).logprobs
     assert network.is_packed == (family not in UNPACKED)
-    assert expected.std() > 2, "the model predicts something"
+    assert expected.std() > 1, "the model predicts something"
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
 
 
