@@ -18,6 +18,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from learners.parallel.sequence_attention import over_slices
+
 NAME = "streamrl_packed"
 
 
@@ -133,5 +135,5 @@ def _variable_length(
     return attended
 
 
-AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(NAME, over_slices(packed_attention))
 AttentionMaskInterface.register(NAME, lambda **kwargs: None)

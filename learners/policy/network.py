@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 from transformers import PreTrainedModel
 
 from learners.batch import MicroBatch
+from learners.parallel.sequence import TokenSlice
+from learners.parallel.sequence_attention import SequenceBlock
 from learners.policy import attention
 from streamrl.algorithms.kl import full_kl
 from streamrl.algorithms.logprobs import LogitTransform, token_logprobs
@@ -23,7 +26,8 @@ class NetworkOutput:
     """Columns [R] of a micro-batch; None where they were not asked for."""
 
     hidden: torch.Tensor
-    """[R, H] in the compute dtype: the states that predict the response tokens."""
+    """[R, H] in the compute dtype: the states that predict the response tokens, of this rank's
+    slice where ranks share the tokens."""
     head_weight: torch.Tensor
     """[V, H] of the LM head."""
     logprobs: torch.Tensor | None = None
@@ -34,6 +38,10 @@ class NetworkOutput:
     """Expected return before each response token."""
     kl: torch.Tensor | None = None
     """To the reference, over the whole vocabulary, in nats."""
+
+
+# Sharding looks for the tensors of an output, where the backward pass will begin.
+_pytree.register_dataclass(NetworkOutput)
 
 
 class Network(torch.nn.Module):
@@ -60,6 +68,8 @@ class Network(torch.nn.Module):
             self.value_head = torch.nn.Linear(config.hidden_size, 1, device=device)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
+        self.sequence_block: SequenceBlock | None = None
+        """The ranks that share each micro-batch's tokens; None: this one has them all."""
         self._dtype = dtype
         softcap = getattr(config, "final_logit_softcapping", None)
         self._transform = LogitTransform(temperature=temperature, softcap=softcap)
@@ -81,14 +91,15 @@ class Network(torch.nn.Module):
         Args:
             reference: the output of the policy that `kl` is taken to.
         """
-        hidden = self._hidden_states(micro_batch)
+        tokens = TokenSlice.of(micro_batch, self.sequence_block)
+        hidden = self._hidden_states(tokens, micro_batch.packing)
         head: Any = self.model.get_output_embeddings()
         logprobs = entropy = values = kl = None
         if with_logprobs:
             computed = token_logprobs(
                 hidden,
                 head.weight,
-                micro_batch.targets,
+                tokens.targets,
                 bias=getattr(head, "bias", None),
                 transform=self._transform,
                 with_entropy=with_entropy,
@@ -99,19 +110,20 @@ class Network(torch.nn.Module):
         if reference is not None:
             theirs = (reference.hidden, reference.head_weight)
             kl = full_kl(hidden, head.weight, *theirs, self._transform)
-        return NetworkOutput(hidden, head.weight, logprobs, entropy, values, kl)
+        columns = (tokens.gather(column) for column in (logprobs, entropy, values, kl))
+        return NetworkOutput(hidden, head.weight, *columns)
 
-    def _hidden_states(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def _hidden_states(self, tokens: TokenSlice, packing: attention.Packing) -> torch.Tensor:
         """[R, H] in the model's compute dtype."""
-        packing = micro_batch.packing
         decoder: Any = self.model.get_decoder()
         casts = self._dtype != torch.float32
         with torch.autocast(self.device.type, dtype=self._dtype, enabled=casts):
             output = decoder(
-                input_ids=micro_batch.token_ids,
-                position_ids=packing.positions[None],
+                input_ids=tokens.token_ids,
+                position_ids=tokens.positions,
                 use_cache=False,
                 packing=packing,
+                exchange=tokens.exchange,
             )
         hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden[micro_batch.predictors]
+        return hidden[tokens.predictors]
