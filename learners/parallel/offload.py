@@ -1,0 +1,46 @@
+"""What a GPU does not need all the time, in the memory of the host (`learner.offload`).
+
+Invariant: results are those without; each option moves memory alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from streamrl.config.learner import OffloadSettings
+from streamrl.errors import ConfigError
+
+
+def require_gpu(settings: OffloadSettings, device: torch.device) -> None:
+    """Refuse to offload what is in the host's memory anyway.
+
+    Raises:
+        ConfigError: an option is on and `device` is the CPU.
+    """
+    chosen = [name for name, is_on in settings.model_dump().items() if is_on]
+    if chosen and device.type == "cpu":
+        raise ConfigError(
+            f"learner.offload.{chosen[0]} moves memory from a GPU to the host, and the learner "
+            f"runs on {device}: leave it out"
+        )
+
+
+@contextmanager
+def loaded(optimizer: torch.optim.Optimizer, on_host: bool) -> Iterator[None]:
+    """The optimizer's state beside its parameters inside, and on the host outside if `on_host`."""
+    if not on_host:
+        yield
+        return
+    _move(optimizer, to_host=False)
+    try:
+        yield
+    finally:
+        _move(optimizer, to_host=True)
+
+
+def _move(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
+    for parameter, state in optimizer.state.items():
+        device = torch.device("cpu") if to_host else parameter.device
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        state.update({name: tensor.to(device) for name, tensor in tensors.items()})
