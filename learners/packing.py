@@ -42,16 +42,50 @@ def pack(
     """
     if not lengths or len(lengths) < num_ranks:
         raise ConfigError(f"{len(lengths)} trajectories cannot be shared by {num_ranks} ranks")
-    if max(lengths) > max_tokens:
-        raise ConfigError(
-            f"learner.max_tokens_per_micro_batch {max_tokens} cannot hold a trajectory of "
-            f"{max(lengths)} tokens"
-        )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    _require_room(max(lengths), max_tokens)
+    order = _longest_first(lengths)
     num_bins = num_ranks * max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
     while (bins := _fill(order, lengths, max_tokens, num_bins, cost)) is None:
         num_bins += num_ranks
     return _share(bins, lengths, num_ranks, cost)
+
+
+def pack_shares(
+    shares: Sequence[Sequence[int]], max_tokens: int, *, cost: Cost = tokens
+) -> list[list[list[int]]]:
+    """As `pack`, for ranks that have their trajectories already: indices into each one's lengths.
+
+    Raises:
+        ConfigError: a trajectory alone exceeds `max_tokens`, or there is none at all.
+    """
+    lengths = [length for share in shares for length in share]
+    if not lengths:
+        raise ConfigError("a batch without trajectories cannot be packed")
+    _require_room(max(lengths), max_tokens)
+    orders = [_longest_first(share) for share in shares]
+    num_bins = max(1, *(-(-sum(share) // max_tokens) for share in shares))
+    while True:
+        filled = [
+            _fill(order, share, max_tokens, num_bins, cost)
+            for order, share in zip(orders, shares, strict=True)
+        ]
+        bins = [of_rank for of_rank in filled if of_rank is not None]
+        if len(bins) == len(shares):
+            break
+        num_bins += 1
+    return [_share(b, share, 1, cost)[0] for b, share in zip(bins, shares, strict=True)]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+def _require_room(longest: int, max_tokens: int) -> None:
+    if longest > max_tokens:
+        raise ConfigError(
+            f"learner.max_tokens_per_micro_batch {max_tokens} cannot hold a trajectory of "
+            f"{longest} tokens"
+        )
 
 
 def _fill(
