@@ -20,6 +20,7 @@ from learners.objective.facts import FactCollector
 from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.step_metrics import Part, of_facts, of_work
 from learners.optimizer import learning_rate, make_optimizer, update
+from learners.parallel.offload import loaded
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
@@ -45,7 +46,10 @@ class Trainer:
         self.critic = critic
         self.credit = CreditAssigner(config.algorithm)
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
-        self._facts = FactCollector(config.algorithm, self.credit, policy, reference, critic, ranks)
+        limits = config.learner.max_tokens_per_forward_pass
+        self._facts = FactCollector(
+            config.algorithm, self.credit, policy, reference, critic, ranks, limits
+        )
         self._gradient = Gradient(config, policy, reference, critic, ranks)
         self._parts: tuple[Part, ...] = ()
         self._accumulated: Accumulated | None = None
@@ -101,12 +105,13 @@ class Trainer:
         """The policy's and the critic's; the policy is frozen while the critic warms up."""
         settings = self._config.learner.optimizer
         critic = self.critic.update(policy_version) if self.critic else {}
-        policy = update(
-            self.optimizer,
-            self.policy.parameters().values(),
-            learning_rate(policy_version, settings, self._config.run.max_steps),
-            settings.max_grad_norm,
-            prefix="learner",
-            is_frozen=policy_version < self._config.algorithm.value.critic_warmup,
-        )
+        with loaded(self.optimizer, self._config.learner.offload.optimizer):
+            policy = update(
+                self.optimizer,
+                self.policy.parameters().values(),
+                learning_rate(policy_version, settings, self._config.run.max_steps),
+                settings.max_grad_norm,
+                prefix="learner",
+                is_frozen=policy_version < self._config.algorithm.value.critic_warmup,
+            )
         return {**critic, **policy}

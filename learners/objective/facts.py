@@ -20,6 +20,7 @@ from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from streamrl.algorithms.rollout_is import RolloutIS, rollout_is_weights
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.learner import ForwardPassSettings
 
 _PER_TRAJECTORY = frozenset({"rewards", "sample_weights"})
 
@@ -71,8 +72,10 @@ class FactCollector:
         reference: Policy | None,
         critic: Critic | None,
         ranks: Ranks,
+        limits: ForwardPassSettings,
     ) -> None:
         self._config = config
+        self._limits = limits
         self._ranks = ranks
         self._credit = credit
         self._policy = policy
@@ -82,17 +85,26 @@ class FactCollector:
     def collect(
         self, batch: TrainingBatch, micro_batches: list[MicroBatch]
     ) -> tuple[Facts, dict[str, float]]:
-        """The table of a batch that is cut into these micro-batches, and its metrics."""
+        """The table of a batch that is cut into these micro-batches, and its metrics.
+
+        A role with a limit of its own cuts it anew for its pass.
+        """
         config, num_tokens = self._config, batch.sequences.num_tokens
+
+        def cut(max_tokens: int | None) -> list[MicroBatch]:
+            return batch.pack(max_tokens, self._policy.device) if max_tokens else micro_batches
+
         proximal = reference = values = correction = None
         if self._needs_proximal_pass:
-            proximal = self._ranks.sum(self._policy.batch_logprobs(micro_batches, num_tokens))
+            proximal = self._policy.batch_logprobs(cut(self._limits.proximal), num_tokens)
+            proximal = self._ranks.sum(proximal)
             correction = self._correct(batch, proximal)
         if self._reference is not None and config.needs_reference_logprobs:
-            reference = self._reference.batch_logprobs(micro_batches, num_tokens)
+            reference = self._reference.batch_logprobs(cut(self._limits.reference), num_tokens)
             reference = self._ranks.sum(reference)
         if self._critic is not None:
-            values = self._ranks.sum(self._critic.batch_values(micro_batches, num_tokens))
+            values = self._critic.batch_values(cut(self._limits.values), num_tokens)
+            values = self._ranks.sum(values)
         in_reward = reference if config.kl_reward.coef > 0 else None
         credit = self._credit.assign(batch, proximal, in_reward, values)
         weights, loss_mask = self._loss_terms(batch, correction, credit.sequence_mask)

@@ -11,6 +11,7 @@ import torch
 
 from learners.batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
+from learners.parallel.offload import loaded
 from learners.policy.network import Network
 from learners.policy.policy import load_network
 from streamrl.algorithms.losses import BatchTotals, value_loss
@@ -24,6 +25,7 @@ class Critic:
         settings = config.learner.optimizer
         self._config = config.algorithm.value
         self._max_steps = config.run.max_steps
+        self._offload = config.learner.offload
         self._settings = settings.model_copy(update={"lr": self._config.lr or settings.lr})
         self.network = network
         self.optimizer = make_optimizer(self.parameters(), self._settings)
@@ -79,10 +81,11 @@ class Critic:
 
     def update(self, policy_version: int) -> dict[str, float]:
         """One step of its own optimizer, at the policy's learning rate schedule."""
-        return update(
-            self.optimizer,
-            self.parameters().values(),
-            learning_rate(policy_version, self._settings, self._max_steps),
-            self._settings.max_grad_norm,
-            prefix="critic",
-        )
+        with loaded(self.optimizer, self._offload.optimizer):
+            return update(
+                self.optimizer,
+                self.parameters().values(),
+                learning_rate(policy_version, self._settings, self._max_steps),
+                self._settings.max_grad_norm,
+                prefix="critic",
+            )

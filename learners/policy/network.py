@@ -61,11 +61,12 @@ class Network(torch.nn.Module):
         super().__init__()
         model.set_attn_implementation(attention.NAME)
         self.model = model
+        self.device = next(model.parameters()).device
+        """That of the computation; offloaded parameters are elsewhere between the passes."""
         self.value_head: torch.nn.Linear | None = None
         config: Any = model.config.get_text_config()
         if has_values:
-            device = next(model.parameters()).device
-            self.value_head = torch.nn.Linear(config.hidden_size, 1, device=device)
+            self.value_head = torch.nn.Linear(config.hidden_size, 1, device=self.device)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
         self.sequence_block: SequenceBlock | None = None
@@ -73,10 +74,6 @@ class Network(torch.nn.Module):
         self._dtype = dtype
         softcap = getattr(config, "final_logit_softcapping", None)
         self._transform = LogitTransform(temperature=temperature, softcap=softcap)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     def forward(
         self,

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from learners.batch import MicroBatch
+from learners.parallel.activations import checkpoint_layers
+from learners.parallel.offload import require_gpu
 from learners.policy.network import Network, NetworkOutput
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -92,7 +94,7 @@ def load_network(
     """With the weights at `path`, by default those of `model.path`.
 
     Raises:
-        ConfigError: there is no model.
+        ConfigError: there is no model, or what `learner.offload` offloads is on the CPU anyway.
     """
     learner = config.learner
     name = str(path or config.model.path)
@@ -102,15 +104,18 @@ def load_network(
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
-    if learner.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
     model.train()
-    return Network(
-        model.to(device_of(learner.device)),
+    device = device_of(learner.device)
+    require_gpu(learner.offload, device)
+    network = Network(
+        model.to(device),
         temperature=config.generator.temperature,
         dtype=getattr(torch, learner.dtype),
         has_values=has_values,
     )
+    if learner.gradient_checkpointing:
+        checkpoint_layers(network, on_host=learner.offload.activations)
+    return network
 
 
 def device_of(name: str) -> torch.device:
