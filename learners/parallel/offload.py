@@ -3,9 +3,6 @@
 Invariant: results are those without; each option moves memory alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from streamrl.config.learner import OffloadSettings
@@ -26,17 +23,10 @@ def require_gpu(settings: OffloadSettings, device: torch.device) -> None:
         )
 
 
-@contextmanager
-def loaded(optimizer: torch.optim.Optimizer, on_host: bool) -> Iterator[None]:
-    """The optimizer's state beside its parameters inside, and on the host outside if `on_host`."""
-    if not on_host:
-        yield
-        return
-    _move(optimizer, to_host=False)
-    try:
-        yield
-    finally:
-        _move(optimizer, to_host=True)
+def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Its state is beside its parameters during a step, and in the host's memory otherwise."""
+    optimizer.register_step_pre_hook(lambda *_: _move(optimizer, to_host=False))
+    optimizer.register_step_post_hook(lambda *_: _move(optimizer, to_host=True))
 
 
 def _move(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:

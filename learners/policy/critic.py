@@ -11,7 +11,7 @@ import torch
 
 from learners.batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
-from learners.parallel.offload import loaded
+from learners.parallel.offload import keep_state_on_host
 from learners.policy.network import Network
 from learners.policy.policy import load_network
 from streamrl.algorithms.losses import BatchTotals, value_loss
@@ -24,11 +24,13 @@ class Critic:
     def __init__(self, config: RunConfig, network: Network) -> None:
         settings = config.learner.optimizer
         self._config = config.algorithm.value
+        self._aggregation = config.loss_config
         self._max_steps = config.run.max_steps
-        self._offload = config.learner.offload
         self._settings = settings.model_copy(update={"lr": self._config.lr or settings.lr})
         self.network = network
         self.optimizer = make_optimizer(self.parameters(), self._settings)
+        if config.learner.offload.optimizer:
+            keep_state_on_host(self.optimizer)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Critic":
@@ -75,17 +77,18 @@ class Critic:
             self._config,
             totals,
             loss_mask,
+            self._aggregation,
         )
         (self._config.coef * output.loss).backward()
         return output.metrics
 
-    def update(self, policy_version: int) -> dict[str, float]:
+    def update(self, policy_version: int, *, is_frozen: bool = False) -> dict[str, float]:
         """One step of its own optimizer, at the policy's learning rate schedule."""
-        with loaded(self.optimizer, self._offload.optimizer):
-            return update(
-                self.optimizer,
-                self.parameters().values(),
-                learning_rate(policy_version, self._settings, self._max_steps),
-                self._settings.max_grad_norm,
-                prefix="critic",
-            )
+        return update(
+            self.optimizer,
+            self.parameters().values(),
+            learning_rate(policy_version, self._settings, self._max_steps),
+            self._settings.max_grad_norm,
+            prefix="critic",
+            is_frozen=is_frozen,
+        )
