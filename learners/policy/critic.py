@@ -11,6 +11,7 @@ import torch
 
 from learners.batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
+from learners.parallel.mesh import Mesh
 from learners.parallel.offload import keep_state_on_host
 from learners.policy.network import Network
 from learners.policy.policy import load_network
@@ -33,9 +34,9 @@ class Critic:
             keep_state_on_host(self.optimizer)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> "Critic":
+    def from_config(cls, config: RunConfig, mesh: Mesh | None = None) -> "Critic":
         """With the decoder of `model.path`."""
-        return cls(config, load_network(config, has_values=True))
+        return cls(config, load_network(config, has_values=True, mesh=mesh))
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name; the decoder's, and those of `value_head`."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamrl.config.numbers import Device, NotNegative, Positive, Probability
+from streamrl.config.numbers import Device, NotNegative, Positive, Probability, Seconds
 from streamrl.config.section import Section
 from streamrl.errors import ConfigError
 
@@ -135,6 +135,8 @@ class LearnerSettings(Section):
     """Saved states of the run."""
     mesh: MeshSettings = MeshSettings()
     """The ranks of the learner; one without torchrun."""
+    rank_deadline_s: Seconds = 60.0
+    """How long a rank of the learner may report nothing before the others end."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; master weights and optimizer stay float32."""
     device: Device = "auto"

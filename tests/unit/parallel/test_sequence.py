@@ -137,9 +137,7 @@ def test_a_rank_keeps_its_share_of_the_activations(ranks):
 
 
 def test_heads_that_the_ranks_cannot_share_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"mesh\.sequence 3 does not divide the 4 "
-    ):
+    with pytest.raises(ConfigError, match=r"mesh\.sequence 3 does not divide the 4 "):
         require_shareable(make_network().model, 3)
 
 
