@@ -4,26 +4,24 @@ Invariant: policy version v stands for v completed steps, here, in the buffer an
 a group is acknowledged only once a checkpoint that contains it is on disk. A part of a batch is in
 no version: what interrupts the batch discards the gradient.
 Waits for groups: unblocked by generators that put enough of them, or by `stop`. Waits for a disk
-that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. Steps have a
-thread of their own, so that the weight channel, status and signals work meanwhile.
+that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. What is
+computed is a command, which every rank executes in a thread of its own, so that the weight channel,
+status and signals work meanwhile; this loop is that of the first rank.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping
 
-from learners.batch import TrainingBatch
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.schedule import RETRY_S, SaveSchedule
 from learners.fairness import FairnessWindow
+from learners.parallel.commands import Accumulate, Discard, Save, Snapshot, Update
+from learners.parallel.lockstep import Lockstep
 from learners.session import LearnerSession
 from learners.status_reporter import StatusReporter
-from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, TransportError
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
@@ -34,8 +32,6 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_GRACE_S = 3.0
 
-Result = TypeVar("Result")
-
 
 class Learner:
     """Trains from the version of its session, and keeps `records` of it in the run's folder."""
@@ -43,14 +39,14 @@ class Learner:
     def __init__(
         self,
         config: RunConfig,
-        trainer: Trainer,
+        lockstep: Lockstep,
         session: LearnerSession,
         sender: WeightSender,
         records: RunRecords,
         reporter: StatusReporter,
     ) -> None:
         self._config = config
-        self._trainer = trainer
+        self._lockstep = lockstep
         self._session = session
         self._sender = sender
         self._records = records
@@ -60,7 +56,6 @@ class Learner:
         self._published_version = -1
         self._logged_s = time.perf_counter()
         self._stopping = asyncio.Event()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
     def stop(self) -> None:
         """Finish the step at hand if its batch is complete, make it durable, and return."""
@@ -114,31 +109,31 @@ class Learner:
             start_s = time.perf_counter()
             loan = await self._session.take(self._stopping, self._publish_awaited)
             wait_s += time.perf_counter() - start_s
-            if loan is None or len(loan.groups) == len(loan.headers):
-                self._discard(trained)
+            part = () if loan is None else self._session.new_headers
+            if loan is None or len(part) == len(loan.headers):
+                await self._discard(trained)
             if loan is None:
                 return None
             self._reporter.set_activity(LearnerActivity.COMPUTING)
-            part = TrainingBatch.of(loan.groups, self._version)
-            await self._compute(partial(self._trainer.accumulate, part))
+            await self._lockstep.run(Accumulate(part, self._version), loan.groups)
             trained = loan
-        metrics = await self._compute(self._trainer.update)
+        metrics = await self._lockstep.run(Update())
         self._version += 1
         waits = {"learner/wait_s": wait_s, "learner/wait_due_s": trained.wait_due_s}
         return trained, {**metrics, **waits}
 
-    def _discard(self, part: Loan) -> None:
+    async def _discard(self, part: Loan) -> None:
         """Discard the gradient of a part whose batch ends or begins again."""
         if part:
             num_groups, step = len(part.headers), self._version + 1
             log.warning("discarded the gradient of %d groups of step %d", num_groups, step)
-            self._trainer.discard()
+            await self._lockstep.run(Discard())
 
     async def _publish(self) -> None:
         """Copy the weights, in the compute thread, and announce the version."""
-        parameters, version = dict(self._trainer.policy.parameters()), self._version
+        version = self._version
         self._reporter.set_activity(LearnerActivity.PUBLISHING, policy_version=version)
-        await self._compute(lambda: self._sender.snapshot(parameters, version))
+        await self._lockstep.run(Snapshot(version))
         self._sender.publish()
         self._published_version = version
 
@@ -189,7 +184,7 @@ class Learner:
         self._reporter.set_activity(LearnerActivity.SAVING)
         state = self._session.state
         try:
-            path = await self._compute(lambda: self._records.save(self._trainer, state))
+            path = await self._lockstep.run(Save(state))
         except CheckpointWriteError as error:
             self._saves.failed(str(error), time.monotonic())
             log.warning("%s", self._saves.sentence(self._version))
@@ -214,9 +209,4 @@ class Learner:
                 await self._session.acknowledge(self._saves.saved_version)
                 if is_saved and self._version >= self._config.run.max_steps:
                     await self._session.finish()
-        self._thread.shutdown()
         self._reporter.set_activity(LearnerActivity.ENDED)
-
-    async def _compute(self, work: Callable[[], Result]) -> Result:
-        """Run in the compute thread. Waits for it to end, signals or not: a step is never torn."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

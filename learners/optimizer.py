@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
-from learners.parallel.sharding import full
+from learners.parallel.gradients import clip_gradients, split_by_mesh
 from streamrl.config.learner import OptimizerSettings
 
 
@@ -25,7 +24,7 @@ def make_optimizer(
         {"params": exempt, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        split_by_mesh(groups),
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
@@ -49,7 +48,7 @@ def update(
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
-    norm = float(full(clip_grad_norm_(parameters, max_grad_norm or math.inf)))
+    norm = clip_gradients(parameters, max_grad_norm)
     is_finite = math.isfinite(norm)
     if is_finite and not is_frozen:
         optimizer.step()

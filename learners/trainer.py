@@ -22,6 +22,7 @@ from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.mini_batches import mini_batches
 from learners.objective.step_metrics import MASKED, Part, of_facts, of_updates, of_work
 from learners.optimizer import learning_rate, make_optimizer, update
+from learners.parallel.offload import keep_state_on_host
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
@@ -47,6 +48,8 @@ class Trainer:
         self.critic = critic
         self.credit = CreditAssigner(config.algorithm)
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
+        if config.learner.offload.optimizer:
+            keep_state_on_host(self.optimizer)
         self._facts = FactCollector(config, self.credit, policy, reference, critic, ranks)
         self._gradient = Gradient(config, policy, reference, critic, ranks)
         self._parts: tuple[Part, ...] = ()

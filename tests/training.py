@@ -10,8 +10,8 @@ from msgspec import structs
 from learners.batch import MicroBatch, TrainingBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import shard
 from learners.policy.critic import Critic
+from learners.policy.distribute import distribute
 from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
@@ -102,8 +102,8 @@ def make_batch(seed: int = 0, num_groups: int = 5, group_size: int = 4) -> Train
 def make_trainer(
     config: RunConfig, mesh: Mesh | None = None, ranks: Ranks | None = None
 ) -> Trainer:
-    """With the models that the algorithm needs, sharded over a mesh if there is one; the reference
-    has a larger head."""
+    """With the models that the algorithm needs, distributed over a mesh if there is one; the
+    reference has a larger head."""
     torch.manual_seed(0)
     policy = make_policy()
     reference = make_policy() if config.algorithm.needs_reference else None
@@ -112,7 +112,7 @@ def make_trainer(
             reference.model.get_output_embeddings().weight.mul_(1.5)
     values = make_network(has_values=True) if config.algorithm.needs_values else None
     for network in (policy.network, reference and reference.network, values):
-        if network is not None and mesh is not None:
-            shard(network, mesh, torch.float32)
+        if network is not None:
+            distribute(network, mesh, config.learner)
     critic = None if values is None else Critic(config, values)
     return Trainer(config, policy, reference, critic, ranks)

@@ -27,7 +27,10 @@ _LINE_FILES = (METRICS_FILE, TRAINED_FILE)
 
 
 class RunRecords:
-    """Of a learner that starts from `start`; `begin` comes first."""
+    """Of a learner that starts from `start`; `begin` comes first.
+
+    The first rank has it; the others take part in `save` by `learners.checkpoints.state.gather`.
+    """
 
     def __init__(self, config: RunConfig, start: Start) -> None:
         self._config = config

@@ -24,9 +24,11 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from learners.parallel.sharding import assign, full
 from learners.policy.critic import Critic
 from learners.session import LearnerState
 from learners.trainer import Trainer
@@ -54,21 +56,29 @@ from streamrl.errors import (
 log = logging.getLogger(__name__)
 
 Parameters: TypeAlias = Mapping[str, torch.nn.Parameter]
+Tensors: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
+"""By file, then by name."""
+
+_MODEL = "model"
 
 
 def save(config: RunConfig, trainer: Trainer, state: LearnerState, history: History) -> Path:
     """Write the checkpoint of this state; delete those beyond `learner.checkpoint.keep`.
 
+    The other ranks call `gather` meanwhile.
+
     Raises:
         CheckpointWriteError: it cannot be written; every other checkpoint is as it was.
         FencedError: another learner has made its history the surviving one.
     """
+    # Before anything can fail: the other ranks take part.
+    tensors = gather(trainer)
     path = path_of(config.run.path, state.policy_version)
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        _write(unfinished, config, trainer, state, history)
+        _write(unfinished, config, trainer, state, history, tensors)
         _require_survivor(config.run.path, history)
         _replace(unfinished, path)
     except (OSError, SafetensorError) as error:
@@ -99,15 +109,44 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
     return LearnerState(policy_version=checkpoint.policy_version, books=checkpoint.books)
 
 
+def gather(trainer: Trainer) -> Tensors:
+    """The whole tensors of a checkpoint, in host memory; all ranks call it together."""
+    policy = trainer.policy.parameters()
+    tensors = {
+        _MODEL: trainer.policy.model.state_dict(),
+        "optimizer.safetensors": _optimizer_tensors(policy, trainer.optimizer),
+    }
+    if trainer.critic is not None:
+        critic = trainer.critic.parameters()
+        tensors["critic.safetensors"] = critic
+        moments = _optimizer_tensors(critic, trainer.critic.optimizer)
+        tensors["critic_optimizer.safetensors"] = moments
+    return {file: {name: _whole(t) for name, t in of.items()} for file, of in tensors.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return full(tensor).cpu()
+    return tensor.detach().contiguous()
+
+
 def _write(
-    folder: Path, config: RunConfig, trainer: Trainer, state: LearnerState, history: History
+    folder: Path,
+    config: RunConfig,
+    trainer: Trainer,
+    state: LearnerState,
+    history: History,
+    tensors: Tensors,
 ) -> None:
     model = config.model
-    trainer.policy.save(folder, model.tokenizer_path, trust_remote_code=model.trust_remote_code)
-    policy = trainer.policy.parameters()
-    save_file(_optimizer_tensors(policy, trainer.optimizer), folder / "optimizer.safetensors")
-    if trainer.critic is not None:
-        _save_critic(trainer.critic, folder)
+    trainer.policy.save(
+        folder,
+        model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        state_dict=tensors[_MODEL],
+    )
+    for file in tensors.keys() - {_MODEL}:
+        save_file(dict(tensors[file]), folder / file)
     record = {
         "format": FORMAT,
         "policy_version": state.policy_version,
@@ -182,14 +221,6 @@ def _require_same_model(config: RunConfig, policy: Parameters, path: Path) -> No
         raise ConfigError(f"run.resume: {path} is of another model: it has no {missing[0]}")
 
 
-def _save_critic(critic: Critic, folder: Path) -> None:
-    parameters = critic.parameters()
-    weights = {name: p.detach().contiguous() for name, p in parameters.items()}
-    save_file(weights, folder / "critic.safetensors")
-    moments = _optimizer_tensors(parameters, critic.optimizer)
-    save_file(moments, folder / "critic_optimizer.safetensors")
-
-
 def _load_critic(critic: Critic, path: Path) -> None:
     if not (path / "critic.safetensors").is_file():
         raise ConfigError(
@@ -198,7 +229,7 @@ def _load_critic(critic: Critic, path: Path) -> None:
     parameters = critic.parameters()
     for name, tensor in load_file(path / "critic.safetensors").items():
         _require_fit(parameters.get(name), tensor, name, path)
-        parameters[name].data.copy_(tensor)
+        assign(parameters[name], tensor)
     _load_optimizer(parameters, critic.optimizer, path / "critic_optimizer.safetensors")
 
 
@@ -216,7 +247,16 @@ def _load_optimizer(parameters: Parameters, optimizer: AdamW, file: Path) -> Non
         kind, _, name = key.partition("/")
         if kind != "step":
             _require_fit(parameters.get(name), tensor, name, file.parent)
-        optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device)
+        optimizer.state[parameters[name]][kind] = _like(parameters[name], tensor, kind)
+
+
+def _like(parameter: torch.nn.Parameter, tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """The state as the optimizer holds it: sharded as its parameter is, but for the step."""
+    if kind == "step" or not isinstance(parameter, DTensor):
+        return tensor.to(parameter.device)
+    state = torch.zeros_like(parameter.detach())
+    assign(state, tensor)
+    return state
 
 
 def _require_fit(

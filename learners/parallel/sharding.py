@@ -8,26 +8,36 @@ Invariant: parameters keep their names; what gathers is called by all ranks in t
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learners.parallel.mesh import Mesh
+from learners.policy.decoding import decoder_of
 from learners.policy.network import Network
 
 
-def shard(network: Network, mesh: Mesh, dtype: torch.dtype) -> None:
+def shard(network: Network, mesh: Mesh, dtype: torch.dtype, *, on_host: bool = False) -> None:
     """Shard the network in place: each decoder layer on its own, the rest together.
 
-    `dtype` is that of the computation. The parameters must be the same on all ranks.
+    `dtype` is that of the computation. The parameters must be the same on all ranks. With `on_host`
+    the shards and their gradients are in the host's memory, where the optimizer works on them; a
+    layer is copied to the GPU as it is gathered.
     """
-    if mesh.world_size == 1:
+    if mesh.world_size == 1 and not on_host:
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*_layers(network), network):
-        fully_shard(module, mesh=mesh.parameter_mesh, mp_policy=policy)
+    pinned = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    place = pinned if on_host else OffloadPolicy()
+    for module in (*layers(network), network):
+        fully_shard(module, mesh=mesh.parameter_mesh, mp_policy=policy, offload_policy=place)
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -64,9 +74,8 @@ def assign(target: torch.Tensor, whole: torch.Tensor) -> None:
         target.copy_(whole)
 
 
-def _layers(network: Network) -> Iterator[torch.nn.Module]:
+def layers(network: Network) -> Iterator[torch.nn.Module]:
     """The decoder's layers: what its lists of modules hold."""
-    decoder: Any = network.model.get_decoder()
-    for child in decoder.children():
+    for child in decoder_of(network.model).children():
         if isinstance(child, torch.nn.ModuleList):
             yield from child

@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from learners.parallel.sequence_attention import over_slices
 from streamrl.errors import ConfigError
 
 NAME = "streamrl_packed"
@@ -265,5 +266,5 @@ def layer_mask(local_size: int | None = None, **kwargs: Any) -> Any:
     return LayerMask(local_size)
 
 
-AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(NAME, over_slices(packed_attention))
 AttentionMaskInterface.register(NAME, layer_mask)

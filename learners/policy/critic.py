@@ -11,6 +11,8 @@ import torch
 
 from learners.batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
+from learners.parallel.mesh import Mesh
+from learners.parallel.offload import keep_state_on_host
 from learners.policy.network import Network
 from learners.policy.policy import load_network
 from streamrl.algorithms.losses import BatchTotals, value_loss
@@ -28,11 +30,13 @@ class Critic:
         self._settings = settings.model_copy(update={"lr": self._config.lr or settings.lr})
         self.network = network
         self.optimizer = make_optimizer(self.parameters(), self._settings)
+        if config.learner.offload.optimizer:
+            keep_state_on_host(self.optimizer)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> "Critic":
+    def from_config(cls, config: RunConfig, mesh: Mesh | None = None) -> "Critic":
         """With the decoder of `model.path`."""
-        return cls(config, load_network(config, has_values=True))
+        return cls(config, load_network(config, has_values=True, mesh=mesh))
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name; the decoder's, and those of `value_head`."""

@@ -21,6 +21,7 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
+from learners.parallel.sequence import TokenSlice
 from learners.policy.attention import Packing
 from streamrl.errors import ConfigError
 
@@ -57,29 +58,36 @@ class _Call:
 
     def hidden_states(self, decoder: Any, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens that are real, H]"""
-        bounds = {} if self.packing is None else _bounds(self.packing)
+        bounds = {} if self.packing is None else _whole_bounds(self.packing)
         output = decoder(input_ids=token_ids[0, self.indices], use_cache=False, **bounds)
         states: torch.Tensor = output.last_hidden_state.flatten(0, 1)[self.real]
         return states
 
 
 def decode(
-    model: PreTrainedModel, token_ids: torch.Tensor, packing: Packing, packed: bool
+    model: PreTrainedModel, tokens: TokenSlice, packing: Packing, *, packed: bool
 ) -> torch.Tensor:
-    """[N, H] hidden states of `token_ids` [1, N].
+    """[N, H] hidden states of the tokens, or of this rank's slice of them.
 
     Raises:
-        ConfigError: the model's position embedding depends on what it saw before.
+        ConfigError: the model's position embedding depends on what it saw before, or ranks cannot
+            share the tokens of a model that runs like this one.
     """
     limit = _rotary_limit(model, packing.longest)
     decoder = decoder_of(model)
     if packed and limit == inf:
-        output = decoder(input_ids=token_ids, use_cache=False, **_bounds(packing))
+        bounds = _bounds(tokens, packing)
+        output = decoder(input_ids=tokens.token_ids, use_cache=False, **bounds)
         states: torch.Tensor = output.last_hidden_state[0]
         return states
+    if tokens.exchange is not None:
+        raise ConfigError(
+            f"learner.mesh.sequence: must be 1 for this {model.config.model_type} model, whose "
+            "trajectories do not all share one row"
+        )
     calls = [call for part in _parts(packing, limit) for call in _calls(model, packed, *part)]
     calls += _missing_calls(len(calls), packing.device)
-    states = torch.cat([call.hidden_states(decoder, token_ids) for call in calls])
+    states = torch.cat([call.hidden_states(decoder, tokens.token_ids) for call in calls])
     order = torch.cat([call.indices.flatten()[call.real] for call in calls]).argsort()
     return states[order]
 
@@ -142,7 +150,14 @@ def _layer_types(model: PreTrainedModel) -> set[str]:
     return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
-def _bounds(packing: Packing) -> dict[str, Any]:
+def _bounds(tokens: TokenSlice, packing: Packing) -> dict[str, Any]:
+    """The arguments that tell a decoder where trajectories end."""
+    if tokens.exchange is None:
+        return _whole_bounds(packing)
+    return {"position_ids": tokens.positions, "packing": packing, "exchange": tokens.exchange}
+
+
+def _whole_bounds(packing: Packing) -> dict[str, Any]:
     return {
         "position_ids": packing.positions[None],
         "packing": packing,

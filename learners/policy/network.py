@@ -14,6 +14,8 @@ from torch.utils import _pytree
 from transformers import PreTrainedModel
 
 from learners.batch import MicroBatch
+from learners.parallel.sequence import TokenSlice
+from learners.parallel.sequence_attention import SequenceBlock
 from learners.policy import attention
 from learners.policy.decoding import decode, is_attention_only, own_attention
 from learners.policy.logits import logit_transform
@@ -26,7 +28,8 @@ class NetworkOutput:
     """Columns [R] of a micro-batch; None where they were not asked for."""
 
     hidden: torch.Tensor
-    """[R, H] in the compute dtype: the states that predict the response tokens."""
+    """[R, H] in the compute dtype: the states that predict the response tokens, of this rank's
+    slice where ranks share the tokens."""
     head_weight: torch.Tensor
     """[V, H] of the LM head."""
     logprobs: torch.Tensor | None = None
@@ -47,7 +50,7 @@ class Network(torch.nn.Module):
     """Decoder, LM head, and a value head where `has_values`.
 
     `temperature` is the one that the behavior policy sampled with. A model of attention alone runs
-    packed, any other unpacked, until `run_packed` says otherwise.
+    packed, any other unpacked, until `run_packed` says otherwise. Dropout is off.
     """
 
     def __init__(
@@ -59,23 +62,22 @@ class Network(torch.nn.Module):
         has_values: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model = model.eval()
+        self.device = next(model.parameters()).device
+        """That of the computation; offloaded parameters are elsewhere between the passes."""
         self._own_attention = own_attention(model)
         self.run_packed(is_attention_only(model))
         self.value_head: torch.nn.Linear | None = None
         config: Any = model.config.get_text_config()
         if has_values:
-            device = next(model.parameters()).device
-            self.value_head = torch.nn.Linear(config.hidden_size, 1, device=device)
+            self.value_head = torch.nn.Linear(config.hidden_size, 1, device=self.device)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
+        self.sequence_block: SequenceBlock | None = None
+        """The ranks that share each micro-batch's tokens; None: this one has them all."""
         self.temperature = temperature
         self._dtype = dtype
         self._transform = logit_transform(config, temperature)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     def autocast(self) -> torch.autocast:
         """Of the compute dtype."""
@@ -100,14 +102,15 @@ class Network(torch.nn.Module):
         Args:
             reference: the output of the policy that `kl` is taken to.
         """
-        hidden = self._hidden_states(micro_batch)
+        tokens = TokenSlice.of(micro_batch, self.sequence_block)
+        hidden = self._hidden_states(tokens, micro_batch.packing)
         head: Any = self.model.get_output_embeddings()
         logprobs = entropy = values = kl = None
         if with_logprobs:
             computed = token_logprobs(
                 hidden,
                 head.weight,
-                micro_batch.targets,
+                tokens.targets,
                 bias=getattr(head, "bias", None),
                 transform=self._transform,
                 with_entropy=with_entropy,
@@ -118,12 +121,11 @@ class Network(torch.nn.Module):
         if reference is not None:
             theirs = (reference.hidden, reference.head_weight)
             kl = full_kl(hidden, head.weight, *theirs, self._transform)
-        return NetworkOutput(hidden, head.weight, logprobs, entropy, values, kl)
+        columns = (tokens.gather(column) for column in (logprobs, entropy, values, kl))
+        return NetworkOutput(hidden, head.weight, *columns)
 
-    def _hidden_states(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def _hidden_states(self, tokens: TokenSlice, packing: attention.Packing) -> torch.Tensor:
         """[R, H] in the model's compute dtype."""
         with self.autocast():
-            hidden = decode(
-                self.model, micro_batch.token_ids, micro_batch.packing, packed=self.is_packed
-            )
-        return hidden[micro_batch.predictors]
+            hidden = decode(self.model, tokens, packing, packed=self.is_packed)
+        return hidden[tokens.predictors]

@@ -5,7 +5,7 @@ weight channel; master weights are float32.
 Shapes: R response tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from learners.batch import MicroBatch
+from learners.parallel.mesh import Mesh
+from learners.policy.distribute import distribute
 from learners.policy.network import Network, NetworkOutput
 from learners.policy.packing_check import TOLERANCES, choose_packing
-from learners.policy.recomputing import recompute_layers
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
@@ -27,9 +28,16 @@ class Policy:
         self.network = network
 
     @classmethod
-    def from_config(cls, config: RunConfig, path: Path | str | None = None) -> "Policy":
+    def from_config(
+        cls,
+        config: RunConfig,
+        path: Path | str | None = None,
+        mesh: Mesh | None = None,
+        *,
+        is_reference: bool = False,
+    ) -> "Policy":
         """The run's policy with the weights at `path`, by default those of `model.path`."""
-        return cls(load_network(config, path))
+        return cls(load_network(config, path, mesh=mesh, is_reference=is_reference))
 
     def __call__(
         self,
@@ -69,13 +77,20 @@ class Policy:
             logprobs[micro_batch.responses] = computed.float().cpu()
         return logprobs
 
-    def save(self, folder: Path, tokenizer_path: str, *, trust_remote_code: bool) -> None:
-        """A folder that transformers, vLLM and SGLang load.
+    def save(
+        self,
+        folder: Path,
+        tokenizer_path: str,
+        *,
+        trust_remote_code: bool,
+        state_dict: Mapping[str, torch.Tensor],
+    ) -> None:
+        """A folder that transformers, vLLM and SGLang load; `state_dict` is the model's, whole.
 
         Raises:
             OSError, SafetensorError: it cannot be written.
         """
-        self.model.save_pretrained(folder)
+        self.model.save_pretrained(folder, state_dict=dict(state_dict))
         tokenizer = AutoTokenizer.from_pretrained(
             tokenizer_path, trust_remote_code=trust_remote_code
         )
@@ -89,12 +104,17 @@ class Policy:
 
 
 def load_network(
-    config: RunConfig, path: Path | str | None = None, *, has_values: bool = False
+    config: RunConfig,
+    path: Path | str | None = None,
+    *,
+    has_values: bool = False,
+    is_reference: bool = False,
+    mesh: Mesh | None = None,
 ) -> Network:
-    """With the weights at `path`, by default those of `model.path`.
+    """With the weights at `path`, by default those of `model.path`; distributed over a mesh.
 
     Raises:
-        ConfigError: there is no model.
+        ConfigError: there is no model, or the settings of `learner` do not fit it.
     """
     learner = config.learner
     name = str(path or config.model.path)
@@ -104,18 +124,16 @@ def load_network(
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
-    model.eval()
-    if learner.gradient_checkpointing:
-        recompute_layers(model)
     dtype = getattr(torch, learner.dtype)
     network = Network(
-        model.to(device_of(learner.device)),
+        model.to(device_of(learner.device) if mesh is None else mesh.device),
         temperature=config.generator.temperature,
         dtype=dtype,
         has_values=has_values,
     )
     if learner.check_packing:
         choose_packing(network, TOLERANCES[dtype])
+    distribute(network, mesh, learner, is_reference=is_reference)
     return network
 
 

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from streamrl.config.numbers import Device, NotNegative, Positive, Probability
+from streamrl.config.numbers import Device, NotNegative, Positive, Probability, Seconds
 from streamrl.config.section import Section
 from streamrl.errors import ConfigError
 
@@ -81,6 +81,41 @@ class MeshSettings(Section):
         )
 
 
+class ForwardPassSettings(Section):
+    """Tokens of one forward pass without gradient, which needs less memory than a training pass;
+    null takes `learner.max_tokens_per_micro_batch`."""
+
+    proximal: Positive | None = None
+    """Of the policy before the step, where the algorithm needs such a pass."""
+    reference: Positive | None = None
+    """Of the reference policy."""
+    values: Positive | None = None
+    """Of the critic before the step."""
+
+
+class OffloadSettings(Section):
+    """What waits in the host's memory instead of the GPU's: less memory, more time."""
+
+    parameters: bool = False
+    """Parameters, gradients and optimizer state of all roles: layers are copied to the GPU as they
+    are computed, and the CPU makes the update."""
+    optimizer: bool = False
+    """The optimizer's state, but for the update."""
+    activations: bool = False
+    """The inputs of the layers that `gradient_checkpointing` keeps."""
+    reference: bool = False
+    """The reference policy: its layers are copied to the GPU as they are computed."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> "OffloadSettings":
+        if self.parameters and (self.optimizer or self.reference):
+            raise ValueError(
+                f"{'optimizer' if self.optimizer else 'reference'} does nothing beside parameters, "
+                "which puts the parameters and the optimizer state of all roles on the host"
+            )
+        return self
+
+
 class LearnerSettings(Section):
     """The batch of a step, and the machine that trains it."""
 
@@ -92,12 +127,16 @@ class LearnerSettings(Section):
     """Optimizer updates in one pass over a batch, each on a mini-batch of whole groups."""
     max_tokens_per_micro_batch: Positive = 8192
     """Tokens (prompt and response) of one forward and backward pass."""
+    max_tokens_per_forward_pass: ForwardPassSettings = ForwardPassSettings()
+    """The same for passes without gradient, by role."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """The optimizer of the policy."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Saved states of the run."""
     mesh: MeshSettings = MeshSettings()
     """The ranks of the learner; one without torchrun."""
+    rank_deadline_s: Seconds = 60.0
+    """How long a rank of the learner may report nothing before the others end."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; master weights and optimizer stay float32."""
     device: Device = "auto"
@@ -108,8 +147,19 @@ class LearnerSettings(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     check_packing: bool = True
     """At start, compare packed with plain transformers; run unpacked what packing changes."""
+    offload: OffloadSettings = OffloadSettings()
+    """What waits in the host's memory instead of the GPU's."""
     report_entropy: bool = True
     """Measure the policy's entropy each step, also where the loss does not need it."""
+
+    @model_validator(mode="after")
+    def _keeps_what_it_offloads(self) -> "LearnerSettings":
+        if self.offload.activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "offload.activations moves the inputs of layers that gradient_checkpointing keeps, "
+                "and gradient_checkpointing is false: set it to true"
+            )
+        return self
 
     @property
     def num_updates(self) -> int:

@@ -63,6 +63,15 @@ class RunConfig(Section):
         scale = numbers.loss_scale_factor or self.generator.max_new_tokens
         return numbers.model_copy(update={"loss_scale_factor": float(scale)})
 
+    @property
+    def needs_policy_pass(self) -> bool:
+        """Whether a pass of the policy comes before the first update: KL in the reward needs it,
+        and a proximal policy that stays where the policy was while several updates move it, or
+        that weighs the batch as a whole."""
+        algorithm = self.algorithm
+        is_anchor = self.learner.num_updates > 1 or algorithm.corrects_as_a_whole
+        return algorithm.kl_reward.coef > 0 or (algorithm.proximal == "recompute" and is_anchor)
+
     def group_bytes(self, num_tokens: int) -> int:
         """Bytes of a group whose trajectories have so many tokens each, without a few of names."""
         return self.generator.group_size * num_tokens * _TOKEN_BYTES
@@ -76,12 +85,52 @@ class RunConfig(Section):
 
 def _micro_batch_too_small(c: RunConfig) -> str | None:
     longest = c.data.max_prompt_length + c.generator.max_new_tokens
-    if longest <= c.learner.max_tokens_per_micro_batch:
+    limits = {
+        "learner.max_tokens_per_micro_batch": c.learner.max_tokens_per_micro_batch,
+        **{
+            f"learner.max_tokens_per_forward_pass.{role}": limit
+            for role, limit in c.learner.max_tokens_per_forward_pass.model_dump().items()
+            if limit is not None
+        },
+    }
+    setting = min(limits, key=limits.__getitem__)
+    if longest <= limits[setting]:
         return None
     return (
-        f"learner.max_tokens_per_micro_batch {c.learner.max_tokens_per_micro_batch} cannot hold "
-        f"one trajectory: data.max_prompt_length {c.data.max_prompt_length} + "
-        f"generator.max_new_tokens {c.generator.max_new_tokens} = {longest}"
+        f"{setting} {limits[setting]} cannot hold one trajectory: data.max_prompt_length "
+        f"{c.data.max_prompt_length} + generator.max_new_tokens {c.generator.max_new_tokens} = "
+        f"{longest}"
+    )
+
+
+def _limit_of_a_missing_role(c: RunConfig) -> str | None:
+    limits = c.learner.max_tokens_per_forward_pass
+    if limits.proximal is not None and not c.needs_policy_pass:
+        return (
+            f"learner.max_tokens_per_forward_pass.proximal {limits.proximal} has no pass: with "
+            "these settings the training pass yields the proximal log-probabilities; "
+            "learner.updates_per_batch or learner.epochs > 1 makes one"
+        )
+    if limits.values is not None and not c.algorithm.needs_values:
+        return (
+            f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
+            f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
+        )
+    if limits.reference is not None and not c.algorithm.needs_reference_logprobs:
+        return (
+            f"learner.max_tokens_per_forward_pass.reference {limits.reference} has no pass of a "
+            "reference policy: algorithm.kl_loss.coef (but for kind full) or "
+            "algorithm.kl_reward.coef > 0 makes one"
+        )
+    return None
+
+
+def _offloads_a_missing_reference(c: RunConfig) -> str | None:
+    if not c.learner.offload.reference or c.algorithm.needs_reference:
+        return None
+    return (
+        "learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef and "
+        "algorithm.kl_reward.coef are 0"
     )
 
 
@@ -213,6 +262,8 @@ _COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
 
 _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _micro_batch_too_small,
+    _limit_of_a_missing_role,
+    _offloads_a_missing_reference,
     _model_len_too_short,
     _min_tokens_above_max,
     _greedy_siblings,

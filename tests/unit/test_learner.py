@@ -13,6 +13,9 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from learners.batch import TrainingBatch
 from learners.learner import Learner
+from learners.parallel.commands import LearnerRank
+from learners.parallel.lockstep import Lockstep
+from learners.parallel.ranks import Ranks
 from learners.session import LearnerSession, LearnerState
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
@@ -134,8 +137,15 @@ class Run:
         self.sender = Sender()
         self.trainer = make_trainer(config)
         session = LearnerSession(config, self.buffer, self.reporter, LearnerState())
+        rank = LearnerRank(
+            self.trainer,
+            Ranks(),
+            fetch=self.buffer.fetch,
+            save=self.records.save,
+            snapshot=self.sender.snapshot,
+        )
         self.learner = Learner(
-            config, self.trainer, session, self.sender, self.records, self.reporter
+            config, Lockstep(rank), session, self.sender, self.records, self.reporter
         )
         self.task = asyncio.create_task(self.learner.run())
 
