@@ -1,6 +1,7 @@
 """One rank, two and four make the same steps, whatever the algorithm needs of the whole batch."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whitened": {"advantage_config": {"whiten": True}, "reward": {"norm_mean": "running"}},
     "remax": {"advantage": "remax"},
     "resampled": {"pf_ppo": {}},
+    "parts": {},
 }
 # Of one process, or of how the work was divided.
 UNEQUAL = ("learner/train_s", "learner/tokens_per_s", "learner/num_micro_batches")
@@ -46,19 +48,27 @@ def configure(algorithm: dict[str, Any]) -> Any:
 
 
 def make_step(step: int) -> list[TrajectoryGroup]:
-    """Groups of uneven lengths, one of them with nothing that was sampled twice."""
+    """Groups of uneven lengths."""
     groups = make_groups(seed=step, num_groups=6, group_size=3)
     return [with_metrics(g, greedy_reward=0.1 * i, difficulty=0.1) for i, g in enumerate(groups)]
 
 
-def train(trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
+def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
+    """The metrics of each step; a first part of one group leaves the other ranks without any."""
+    cuts = (slice(0, 1), slice(1, None)) if name == "parts" else (slice(None),)
     metrics = []
     for step in range(NUM_STEPS):
-        groups = {group.prompt_index: group for group in make_step(step)}
-        headers = [GroupHeader.of(group) for group in groups.values()]
-        mine = [groups[h.prompt_index] for h in share(headers, ranks.count, ranks.index)]
-        metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))
+        for cut in cuts:
+            trainer.accumulate(share_of(make_step(step)[cut], step, ranks))
+        metrics.append(trainer.update())
     return metrics
+
+
+def share_of(groups: Sequence[TrajectoryGroup], step: int, ranks: Ranks) -> TrainingBatch:
+    headers = [GroupHeader.of(group) for group in groups]
+    mine = {header.group_id for header in share(headers, ranks.count, ranks.index)}
+    fetched = [group for group in groups if group.group_id in mine]
+    return TrainingBatch.shared(headers, fetched, step, ranks)
 
 
 def on_rank() -> dict[str, Any]:
@@ -67,7 +77,7 @@ def on_rank() -> dict[str, Any]:
     results = {}
     for name, algorithm in CASES.items():
         trainer = make_trainer(configure(algorithm), mesh, ranks)
-        metrics = train(trainer, ranks)
+        metrics = train(name, trainer, ranks)
         critic = trainer.critic.parameters() if trainer.critic else {}
         parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
         results[name] = (metrics, dict(full_parameters(parameters)), trainer.credit.state_dict())
@@ -82,7 +92,7 @@ def by_rank(request, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_make_the_steps_of_one(by_rank, name):
     trainer = make_trainer(configure(CASES[name]))
-    expected = train(trainer, Ranks())
+    expected = train(name, trainer, Ranks())
     critic = trainer.critic.parameters() if trainer.critic else {}
     parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
     for results in by_rank:
