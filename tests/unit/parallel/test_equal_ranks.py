@@ -14,6 +14,7 @@ from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import full_parameters
 from learners.trainer import Trainer
+from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader, TrajectoryGroup
 from tests.ranks import run_ranks
@@ -36,15 +37,19 @@ CASES: dict[str, dict[str, Any]] = {
     "remax": {"advantage": "remax"},
     "resampled": {"pf_ppo": {}},
     "parts": {},
+    "updates": {"rollout_is": {"threshold": 2.0, "veto_threshold": 1e-3}},
+    "loglinear": {"proximal": "loglinear", "rollout_is": {"threshold": 2, "batch_normalize": True}},
 }
 # Of one process, or of how the work was divided.
 UNEQUAL = ("learner/train_s", "learner/tokens_per_s", "learner/num_micro_batches")
 
 
-def configure(algorithm: dict[str, Any]) -> Any:
+def configure(name: str) -> RunConfig:
+    """Several updates have mini-batches that some ranks have nothing of."""
+    updates = {"epochs": 2, "updates_per_batch": 3} if name in ("updates", "gae") else {}
     # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
-    learner, optimizer = {"max_tokens_per_micro_batch": 70}, {"eps": 1e-5}
-    return make_config(algorithm=algorithm, learner=learner, optimizer=optimizer)
+    learner, optimizer = {"max_tokens_per_micro_batch": 70, **updates}, {"eps": 1e-5}
+    return make_config(algorithm=CASES[name], learner=learner, optimizer=optimizer)
 
 
 def make_step(step: int) -> list[TrajectoryGroup]:
@@ -75,8 +80,8 @@ def on_rank() -> dict[str, Any]:
     mesh = make_mesh(MeshSettings(), torch.device("cpu"))
     ranks = Ranks.of(dist.new_group(backend="gloo"))
     results = {}
-    for name, algorithm in CASES.items():
-        trainer = make_trainer(configure(algorithm), mesh, ranks)
+    for name in CASES:
+        trainer = make_trainer(configure(name), mesh, ranks)
         metrics = train(name, trainer, ranks)
         critic = trainer.critic.parameters() if trainer.critic else {}
         parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
@@ -91,7 +96,7 @@ def by_rank(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_make_the_steps_of_one(by_rank, name):
-    trainer = make_trainer(configure(CASES[name]))
+    trainer = make_trainer(configure(name))
     expected = train(name, trainer, Ranks())
     critic = trainer.critic.parameters() if trainer.critic else {}
     parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
