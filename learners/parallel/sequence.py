@@ -66,7 +66,7 @@ def require_shareable(model: PreTrainedModel, size: int, num_tensor: int = 1) ->
         )
     ropes = getattr(config, "rope_parameters", None) or {}
     types = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
-    if row := sorted(types & _ROPES_OF_THE_ROW):
+    if row := sorted(_ROPES_OF_THE_ROW & types):
         raise ConfigError(
             f"learner.mesh.sequence {size} cuts trajectories, and the {row[0]} position embedding "
             f"of {name} depends on their whole length: set it to 1"

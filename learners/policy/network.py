@@ -62,7 +62,7 @@ class Network(torch.nn.Module):
         has_values: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model.eval()
+        self.model: PreTrainedModel = model.eval()
         self.device = next(model.parameters()).device
         """That of the computation; offloaded parameters are elsewhere between the passes."""
         self._own_attention = own_attention(model)
