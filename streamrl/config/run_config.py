@@ -85,14 +85,9 @@ class RunConfig(Section):
 
 def _micro_batch_too_small(c: RunConfig) -> str | None:
     longest = c.data.max_prompt_length + c.generator.max_new_tokens
-    limits = {
-        "learner.max_tokens_per_micro_batch": c.learner.max_tokens_per_micro_batch,
-        **{
-            f"learner.max_tokens_per_forward_pass.{role}": limit
-            for role, limit in c.learner.max_tokens_per_forward_pass.model_dump().items()
-            if limit is not None
-        },
-    }
+    by_role = c.learner.max_tokens_per_forward_pass.model_dump(exclude_none=True)
+    limits = {f"learner.max_tokens_per_forward_pass.{role}": n for role, n in by_role.items()}
+    limits |= {"learner.max_tokens_per_micro_batch": c.learner.max_tokens_per_micro_batch}
     setting = min(limits, key=limits.__getitem__)
     if longest <= limits[setting]:
         return None
