@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.numbers import Device, NotNegative, Positive, Probability, Seconds
 from streamrl.config.section import Section
 from streamrl.errors import ConfigError
@@ -221,3 +222,36 @@ class LearnerSettings(Section):
     def num_updates(self) -> int:
         """Optimizer updates of one batch."""
         return self.epochs * self.updates_per_batch
+
+
+def setting_without_pass(
+    learner: LearnerSettings, algorithm: AlgorithmSettings, needs_policy_pass: bool
+) -> str | None:
+    """What is wrong with the first setting that is for a pass which is not made; None if each acts.
+
+    `needs_policy_pass` is `RunConfig.needs_policy_pass`.
+    """
+    limits = learner.max_tokens_per_forward_pass
+    if limits.proximal is not None and not needs_policy_pass:
+        return (
+            f"learner.max_tokens_per_forward_pass.proximal {limits.proximal} has no pass: with "
+            "these settings the training pass yields the proximal log-probabilities; "
+            "learner.updates_per_batch or learner.epochs > 1 makes one"
+        )
+    if limits.values is not None and not algorithm.needs_values:
+        return (
+            f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
+            f"algorithm.advantage is {algorithm.advantage}; only gae has one"
+        )
+    if limits.reference is not None and not algorithm.needs_reference_logprobs:
+        return (
+            f"learner.max_tokens_per_forward_pass.reference {limits.reference} has no pass of a "
+            "reference policy: algorithm.kl_loss.coef (but for kind full) or "
+            "algorithm.kl_reward.coef > 0 makes one"
+        )
+    if learner.offload.reference and not algorithm.needs_reference:
+        return (
+            "learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef and "
+            "algorithm.kl_reward.coef are 0"
+        )
+    return None

@@ -1,20 +1,22 @@
 """`RunConfig`: the whole file of one run, and the contradictions between its sections.
 
 Invariant: a `RunConfig` that exists can run; a setting that would deadlock, overflow or silently do
-nothing together with another one is refused with a sentence naming both.
+nothing together with another one is refused with a sentence naming both, or naming what would make
+it act.
 """
 
 from collections.abc import Callable
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from streamrl.config.addresses import host_of, is_loopback, port_of
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.inert import refusals
 from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.data import DataSettings
 from streamrl.config.generator import GeneratorSettings
-from streamrl.config.learner import LearnerSettings
+from streamrl.config.learner import LearnerSettings, setting_without_pass
 from streamrl.config.model import ModelSettings
 from streamrl.config.parity import ParitySettings
 from streamrl.config.run import RunSettings
@@ -80,6 +82,8 @@ class RunConfig(Section):
     def _has_no_contradiction(self) -> "RunConfig":
         if sentences := [sentence for find in _CONTRADICTIONS if (sentence := find(self))]:
             raise ValueError("\n".join(sentences))
+        if refused := list(refusals(self.algorithm, self.learner.num_updates)):
+            raise ValidationError.from_exception_data("RunConfig", refused)
         return self
 
 
@@ -98,34 +102,16 @@ def _micro_batch_too_small(c: RunConfig) -> str | None:
     )
 
 
-def _limit_of_a_missing_role(c: RunConfig) -> str | None:
-    limits = c.learner.max_tokens_per_forward_pass
-    if limits.proximal is not None and not c.needs_policy_pass:
-        return (
-            f"learner.max_tokens_per_forward_pass.proximal {limits.proximal} has no pass: with "
-            "these settings the training pass yields the proximal log-probabilities; "
-            "learner.updates_per_batch or learner.epochs > 1 makes one"
-        )
-    if limits.values is not None and not c.algorithm.needs_values:
-        return (
-            f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
-            f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
-        )
-    if limits.reference is not None and not c.algorithm.needs_reference_logprobs:
-        return (
-            f"learner.max_tokens_per_forward_pass.reference {limits.reference} has no pass of a "
-            "reference policy: algorithm.kl_loss.coef (but for kind full) or "
-            "algorithm.kl_reward.coef > 0 makes one"
-        )
-    return None
+def _memory_setting_without_its_pass(c: RunConfig) -> str | None:
+    return setting_without_pass(c.learner, c.algorithm, c.needs_policy_pass)
 
 
-def _offloads_a_missing_reference(c: RunConfig) -> str | None:
-    if not c.learner.offload.reference or c.algorithm.needs_reference:
+def _more_updates_than_groups(c: RunConfig) -> str | None:
+    if c.learner.updates_per_batch <= c.learner.groups_per_step:
         return None
     return (
-        "learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef and "
-        "algorithm.kl_reward.coef are 0"
+        f"learner.updates_per_batch {c.learner.updates_per_batch} is more than "
+        f"learner.groups_per_step {c.learner.groups_per_step}: each update trains whole groups"
     )
 
 
@@ -280,8 +266,8 @@ _COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
 
 _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _micro_batch_too_small,
-    _limit_of_a_missing_role,
-    _offloads_a_missing_reference,
+    _memory_setting_without_its_pass,
+    _more_updates_than_groups,
     _model_len_too_short,
     _min_tokens_above_max,
     _greedy_siblings,

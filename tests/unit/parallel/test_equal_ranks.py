@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 from tests.training import make_config, make_groups, make_trainer, poison, poisoned, with_metrics
 
 NUM_STEPS = 3
+TWICE = {"updates_per_batch": 2, "epochs": 2}
 CASES: dict[str, dict[str, Any]] = {
     "token-mean": {},
     "sequence-mean": {"loss_config": {"loss_agg_mode": "seq-mean-token-mean"}},
@@ -37,8 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
     "remax": {"advantage": "remax"},
     "resampled": {"pf_ppo": {}},
     "parts": {},
-    "updates": {"rollout_is": {"threshold": 2.0, "veto_threshold": 1e-3}},
     "loglinear": {"proximal": "loglinear", "rollout_is": {"threshold": 2, "batch_normalize": True}},
+    "updates": {"learner": TWICE, "loss_config": {"clip_ratio_high": 0.01}},
+    "updates-gae": {"learner": TWICE, "advantage": "gae", "reward": {"difficulty_high": 0.5}},
+    "updates-bypass": {
+        "learner": TWICE,
+        "proximal": "behavior",
+        "rollout_is": {"rejection": [{"token_k1": 20}], "normalize_by": "kept"},
+    },
     "not-finite": {},
     "not-finite-critic": {"advantage": "gae"},
     "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
@@ -50,11 +57,13 @@ UNEQUAL = ("learner/train_s", "learner/tokens_per_s", "learner/num_micro_batches
 
 
 def configure(name: str) -> RunConfig:
-    """Several updates have mini-batches that some ranks have nothing of."""
-    updates = {"epochs": 2, "updates_per_batch": 3} if name in ("updates", "gae") else {}
+    """The algorithm, and beside it what differs in the learner."""
+    case = CASES[name]
+    algorithm = {key: value for key, value in case.items() if key != "learner"}
+    learner = {"max_tokens_per_micro_batch": 70, **case.get("learner", {})}
     # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
-    learner, optimizer = {"max_tokens_per_micro_batch": 70, **updates}, {"eps": 1e-5}
-    return make_config(algorithm=CASES[name], learner=learner, optimizer=optimizer)
+    optimizer = {"eps": 1e-5}
+    return make_config(algorithm=algorithm, learner=learner, optimizer=optimizer)
 
 
 def make_step(step: int, *, is_finite: bool = True) -> list[TrajectoryGroup]:
