@@ -15,12 +15,14 @@ import torch
 
 from buffers.connect import connect
 from learners.checkpoints.records import RunRecords
+from learners.checkpoints.restore import restore
 from learners.checkpoints.start import Start, choose, resumed
-from learners.checkpoints.state import gather, restore
+from learners.checkpoints.writer import CheckpointWriter
 from learners.learner import Learner
 from learners.parallel.commands import LearnerRank
 from learners.parallel.lockstep import Lockstep
 from learners.parallel.place import Place, join
+from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerSession, LearnerState
@@ -44,6 +46,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
     if arguments.resume:
         config = resumed(config)
+    if is_starter(config):
+        return service.run(partial(start_ranks, config), role="learner-ranks", config=config)
     rank = int(os.environ.get("RANK", "0"))
     role = f"learner-{rank}" if rank else "learner"
     return service.run(partial(train, config), role=role, config=config)
@@ -65,7 +69,7 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
         if place.all.index == 0:
             await _lead(config, shutdown, place, trainer, buffer, state, start)
         else:
-            await _follow(place, trainer, buffer)
+            await _follow(config, place, trainer, buffer, start)
         # Not after a failure, which ends the other ranks too.
         place.part()
     finally:
@@ -108,13 +112,16 @@ async def _lead(
         records.close()
 
 
-async def _follow(place: Place, trainer: Trainer, buffer: TrajectoryBuffer) -> None:
+async def _follow(
+    config: RunConfig, place: Place, trainer: Trainer, buffer: TrajectoryBuffer, start: Start
+) -> None:
     """Another rank: what the first one commands. Signals are for the first one to decide upon."""
+    writer = CheckpointWriter(config, start.history)
     rank = LearnerRank(
         trainer,
         place.data,
         fetch=buffer.fetch,
-        save=lambda trainer, _: gather(trainer),
+        save=writer.save,
         snapshot=lambda parameters, _: [parameters[name] for name in parameters],
     )
     lockstep = Lockstep(rank, place.all, place.liveness)
@@ -122,6 +129,7 @@ async def _follow(place: Place, trainer: Trainer, buffer: TrajectoryBuffer) -> N
         watching = tasks.create_task(place.liveness.watch())
         await lockstep.follow()
         watching.cancel()
+    writer.close()
     await lockstep.end()
 
 
@@ -130,7 +138,7 @@ def _load(config: RunConfig, place: Place) -> tuple[Trainer, LearnerState, Start
     torch.manual_seed(config.run.seed)
     start = choose(config)
     path = start.checkpoint.path if start.checkpoint else None
-    policy = Policy.from_config(config, path, place.mesh)
+    policy = Policy.from_config(config, mesh=place.mesh)
     algorithm, mesh = config.algorithm, place.mesh
     reference = None
     if algorithm.needs_reference:

@@ -14,13 +14,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
 
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.schedule import RETRY_S, SaveSchedule
+from learners.checkpoints.saver import CheckpointSaver, wait_for_retry
+from learners.checkpoints.schedule import RETRY_S
 from learners.fairness import FairnessWindow
 from learners.parallel.commands import Accumulate, Discard, Save, Snapshot, Update
 from learners.parallel.lockstep import Lockstep
-from learners.session import LearnerSession
+from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, TransportError
@@ -52,10 +55,11 @@ class Learner:
         self._records = records
         self._reporter = reporter
         self._version = session.state.policy_version
-        self._saves = SaveSchedule(config.learner.checkpoint.every, self._version)
         self._published_version = -1
         self._logged_s = time.perf_counter()
         self._stopping = asyncio.Event()
+        every = config.learner.checkpoint.every
+        self._saver = CheckpointSaver(every, session, reporter, self._stopping, self._save)
 
     def stop(self) -> None:
         """Finish the step at hand if its batch is complete, make it durable, and return."""
@@ -81,8 +85,7 @@ class Learner:
             stats = await self._session.advance(self._version, loan)
             # Before the checkpoint, so that whoever resumes from it finds the step's lines.
             self._log(loan, metrics, stats)
-            if self._saves.is_due(self._version, time.monotonic()) and await self._save():
-                await self._session.acknowledge(self._version)
+            await self._saver.keep_up()
         await self._finish()
 
     async def _begin(self) -> bool:
@@ -93,7 +96,7 @@ class Learner:
             except CheckpointWriteError as error:
                 log.warning("%s; trying again in %.0f s", error, RETRY_S)
                 self._reporter.set_activity(LearnerActivity.SAVING, unsaved=str(error))
-                await self._wait_for_retry()
+                await wait_for_retry(self._stopping)
             else:
                 self._reporter.update(unsaved="")
                 return True
@@ -107,7 +110,7 @@ class Learner:
         wait_s, trained = 0.0, Loan()
         while len(trained.headers) < self._config.learner.groups_per_step:
             start_s = time.perf_counter()
-            loan = await self._session.take(self._stopping, self._publish_awaited)
+            loan = await self._session.take(self._stopping, self._while_waiting)
             wait_s += time.perf_counter() - start_s
             part = () if loan is None else self._session.new_headers
             if loan is None or len(part) == len(loan.headers):
@@ -137,11 +140,12 @@ class Learner:
         self._sender.publish()
         self._published_version = version
 
-    async def _publish_awaited(self) -> None:
-        """Publish before `weights.publish_every` says so.
+    async def _while_waiting(self) -> None:
+        """Publish before `weights.publish_every` says so; settle a save that has ended.
 
         Groups that failed may have left only leases in flight that this version has to sample.
         """
+        await self._saver.settle()
         if self._published_version < self._version:
             await self._publish()
 
@@ -161,52 +165,23 @@ class Learner:
                 "learner/policy_version": self._version,
                 "learner/step_s": step_s,
                 "learner/stalls": self._reporter.num_stalls,
-                "learner/num_unsaved_steps": self._version - self._saves.saved_version,
+                "learner/num_unsaved_steps": self._version - self._saver.saved_version,
                 "time_s": time.time(),
             },
         )
 
-    async def _save(self) -> bool:
-        """Save the version at hand; whether there is a checkpoint of it.
-
-        If it cannot be written, the learner goes on and tries again later. It waits here until it
-        is written, or `stop`, after the last step, and while too many steps are unsaved.
-        """
-        while not await self._try_to_save():
-            is_last = self._version >= self._config.run.max_steps
-            if self._stopping.is_set() or not (is_last or self._saves.must_wait(self._version)):
-                return False
-            await self._wait_for_retry()
-        return True
-
-    async def _try_to_save(self) -> bool:
-        start = time.perf_counter()
-        self._reporter.set_activity(LearnerActivity.SAVING)
-        state = self._session.state
-        try:
-            path = await self._lockstep.run(Save(state))
-        except CheckpointWriteError as error:
-            self._saves.failed(str(error), time.monotonic())
-            log.warning("%s", self._saves.sentence(self._version))
-        else:
-            self._saves.saved(state.policy_version)
-            log.info("saved %s in %.2f s", path, time.perf_counter() - start)
-        self._reporter.update(unsaved=self._saves.sentence(self._version))
-        return not self._saves.failure
-
-    async def _wait_for_retry(self) -> None:
-        """Waits RETRY_S, or until stopped."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RETRY_S):
-                await self._stopping.wait()
+    async def _save(self, state: LearnerState) -> Future[Path]:
+        """Copy the state on every rank; the checkpoint, once it is durable."""
+        written: Future[Path] = await self._lockstep.run(Save(state))
+        return written
 
     async def _finish(self) -> None:
         """Save the last version and notify the buffer, if it is still there."""
-        is_saved = self._version == self._saves.saved_version or await self._save()
+        is_saved = await self._saver.finish()
         # Without the notice, the next learner attaches at the checkpoint's version.
         with contextlib.suppress(TimeoutError, TransportError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
-                await self._session.acknowledge(self._saves.saved_version)
+                await self._session.acknowledge(self._saver.saved_version)
                 if is_saved and self._version >= self._config.run.max_steps:
                     await self._session.finish()
         self._reporter.set_activity(LearnerActivity.ENDED)

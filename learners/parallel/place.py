@@ -53,8 +53,13 @@ def join(config: RunConfig) -> Place:
     Raises:
         ConfigError: the sizes of `learner.mesh`, or the batch, do not fit so many ranks.
     """
-    settings = config.learner
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    settings, num_ranks = config.learner, int(os.environ.get("WORLD_SIZE", "1"))
+    if settings.num_ranks not in (1, num_ranks):
+        raise ConfigError(
+            f"learner.num_ranks {settings.num_ranks} is for a learner that is started without "
+            f"torchrun, which has started {num_ranks}: leave it out"
+        )
+    if num_ranks == 1:
         settings.mesh.sizes(1)
         needs_shards = settings.offload.parameters or settings.offload.reference
         mesh = make_mesh(settings.mesh, device_of(settings.device)) if needs_shards else None

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.policy.distribute import distribute
+from learners.policy.hugging_face import save_model
 from learners.policy.network import Network, NetworkOutput
 from learners.policy.packing_check import TOLERANCES, choose_packing
 from streamrl.config import RunConfig
@@ -77,30 +78,14 @@ class Policy:
             logprobs[micro_batch.responses] = computed.float().cpu()
         return logprobs
 
-    def save(
-        self,
-        folder: Path,
-        tokenizer_path: str,
-        *,
-        trust_remote_code: bool,
-        state_dict: Mapping[str, torch.Tensor],
-    ) -> None:
-        """A folder that transformers, vLLM and SGLang load; `state_dict` is the model's, whole.
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Those that belong to the model's state, by name; no step changes them."""
+        names = self.model.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
 
-        Raises:
-            OSError, SafetensorError: it cannot be written.
-        """
-        self.model.save_pretrained(folder, state_dict=dict(state_dict))
-        tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_path, trust_remote_code=trust_remote_code
-        )
-        try:
-            tokenizer.save_pretrained(folder)
-        except Exception as error:
-            # The tokenizers library has no class of its own for a file that it cannot write.
-            if type(error) is Exception:
-                raise OSError(str(error)) from error
-            raise
+    def save(self, folder: Path, config: RunConfig, weights: Mapping[str, torch.Tensor]) -> None:
+        """See `save_model`; `weights` are those of parameters and buffers, whole, on the CPU."""
+        save_model(folder, self.model.config, config.model, weights)
 
 
 def load_network(

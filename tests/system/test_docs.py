@@ -34,6 +34,7 @@ RUN_BY = {
     "streamrl launch configs/quickstart.yaml --resume": "launch",
     "streamrl evaluate --config configs/quickstart.yaml": "launch",
     "streamrl report runs/quickstart": "launch",
+    "streamrl export runs/quickstart --dtype bfloat16 --output quickstart-bf16": "launch",
     "streamrl buffer audit runs/quickstart": "launch",
     "streamrl status runs/quickstart": "status",
     "streamrl buffer inspect runs/quickstart/config.yaml": "inspect",
@@ -126,6 +127,7 @@ def test_a_launch_and_what_follows_it(monkeypatch: pytest.MonkeyPatch):
     assert "\nin order\n" in output
     assert Path("runs/quickstart/report.png").exists()
     assert Path("runs/quickstart/evaluation.json").exists()
+    assert Path("quickstart-bf16/model.safetensors").exists()
 
 
 @pytest.mark.usefixtures("environment")

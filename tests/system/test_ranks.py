@@ -15,9 +15,14 @@ from streamrl.checkpoints.find import list_checkpoints
 from streamrl.cli.verification.run_audit import audit_run
 from streamrl.run_folder import config_of
 from tests.ports import free_port
-from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, RunFolder
+from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, Launched, RunFolder
 from tests.system.test_docs import RUN_BY
-from tests.system.test_launch import COLUMNS
+from tests.system.test_launch import (
+    COLUMNS,
+    assert_audit_passes,
+    assert_books_close,
+    assert_every_step_once,
+)
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 QUICKSTART = "configs/quickstart.yaml"
@@ -80,6 +85,21 @@ def ranks(tmp_path: Path, model: Path) -> Iterator[Ranks]:
     started.start(STREAMRL, "generator", str(config), "--id", "generator-0")
     yield started
     started.kill()
+
+
+def test_a_launch_starts_ranks_again_when_one_has_died(launch: Callable[..., Launched]):
+    run = launch("--set", "learner.num_ranks=2", "--set", "run.max_steps=24")
+    run.until_step(6)
+    (killed,) = (
+        child for child in run.child("learner").children() if child.environ().get("RANK") == "1"
+    )
+    killed.kill()
+    assert run.end() == 0, run.output
+    sentence = f"learner: rank 1 of the learner (process {killed.pid}) has ended; started again"
+    assert sentence in run.output
+    assert_every_step_once(run, 24)
+    assert_books_close(run)
+    assert_audit_passes(run)
 
 
 def test_two_ranks_train_end_as_one_and_go_on(ranks: Ranks, model: Path):

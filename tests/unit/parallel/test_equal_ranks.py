@@ -56,10 +56,9 @@ NOT_FINITE = ((1, 0), (1, 2), (4, 0), (4, 1), (4, 2))
 UNEQUAL = ("learner/train_s", "learner/tokens_per_s", "learner/num_micro_batches")
 
 
-def configure(name: str) -> RunConfig:
+def configure(case: dict[str, Any]) -> RunConfig:
     """The algorithm, and beside it what differs in the learner."""
-    case = CASES[name]
-    algorithm = {key: value for key, value in case.items() if key != "learner"}
+    algorithm = {name: value for name, value in case.items() if name != "learner"}
     learner = {"max_tokens_per_micro_batch": 70, **case.get("learner", {})}
     # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
     optimizer = {"eps": 1e-5}
@@ -99,7 +98,7 @@ def on_rank() -> dict[str, Any]:
     ranks = Ranks.of(dist.new_group(backend="gloo"))
     results = {}
     for name in CASES:
-        trainer = make_trainer(configure(name), mesh, ranks)
+        trainer = make_trainer(configure(CASES[name]), mesh, ranks)
         metrics = train(name, trainer, ranks)
         critic = trainer.critic.parameters() if trainer.critic else {}
         parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
@@ -114,7 +113,7 @@ def by_rank(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_make_the_steps_of_one(by_rank, name):
-    trainer = make_trainer(configure(name))
+    trainer = make_trainer(configure(CASES[name]))
     expected = train(name, trainer, Ranks())
     critic = trainer.critic.parameters() if trainer.critic else {}
     parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from actors.make_model import make_tokenizer
 from learners.batch import TrainingBatch
-from learners.checkpoints.state import gather, restore, save
+from learners.checkpoints.contents import tensors_of
+from learners.checkpoints.restore import restore
+from learners.checkpoints.writer import CheckpointWriter
 from learners.parallel.commands import Accumulate, LearnerRank, Save, Snapshot, Update
 from learners.parallel.lockstep import Lockstep
 from learners.parallel.mesh import make_mesh
@@ -63,8 +65,8 @@ class CountedBuffer:
         return tuple(self.groups[i] for i in prompt_indices)
 
 
-def make_trainer(config: RunConfig, mesh: Any, ranks: Ranks, path: Path | None = None) -> Trainer:
-    policy = Policy.from_config(config, path, mesh)
+def make_trainer(config: RunConfig, mesh: Any, ranks: Ranks) -> Trainer:
+    policy = Policy.from_config(config, mesh=mesh)
     return Trainer(config, policy, None, Critic.from_config(config, mesh), ranks)
 
 
@@ -80,22 +82,21 @@ class Rank:
         manifest = manifest_of(self.trainer.policy.parameters(), torch.bfloat16)
         self.layout = Layout(manifest, bucket_bytes=1000)
         self.buffers = SendBuffers(self.layout, CPU)
+        self.writer = CheckpointWriter(self.config, new_history())
         is_first = self.ranks.index == 0
         rank = LearnerRank(
             self.trainer,
             self.ranks,
             fetch=self.buffer.fetch,
-            save=self._save if is_first else lambda trainer, _: gather(trainer),
+            save=self.writer.save,
             snapshot=self.buffers.write if is_first else lambda all_, _: [all_[n] for n in all_],
         )
         self.lockstep = Lockstep(rank, self.ranks)
 
-    def _save(self, trainer: Trainer, state: LearnerState) -> Path:
-        return save(self.config, trainer, state, new_history())
-
     async def run(self) -> dict[str, Any]:
         if self.ranks.index:
             await self.lockstep.follow()
+            self.writer.close()
             await self.lockstep.end()
             return {}
         headers = tuple(map(GroupHeader.of, self.buffer.groups.values()))
@@ -105,7 +106,7 @@ class Rank:
         await self.lockstep.run(Accumulate(headers, 0), groups)
         metrics = await self.lockstep.run(Update())
         await self.lockstep.run(Snapshot(1))
-        path = await self.lockstep.run(Save(STATE))
+        path = (await self.lockstep.run(Save(STATE))).result()
         await self.lockstep.end()
         with self.buffers.reading() as held:
             assert held is not None
@@ -119,11 +120,16 @@ def on_rank(folder: Path) -> dict[str, Any]:
     result = asyncio.run(rank.run())
     # From the checkpoint of all ranks, with as many ranks.
     path = folder / "run" / "checkpoints" / "step-00000001"
-    trainer = make_trainer(rank.config, rank.mesh, rank.ranks, path)
+    trainer = make_trainer(rank.config, rank.mesh, rank.ranks)
     assert restore(read_checkpoint(path), rank.config, trainer) == STATE
-    state = gather(trainer)
+    state = whole(trainer)
     trained = dict(full_parameters(rank.trainer.policy.parameters()))
     return {**result, "fetched": rank.buffer.fetched, "state": state, "trained": trained}
+
+
+def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """All that is in the shards of a checkpoint."""
+    return dict(full_parameters(tensors_of(trainer, ("model", "optimizer"))))
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -154,11 +160,10 @@ def test_the_checkpoint_of_several_ranks_is_that_of_one(by_rank):
     config = make_run(folder)
     trainer = make_trainer(config, None, Ranks())
     trainer.step(TrainingBatch.of(make_groups(num_groups=6), policy_version=0))
-    again = make_trainer(config, None, Ranks(), ranks[0]["path"])
+    again = make_trainer(config, None, Ranks())
     restore(read_checkpoint(ranks[0]["path"]), config, again)
-    expected = gather(trainer)
-    for state in (gather(again), *(rank["state"] for rank in ranks)):
-        for file, tensors in expected.items():
-            assert state[file].keys() == tensors.keys()
-            for name, tensor in tensors.items():
-                torch.testing.assert_close(state[file][name], tensor, rtol=1e-5, atol=1e-5)
+    expected = whole(trainer)
+    for state in (whole(again), *(rank["state"] for rank in ranks)):
+        assert state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-5)
