@@ -164,7 +164,8 @@ def packed_attention(
 
 
 def _require_known(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-    if not arguments.get("is_causal", getattr(module, "is_causal", True)):
+    is_causal = arguments.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedAttention(f"{type(module).__name__} is not causal")
     asked = [
         name

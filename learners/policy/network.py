@@ -62,7 +62,8 @@ class Network(torch.nn.Module):
         has_values: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model.eval()
+        model.eval()
+        self.model = model
         self.device = next(model.parameters()).device
         """That of the computation; offloaded parameters are elsewhere between the passes."""
         self._own_attention = own_attention(model)
