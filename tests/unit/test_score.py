@@ -74,7 +74,10 @@ def test_an_empty_file_is_scored(folder: Path, tmp_path: Path):
         ("", "in.jsonl:2: is not JSON"),
         ([1], "in.jsonl:2: is [1]; a line has token_ids and response_mask"),
         ({"token_ids": [1]}, "in.jsonl:2: response_mask is missing"),
-        ({**GOOD, "mask": []}, "in.jsonl:2: mask is unknown; did you mean 'response_mask'?"),
+        (
+            {**GOOD, "response_masks": []},
+            "in.jsonl:2: response_masks is unknown; did you mean 'response_mask'?",
+        ),
         ({**GOOD, "token_ids": []}, "in.jsonl:2: token_ids is []; must be a list of ids"),
         ({**GOOD, "token_ids": "abc"}, 'in.jsonl:2: token_ids is "abc"'),
         ({**GOOD, "token_ids": [1, True, 2]}, "token_ids[1] is true; must be an integer"),

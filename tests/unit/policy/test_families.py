@@ -6,6 +6,7 @@ import torch
 from learners.batch import MicroBatch
 from learners.policy.network import Network
 from learners.policy.packing_check import TOLERANCES, choose_packing
+from tests.documents import ROOT
 from tests.model_families import FAMILIES, WINDOW, make_model, plain_logprobs
 from tests.training import make_micro_batch
 
@@ -75,3 +76,16 @@ def test_without_a_comparison_too(family: str) -> None:
     with torch.no_grad():
         logprobs = network(micro_batch).logprobs
         torch.testing.assert_close(logprobs, plain(network, micro_batch), atol=1e-4, rtol=0)
+
+
+def test_the_table_of_the_documents_has_every_family_and_how_it_runs():
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = [
+        row.split(" | ")
+        for row in text.splitlines()
+        if " | packed | " in row or " | unpacked | " in row
+    ]
+    assert {row[0].removeprefix("| "): row[2] == "unpacked" for row in rows} == {
+        family: family in UNPACKED for family in FAMILIES
+    }
+    assert max(float(row[3].removesuffix(" |")) for row in rows) <= 1e-4
