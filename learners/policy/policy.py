@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from learners.batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.policy.distribute import distribute
+from learners.policy.master_weights import master_of
 from learners.policy.network import Network, NetworkOutput
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -64,7 +65,12 @@ class Policy:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name, tied ones once."""
-        return dict(self.model.named_parameters())
+        return {name: master_of(p) for name, p in self.model.named_parameters()}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's, tied ones under each name; parameters are the master weights."""
+        tensors = self.model.state_dict(keep_vars=True)
+        return {name: master_of(tensor).detach() for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def batch_logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
@@ -127,7 +133,6 @@ def load_network(
     network = Network(
         model.to(device_of(learner.device) if mesh is None else mesh.device),
         temperature=config.generator.temperature,
-        dtype=getattr(torch, learner.dtype),
         has_values=has_values,
     )
     distribute(network, mesh, learner, is_reference=is_reference)
