@@ -11,7 +11,7 @@ import torch
 from transformers.utils import logging
 
 from learners.policy.network import Network
-from learners.policy.packing_check import TOLERANCES, choose_packing
+from learners.policy.packing_check import choose_packing
 from tests.model_families import FAMILIES, WINDOW, make_model, plain_logprobs
 from tests.training import make_micro_batch
 
@@ -29,8 +29,8 @@ def rows() -> Iterator[str]:
 
 @torch.no_grad()
 def measure(model: Any) -> tuple[Network, float]:
-    network = Network(model, temperature=1.0, dtype=torch.float32)
-    choose_packing(network, TOLERANCES[torch.float32])
+    network = Network(model, temperature=1.0)
+    choose_packing(network)
     micro_batch = make_micro_batch(LENGTHS)
     logprobs = network(micro_batch).logprobs
     model.set_attn_implementation("eager")

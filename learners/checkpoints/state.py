@@ -113,7 +113,7 @@ def gather(trainer: Trainer) -> Tensors:
     """The whole tensors of a checkpoint, in host memory; all ranks call it together."""
     policy = trainer.policy.parameters()
     tensors = {
-        _MODEL: trainer.policy.model.state_dict(),
+        _MODEL: trainer.policy.state_dict(),
         "optimizer.safetensors": _optimizer_tensors(policy, trainer.optimizer),
     }
     if trainer.critic is not None:

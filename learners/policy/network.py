@@ -2,7 +2,8 @@
 
 Invariant: every use of a parameter is inside `forward`, so whoever hooks the module (sharding,
 compilation) sees it; hidden states are gathered at response positions before the heads, and logits
-of the whole batch never exist. Log-probabilities, entropy and values are float32 at least.
+of the whole batch never exist. The computation has the dtype of the parameters that the modules
+hold; log-probabilities, entropy and values are float32 at least.
 Shapes: R response tokens, H hidden size.
 """
 
@@ -58,7 +59,6 @@ class Network(torch.nn.Module):
         model: PreTrainedModel,
         *,
         temperature: float,
-        dtype: torch.dtype,
         has_values: bool = False,
     ) -> None:
         super().__init__()
@@ -77,13 +77,7 @@ class Network(torch.nn.Module):
         self.sequence_block: SequenceBlock | None = None
         """The ranks that share each micro-batch's tokens; None: this one has them all."""
         self.temperature = temperature
-        self._dtype = dtype
         self._transform = logit_transform(config, temperature)
-
-    def autocast(self) -> torch.autocast:
-        """Of the compute dtype."""
-        casts = self._dtype != torch.float32
-        return torch.autocast(self.device.type, dtype=self._dtype, enabled=casts)
 
     def run_packed(self, packed: bool) -> None:
         """From here on, run all trajectories of a micro-batch as one row, or each as its own."""
@@ -118,15 +112,19 @@ class Network(torch.nn.Module):
             )
             logprobs, entropy = computed.logprobs, computed.entropy
         if self.value_head is not None:
-            values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
+            values = self._values(hidden, self.value_head)
         if reference is not None:
             theirs = (reference.hidden, reference.head_weight)
             kl = full_kl(hidden, head.weight, *theirs, self._transform)
         columns = (tokens.gather(column) for column in (logprobs, entropy, values, kl))
         return NetworkOutput(hidden, head.weight, *columns)
 
+    def _values(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
+        """[R]; products of the compute dtype are summed in float32."""
+        weight = head.weight.float()
+        return torch.nn.functional.linear(hidden.float(), weight, head.bias.float())[:, 0]
+
     def _hidden_states(self, tokens: TokenSlice, packing: attention.Packing) -> torch.Tensor:
-        """[R, H] in the model's compute dtype."""
-        with self.autocast():
-            hidden = decode(self.model, tokens, packing, packed=self.is_packed)
+        """[R, H] in the compute dtype."""
+        hidden = decode(self.model, tokens, packing, packed=self.is_packed)
         return hidden[tokens.predictors]

@@ -20,7 +20,7 @@ def backward(network: Network, lengths: tuple[int, ...]) -> None:
 
 
 def gradients() -> dict[str, torch.Tensor]:
-    network = Network(make_model("LFM2"), temperature=1.0, dtype=torch.float32)
+    network = Network(make_model("LFM2"), temperature=1.0)
     mesh = make_mesh(MeshSettings(), torch.device("cpu"))
     shard(network, mesh, torch.float32)
     backward(network, LENGTHS[dist.get_rank()])
@@ -28,7 +28,7 @@ def gradients() -> dict[str, torch.Tensor]:
 
 
 def test_the_gradient_of_an_unpacked_model_is_the_sum_over_all_ranks(tmp_path):
-    whole = Network(make_model("LFM2"), temperature=1.0, dtype=torch.float32)
+    whole = Network(make_model("LFM2"), temperature=1.0)
     for lengths in LENGTHS:
         backward(whole, lengths)
     for rank in run_ranks(gradients, 2, tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 from learners.batch import MicroBatch
 from learners.policy.network import Network
-from learners.policy.packing_check import TOLERANCES, choose_packing
+from learners.policy.packing_check import choose_packing
 from tests.documents import ROOT
 from tests.model_families import FAMILIES, WINDOW, make_model, plain_logprobs
 from tests.training import make_micro_batch
@@ -47,7 +47,7 @@ UNPACKED = {
 
 
 def make_network(family: str) -> Network:
-    return Network(make_model(family), temperature=1.0, dtype=torch.float32)
+    return Network(make_model(family), temperature=1.0)
 
 
 def plain(network: Network, micro_batch: MicroBatch) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_log_probabilities_are_those_of_transformers(family: str) -> None:
     network, micro_batch = make_network(family), make_micro_batch(LENGTHS)
     with torch.no_grad():
         expected = plain(network, micro_batch)
-        choose_packing(network, TOLERANCES[torch.float32])
+        choose_packing(network)
         logprobs = network(micro_batch).logprobs
     assert network.is_packed == (family not in UNPACKED)
     assert expected.std() > 1, "the model predicts something"
