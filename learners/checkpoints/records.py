@@ -81,6 +81,8 @@ class RunRecords:
         """
         assert self._trackers is not None, "begin comes first"
         assert self._trained is not None, "begin comes first"
+        # Before anything can fail: the other ranks take part.
+        tensors = checkpoint.gather(trainer)
         try:
             self._trained.flush()
             self._trackers.flush()
@@ -88,7 +90,7 @@ class RunRecords:
             raise CheckpointWriteError(
                 f"the lines of its steps cannot be written: {error}"
             ) from error
-        return checkpoint.save(self._config, trainer, state, self._start.history)
+        return checkpoint.save(self._config, trainer, state, self._start.history, tensors)
 
     def close(self) -> None:
         """Lines of steps that are in no checkpoint may be lost."""

@@ -62,17 +62,22 @@ Tensors: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 _MODEL = "model"
 
 
-def save(config: RunConfig, trainer: Trainer, state: LearnerState, history: History) -> Path:
+def save(
+    config: RunConfig,
+    trainer: Trainer,
+    state: LearnerState,
+    history: History,
+    tensors: Tensors | None = None,
+) -> Path:
     """Write the checkpoint of this state; delete those beyond `learner.checkpoint.keep`.
 
-    The other ranks call `gather` meanwhile.
+    Of several ranks one calls it, with the tensors that all of them have gathered.
 
     Raises:
         CheckpointWriteError: it cannot be written; every other checkpoint is as it was.
         FencedError: another learner has made its history the surviving one.
     """
-    # Before anything can fail: the other ranks take part.
-    tensors = gather(trainer)
+    tensors = gather(trainer) if tensors is None else tensors
     path = path_of(config.run.path, state.policy_version)
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

@@ -27,7 +27,7 @@ from streamrl.weights.locality import this_host
 
 log = logging.getLogger(__name__)
 
-BEAT_S, GRACE_S = 0.5, 10.0
+BEAT_S, GRACE_S = 0.5, 5.0
 _PARTED = "parted"
 
 
@@ -108,6 +108,7 @@ class Liveness:
                 sentence = f"the store of the learner's ranks does not answer: {error}"
             if sentence and not self._parting.is_set():
                 self._end(sentence)
+                return
 
     def _beat(self, count: int) -> str:
         """Set this rank's beat and read the others'; why one of them is lost, or ""."""

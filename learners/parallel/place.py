@@ -59,6 +59,11 @@ def join(config: RunConfig) -> Place:
         needs_shards = settings.offload.parameters or settings.offload.reference
         mesh = make_mesh(settings.mesh, device_of(settings.device)) if needs_shards else None
         return Place(Ranks(), Ranks(), mesh, Liveness())
+    if ":" in settings.device:
+        raise ConfigError(
+            f"learner.device {settings.device} is one device, and the learner has several ranks; "
+            "each takes the one of its place on its machine with cuda, or auto"
+        )
     mesh = make_mesh(settings.mesh, device_of(settings.device))
     if mesh.num_data > settings.groups_per_step:
         raise ConfigError(

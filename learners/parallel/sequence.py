@@ -24,10 +24,14 @@ from learners.parallel.mesh import Mesh
 from learners.parallel.sequence_attention import HeadExchange, SequenceBlock
 from streamrl.errors import ConfigError
 
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_ROPES_OF_THE_ROW = frozenset({"longrope", "dynamic"})
+"""Position embeddings that depend on the longest trajectory of a row, not on the token's place."""
 
 
-def sequence_block(model: PreTrainedModel, mesh: Mesh) -> SequenceBlock | None:
+def sequence_block(
+    model: PreTrainedModel, mesh: Mesh, *, is_packed: bool = True
+) -> SequenceBlock | None:
     """The block of this rank; None if it has the tokens for itself.
 
     Raises:
@@ -37,6 +41,11 @@ def sequence_block(model: PreTrainedModel, mesh: Mesh) -> SequenceBlock | None:
     if size == 1:
         return None
     require_shareable(model, size, mesh.size("tensor"))
+    if not is_packed:
+        raise ConfigError(
+            f"learner.mesh.sequence {size} shares the tokens of one row, and "
+            f"{model.config.model_type} runs each trajectory as a row of its own: set it to 1"
+        )
     return SequenceBlock(mesh.group("sequence"), mesh.index("sequence"), size)
 
 
@@ -54,6 +63,13 @@ def require_shareable(model: PreTrainedModel, size: int, num_tensor: int = 1) ->
         raise ConfigError(
             f"learner.mesh.sequence {size} exchanges attention heads for tokens, and {name} has "
             f"layers that are no attention ({', '.join(others) or 'recurrent ones'}): set it to 1"
+        )
+    ropes = getattr(config, "rope_parameters", None) or {}
+    types = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    if row := sorted(types & _ROPES_OF_THE_ROW):
+        raise ConfigError(
+            f"learner.mesh.sequence {size} cuts trajectories, and the {row[0]} position embedding "
+            f"of {name} depends on their whole length: set it to 1"
         )
     if config.num_attention_heads % (size * num_tensor):
         ranks = f"{size} x tensor {num_tensor}" if num_tensor > 1 else f"{size}"

@@ -30,7 +30,7 @@ def distribute(
     require_gpu(settings.offload, network.device)
     if mesh is not None:
         split_matrices(network.model, mesh)
-        network.sequence_block = sequence_block(network.model, mesh)
+        network.sequence_block = sequence_block(network.model, mesh, is_packed=network.is_packed)
     if settings.gradient_checkpointing:
         checkpoint_layers(network, on_host=settings.offload.activations)
     if is_reference:

@@ -57,6 +57,8 @@ RUN_BY = {
     "streamrl report runs/first": "first",
     "streamrl buffer audit runs/first": "first",
     "streamrl evaluate --config first.yaml": "first",
+    "torchrun --nproc-per-node 2 --no-python streamrl learner --config configs/quickstart.yaml "
+    "--resume": "test_ranks.py",
     "streamrl check plugins.yaml": "plugins",
     "streamrl launch plugins.yaml --new": "plugins",
 }

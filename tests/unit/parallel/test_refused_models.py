@@ -1,5 +1,8 @@
 """Models whose tokens or matrices ranks cannot share are refused in one sentence."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from transformers import (
     GPT2Config,
@@ -10,7 +13,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from learners.parallel.sequence import require_shareable
+from learners.parallel.sequence import require_shareable, sequence_block
 from learners.parallel.tensor import require_plan
 from streamrl.errors import ConfigError
 from tests.tiny_model import make_llama
@@ -44,6 +47,18 @@ def test_heads_that_are_not_divided():
         require_shareable(model, 3)
     with pytest.raises(ConfigError, match=r"mesh\.sequence 4 x tensor 2 .* the 4 attention heads"):
         require_shareable(model, 4, num_tensor=2)
+
+
+def test_a_position_embedding_that_depends_on_the_whole_row():
+    ropes = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ConfigError, match=r"mesh\.sequence 2 cuts .* the dynamic position embed"):
+        require_shareable(make_llama(rope_parameters=ropes), 2)
+
+
+def test_trajectories_in_rows_of_their_own():
+    mesh: Any = SimpleNamespace(size=lambda dimension: 2 if dimension == "sequence" else 1)
+    with pytest.raises(ConfigError, match=r"mesh\.sequence 2 .* llama runs each trajectory as a r"):
+        sequence_block(make_llama(), mesh, is_packed=False)
 
 
 def test_a_model_without_a_plan():
