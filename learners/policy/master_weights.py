@@ -25,7 +25,9 @@ def compute_in(network: Module, dtype: torch.dtype) -> None:
     A network of which nothing is trained is cast itself and has no masters.
     """
     if not any(p.requires_grad for p in network.parameters()):
-        network.to(dtype)
+        # Not `network.to`: rotary frequencies are buffers, and stay exact as the policy's do.
+        for parameter in network.parameters():
+            parameter.data = parameter.data.to(dtype)
     elif any(p.dtype != dtype for p in network.parameters()):
         copies = _replace_parameters(network, dtype)
         network.register_forward_pre_hook(_Refresh(copies))
