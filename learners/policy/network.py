@@ -80,11 +80,13 @@ class Network(torch.nn.Module):
         *,
         with_logprobs: bool = True,
         with_entropy: bool = False,
+        trains_entropy: bool = True,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         """What is asked for, and the values if there is a value head.
 
         Args:
+            trains_entropy: the entropy has a gradient.
             reference: the output of the policy that `kl` is taken to.
         """
         tokens = TokenSlice.of(micro_batch, self.sequence_block)
@@ -99,6 +101,7 @@ class Network(torch.nn.Module):
                 bias=getattr(head, "bias", None),
                 transform=self._transform,
                 with_entropy=with_entropy,
+                trains_entropy=trains_entropy,
             )
             logprobs, entropy = computed.logprobs, computed.entropy
         if self.value_head is not None:
