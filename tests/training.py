@@ -1,12 +1,13 @@
 """A trainer on the tiny model and batches for it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec import structs
 
-from learners.batch import TrainingBatch
+from learners.batch import MicroBatch, TrainingBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
@@ -64,6 +65,17 @@ def make_trajectory(rng: np.random.Generator, num_prompt: int, num_response: int
         reward=float(rng.random()),
         finish_reason=FinishReason.STOP,
     )
+
+
+def make_micro_batch(lengths: Sequence[int], seed: int = 0) -> MicroBatch:
+    """Random sequences, of which each token but the first is a response."""
+    rng = np.random.default_rng(seed)
+    trajectories = tuple(make_trajectory(rng, 1, length - 1) for length in lengths)
+    group = TrajectoryGroup(
+        group_id="", prompt_index=0, environment="test", trajectories=trajectories
+    )
+    batch = TrainingBatch.of([group], policy_version=4)
+    return batch.micro_batch(range(len(lengths)), torch.device("cpu"))
 
 
 def make_groups(

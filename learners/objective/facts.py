@@ -87,7 +87,7 @@ class FactCollector:
         ranks: Ranks,
     ) -> None:
         self._config = config.algorithm
-        self._num_updates = config.learner.num_updates
+        self._needs_policy_pass = config.needs_policy_pass
         self._limits = config.learner.max_tokens_per_forward_pass
         self._ranks = ranks
         self._credit = credit
@@ -158,14 +158,6 @@ class FactCollector:
         sequences = Sequences.from_lengths(lengths)
         correction = correct(config, logprobs[rows], behavior, staleness, sequences)
         return facts.with_correction(rows, correction), correction.metrics
-
-    @property
-    def _needs_policy_pass(self) -> bool:
-        """Before the first update: KL in the reward needs it, and a proximal policy that stays
-        where the policy was while several updates move it, or that weighs the batch as a whole."""
-        config = self._config
-        is_anchor = self._num_updates > 1 or config.corrects_as_a_whole
-        return config.kl_reward.coef > 0 or (config.proximal == "recompute" and is_anchor)
 
 
 def _to_tokens(sequence_mask: torch.Tensor | None, batch: TrainingBatch) -> torch.Tensor | None:

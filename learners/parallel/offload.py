@@ -30,7 +30,8 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _move(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
+    """The moments; the count of steps is one number and stays where the optimizer put it."""
     for parameter, state in optimizer.state.items():
         device = torch.device("cpu") if to_host else parameter.device
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        state.update({name: tensor.to(device) for name, tensor in tensors.items()})
+        moments = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and t.ndim}
+        state.update({name: moment.to(device) for name, moment in moments.items()})

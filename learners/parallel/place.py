@@ -69,13 +69,13 @@ def join(config: RunConfig) -> Place:
     store = TCPStore(host, port, is_master=False)
     return Place(
         all=Ranks.of(dist.new_group(backend="gloo", timeout=_UNBOUNDED)),
-        data=_data_ranks(mesh),
+        data=data_ranks(mesh),
         mesh=mesh,
         liveness=Liveness(store, mesh.rank, mesh.world_size, settings.rank_deadline_s),
     )
 
 
-def _data_ranks(mesh: Mesh) -> Ranks:
+def data_ranks(mesh: Mesh) -> Ranks:
     """Those at this rank's position in their sequence x tensor block, which has one share."""
     block = mesh.world_size // mesh.num_data
     groups = [

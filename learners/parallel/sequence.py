@@ -36,12 +36,13 @@ def sequence_block(model: PreTrainedModel, mesh: Mesh) -> SequenceBlock | None:
     size = mesh.size("sequence")
     if size == 1:
         return None
-    require_shareable(model, size)
+    require_shareable(model, size, mesh.size("tensor"))
     return SequenceBlock(mesh.group("sequence"), mesh.index("sequence"), size)
 
 
-def require_shareable(model: PreTrainedModel, size: int) -> None:
-    """Refuse a model whose heads `size` ranks cannot share, or that carries state along tokens.
+def require_shareable(model: PreTrainedModel, size: int, num_tensor: int = 1) -> None:
+    """Refuse a model whose heads `size` x `num_tensor` ranks cannot share, or that carries state
+    along tokens.
 
     Raises:
         ConfigError: as it says.
@@ -54,9 +55,10 @@ def require_shareable(model: PreTrainedModel, size: int) -> None:
             f"learner.mesh.sequence {size} exchanges attention heads for tokens, and {name} has "
             f"layers that are no attention ({', '.join(others) or 'recurrent ones'}): set it to 1"
         )
-    if config.num_attention_heads % size:
+    if config.num_attention_heads % (size * num_tensor):
+        ranks = f"{size} x tensor {num_tensor}" if num_tensor > 1 else f"{size}"
         raise ConfigError(
-            f"learner.mesh.sequence {size} does not divide the {config.num_attention_heads} "
+            f"learner.mesh.sequence {ranks} does not divide the {config.num_attention_heads} "
             f"attention heads of {name}"
         )
 

@@ -8,7 +8,6 @@ Invariant: parameters keep their names; what gathers is called by all ranks in t
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import (
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learners.parallel.mesh import Mesh
+from learners.policy.decoding import decoder_of
 from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
 
@@ -82,7 +82,6 @@ def assign(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 def layers(network: Network) -> Iterator[torch.nn.Module]:
     """The decoder's layers: what its lists of modules hold."""
-    decoder: Any = network.model.get_decoder()
-    for child in decoder.children():
+    for child in decoder_of(network.model).children():
         if isinstance(child, torch.nn.ModuleList):
             yield from child

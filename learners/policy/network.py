@@ -18,8 +18,10 @@ from learners.batch import MicroBatch
 from learners.parallel.sequence import TokenSlice
 from learners.parallel.sequence_attention import SequenceBlock
 from learners.policy import attention
+from learners.policy.decoding import decode, is_attention_only, own_attention
+from learners.policy.logits import logit_transform
 from streamrl.algorithms.kl import full_kl
-from streamrl.algorithms.logprobs import LogitTransform, token_logprobs
+from streamrl.algorithms.logprobs import token_logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,8 @@ _pytree.register_dataclass(NetworkOutput)
 class Network(torch.nn.Module):
     """Decoder, LM head, and a value head where `has_values`.
 
-    `temperature` is the one that the behavior policy sampled with.
+    `temperature` is the one that the behavior policy sampled with. A model of attention alone runs
+    packed, any other unpacked, until `run_packed` says otherwise. Dropout is off.
     """
 
     def __init__(
@@ -59,10 +62,12 @@ class Network(torch.nn.Module):
         has_values: bool = False,
     ) -> None:
         super().__init__()
-        model.set_attn_implementation(attention.NAME)
+        model.eval()
         self.model = model
         self.device = next(model.parameters()).device
         """That of the computation; offloaded parameters are elsewhere between the passes."""
+        self._own_attention = own_attention(model)
+        self.run_packed(is_attention_only(model))
         self.value_head: torch.nn.Linear | None = None
         config: Any = model.config.get_text_config()
         if has_values:
@@ -71,8 +76,13 @@ class Network(torch.nn.Module):
             torch.nn.init.zeros_(self.value_head.bias)
         self.sequence_block: SequenceBlock | None = None
         """The ranks that share each micro-batch's tokens; None: this one has them all."""
-        softcap = getattr(config, "final_logit_softcapping", None)
-        self._transform = LogitTransform(temperature=temperature, softcap=softcap)
+        self.temperature = temperature
+        self._transform = logit_transform(config, temperature)
+
+    def run_packed(self, packed: bool) -> None:
+        """From here on, run all trajectories of a micro-batch as one row, or each as its own."""
+        self.is_packed = packed
+        self.model.set_attn_implementation(attention.NAME if packed else self._own_attention)
 
     def forward(
         self,
@@ -119,13 +129,5 @@ class Network(torch.nn.Module):
 
     def _hidden_states(self, tokens: TokenSlice, packing: attention.Packing) -> torch.Tensor:
         """[R, H] in the compute dtype."""
-        decoder: Any = self.model.get_decoder()
-        output = decoder(
-            input_ids=tokens.token_ids,
-            position_ids=tokens.positions,
-            use_cache=False,
-            packing=packing,
-            exchange=tokens.exchange,
-        )
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        hidden = decode(self.model, tokens, packing, packed=self.is_packed)
         return hidden[tokens.predictors]

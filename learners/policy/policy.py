@@ -17,6 +17,7 @@ from learners.parallel.mesh import Mesh
 from learners.policy.distribute import distribute
 from learners.policy.master_weights import master_of
 from learners.policy.network import Network, NetworkOutput
+from learners.policy.packing_check import choose_packing
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
@@ -131,12 +132,13 @@ def load_network(
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
-    model.train()
     network = Network(
         model.to(device_of(learner.device) if mesh is None else mesh.device),
         temperature=config.generator.temperature,
         has_values=has_values,
     )
+    if learner.check_packing:
+        choose_packing(network)
     distribute(network, mesh, learner, is_reference=is_reference)
     return network
 

@@ -145,6 +145,8 @@ class LearnerSettings(Section):
     """CPU threads of the learner; 0 leaves torch's choice."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    check_packing: bool = True
+    """At start, compare packed with plain transformers; run unpacked what packing changes."""
     offload: OffloadSettings = OffloadSettings()
     """What waits in the host's memory instead of the GPU's."""
     report_entropy: bool = True

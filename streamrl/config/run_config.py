@@ -63,6 +63,15 @@ class RunConfig(Section):
         scale = numbers.loss_scale_factor or self.generator.max_new_tokens
         return numbers.model_copy(update={"loss_scale_factor": float(scale)})
 
+    @property
+    def needs_policy_pass(self) -> bool:
+        """Whether a pass of the policy comes before the first update: KL in the reward needs it,
+        and a proximal policy that stays where the policy was while several updates move it, or
+        that weighs the batch as a whole."""
+        algorithm = self.algorithm
+        is_anchor = self.learner.num_updates > 1 or algorithm.corrects_as_a_whole
+        return algorithm.kl_reward.coef > 0 or (algorithm.proximal == "recompute" and is_anchor)
+
     def group_bytes(self, num_tokens: int) -> int:
         """Bytes of a group whose trajectories have so many tokens each, without a few of names."""
         return self.generator.group_size * num_tokens * _TOKEN_BYTES
@@ -96,6 +105,12 @@ def _micro_batch_too_small(c: RunConfig) -> str | None:
 
 def _limit_of_a_missing_role(c: RunConfig) -> str | None:
     limits = c.learner.max_tokens_per_forward_pass
+    if limits.proximal is not None and not c.needs_policy_pass:
+        return (
+            f"learner.max_tokens_per_forward_pass.proximal {limits.proximal} has no pass: with "
+            "these settings the training pass yields the proximal log-probabilities; "
+            "learner.updates_per_batch or learner.epochs > 1 makes one"
+        )
     if limits.values is not None and not c.algorithm.needs_values:
         return (
             f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
