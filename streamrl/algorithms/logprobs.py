@@ -113,7 +113,7 @@ def token_logprobs(
     """
     _check(hidden, weight, targets)
     trains_entropy = with_entropy and trains_entropy
-    if allow_liger and not trains_entropy and hidden.is_cuda and _has_liger():
+    if allow_liger and _takes_liger(hidden.device, trains_entropy):
         logprobs = _liger_logprobs(hidden, weight, targets, bias, transform)
         if logprobs is not None:
             # Liger has no entropy; without gradient it takes one more matrix product.
@@ -284,6 +284,11 @@ def _blocks(rows: int, weight: Tensor) -> Iterator[slice]:
     size = min(vocabulary, max(MIN_BLOCK, elements // max(rows, 1)))
     for start in range(0, vocabulary, size):
         yield slice(start, min(start + size, vocabulary))
+
+
+def _takes_liger(device: torch.device, trains_entropy: bool) -> bool:
+    """Liger's kernels run on a GPU, and give log-probabilities alone."""
+    return device.type == "cuda" and not trains_entropy and _has_liger()
 
 
 @cache
