@@ -117,7 +117,7 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
 def gather(trainer: Trainer) -> Tensors:
     """The whole tensors of a checkpoint, in host memory; all ranks call it together."""
     policy = trainer.policy.parameters()
-    tensors = {
+    tensors: dict[str, Mapping[str, torch.Tensor]] = {
         _MODEL: trainer.policy.state_dict(),
         "optimizer.safetensors": _optimizer_tensors(policy, trainer.optimizer),
     }

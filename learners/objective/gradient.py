@@ -113,7 +113,10 @@ class Gradient:
     ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None]:
         """This micro-batch's share of the metrics, and the statistics of its own correction."""
         current = self._policy(
-            micro_batch, with_entropy=self._with_entropy, reference=self._exact(micro_batch)
+            micro_batch,
+            with_entropy=self._with_entropy,
+            trains_entropy=self._algorithm.entropy_coef != 0,
+            reference=self._exact(micro_batch),
         )
         assert current.logprobs is not None, "they are asked for by default"
         proximal = self._proximal(facts, current.logprobs)

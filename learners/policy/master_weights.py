@@ -8,7 +8,7 @@ several ranks.
 Invariant: optimizer, checkpoints and weight channel see masters alone, under the parameters' names.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def compute_in(network: Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
     elif any(p.dtype != dtype for p in network.parameters()):
         copies = _replace_parameters(network, dtype)
-        network.register_forward_pre_hook(_Refresh(copies))
+        network.register_forward_pre_hook(lambda *_: _follow(copies))
 
 
 def master_of(parameter: Held) -> Held:
@@ -39,23 +39,11 @@ def master_of(parameter: Held) -> Held:
     return master
 
 
-class _Refresh:
-    """Copies the masters that were changed in place since the last pass."""
-
-    def __init__(self, copies: list[Parameter]) -> None:
-        self._copies = copies
-        self._versions = self._masters_versions()
-
-    @torch.no_grad()
-    def __call__(self, *_: Any) -> None:
-        versions = self._masters_versions()
-        if versions != self._versions:
-            for copy in self._copies:
-                copy.copy_(master_of(copy))
-            self._versions = versions
-
-    def _masters_versions(self) -> list[int]:
-        return [master_of(copy)._version for copy in self._copies]
+@torch.no_grad()
+def _follow(copies: list[Parameter]) -> None:
+    """Always, because a fused optimizer leaves no trace that it has changed a parameter."""
+    for copy in copies:
+        copy.copy_(master_of(copy))
 
 
 def _replace_parameters(network: Module, dtype: torch.dtype) -> list[Parameter]:

@@ -33,6 +33,8 @@ class NetworkOutput:
     slice where ranks share the tokens."""
     head_weight: torch.Tensor
     """[V, H] of the LM head."""
+    head_bias: torch.Tensor | None
+    """[V] if it has one."""
     logprobs: torch.Tensor | None = None
     """Of each response token, in nats."""
     entropy: torch.Tensor | None = None
@@ -90,34 +92,39 @@ class Network(torch.nn.Module):
         *,
         with_logprobs: bool = True,
         with_entropy: bool = False,
+        trains_entropy: bool = True,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         """What is asked for, and the values if there is a value head.
 
         Args:
+            trains_entropy: the entropy has a gradient.
             reference: the output of the policy that `kl` is taken to.
         """
         tokens = TokenSlice.of(micro_batch, self.sequence_block)
         hidden = self._hidden_states(tokens, micro_batch.packing)
         head: Any = self.model.get_output_embeddings()
+        bias: torch.Tensor | None = getattr(head, "bias", None)
         logprobs = entropy = values = kl = None
         if with_logprobs:
             computed = token_logprobs(
                 hidden,
                 head.weight,
                 tokens.targets,
-                bias=getattr(head, "bias", None),
+                bias=bias,
                 transform=self._transform,
                 with_entropy=with_entropy,
+                trains_entropy=trains_entropy,
             )
             logprobs, entropy = computed.logprobs, computed.entropy
         if self.value_head is not None:
             values = self._values(hidden, self.value_head)
         if reference is not None:
             theirs = (reference.hidden, reference.head_weight)
-            kl = full_kl(hidden, head.weight, *theirs, self._transform)
+            biases = (bias, reference.head_bias)
+            kl = full_kl(hidden, head.weight, *theirs, self._transform, *biases)
         columns = (tokens.gather(column) for column in (logprobs, entropy, values, kl))
-        return NetworkOutput(hidden, head.weight, *columns)
+        return NetworkOutput(hidden, head.weight, bias, *columns)
 
     def _values(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
         """[R]; products of the compute dtype are summed in float32."""

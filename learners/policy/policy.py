@@ -46,12 +46,14 @@ class Policy:
         *,
         with_logprobs: bool = True,
         with_entropy: bool = False,
+        trains_entropy: bool = True,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         output: NetworkOutput = self.network(
             micro_batch,
             with_logprobs=with_logprobs,
             with_entropy=with_entropy,
+            trains_entropy=trains_entropy,
             reference=reference,
         )
         return output

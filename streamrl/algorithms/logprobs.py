@@ -13,12 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from streamrl.errors import ConfigError
+
+WRONG_LIGER = ("0.8.0", "0.8.1")
 CPU_BLOCK_ELEMENTS = 1 << 20
 """[R, B] logits that stay near a core's caches."""
 CUDA_BLOCK_ELEMENTS = 1 << 26
@@ -90,6 +94,7 @@ def token_logprobs(
     bias: Tensor | None = None,
     transform: LogitTransform = PLAIN_LOGITS,
     with_entropy: bool = False,
+    trains_entropy: bool = True,
     allow_liger: bool = True,
 ) -> TokenLogprobs:
     """Log-probability of each target, and the entropy of its distribution.
@@ -98,23 +103,49 @@ def token_logprobs(
         hidden: [R, H] last hidden states at the positions that predict `targets`.
         weight: [V, H] of the LM head; `bias` [V] if it has one.
         targets: [R] int64 token ids.
-        with_entropy: also return the entropy, with gradient.
+        with_entropy: also return the entropy.
+        trains_entropy: the entropy has a gradient.
 
     Raises:
         ValueError: shapes do not fit, or a target lies outside the vocabulary (CPU only: looking
             would make a GPU wait).
+        ConfigError: the installed liger-kernel computes wrong gradients.
     """
     _check(hidden, weight, targets)
-    if allow_liger and not with_entropy and hidden.is_cuda and _has_liger():
+    trains_entropy = with_entropy and trains_entropy
+    if allow_liger and _takes_liger(hidden.device, trains_entropy):
         logprobs = _liger_logprobs(hidden, weight, targets, bias, transform)
         if logprobs is not None:
-            return TokenLogprobs(logprobs, None)
+            # Liger has no entropy; without gradient it takes one more matrix product.
+            measured = _entropy(hidden, weight, targets, bias, transform) if with_entropy else None
+            return TokenLogprobs(logprobs, measured)
+    logprobs, entropy = _blocked(hidden, weight, targets, bias, transform, with_entropy)
+    if entropy is not None and not trains_entropy:
+        entropy = entropy.detach()
+    return TokenLogprobs(logprobs, entropy)
+
+
+def _blocked(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
     # Backward recomputes outside autocast, so forward must not run inside it.
     with torch.autocast(hidden.device.type, enabled=False):
-        logprobs, entropy = _BlockedLogprobs.apply(  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, Tensor | None] = _BlockedLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, transform, with_entropy
         )
-    return TokenLogprobs(logprobs, entropy)
+    return result
+
+
+@torch.no_grad()
+def _entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, transform: LogitTransform
+) -> Tensor | None:
+    return _blocked(hidden, weight, targets, bias, transform, with_entropy=True)[1]
 
 
 class _BlockedLogprobs(torch.autograd.Function):
@@ -208,8 +239,9 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _row_factor(like: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> Tensor:
     """[R]"""
-    is_single = of_entropy is None and of_logprobs is not None
-    return -of_logprobs if is_single else torch.full_like(like, -1.0)
+    if of_entropy is None and of_logprobs is not None:
+        return -of_logprobs
+    return torch.full_like(like, -1.0)
 
 
 def _at_target(like: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> Tensor:
@@ -254,9 +286,26 @@ def _blocks(rows: int, weight: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, vocabulary))
 
 
+def _takes_liger(device: torch.device, trains_entropy: bool) -> bool:
+    """Liger's kernels run on a GPU, and give log-probabilities alone."""
+    return device.type == "cuda" and not trains_entropy and _has_liger()
+
+
 @cache
 def _has_liger() -> bool:
-    return find_spec("liger_kernel") is not None
+    """Whether liger-kernel is there.
+
+    Raises:
+        ConfigError: it is a version with wrong gradients.
+    """
+    if find_spec("liger_kernel") is None:
+        return False
+    if (installed := version("liger-kernel")) in WRONG_LIGER:
+        raise ConfigError(
+            f"liger-kernel {installed} is installed, which scales all gradients by that of the "
+            "first token; install 0.8.2 or later, or remove it"
+        )
+    return True
 
 
 def _liger_logprobs(
