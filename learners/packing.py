@@ -1,8 +1,11 @@
 """Packing: which trajectories share a micro-batch.
 
-Invariant: each trajectory is in exactly one micro-batch, no micro-batch exceeds the limit, and
-every rank gets the same number of them (with fewer, a rank would leave the others' collectives
-waiting).
+Invariant: each trajectory is in exactly one micro-batch, no micro-batch of several trajectories
+exceeds the limit, and every rank gets the same number of them (with fewer, a rank would leave the
+others' collectives waiting).
+
+A trajectory that is longer than the limit has a micro-batch of its own. It is not left out, since
+what is trained would then have other lengths than what was sampled.
 
 Longest first into the cheapest bin with room. Karmarkar-Karp, which verl and ROLL use, balances
 without knowing the limit and exceeds it about one time in twenty; this keeps the limit and comes
@@ -37,14 +40,12 @@ def pack(
     micro-batch may be empty.
 
     Raises:
-        ConfigError: a trajectory alone exceeds `max_tokens`, or there are fewer trajectories than
-            ranks.
+        ConfigError: there are fewer trajectories than ranks.
     """
     if not lengths or len(lengths) < num_ranks:
         raise ConfigError(f"{len(lengths)} trajectories cannot be shared by {num_ranks} ranks")
-    _require_room(max(lengths), max_tokens)
     order = _longest_first(lengths)
-    num_bins = num_ranks * max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
+    num_bins = num_ranks * -(-_num_needed(lengths, max_tokens) // num_ranks)
     while (bins := _fill(order, lengths, max_tokens, num_bins, cost)) is None:
         num_bins += num_ranks
     return _share(bins, lengths, num_ranks, cost)
@@ -56,14 +57,13 @@ def pack_shares(
     """As `pack`, for ranks that have their trajectories already: indices into each one's lengths.
 
     Raises:
-        ConfigError: a trajectory alone exceeds `max_tokens`, or there is none at all.
+        ConfigError: there is none at all.
     """
     lengths = [length for share in shares for length in share]
     if not lengths:
         raise ConfigError("a batch without trajectories cannot be packed")
-    _require_room(max(lengths), max_tokens)
     orders = [_longest_first(share) for share in shares]
-    num_bins = max(1, *(-(-sum(share) // max_tokens) for share in shares))
+    num_bins = max(_num_needed(share, max_tokens) for share in shares)
     while True:
         filled = [
             _fill(order, share, max_tokens, num_bins, cost)
@@ -80,22 +80,24 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _require_room(longest: int, max_tokens: int) -> None:
-    if longest > max_tokens:
-        raise ConfigError(
-            f"learner.max_tokens_per_micro_batch {max_tokens} cannot hold a trajectory of "
-            f"{longest} tokens"
-        )
+def _num_needed(lengths: Sequence[int], max_tokens: int) -> int:
+    """Micro-batches at least: those of long trajectories, and as many as the others fill."""
+    num_alone = sum(length > max_tokens for length in lengths)
+    others = sum(length for length in lengths if length <= max_tokens)
+    return num_alone + -(-others // max_tokens)
 
 
 def _fill(
     order: Sequence[int], lengths: Sequence[int], max_tokens: int, num_bins: int, cost: Cost
 ) -> list[list[int]] | None:
-    """Longest first into the cheapest bin with room; None if one finds no room."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room = [max_tokens] * num_bins
-    cheapest = [(0.0, b) for b in range(num_bins)]
-    for i in order:
+    """Longest first into the cheapest bin with room, or into one of its own if it is longer than
+    every bin; None if one finds no room."""
+    alone = [[i] for i in order if lengths[i] > max_tokens]
+    num_shared = num_bins - len(alone)
+    bins: list[list[int]] = [[] for _ in range(num_shared)]
+    room = [max_tokens] * num_shared
+    cheapest = [(0.0, b) for b in range(num_shared)]
+    for i in order[len(alone) :]:
         full = []
         while cheapest and room[cheapest[0][1]] < lengths[i]:
             full.append(heapq.heappop(cheapest))
@@ -106,7 +108,7 @@ def _fill(
         room[b] -= lengths[i]
         for entry in ((spent + cost(lengths[i]), b), *full):
             heapq.heappush(cheapest, entry)
-    return bins
+    return [*alone, *bins]
 
 
 def _share(

@@ -18,7 +18,7 @@ from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader, TrajectoryGroup
 from tests.ranks import run_ranks
-from tests.training import make_config, make_groups, make_trainer, with_metrics
+from tests.training import make_config, make_groups, make_trainer, poison, poisoned, with_metrics
 
 NUM_STEPS = 3
 CASES: dict[str, dict[str, Any]] = {
@@ -39,7 +39,12 @@ CASES: dict[str, dict[str, Any]] = {
     "parts": {},
     "updates": {"rollout_is": {"threshold": 2.0, "veto_threshold": 1e-3}},
     "loglinear": {"proximal": "loglinear", "rollout_is": {"threshold": 2, "batch_normalize": True}},
+    "not-finite": {},
+    "not-finite-critic": {"advantage": "gae"},
+    "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
 }
+# Some ranks have none of them, and of four ranks one has no other.
+NOT_FINITE = ((1, 0), (1, 2), (4, 0), (4, 1), (4, 2))
 # Of one process, or of how the work was divided.
 UNEQUAL = ("learner/train_s", "learner/tokens_per_s", "learner/num_micro_batches")
 
@@ -52,19 +57,23 @@ def configure(name: str) -> RunConfig:
     return make_config(algorithm=CASES[name], learner=learner, optimizer=optimizer)
 
 
-def make_step(step: int) -> list[TrajectoryGroup]:
+def make_step(step: int, *, is_finite: bool = True) -> list[TrajectoryGroup]:
     """Groups of uneven lengths."""
     groups = make_groups(seed=step, num_groups=6, group_size=3)
+    groups = groups if is_finite else poisoned(groups, *NOT_FINITE)
     return [with_metrics(g, greedy_reward=0.1 * i, difficulty=0.1) for i, g in enumerate(groups)]
 
 
 def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
     """The metrics of each step; a first part of one group leaves the other ranks without any."""
+    is_finite, metrics = not name.startswith("not-finite"), []
+    if not is_finite:
+        poison(trainer)
     cuts = (slice(0, 1), slice(1, None)) if name == "parts" else (slice(None),)
-    metrics = []
     for step in range(NUM_STEPS):
+        groups = make_step(step, is_finite=is_finite)
         for cut in cuts:
-            trainer.accumulate(share_of(make_step(step)[cut], step, ranks))
+            trainer.accumulate(share_of(groups[cut], step, ranks))
         metrics.append(trainer.update())
     return metrics
 
@@ -103,10 +112,16 @@ def test_ranks_make_the_steps_of_one(by_rank, name):
     for results in by_rank:
         metrics, trained, state = results[name]
         for parameter, tensor in parameters.items():
-            torch.testing.assert_close(trained[parameter], tensor.data, rtol=1e-5, atol=1e-5)
+            # The one row that `poison` sets is equal as well.
+            torch.testing.assert_close(
+                trained[parameter], tensor.data, rtol=1e-5, atol=1e-5, equal_nan=True
+            )
         for ours, theirs in zip(metrics, expected, strict=True):
             assert ours.keys() == theirs.keys()
             for metric in theirs.keys() - set(UNEQUAL):
                 close = math.isclose(ours[metric], theirs[metric], rel_tol=1e-4, abs_tol=1e-5)
                 assert close, (metric, ours[metric], theirs[metric])
+            num_nonfinite = len(NOT_FINITE) if name.startswith("not-finite") else 0
+            assert ours["learner/num_nonfinite_sequences"] == num_nonfinite
+            assert ours["learner/skipped_update"] == 0
         assert state == pytest.approx(trainer.credit.state_dict(), rel=1e-5)
