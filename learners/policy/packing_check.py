@@ -114,6 +114,7 @@ def _random_micro_batch(network: Network) -> MicroBatch:
         members=torch.arange(len(lengths)),
         responses=torch.arange(len(responses)),
         sequences=Sequences.from_lengths([length - 1 for length in lengths]),
+        prompt_indices=tuple(range(len(lengths))),
     )
 
 
