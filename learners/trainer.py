@@ -49,6 +49,9 @@ class Trainer:
         self._ranks = ranks = ranks or Ranks()
         self.policy = policy
         self.critic = critic
+        for other in (reference, critic):
+            if other is not None:
+                other.network.run_packed(policy.network.is_packed)
         self.credit = CreditAssigner(config.algorithm)
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
         if config.learner.offload.optimizer:

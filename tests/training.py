@@ -13,6 +13,7 @@ from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import assign, full
 from learners.policy.critic import Critic
 from learners.policy.distribute import distribute
+from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
@@ -42,10 +43,16 @@ def make_policy(temperature: float = 1.0, **overrides: object) -> Policy:
 
 
 def make_network(
-    temperature: float = 1.0, *, has_values: bool = False, **overrides: object
+    temperature: float = 1.0,
+    *,
+    has_values: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **overrides: object,
 ) -> Network:
     model = make_llama(**overrides).train()
-    return Network(model, temperature=temperature, dtype=torch.float32, has_values=has_values)
+    network = Network(model, temperature=temperature, has_values=has_values)
+    compute_in(network, dtype)
+    return network
 
 
 def make_critic(config: RunConfig) -> Critic:

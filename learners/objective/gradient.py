@@ -168,7 +168,10 @@ class Gradient:
         """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
         whether its sequences are finite."""
         current = self._policy(
-            micro_batch, with_entropy=self._with_entropy, reference=self._exact(micro_batch)
+            micro_batch,
+            with_entropy=self._with_entropy,
+            trains_entropy=self._algorithm.entropy_coef != 0,
+            reference=self._exact(micro_batch),
         )
         assert current.logprobs is not None, "they are asked for by default"
         computed = (current.logprobs, current.entropy, current.kl)

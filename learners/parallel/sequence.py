@@ -65,8 +65,9 @@ def require_shareable(model: PreTrainedModel, size: int, num_tensor: int = 1) ->
             f"layers that are no attention ({', '.join(others) or 'recurrent ones'}): set it to 1"
         )
     ropes = getattr(config, "rope_parameters", None) or {}
-    types = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
-    if row := sorted(_ROPES_OF_THE_ROW & types):
+    dicts = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
+    types = {str(rope.get("rope_type")) for rope in dicts}
+    if row := sorted(types & _ROPES_OF_THE_ROW):
         raise ConfigError(
             f"learner.mesh.sequence {size} cuts trajectories, and the {row[0]} position embedding "
             f"of {name} depends on their whole length: set it to 1"

@@ -1,7 +1,7 @@
 """Attention over packed trajectories: linear layers compute every token once and no padding.
 
 A packed forward pass has batch size 1 and N tokens of S trajectories. On a GPU in half precision
-torch's variable-length kernel attends within each trajectory. Elsewhere, and where a model caps its
+a variable-length kernel attends within each trajectory. Elsewhere, and where a model caps its
 scores or has sinks, trajectories of similar length (within a factor of two) share one padded call;
 less than half of its tokens are padding. Registered with transformers under `NAME`.
 
@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from learners.parallel.sequence_attention import over_slices
+from learners.policy.kernels import HALF, variable_length
 from streamrl.errors import ConfigError
 
 NAME = "streamrl_packed"
@@ -157,14 +158,16 @@ def packed_attention(
     _require_known(module, kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scores = Scores(scaling, attention_mask.window, softcap, s_aux)
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    has_kernel = query.is_cuda and is_half and scores.are_plain and q.shape[-1] == v.shape[-1]
+    has_kernel = (
+        query.is_cuda and query.dtype in HALF and scores.are_plain and q.shape[-1] == v.shape[-1]
+    )
     attend = _variable_length if has_kernel else _bucketed
     return attend(q, k, v, packing, scores)[None], None
 
 
 def _require_known(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-    if not arguments.get("is_causal", getattr(module, "is_causal", True)):
+    is_causal = arguments.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedAttention(f"{type(module).__name__} is not causal")
     asked = [
         name
@@ -244,21 +247,15 @@ def _variable_length(
     packing: Packing,
     scores: Scores,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups = query.shape[1] // key.shape[1]
-    attended: torch.Tensor = varlen_attn(  # type: ignore[assignment]
-        query.contiguous(),
-        key.repeat_interleave(groups, dim=1),
-        value.repeat_interleave(groups, dim=1),
+    return variable_length(
+        query,
+        key,
+        value,
         packing.ends,
-        packing.ends,
-        packing.longest,
         packing.longest,
         scale=scores.scale,
-        window_size=(-1 if scores.window is None else scores.window - 1, 0),
+        window=scores.window,
     )
-    return attended
 
 
 def layer_mask(local_size: int | None = None, **kwargs: Any) -> Any:

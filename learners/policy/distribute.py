@@ -21,7 +21,7 @@ from streamrl.config.learner import LearnerSettings
 def distribute(
     network: Network, mesh: Mesh | None, settings: LearnerSettings, *, is_reference: bool = False
 ) -> None:
-    """Distribute it in place, as `settings` say; without a mesh the network stays whole.
+    """Distribute it in place, as `settings` say; without a mesh, on one rank.
 
     Raises:
         ConfigError: the model cannot be divided so, or what is to be offloaded is on the CPU
@@ -33,7 +33,8 @@ def distribute(
         network.sequence_block = sequence_block(network.model, mesh, is_packed=network.is_packed)
     if settings.gradient_checkpointing:
         checkpoint_layers(network, on_host=settings.offload.activations)
-    if mesh is not None:
-        offload = settings.offload
-        on_host = offload.parameters or (offload.reference and is_reference)
-        shard(network, mesh, getattr(torch, settings.dtype), on_host=on_host)
+    if is_reference:
+        network.requires_grad_(False)
+    offload = settings.offload
+    on_host = offload.parameters or (offload.reference and is_reference)
+    shard(network, mesh, getattr(torch, settings.dtype), on_host=on_host)

@@ -2,7 +2,8 @@
 
 Invariant: every use of a parameter is inside `forward`, so whoever hooks the module (sharding,
 compilation) sees it; hidden states are gathered at response positions before the heads, and logits
-of the whole batch never exist. Log-probabilities, entropy and values are float32 at least.
+of the whole batch never exist. The computation has the dtype of the parameters that the modules
+hold; log-probabilities, entropy and values are float32 at least.
 Shapes: R response tokens, H hidden size.
 """
 
@@ -32,6 +33,8 @@ class NetworkOutput:
     slice where ranks share the tokens."""
     head_weight: torch.Tensor
     """[V, H] of the LM head."""
+    head_bias: torch.Tensor | None
+    """[V] if it has one."""
     logprobs: torch.Tensor | None = None
     """Of each response token, in nats."""
     entropy: torch.Tensor | None = None
@@ -58,7 +61,6 @@ class Network(torch.nn.Module):
         model: PreTrainedModel,
         *,
         temperature: float,
-        dtype: torch.dtype,
         has_values: bool = False,
     ) -> None:
         super().__init__()
@@ -76,13 +78,7 @@ class Network(torch.nn.Module):
         self.sequence_block: SequenceBlock | None = None
         """The ranks that share each micro-batch's tokens; None: this one has them all."""
         self.temperature = temperature
-        self._dtype = dtype
         self._transform = logit_transform(config, temperature)
-
-    def autocast(self) -> torch.autocast:
-        """Of the compute dtype."""
-        casts = self._dtype != torch.float32
-        return torch.autocast(self.device.type, dtype=self._dtype, enabled=casts)
 
     def run_packed(self, packed: bool) -> None:
         """From here on, run all trajectories of a micro-batch as one row, or each as its own."""
@@ -95,37 +91,46 @@ class Network(torch.nn.Module):
         *,
         with_logprobs: bool = True,
         with_entropy: bool = False,
+        trains_entropy: bool = True,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         """What is asked for, and the values if there is a value head.
 
         Args:
+            trains_entropy: the entropy has a gradient.
             reference: the output of the policy that `kl` is taken to.
         """
         tokens = TokenSlice.of(micro_batch, self.sequence_block)
         hidden = self._hidden_states(tokens, micro_batch.packing)
         head: Any = self.model.get_output_embeddings()
+        bias: torch.Tensor | None = getattr(head, "bias", None)
         logprobs = entropy = values = kl = None
         if with_logprobs:
             computed = token_logprobs(
                 hidden,
                 head.weight,
                 tokens.targets,
-                bias=getattr(head, "bias", None),
+                bias=bias,
                 transform=self._transform,
                 with_entropy=with_entropy,
+                trains_entropy=trains_entropy,
             )
             logprobs, entropy = computed.logprobs, computed.entropy
         if self.value_head is not None:
-            values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
+            values = self._values(hidden, self.value_head)
         if reference is not None:
             theirs = (reference.hidden, reference.head_weight)
-            kl = full_kl(hidden, head.weight, *theirs, self._transform)
+            biases = (bias, reference.head_bias)
+            kl = full_kl(hidden, head.weight, *theirs, self._transform, *biases)
         columns = (tokens.gather(column) for column in (logprobs, entropy, values, kl))
-        return NetworkOutput(hidden, head.weight, *columns)
+        return NetworkOutput(hidden, head.weight, bias, *columns)
+
+    def _values(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
+        """[R]; products of the compute dtype are summed in float32."""
+        weight = head.weight.float()
+        return torch.nn.functional.linear(hidden.float(), weight, head.bias.float())[:, 0]
 
     def _hidden_states(self, tokens: TokenSlice, packing: attention.Packing) -> torch.Tensor:
-        """[R, H] in the model's compute dtype."""
-        with self.autocast():
-            hidden = decode(self.model, tokens, packing, packed=self.is_packed)
+        """[R, H] in the compute dtype."""
+        hidden = decode(self.model, tokens, packing, packed=self.is_packed)
         return hidden[tokens.predictors]

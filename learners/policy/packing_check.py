@@ -4,6 +4,8 @@ A few random sequences, some longer than the model's windows, go through the net
 one, through the model's own `forward`. A model that packing would change is run unpacked; one
 whose results the learner does not reproduce either way is refused.
 
+It is done in the dtype of the master weights, before the network is cast or divided among ranks.
+
 Invariant: the run's random state, its gradients and its memory are as before.
 Called by: policy.py, once for the policy; reference and critic follow its decision.
 """
@@ -29,23 +31,13 @@ LONGEST = 512
 """Windows are exceeded up to this length, so that the comparison stays cheap."""
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """Nats, of the mean |difference|."""
-
-    same: float
-    """Up to here, packed and plain are the same but for rounding."""
-    refused: float
-    """From here, it is another model."""
+SAME = 1e-5
+"""Nats, of the mean |difference| in float32: up to here it is rounding."""
+REFUSED = 1e-3
+"""From here it is another model."""
 
 
-TOLERANCES = {
-    torch.float32: Tolerance(same=1e-5, refused=1e-3),
-    torch.bfloat16: Tolerance(same=0.02, refused=0.2),
-}
-
-
-def choose_packing(network: Network, tolerance: Tolerance) -> None:
+def choose_packing(network: Network) -> None:
     """Let `network` run packed where that changes nothing, else unpacked.
 
     Raises:
@@ -55,17 +47,17 @@ def choose_packing(network: Network, tolerance: Tolerance) -> None:
     with torch.no_grad(), torch.random.fork_rng(_generators_of(network.device)):
         expected = _plain_logprobs(network, micro_batch)
         packed = _compare(network, True, micro_batch, expected)
-        if packed.gap <= tolerance.same:
+        if packed.gap <= SAME:
             return
         unpacked = _compare(network, False, micro_batch, expected)
-    if not unpacked.gap <= tolerance.refused:
+    if not unpacked.gap <= REFUSED:
         raise ConfigError(
             f"model.path: the learner does not compute this {network.model.config.model_type} "
-            f"model as transformers does ({unpacked}; up to {tolerance.refused:g} nats is "
+            f"model as transformers does ({unpacked}; up to {REFUSED:g} nats is "
             "rounding), so that it would be trained wrongly"
         )
     # Where both orders of sums differ alike from the plain one, packing is not the reason.
-    if packed.gap <= min(3 * unpacked.gap, tolerance.refused):
+    if packed.gap <= min(3 * unpacked.gap, REFUSED):
         network.run_packed(True)
     else:
         log.info("trajectories run unpacked, each as a row of its own (packed, %s)", packed)
@@ -99,8 +91,7 @@ def _plain_logprobs(network: Network, micro_batch: MicroBatch) -> torch.Tensor:
     network.model.set_attn_implementation("eager")
     parts = []
     for token_ids in micro_batch.token_ids.split(micro_batch.packing.lengths, dim=1):
-        with network.autocast():
-            logits = network.model(input_ids=token_ids, use_cache=False).logits[0, :-1].float()
+        logits = network.model(input_ids=token_ids, use_cache=False).logits[0, :-1].float()
         logprobs = (logits / network.temperature).log_softmax(-1)
         parts.append(logprobs.gather(1, token_ids[0, 1:, None])[:, 0])
     return torch.cat(parts)

@@ -16,8 +16,9 @@ from learners.batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.policy.distribute import distribute
 from learners.policy.hugging_face import save_model
+from learners.policy.master_weights import master_of
 from learners.policy.network import Network, NetworkOutput
-from learners.policy.packing_check import TOLERANCES, choose_packing
+from learners.policy.packing_check import choose_packing
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
@@ -46,12 +47,14 @@ class Policy:
         *,
         with_logprobs: bool = True,
         with_entropy: bool = False,
+        trains_entropy: bool = True,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         output: NetworkOutput = self.network(
             micro_batch,
             with_logprobs=with_logprobs,
             with_entropy=with_entropy,
+            trains_entropy=trains_entropy,
             reference=reference,
         )
         return output
@@ -66,7 +69,12 @@ class Policy:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name, tied ones once."""
-        return dict(self.model.named_parameters())
+        return {name: master_of(p) for name, p in self.model.named_parameters()}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's, tied ones under each name; parameters are the master weights."""
+        tensors = self.model.state_dict(keep_vars=True)
+        return {name: master_of(tensor).detach() for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def batch_logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
@@ -109,15 +117,13 @@ def load_network(
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
-    dtype = getattr(torch, learner.dtype)
     network = Network(
         model.to(device_of(learner.device) if mesh is None else mesh.device),
         temperature=config.generator.temperature,
-        dtype=dtype,
         has_values=has_values,
     )
     if learner.check_packing:
-        choose_packing(network, TOLERANCES[dtype])
+        choose_packing(network)
     distribute(network, mesh, learner, is_reference=is_reference)
     return network
 

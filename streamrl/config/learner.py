@@ -228,7 +228,7 @@ class LearnerSettings(Section):
     rank_deadline_s: Seconds = 60.0
     """How long a rank of the learner may report nothing before the others end."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of forward and backward; master weights and optimizer stay float32."""
+    """Precision of forward and backward; sums, master weights and optimizer stay float32."""
     device: Device = "auto"
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
     num_threads: NotNegative = 0

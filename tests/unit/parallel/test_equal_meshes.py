@@ -139,7 +139,7 @@ def split_gradients(name: str, mesh: Mesh | None = None) -> dict[str, torch.Tens
     """Of two passes added up, so that what is summed over ranks is not summed again; with a mesh
     its shards are on the host, and are assigned once."""
     torch.manual_seed(0)
-    network = Network(MODELS[name]().train(), temperature=1.0, dtype=torch.float32)
+    network = Network(MODELS[name]().train(), temperature=1.0)
     if mesh is not None:
         split_matrices(network.model, mesh)
         shard(share_tokens(network, mesh), mesh, torch.float32, on_host=True)

@@ -5,7 +5,8 @@ import torch
 
 from learners.batch import MicroBatch
 from learners.policy.network import Network
-from learners.policy.packing_check import TOLERANCES, choose_packing
+from learners.policy.packing_check import choose_packing
+from tests.documents import ROOT
 from tests.model_families import FAMILIES, WINDOW, make_model, plain_logprobs
 from tests.training import make_micro_batch
 
@@ -46,7 +47,7 @@ UNPACKED = {
 
 
 def make_network(family: str) -> Network:
-    return Network(make_model(family), temperature=1.0, dtype=torch.float32)
+    return Network(make_model(family), temperature=1.0)
 
 
 def plain(network: Network, micro_batch: MicroBatch) -> torch.Tensor:
@@ -60,7 +61,7 @@ def test_log_probabilities_are_those_of_transformers(family: str) -> None:
     network, micro_batch = make_network(family), make_micro_batch(LENGTHS)
     with torch.no_grad():
         expected = plain(network, micro_batch)
-        choose_packing(network, TOLERANCES[torch.float32])
+        choose_packing(network)
         logprobs = network(micro_batch).logprobs
     assert network.is_packed == (family not in UNPACKED)
     assert expected.std() > 1, "the model predicts something"
@@ -75,3 +76,16 @@ def test_without_a_comparison_too(family: str) -> None:
     with torch.no_grad():
         logprobs = network(micro_batch).logprobs
         torch.testing.assert_close(logprobs, plain(network, micro_batch), atol=1e-4, rtol=0)
+
+
+def test_the_table_of_the_documents_has_every_family_and_how_it_runs():
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = [
+        row.split(" | ")
+        for row in text.splitlines()
+        if " | packed | " in row or " | unpacked | " in row
+    ]
+    assert {row[0].removeprefix("| "): row[2] == "unpacked" for row in rows} == {
+        family: family in UNPACKED for family in FAMILIES
+    }
+    assert max(float(row[3].removesuffix(" |")) for row in rows) <= 1e-4
