@@ -2,114 +2,170 @@
 
 A `TrainingBatch` holds what was recorded, flat over response tokens; a `MicroBatch` is the part of
 it that shares one forward pass, its tokens packed.
-Invariant: a batch does not depend on how it is cut; a micro-batch says which rows of it it holds.
+Invariant: a batch does not depend on how it is cut, nor on how it is divided among ranks; a
+micro-batch says which rows of it it holds.
 Shapes: S trajectories, R response tokens of all of them, N tokens (prompts included) of a
 micro-batch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
-from learners.packing import pack
+from learners.packing import pack_shares
+from learners.parallel.plan import owners
+from learners.parallel.ranks import Ranks
 from learners.policy.attention import Packing
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError
-from streamrl.types import GREEDY_REWARD, INVALID_TURNS, Trajectory, TrajectoryGroup
+from streamrl.types import (
+    GREEDY_REWARD,
+    INVALID_TURNS,
+    FinishReason,
+    GroupHeader,
+    Trajectory,
+    TrajectoryGroup,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingBatch:
-    """One optimizer step's trajectories, in order of their groups."""
+    """One optimizer step's trajectories, in order of their groups.
+
+    Every rank has all columns, and of the trajectories those that it trains.
+    """
 
     trajectories: tuple[Trajectory, ...]
+    """Those of this rank; all in a world of one."""
+    owners: tuple[int, ...]
+    """[S] the rank that trains each trajectory."""
+    rank: int
+    lengths: tuple[int, ...]
+    """[S] tokens, those of the prompt included."""
+    sequences: Sequences
+    rewards: torch.Tensor
+    """[S]"""
     group_indices: torch.Tensor
     """[S] int64, which group each trajectory belongs to."""
     environment_indices: torch.Tensor
     """[S] int64, equal for trajectories of the same environment."""
     policy_version: int
     """The version about to be trained; staleness is counted from it."""
+    outcomes: torch.Tensor
+    """[S, 5] what `_outcome` says of each trajectory."""
+    behavior_logprobs: torch.Tensor
+    """[R]"""
+    staleness: torch.Tensor
+    """[R] versions between sampling and training, as a distance."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
-        sizes = torch.tensor([len(group.trajectories) for group in groups])
-        environments = [group.environment for group in groups]
+        """The batch of a world of one."""
+        return cls.shared(tuple(map(GroupHeader.of, groups)), groups, policy_version, Ranks())
+
+    @classmethod
+    def shared(
+        cls,
+        headers: Sequence[GroupHeader],
+        groups: Sequence[TrajectoryGroup],
+        policy_version: int,
+        ranks: Ranks,
+    ) -> "TrainingBatch":
+        """The batch of these headers; `groups` are this rank's. All ranks call it together."""
+        sizes = torch.tensor([len(header.lengths) for header in headers])
+        environments = [header.environment for header in headers]
         index = torch.tensor([environments.index(name) for name in environments])
+        owner = torch.tensor(owners(headers, ranks.count)).repeat_interleave(sizes)
+        trajectories = tuple(t for group in groups for t in group.trajectories)
+        sequences = Sequences.from_lengths([n for h in headers for n in h.response_lengths])
+        own = owner == ranks.index
+        outcomes = torch.zeros(len(own), 5)
+        outcomes[own] = torch.tensor([_outcome(t) for t in trajectories]).view(-1, 5)
+        behavior = torch.zeros(sequences.num_tokens)
+        behavior[sequences.expand(own)] = _responses(trajectories, "behavior_logprobs", np.float32)
+        versions = torch.zeros(sequences.num_tokens, dtype=torch.int32)
+        versions[sequences.expand(own)] = _responses(trajectories, "policy_versions", np.int32)
         return cls(
-            trajectories=tuple(t for group in groups for t in group.trajectories),
-            group_indices=torch.arange(len(groups)).repeat_interleave(sizes),
+            trajectories=trajectories,
+            owners=tuple(owner.tolist()),
+            rank=ranks.index,
+            lengths=tuple(n for h in headers for n in h.lengths),
+            sequences=sequences,
+            rewards=torch.tensor([reward for h in headers for reward in h.rewards]),
+            group_indices=torch.arange(len(headers)).repeat_interleave(sizes),
             environment_indices=index.repeat_interleave(sizes),
             policy_version=policy_version,
+            outcomes=ranks.sum(outcomes),
+            behavior_logprobs=ranks.sum(behavior),
+            staleness=(policy_version - ranks.sum(versions)).abs(),
         )
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        return [t.num_tokens for t in self.trajectories]
+    def __len__(self) -> int:
+        """S"""
+        return len(self.lengths)
 
-    @cached_property
-    def sequences(self) -> Sequences:
-        return Sequences.from_lengths([t.num_response_tokens for t in self.trajectories])
-
-    @cached_property
-    def rewards(self) -> torch.Tensor:
-        """[S]"""
-        return torch.tensor([t.reward for t in self.trajectories])
-
-    @cached_property
+    @property
     def is_truncated(self) -> torch.Tensor:
         """[S] bool, whether a limit ended the trajectory."""
-        return torch.tensor([t.finish_reason.is_truncated for t in self.trajectories])
+        return self.outcomes[:, 0] > 0
 
-    @cached_property
+    @property
+    def is_at_deadline(self) -> torch.Tensor:
+        """[S] bool, whether `generator.group_deadline_s` ended it."""
+        return self.outcomes[:, 1] > 0
+
+    @property
     def num_invalid_turns(self) -> torch.Tensor:
         """[S] as the environment counted them; 0 where it does not."""
-        return torch.tensor([t.metrics.get(INVALID_TURNS, 0.0) for t in self.trajectories])
+        return self.outcomes[:, 2]
 
-    @cached_property
+    @property
+    def difficulties(self) -> torch.Tensor:
+        """[S] as the environment measured them; 0 where it does not."""
+        return self.outcomes[:, 3]
+
+    @property
     def greedy_rewards(self) -> torch.Tensor:
         """[S] reward of a greedy completion of the same prompt.
 
         Raises:
             ConfigError: a generator did not record it.
         """
-        recorded = [t.metrics.get(GREEDY_REWARD) for t in self.trajectories]
-        if None in recorded:
+        if bool(self.outcomes[:, 4].isnan().any()):
             raise ConfigError(
                 "algorithm.advantage remax needs the reward of a greedy completion, and a group "
                 "came without: start every daemon of a run with one configuration"
             )
-        return torch.tensor(recorded)
-
-    @cached_property
-    def behavior_logprobs(self) -> torch.Tensor:
-        """[R]"""
-        return self._responses("behavior_logprobs")
-
-    @cached_property
-    def staleness(self) -> torch.Tensor:
-        """[R] versions between sampling and training, as a distance."""
-        return (self.policy_version - self._responses("policy_versions")).abs()
+        return self.outcomes[:, 4]
 
     def pack(
         self, max_tokens: int, device: torch.device, chosen: Sequence[int] | None = None
     ) -> list["MicroBatch"]:
         """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen.
 
+        Each rank packs its own; all get the same number of micro-batches, some without any.
+
         Raises:
             ConfigError: a trajectory alone exceeds `max_tokens`.
         """
-        indices = range(len(self.trajectories)) if chosen is None else chosen
-        (bins,) = pack([self.lengths[i] for i in indices], max_tokens)
-        return [self.micro_batch([indices[i] for i in members], device) for members in bins]
+        shares: list[list[int]] = [[] for _ in range(1 + max(self.rank, *self.owners))]
+        for i in range(len(self)) if chosen is None else chosen:
+            shares[self.owners[i]].append(i)
+        packed = pack_shares([[self.lengths[i] for i in share] for share in shares], max_tokens)
+        own = shares[self.rank]
+        return [self.micro_batch([own[i] for i in b], device) for b in packed[self.rank]]
 
     def micro_batch(self, members: Sequence[int], device: torch.device) -> "MicroBatch":
         """The trajectories with these indices, packed."""
-        chosen = [self.trajectories[i] for i in members]
-        ids = np.concatenate([t.token_ids for t in chosen])
-        is_response = np.concatenate([t.response_mask for t in chosen])
+        chosen = [self.trajectories[self._places[i]] for i in members]
+        # Without any, one token keeps the forward pass of the other ranks company.
+        ids = np.concatenate([t.token_ids for t in chosen] or [np.zeros(1, np.int32)])
+        is_response = np.concatenate([t.response_mask for t in chosen] or [np.zeros(1, np.bool_)])
         # The first token of a trajectory is never a response: no token before it predicts it.
         positions = torch.from_numpy(np.flatnonzero(is_response))
         ends = self.sequences.lengths.cumsum(0)
@@ -117,19 +173,40 @@ class TrainingBatch:
             torch.arange(int(ends[i] - self.sequences.lengths[i]), int(ends[i])) for i in members
         ]
         token_ids = torch.from_numpy(ids).long()
+        indices = torch.tensor(list(members), dtype=torch.int64)
         return MicroBatch(
             token_ids=token_ids[None].to(device),
-            packing=Packing(tuple(t.num_tokens for t in chosen), device),
+            packing=Packing(tuple(t.num_tokens for t in chosen) or (1,), device),
             predictors=(positions - 1).to(device),
             targets=token_ids[positions].to(device),
-            members=torch.tensor(list(members)),
-            responses=torch.cat(spans),
-            sequences=Sequences.from_lengths(self.sequences.lengths[list(members)]),
+            members=indices,
+            responses=torch.cat([torch.zeros(0, dtype=torch.int64), *spans]),
+            sequences=Sequences.from_lengths(self.sequences.lengths[indices]),
         )
 
-    def _responses(self, field: str) -> torch.Tensor:
-        arrays = [getattr(t, field)[t.response_mask] for t in self.trajectories]
-        return torch.from_numpy(np.concatenate(arrays))
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Where in `trajectories` this rank has each of its own."""
+        own = (i for i, owner in enumerate(self.owners) if owner == self.rank)
+        return {i: place for place, i in enumerate(own)}
+
+
+def _outcome(trajectory: Trajectory) -> tuple[float, ...]:
+    """The row of a trajectory in `TrainingBatch.outcomes`."""
+    reason, metrics = trajectory.finish_reason, trajectory.metrics
+    return (
+        float(reason.is_truncated),
+        float(reason is FinishReason.DEADLINE),
+        metrics.get(INVALID_TURNS, 0.0),
+        metrics.get("difficulty", 0.0),
+        metrics.get(GREEDY_REWARD, math.nan),
+    )
+
+
+def _responses(trajectories: Sequence[Trajectory], field: str, dtype: Any) -> torch.Tensor:
+    """The field's values of all response tokens, in order."""
+    arrays = [getattr(t, field)[t.response_mask] for t in trajectories]
+    return torch.from_numpy(np.concatenate(arrays or [np.zeros(0, dtype)]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,3 +225,8 @@ class MicroBatch:
     responses: torch.Tensor
     """[R] which of the step's response tokens these are."""
     sequences: Sequences
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no trajectory: it accompanies a micro-batch of another rank."""
+        return not len(self.members)

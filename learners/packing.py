@@ -11,6 +11,7 @@ Shapes: S trajectories, from the longest to the shortest; B bins.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,28 +50,76 @@ def pack(
     """
     if not lengths or len(lengths) < num_ranks:
         raise ConfigError(f"{len(lengths)} trajectories cannot be shared by {num_ranks} ranks")
-    if max(lengths) > max_tokens:
-        raise ConfigError(
-            f"learner.max_tokens_per_micro_batch {max_tokens} cannot hold a trajectory of "
-            f"{max(lengths)} tokens"
-        )
-    given = np.asarray(lengths, dtype=np.int64)
-    order = np.argsort(-given, kind="stable")
-    descending = given[order]
-    costs = cost(descending)
+    _require_room(max(lengths), max_tokens)
+    ranked = _longest_first(lengths, cost)
     num_bins = num_ranks * -(-sum(lengths) // (max_tokens * num_ranks))
-    while (bin_of := _fill(descending, costs, max_tokens, num_bins)) is None:
+    while (bin_of := _fill(ranked, max_tokens, num_bins)) is None:
         num_bins += num_ranks
-    members = order[np.argsort(bin_of, kind="stable")].tolist()
-    ends = np.bincount(bin_of, minlength=num_bins).cumsum().tolist()
-    bins = [members[start:end] for start, end in zip((0, *ends), ends, strict=False)]
-    spent = np.zeros(num_bins)
-    np.add.at(spent, bin_of, costs)
+    bins, spent = _bins(ranked, bin_of, num_bins)
     return [[bins[b] for b in shared] for shared in _share(spent, num_ranks).tolist()]
 
 
-def _fill(lengths: Integers, costs: Costs, max_tokens: int, num_bins: int) -> Integers | None:
+def pack_shares(
+    shares: Sequence[Sequence[int]], max_tokens: int, *, cost: Cost = tokens
+) -> list[list[list[int]]]:
+    """As `pack`, for ranks that have their trajectories already: indices into each one's lengths.
+
+    Raises:
+        ConfigError: a trajectory alone exceeds `max_tokens`, or there is none at all.
+    """
+    lengths = [length for share in shares for length in share]
+    if not lengths:
+        raise ConfigError("a batch without trajectories cannot be packed")
+    _require_room(max(lengths), max_tokens)
+    ranked = [_longest_first(share, cost) for share in shares]
+    num_bins = max(1, *(-(-sum(share) // max_tokens) for share in shares))
+    while True:
+        filled = [_fill(of_rank, max_tokens, num_bins) for of_rank in ranked]
+        bin_of = [of_rank for of_rank in filled if of_rank is not None]
+        if len(bin_of) == len(shares):
+            break
+        num_bins += 1
+    pairs = zip(ranked, bin_of, strict=True)
+    return [_bins(of_rank, its_bins, num_bins)[0] for of_rank, its_bins in pairs]
+
+
+class _Ranked(NamedTuple):
+    """[S] each: indices, lengths and costs."""
+
+    order: Integers
+    lengths: Integers
+    costs: Costs
+
+
+def _longest_first(lengths: Sequence[int], cost: Cost) -> _Ranked:
+    given = np.asarray(lengths, dtype=np.int64)
+    order = np.argsort(-given, kind="stable")
+    return _Ranked(order, given[order], cost(given[order]))
+
+
+def _require_room(longest: int, max_tokens: int) -> None:
+    if longest > max_tokens:
+        raise ConfigError(
+            f"learner.max_tokens_per_micro_batch {max_tokens} cannot hold a trajectory of "
+            f"{longest} tokens"
+        )
+
+
+def _bins(ranked: _Ranked, bin_of: Integers, num_bins: int) -> tuple[list[list[int]], Costs]:
+    """The indices in each bin, longest first, and [B] its cost; the most expensive bin first."""
+    members = ranked.order[np.argsort(bin_of, kind="stable")].tolist()
+    ends = np.bincount(bin_of, minlength=num_bins).cumsum()
+    starts = np.concatenate(([0], ends[:-1]))
+    spent = np.zeros(num_bins)
+    np.add.at(spent, bin_of, ranked.costs)
+    turns = np.argsort(-spent, kind="stable")
+    bounds = zip(starts[turns].tolist(), ends[turns].tolist(), strict=True)
+    return [members[start:end] for start, end in bounds], spent[turns]
+
+
+def _fill(ranked: _Ranked, max_tokens: int, num_bins: int) -> Integers | None:
     """[S] each trajectory's bin, the cheapest with room for it; None if one finds no room."""
+    _, lengths, costs = ranked
     spent, room = np.zeros(num_bins), np.full(num_bins, max_tokens)
     bin_of = np.empty(len(lengths), dtype=np.int64)
     start = 0
@@ -78,13 +127,13 @@ def _fill(lengths: Integers, costs: Costs, max_tokens: int, num_bins: int) -> In
         with_room = np.flatnonzero(room >= lengths[start])
         if not len(with_room):
             return None
-        ranked = with_room[np.argsort(spent[with_room], kind="stable")][: len(lengths) - start]
-        before = spent[ranked]
-        after = before + costs[start : start + len(ranked)]
+        cheapest = with_room[np.argsort(spent[with_room], kind="stable")][: len(lengths) - start]
+        before = spent[cheapest]
+        after = before + costs[start : start + len(cheapest)]
         # One to a bin, until a bin that got one is cheaper than the next.
         is_overtaken = before[1:] > np.minimum.accumulate(after)[:-1]
-        num_placed = int(is_overtaken.argmax()) + 1 if is_overtaken.any() else len(ranked)
-        chosen, end = ranked[:num_placed], start + num_placed
+        num_placed = int(is_overtaken.argmax()) + 1 if is_overtaken.any() else len(cheapest)
+        chosen, end = cheapest[:num_placed], start + num_placed
         bin_of[start:end] = chosen
         spent[chosen] = after[:num_placed]
         room[chosen] -= lengths[start:end]
@@ -95,7 +144,7 @@ def _fill(lengths: Integers, costs: Costs, max_tokens: int, num_bins: int) -> In
 def _share(spent: Costs, num_ranks: int) -> Integers:
     """[rank, B / ranks] bins: in turns the most expensive that are left, one to each rank, the
     most expensive to the rank with least cost."""
-    turns = np.argsort(-spent, kind="stable").reshape(-1, num_ranks)
+    turns = np.arange(len(spent)).reshape(-1, num_ranks)
     shares = np.empty_like(turns)
     totals = np.zeros(num_ranks)
     for i, bins in enumerate(turns):

@@ -1,7 +1,8 @@
 """One optimizer step: facts, gradient, update.
 
 Invariant: the update is that of the whole batch however it was cut into micro-batches, and into
-parts where the algorithm accepts parts. Runs in one thread, apart from all input and output.
+parts where the algorithm accepts parts, and among ranks, which call it together. Runs in one
+thread, apart from all input and output.
 
 A step makes one update, so the training pass itself yields the proximal log-probabilities. A pass
 of their own comes first only where something must know the whole batch beforehand: KL in the
@@ -19,6 +20,7 @@ from learners.objective.facts import FactCollector
 from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.step_metrics import Part, of_facts, of_work
 from learners.optimizer import learning_rate, make_optimizer, update
+from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from streamrl.algorithms.parts import accepts_parts
@@ -35,14 +37,16 @@ class Trainer:
         policy: Policy,
         reference: Policy | None = None,
         critic: Critic | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._config = config
+        self._ranks = ranks = ranks or Ranks()
         self.policy = policy
         self.critic = critic
         self.credit = CreditAssigner(config.algorithm)
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
-        self._facts = FactCollector(config.algorithm, self.credit, policy, reference, critic)
-        self._gradient = Gradient(config, policy, reference, critic)
+        self._facts = FactCollector(config.algorithm, self.credit, policy, reference, critic, ranks)
+        self._gradient = Gradient(config, policy, reference, critic, ranks)
         self._parts: tuple[Part, ...] = ()
         self._accumulated: Accumulated | None = None
 
@@ -63,7 +67,7 @@ class Trainer:
         micro_batches = self._pack(part)
         facts, metrics = self._facts.collect(part, micro_batches)
         if resampling := self._config.algorithm.pf_ppo:
-            chosen = pf_ppo_resample(part.rewards, resampling)
+            chosen = self._ranks.first(pf_ppo_resample(part.rewards, resampling))
             micro_batches = self._pack(part, chosen.tolist())
         self._accumulated = self._gradient.accumulate(micro_batches, facts, self._accumulated)
         train_s = time.perf_counter() - start

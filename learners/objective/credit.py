@@ -120,6 +120,4 @@ class CreditAssigner:
         config = self._config.sample_weight
         if not config.difficulty and not config.length:
             return None
-        difficulty = [t.metrics.get("difficulty", 0.0) for t in batch.trajectories]
-        lengths = batch.sequences.lengths
-        return sample_weights(lengths, config, torch.tensor(difficulty)).float()
+        return sample_weights(batch.sequences.lengths, config, batch.difficulties).float()

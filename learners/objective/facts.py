@@ -3,7 +3,8 @@
     passes without gradient (proximal, reference, values) -> credit -> one table
 
 Invariant: one row per response token (or trajectory) in every column, in the order of the batch;
-a pass that no setting uses is not made. A micro-batch gets its rows by `Facts.select` alone.
+every rank has all rows, so what compares trajectories is right however they are divided among the
+ranks. A pass that no setting uses is not made. A micro-batch gets its rows by `Facts.select` alone.
 Shapes: R response tokens, S trajectories.
 """
 
@@ -14,6 +15,7 @@ import torch
 
 from learners.batch import MicroBatch, TrainingBatch
 from learners.objective.credit import CreditAssigner
+from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from streamrl.algorithms.rollout_is import RolloutIS, rollout_is_weights
@@ -68,8 +70,10 @@ class FactCollector:
         policy: Policy,
         reference: Policy | None,
         critic: Critic | None,
+        ranks: Ranks,
     ) -> None:
         self._config = config
+        self._ranks = ranks
         self._credit = credit
         self._policy = policy
         self._reference = reference
@@ -82,12 +86,13 @@ class FactCollector:
         config, num_tokens = self._config, batch.sequences.num_tokens
         proximal = reference = values = correction = None
         if self._needs_proximal_pass:
-            proximal = self._policy.batch_logprobs(micro_batches, num_tokens)
+            proximal = self._ranks.sum(self._policy.batch_logprobs(micro_batches, num_tokens))
             correction = self._correct(batch, proximal)
         if self._reference is not None and config.needs_reference_logprobs:
             reference = self._reference.batch_logprobs(micro_batches, num_tokens)
+            reference = self._ranks.sum(reference)
         if self._critic is not None:
-            values = self._critic.batch_values(micro_batches, num_tokens)
+            values = self._ranks.sum(self._critic.batch_values(micro_batches, num_tokens))
         in_reward = reference if config.kl_reward.coef > 0 else None
         credit = self._credit.assign(batch, proximal, in_reward, values)
         weights, loss_mask = self._loss_terms(batch, correction, credit.sequence_mask)

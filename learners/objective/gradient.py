@@ -1,19 +1,23 @@
 """The gradient of a step: for each micro-batch a forward pass, correction, loss, backward pass.
 
 Invariant: the gradient and the metrics are those of the whole batch however it was cut, because
-every denominator counts the tokens and trajectories of all micro-batches. A batch that comes in
-parts has the denominators of the parts so far; each further part scales what was accumulated.
+every denominator counts the tokens and trajectories of all micro-batches of all ranks. A batch that
+comes in parts has the denominators of the parts so far; each further part scales what was
+accumulated.
 Shapes: R response tokens of a micro-batch.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from typing import TypeVar
 
 import torch
 
 from learners.batch import MicroBatch
 from learners.objective.facts import Facts
+from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
@@ -23,6 +27,8 @@ from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.config import RunConfig
+
+Term = TypeVar("Term", float, torch.Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +46,15 @@ class Gradient:
     """Of the objective in the `algorithm:` section, for the policy and the critic."""
 
     def __init__(
-        self, config: RunConfig, policy: Policy, reference: Policy | None, critic: Critic | None
+        self,
+        config: RunConfig,
+        policy: Policy,
+        reference: Policy | None,
+        critic: Critic | None,
+        ranks: Ranks,
     ) -> None:
         self._algorithm = config.algorithm
+        self._ranks = ranks
         self._with_entropy = config.algorithm.entropy_coef > 0 or config.learner.report_entropy
         self._policy = policy
         self._reference = reference
@@ -53,7 +65,8 @@ class Gradient:
     ) -> Accumulated:
         """Add the gradient of these micro-batches to that of the previous parts of the batch."""
         slices = [(m, facts.select(m)) for m in micro_batches]
-        totals = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
+        mine = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
+        totals = reduce(add, self._ranks.gather(mine))
         terms, shards = [], []
         if previous is not None:
             totals = previous.totals + totals
@@ -66,16 +79,20 @@ class Gradient:
         measured = [statistics for statistics in shards if statistics is not None]
         return Accumulated(
             totals=totals,
-            terms={name: reduce(add, (term[name] for term in terms)) for name in terms[0]},
+            terms=_total(terms),
             statistics=reduce(RolloutISStatistics.merge, measured) if measured else None,
         )
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
-        """Under their public names."""
-        terms = {name: float(value) for name, value in accumulated.terms.items()}
+        """Under their public names, of all ranks."""
+        mine = {name: float(value) for name, value in accumulated.terms.items()}
+        terms = _total(self._ranks.gather(mine, dict[str, float]))
         if accumulated.statistics is None:
             return terms
-        return {**terms, **accumulated.statistics.metrics(self._algorithm.rollout_is)}
+        statistics = accumulated.statistics
+        if self._ranks.count > 1:
+            statistics = statistics.to_host().merge_ranks(self._ranks.group)
+        return {**terms, **statistics.metrics(self._algorithm.rollout_is)}
 
     def _rescale(self, previous: Accumulated, totals: BatchTotals) -> dict[str, torch.Tensor]:
         """The terms of the previous parts, and `.grad`, with the denominators of `totals`.
@@ -101,6 +118,9 @@ class Gradient:
         if weights is None:
             train = weighed_logprobs(self._algorithm, current.logprobs, proximal)
             weights, statistics = self._correct(micro_batch, facts, train)
+        if micro_batch.is_empty:
+            _backward_of_nothing(current.logprobs, current.entropy, current.kl)
+            return {}, statistics
         loss_input = LossInput(
             logprobs=current.logprobs,
             proximal_logprobs=proximal,
@@ -157,6 +177,21 @@ class Gradient:
     ) -> dict[str, torch.Tensor]:
         if self._critic is None or facts.old_values is None or facts.returns is None:
             return {}
+        if micro_batch.is_empty:
+            _backward_of_nothing(self._critic.values(micro_batch))
+            return {}
         return self._critic.backward(
             micro_batch, facts.old_values, facts.returns, totals, facts.loss_mask
         )
+
+
+def _backward_of_nothing(*columns: torch.Tensor | None) -> None:
+    """The backward pass of empty columns: no gradient, and the collectives of the other ranks."""
+    sums = [column.sum() for column in columns if column is not None]
+    torch.stack(sums).sum().backward()
+
+
+def _total(terms: Sequence[Mapping[str, Term]]) -> dict[str, Term]:
+    """The sum under each name; a micro-batch without trajectories has none."""
+    names = dict.fromkeys(name for term in terms for name in term)
+    return {name: reduce(add, (t[name] for t in terms if name in t)) for name in names}

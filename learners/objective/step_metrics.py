@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from learners.batch import TrainingBatch
-from streamrl.types import FinishReason
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +26,7 @@ class Part:
 
 def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     """Metrics of rewards, lengths and advantages."""
-    counts = [len(part.batch.trajectories) for part in parts]
+    counts = [len(part.batch) for part in parts]
     means = {
         name: sum(n * part.means[name] for n, part in zip(counts, parts, strict=True)) / sum(counts)
         for name in parts[0].means
@@ -36,9 +35,7 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     variances = torch.cat([_reward_variances(part.batch) for part in parts])
     lengths = torch.cat([part.batch.sequences.lengths for part in parts]).float()
     truncated = torch.cat([part.batch.is_truncated for part in parts])
-    at_deadline = [
-        t.finish_reason is FinishReason.DEADLINE for part in parts for t in part.batch.trajectories
-    ]
+    at_deadline = torch.cat([part.batch.is_at_deadline for part in parts])
     advantages = torch.cat([part.advantages for part in parts])
     return {
         **means,
@@ -51,14 +48,17 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
         "response_length/clip_ratio": float(truncated.float().mean()),
-        "response_length/deadline_ratio": sum(at_deadline) / len(at_deadline),
+        "response_length/deadline_ratio": float(at_deadline.float().mean()),
         "advantage/mean": float(advantages.mean()) if len(advantages) else 0.0,
         "advantage/abs_mean": float(advantages.abs().mean()) if len(advantages) else 0.0,
     }
 
 
 def of_work(parts: Sequence[Part], update_s: float) -> dict[str, float]:
-    """What the step computed, and for how long; waiting between the parts is not included."""
+    """What the step computed, and for how long; waiting between the parts is not included.
+
+    Tokens are those of all ranks, micro-batches those of one.
+    """
     num_tokens = sum(sum(part.batch.lengths) for part in parts)
     train_s = update_s + sum(part.train_s for part in parts)
     return {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 from transformers import PreTrainedModel
 
 from learners.batch import MicroBatch
@@ -34,6 +35,10 @@ class NetworkOutput:
     """Expected return before each response token."""
     kl: torch.Tensor | None = None
     """To the reference, over the whole vocabulary, in nats."""
+
+
+# Sharding looks for the tensors of an output, where the backward pass will begin.
+_pytree.register_dataclass(NetworkOutput)
 
 
 class Network(torch.nn.Module):

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from streamrl.config.numbers import Device, NotNegative, Positive, Probability
 from streamrl.config.section import Section
+from streamrl.errors import ConfigError
 
 
 class OptimizerSettings(Section):
@@ -38,6 +39,48 @@ class CheckpointSettings(Section):
     """Newest complete checkpoints kept; those in abandoned/ are not counted and not deleted."""
 
 
+class MeshSettings(Section):
+    """How many ranks share what: the four sizes multiply to the number of ranks."""
+
+    replicate: Positive = 1
+    """Copies of the sharded parameters; each trains other trajectories."""
+    shard: int = -1
+    """Ranks that share one copy of the parameters and train other trajectories; -1 takes all that
+    are left."""
+    sequence: Positive = 1
+    """Ranks that share the tokens of the same trajectories."""
+    tensor: Positive = 1
+    """Ranks that share each matrix."""
+
+    @field_validator("shard")
+    @classmethod
+    def _is_a_size(cls, shard: int) -> int:
+        if shard > 0 or shard == -1:
+            return shard
+        raise ValueError(f"was {shard}; it must be positive, or -1 for all ranks that are left")
+
+    def sizes(self, world_size: int) -> tuple[int, int, int, int]:
+        """Replicate, shard, sequence and tensor, in a world of so many ranks.
+
+        Raises:
+            ConfigError: they do not multiply to it.
+        """
+        others = self.replicate * self.sequence * self.tensor
+        shard = world_size // others if self.shard == -1 else self.shard
+        if others * shard == world_size:
+            return self.replicate, shard, self.sequence, self.tensor
+        product = f"replicate {self.replicate} x sequence {self.sequence} x tensor {self.tensor}"
+        if self.shard == -1:
+            raise ConfigError(
+                f"learner.mesh: {product} is {others}, which does not divide the {world_size} "
+                "ranks of the learner; torchrun --nproc-per-node says how many there are"
+            )
+        raise ConfigError(
+            f"learner.mesh: {product} x shard {shard} is {others * shard}, but the learner has "
+            f"{world_size} ranks; shard -1 takes all that are left"
+        )
+
+
 class LearnerSettings(Section):
     """The batch of a step, and the machine that trains it."""
 
@@ -49,6 +92,8 @@ class LearnerSettings(Section):
     """The optimizer of the policy."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Saved states of the run."""
+    mesh: MeshSettings = MeshSettings()
+    """The ranks of the learner; one without torchrun."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; master weights and optimizer stay float32."""
     device: Device = "auto"

@@ -52,8 +52,10 @@ def test_a_multi_turn_trajectory_counts_its_sampled_tokens_only():
         reward=1.0,
         finish_reason=FinishReason.STOP,
     )
-    zeros = torch.zeros(1, dtype=torch.int64)
-    batch = TrainingBatch((trajectory,), zeros, zeros, 4)
+    group = TrajectoryGroup(
+        group_id="g", prompt_index=0, environment="test", trajectories=(trajectory,)
+    )
+    batch = TrainingBatch.of([group], policy_version=4)
     policy = make_policy()
     micro_batch = batch.micro_batch([0], policy.device)
     assert micro_batch.targets.tolist() == [3, 4, 7]

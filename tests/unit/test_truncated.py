@@ -11,7 +11,7 @@ from learners.objective.credit import CreditAssigner
 from learners.trainer import Trainer
 from streamrl.types import FinishReason
 from tests.tiny_model import make_llama
-from tests.training import make_batch, make_config, make_policy
+from tests.training import make_config, make_groups, make_policy
 from tests.unit.test_training import plain_logprobs
 
 REASONS = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP, FinishReason.DEADLINE]
@@ -19,11 +19,17 @@ REASONS = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP, FinishReas
 
 def batch_with(reasons: list[FinishReason]) -> TrainingBatch:
     """Groups of four, each of which ended for these reasons."""
-    batch = make_batch()
-    trajectories = tuple(
-        structs.replace(t, finish_reason=reasons[i % 4]) for i, t in enumerate(batch.trajectories)
+    groups = tuple(
+        structs.replace(
+            group,
+            trajectories=tuple(
+                structs.replace(t, finish_reason=reasons[i % 4])
+                for i, t in enumerate(group.trajectories)
+            ),
+        )
+        for group in make_groups()
     )
-    return dataclasses.replace(batch, trajectories=trajectories)
+    return TrainingBatch.of(groups, policy_version=4)
 
 
 def gradients(batch: TrainingBatch, reward: dict[str, object], max_tokens: int = 10_000):
@@ -105,12 +111,9 @@ def test_a_penalty_is_subtracted_before_rewards_are_compared(norm_mean: str | No
     algorithm = make_config(algorithm={"reward": reward}).algorithm
     batch = batch_with(REASONS)
     credit = CreditAssigner(algorithm).assign(batch)
-    penalized = tuple(
-        structs.replace(t, reward=t.reward - 0.5 * t.finish_reason.is_truncated)
-        for t in batch.trajectories
-    )
+    penalized = batch.rewards - 0.5 * batch.is_truncated
     plain = make_config(algorithm={"reward": {"norm_mean": norm_mean}}).algorithm
-    expected = CreditAssigner(plain).assign(dataclasses.replace(batch, trajectories=penalized))
+    expected = CreditAssigner(plain).assign(dataclasses.replace(batch, rewards=penalized))
     assert torch.allclose(credit.advantages, expected.advantages, atol=1e-6)
     assert credit.sequence_mask is None
     _, metrics = gradients(batch, reward)

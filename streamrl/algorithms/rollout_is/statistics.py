@@ -103,6 +103,10 @@ class RolloutISStatistics:
             merged = merged.merge(self.from_tensor(other))
         return merged
 
+    def to_host(self) -> "RolloutISStatistics":
+        """The same in host memory."""
+        return self.from_tensor(self.to_tensor().cpu())
+
     def metrics(
         self, config: RolloutISSettings, percentiles: Tensor | None = None
     ) -> dict[str, float]:
@@ -113,7 +117,7 @@ class RolloutISStatistics:
         """
         if percentiles is None:
             percentiles = weight_percentiles(_bin_centers(self.histogram.device), self.histogram)
-        host = self.from_tensor(self.to_tensor().cpu())
+        host = self.to_host()
         return {
             f"mismatch/{name}": float(value)
             for name, value in host._named(config, percentiles.cpu()).items()

@@ -1,0 +1,72 @@
+"""A network's parameters over the ranks of a mesh: each holds a shard, in float32.
+
+A layer's parameters are gathered in the compute dtype before it runs and freed after that; its
+gradients are summed over the ranks in float32. Summed, not averaged, because a loss has the
+denominators of the whole batch.
+
+Invariant: parameters keep their names; what gathers is called by all ranks in the same order.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from learners.parallel.mesh import Mesh
+from learners.policy.network import Network
+
+
+def shard(network: Network, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Shard the network in place: each decoder layer on its own, the rest together.
+
+    `dtype` is that of the computation. The parameters must be the same on all ranks.
+    """
+    if mesh.world_size == 1:
+        return
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*_layers(network), network):
+        fully_shard(module, mesh=mesh.parameter_mesh, mp_policy=policy)
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Gloo has no sum that divides.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded, without gradient; all ranks call it together.
+
+    Where a rank holds all of it already, that is the tensor itself and no copy.
+    """
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_parameters(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole tensor, one at a time: all ranks iterate to the end, in the same order.
+
+    A rank that has no use for the tensors drops them; at most one is whole at a time.
+    """
+    for name, tensor in named.items():
+        yield name, full(tensor)
+
+
+@torch.no_grad()
+def assign(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a whole tensor, which every rank has, into one that may be sharded."""
+    if isinstance(target, DTensor):
+        mesh, placements = target.device_mesh, target.placements
+        whole = whole.to(device=target.device, dtype=target.dtype)
+        target.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    else:
+        target.copy_(whole)
+
+
+def _layers(network: Network) -> Iterator[torch.nn.Module]:
+    """The decoder's layers: what its lists of modules hold."""
+    decoder: Any = network.model.get_decoder()
+    for child in decoder.children():
+        if isinstance(child, torch.nn.ModuleList):
+            yield from child
