@@ -21,6 +21,7 @@ from learners.batch import TrainingBatch
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.schedule import RETRY_S, SaveSchedule
 from learners.fairness import FairnessWindow
+from learners.profiling.times import StepTimes
 from learners.session import LearnerSession
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
@@ -59,6 +60,7 @@ class Learner:
         self._saves = SaveSchedule(config.learner.checkpoint.every, self._version)
         self._published_version = -1
         self._logged_s = time.perf_counter()
+        self._times = StepTimes()
         self._stopping = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
@@ -138,7 +140,8 @@ class Learner:
         """Copy the weights, in the compute thread, and announce the version."""
         parameters, version = dict(self._trainer.policy.parameters()), self._version
         self._reporter.set_activity(LearnerActivity.PUBLISHING, policy_version=version)
-        await self._compute(lambda: self._sender.snapshot(parameters, version))
+        with self._times.phase("snapshot"):
+            await self._compute(lambda: self._sender.snapshot(parameters, version))
         self._sender.publish()
         self._published_version = version
 
@@ -158,6 +161,8 @@ class Learner:
             [header.prompt_index for header in loan.headers],
             {
                 **metrics,
+                # Of the save after the step before, if there was one.
+                **self._times.take("snapshot", "save"),
                 **staleness_metrics(loan.headers, self._version - 1),
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
@@ -189,7 +194,8 @@ class Learner:
         self._reporter.set_activity(LearnerActivity.SAVING)
         state = self._session.state
         try:
-            path = await self._compute(lambda: self._records.save(self._trainer, state))
+            with self._times.phase("save"):
+                path = await self._compute(lambda: self._records.save(self._trainer, state))
         except CheckpointWriteError as error:
             self._saves.failed(str(error), time.monotonic())
             log.warning("%s", self._saves.sentence(self._version))

@@ -23,6 +23,7 @@ from learners.optimizer import learning_rate, make_optimizer, update
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from learners.profiling.profile import StepProfile
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig
@@ -47,6 +48,10 @@ class Trainer:
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
         self._facts = FactCollector(config.algorithm, self.credit, policy, reference, critic, ranks)
         self._gradient = Gradient(config, policy, reference, critic, ranks)
+        networks = {"policy": policy, "reference": reference, "critic": critic}
+        self._profile = StepProfile(
+            config, {name: n.network for name, n in networks.items() if n}, ranks.index
+        )
         self._parts: tuple[Part, ...] = ()
         self._accumulated: Accumulated | None = None
 
@@ -64,6 +69,8 @@ class Trainer:
         start = time.perf_counter()
         if self._parts and not accepts_parts(self._config.algorithm):
             raise ValueError("part: the algorithm takes a batch as a whole")
+        if not self._parts:
+            self._profile.begin(part.policy_version + 1)
         micro_batches = self._pack(part)
         facts, metrics = self._facts.collect(part, micro_batches)
         if resampling := self._config.algorithm.pf_ppo:
@@ -78,16 +85,19 @@ class Trainer:
         """Clear the gradient; the next part is the first of a batch."""
         self._parts, self._accumulated = (), None
         self.optimizer.zero_grad(set_to_none=True)
+        self._profile.end()
 
     def update(self) -> dict[str, float]:
         """Make one update from the gradient of the batch; metrics under their public names."""
         assert self._accumulated is not None, "a batch is accumulated first"
         start, parts = time.perf_counter(), self._parts
         losses = self._gradient.metrics(self._accumulated)
-        updates = self._update(parts[0].batch.policy_version)
+        with self._profile.phase("update"):
+            updates = self._update(parts[0].batch.policy_version)
         self.discard()
         work = of_work(parts, update_s=time.perf_counter() - start)
-        return {**of_facts(parts), **losses, **updates, **work}
+        profile = self._profile.take(work["learner/train_s"])
+        return {**of_facts(parts), **losses, **updates, **work, **profile}
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """[R response tokens] under the policy, computed as in a step, in nats; on the CPU."""
@@ -95,7 +105,8 @@ class Trainer:
 
     def _pack(self, batch: TrainingBatch, chosen: Sequence[int] | None = None) -> list[MicroBatch]:
         max_tokens = self._config.learner.max_tokens_per_micro_batch
-        return batch.pack(max_tokens, self.policy.device, chosen)
+        with self._profile.phase("plan"):
+            return batch.pack(max_tokens, self.policy.device, chosen)
 
     def _update(self, policy_version: int) -> dict[str, float]:
         """The policy's and the critic's; the policy is frozen while the critic warms up."""
