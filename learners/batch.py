@@ -168,10 +168,6 @@ class TrainingBatch:
         is_response = np.concatenate([t.response_mask for t in chosen] or [np.zeros(1, np.bool_)])
         # The first token of a trajectory is never a response: no token before it predicts it.
         positions = torch.from_numpy(np.flatnonzero(is_response))
-        ends = self.sequences.lengths.cumsum(0)
-        spans = [
-            torch.arange(int(ends[i] - self.sequences.lengths[i]), int(ends[i])) for i in members
-        ]
         token_ids = torch.from_numpy(ids).long()
         indices = torch.tensor(list(members), dtype=torch.int64)
         return MicroBatch(
@@ -180,9 +176,16 @@ class TrainingBatch:
             predictors=(positions - 1).to(device),
             targets=token_ids[positions].to(device),
             members=indices,
-            responses=torch.cat([torch.zeros(0, dtype=torch.int64), *spans]),
+            responses=self.rows(members),
             sequences=Sequences.from_lengths(self.sequences.lengths[indices]),
         )
+
+    def rows(self, members: Sequence[int]) -> torch.Tensor:
+        """[R of these trajectories] which response tokens are theirs, in this order."""
+        lengths = self.sequences.lengths
+        ends = lengths.cumsum(0)
+        spans = [torch.arange(int(ends[i] - lengths[i]), int(ends[i])) for i in members]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *spans])
 
     @cached_property
     def _places(self) -> dict[int, int]:

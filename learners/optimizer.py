@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from learners.parallel.sharding import full
 from streamrl.config.learner import OptimizerSettings
 
 
@@ -48,7 +49,7 @@ def update(
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
-    norm = float(clip_grad_norm_(parameters, max_grad_norm or math.inf))
+    norm = float(full(clip_grad_norm_(parameters, max_grad_norm or math.inf)))
     is_finite = math.isfinite(norm)
     if is_finite and not is_frozen:
         optimizer.step()

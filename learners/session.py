@@ -100,7 +100,8 @@ class LearnerSession:
         num_groups, version = self._config.learner.groups_per_step, self._state.policy_version
 
         async def request() -> Loan | None:
-            num_held = len(self._held) if accepts_parts(self._config.algorithm) else None
+            in_parts = accepts_parts(self._config.algorithm, self._config.learner.num_updates)
+            num_held = len(self._held) if in_parts else None
             take = self._buffer.take(
                 num_groups, version, TAKE_WAIT_S, with_payloads=True, num_held=num_held
             )

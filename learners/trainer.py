@@ -1,12 +1,13 @@
-"""One optimizer step: facts, gradient, update.
+"""The step of one batch: facts, then gradient and update for each of its mini-batches.
 
-Invariant: the update is that of the whole batch however it was cut into micro-batches, and into
-parts where the algorithm accepts parts, and among ranks, which call it together. Runs in one
-thread, apart from all input and output.
+Invariant: an update is that of its whole mini-batch however it was cut into micro-batches and
+divided among ranks, which call all of this together, and the only update of a batch also however
+the batch was cut into parts, where the algorithm accepts parts. Runs in one thread, apart from all
+input and output.
 
-A step makes one update, so the training pass itself yields the proximal log-probabilities. A pass
-of their own comes first only where something must know the whole batch beforehand: KL in the
-reward, or weights and denominators that are normalized over all of it.
+Facts (advantages, proximal log-probabilities, values) are of the batch and stay as they are while
+its updates move the policy. With one update the training pass itself yields the proximal
+log-probabilities; `FactCollector` says when a pass of their own comes first.
 """
 
 import time
@@ -16,9 +17,10 @@ import torch
 
 from learners.batch import MicroBatch, TrainingBatch
 from learners.objective.credit import CreditAssigner
-from learners.objective.facts import FactCollector
+from learners.objective.facts import FactCollector, Facts
 from learners.objective.gradient import Accumulated, Gradient
-from learners.objective.step_metrics import Part, of_facts, of_work
+from learners.objective.mini_batches import mini_batches
+from learners.objective.step_metrics import MASKED, Part, of_facts, of_updates, of_work
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
@@ -46,7 +48,7 @@ class Trainer:
         self.critic = critic
         self.credit = CreditAssigner(config.algorithm)
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
-        self._facts = FactCollector(config.algorithm, self.credit, policy, reference, critic, ranks)
+        self._facts = FactCollector(config, self.credit, policy, reference, critic, ranks)
         self._gradient = Gradient(config, policy, reference, critic, ranks)
         networks = {"policy": policy, "reference": reference, "critic": critic}
         self._profile = StepProfile(
@@ -54,32 +56,35 @@ class Trainer:
         )
         self._parts: tuple[Part, ...] = ()
         self._accumulated: Accumulated | None = None
+        self._corrected: dict[str, float] = {}
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
-        """Make one update; metrics under their public names."""
+        """Train a batch; metrics under their public names."""
         self.accumulate(batch)
         return self.update()
 
     def accumulate(self, part: TrainingBatch) -> None:
         """Add the gradient of a whole batch, or of groups of it that are not added yet.
 
+        Of a batch with several updates it is the gradient of the first.
+
         Raises:
-            ValueError: the second part of a batch that the algorithm takes as a whole.
+            ValueError: the second part of a batch that is taken as a whole.
         """
         start = time.perf_counter()
-        if self._parts and not accepts_parts(self._config.algorithm):
+        algorithm, num_updates = self._config.algorithm, self._config.learner.num_updates
+        if self._parts and not accepts_parts(algorithm, num_updates):
             raise ValueError("part: the algorithm takes a batch as a whole")
         if not self._parts:
             self._profile.begin(part.policy_version + 1)
         micro_batches = self._pack(part)
         facts, metrics = self._facts.collect(part, micro_batches)
-        if resampling := self._config.algorithm.pf_ppo:
-            chosen = self._ranks.first(pf_ppo_resample(part.rewards, resampling))
-            micro_batches = self._pack(part, chosen.tolist())
-        self._accumulated = self._gradient.accumulate(micro_batches, facts, self._accumulated)
+        updates = self._mini_batches(part)
+        if updates[0] != list(range(len(part))):
+            micro_batches = self._pack(part, updates[0])
+        self._accumulate(part, facts, micro_batches, updates[0])
         train_s = time.perf_counter() - start
-        added = Part(part, facts.advantages, metrics, len(micro_batches), train_s)
-        self._parts = (*self._parts, added)
+        self._parts = (*self._parts, Part(part, facts, metrics, updates, train_s))
 
     def discard(self) -> None:
         """Clear the gradient; the next part is the first of a batch."""
@@ -88,16 +93,18 @@ class Trainer:
         self._profile.end()
 
     def update(self) -> dict[str, float]:
-        """Make one update from the gradient of the batch; metrics under their public names."""
-        assert self._accumulated is not None, "a batch is accumulated first"
+        """Make the updates of the batch, the first from its gradient; metrics under their public
+        names."""
         start, parts = time.perf_counter(), self._parts
-        losses = self._gradient.metrics(self._accumulated)
-        with self._profile.phase("update"):
-            updates = self._update(parts[0].batch.policy_version)
+        updates = [self._update()]
+        for chosen in parts[0].mini_batches[1:]:
+            batch, facts = parts[0].batch, parts[0].facts
+            self._accumulate(batch, facts, self._pack(batch, chosen), chosen)
+            updates.append(self._update())
         self.discard()
         work = of_work(parts, update_s=time.perf_counter() - start)
         profile = self._profile.take(work["learner/train_s"])
-        return {**of_facts(parts), **losses, **updates, **work, **profile}
+        return {**of_facts(parts), **of_updates(updates), **work, **profile}
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """[R response tokens] under the policy, computed as in a step, in nats; on the CPU."""
@@ -108,16 +115,52 @@ class Trainer:
         with self._profile.phase("plan"):
             return batch.pack(max_tokens, self.policy.device, chosen)
 
-    def _update(self, policy_version: int) -> dict[str, float]:
-        """The policy's and the critic's; the policy is frozen while the critic warms up."""
+    def _mini_batches(self, batch: TrainingBatch) -> list[list[int]]:
+        """The trajectories of each update."""
+        if resampling := self._config.algorithm.pf_ppo:
+            chosen = self._ranks.first(pf_ppo_resample(batch.rewards, resampling))
+            return mini_batches(batch, self._config, chosen.tolist())
+        return mini_batches(batch, self._config)
+
+    def _accumulate(
+        self,
+        batch: TrainingBatch,
+        facts: Facts,
+        micro_batches: list[MicroBatch],
+        chosen: list[int],
+    ) -> None:
+        """Add the gradient of the update on these trajectories, which the micro-batches hold."""
+        facts, self._corrected = self._facts.of_update(batch, facts, micro_batches, chosen)
+        self._accumulated = self._gradient.accumulate(micro_batches, facts, self._accumulated)
+
+    def _update(self) -> dict[str, float]:
+        """One update of the policy and the critic; its metrics.
+
+        A mini-batch in which no token contributes changes nothing, and the policy is frozen while
+        the critic warms up.
+        """
+        accumulated, self._accumulated = self._accumulated, None
+        assert accumulated is not None, "a batch is accumulated first"
+        policy_version = self._parts[0].batch.policy_version
+        losses = self._gradient.metrics(accumulated)
+        is_masked = losses["actor/trained_token_frac"] == 0
+        is_warmup = policy_version < self._config.algorithm.value.critic_warmup
         settings = self._config.learner.optimizer
-        critic = self.critic.update(policy_version) if self.critic else {}
-        policy = update(
-            self.optimizer,
-            self.policy.parameters().values(),
-            learning_rate(policy_version, settings, self._config.run.max_steps),
-            settings.max_grad_norm,
-            prefix="learner",
-            is_frozen=policy_version < self._config.algorithm.value.critic_warmup,
-        )
-        return {**critic, **policy}
+        critic = {}
+        with self._profile.phase("update"):
+            if self.critic is not None:
+                is_empty = accumulated.totals.num_tokens == 0
+                critic = self.critic.update(policy_version, is_frozen=is_empty)
+            policy = update(
+                self.optimizer,
+                self.policy.parameters().values(),
+                learning_rate(policy_version, settings, self._config.run.max_steps),
+                settings.max_grad_norm,
+                prefix="learner",
+                is_frozen=is_masked or is_warmup,
+            )
+        counts = {
+            "learner/num_micro_batches": accumulated.num_micro_batches,
+            MASKED: float(is_masked),
+        }
+        return {**losses, **self._corrected, **critic, **policy, **counts}

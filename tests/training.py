@@ -4,8 +4,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from learners.batch import TrainingBatch
+from learners.parallel.mesh import Mesh
+from learners.parallel.ranks import Ranks
+from learners.parallel.sharding import shard
 from learners.policy.critic import Critic
 from learners.policy.network import Network
 from learners.policy.policy import Policy
@@ -73,16 +77,30 @@ def make_groups(
     )
 
 
+def with_metrics(group: TrajectoryGroup, **metrics: float) -> TrajectoryGroup:
+    """The group with these metrics of each trajectory."""
+    members = tuple(structs.replace(t, metrics=metrics) for t in group.trajectories)
+    return structs.replace(group, trajectories=members)
+
+
 def make_batch(seed: int = 0, num_groups: int = 5, group_size: int = 4) -> TrainingBatch:
     return TrainingBatch.of(make_groups(seed, num_groups, group_size), policy_version=4)
 
 
-def make_trainer(config: RunConfig) -> Trainer:
-    """With the models that the algorithm needs; the reference has a larger head."""
+def make_trainer(
+    config: RunConfig, mesh: Mesh | None = None, ranks: Ranks | None = None
+) -> Trainer:
+    """With the models that the algorithm needs, sharded over a mesh if there is one; the reference
+    has a larger head."""
     torch.manual_seed(0)
+    policy = make_policy()
     reference = make_policy() if config.algorithm.needs_reference else None
     if reference is not None:
         with torch.no_grad():
             reference.model.get_output_embeddings().weight.mul_(1.5)
-    critic = make_critic(config) if config.algorithm.needs_values else None
-    return Trainer(config, make_policy(), reference, critic)
+    values = make_network(has_values=True) if config.algorithm.needs_values else None
+    for network in (policy.network, reference and reference.network, values):
+        if network is not None and mesh is not None:
+            shard(network, mesh, torch.float32)
+    critic = None if values is None else Critic(config, values)
+    return Trainer(config, policy, reference, critic, ranks)

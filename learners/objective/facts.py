@@ -8,18 +8,19 @@ ranks. A pass that no setting uses is not made. A micro-batch gets its rows by `
 Shapes: R response tokens, S trajectories.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from learners.batch import MicroBatch, TrainingBatch
+from learners.objective.correction import Correction, correct
 from learners.objective.credit import CreditAssigner
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
-from streamrl.algorithms.rollout_is import RolloutIS, rollout_is_weights
-from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.algorithms.sequences import Sequences
+from streamrl.config import RunConfig
 
 _PER_TRAJECTORY = frozenset({"rewards", "sample_weights"})
 
@@ -39,14 +40,27 @@ class Facts:
     loss_mask: torch.Tensor | None
     """bool; None keeps all."""
     importance_weights: torch.Tensor | None
-    """None: each micro-batch computes its own."""
+    """None: each update computes its own."""
     proximal_logprobs: torch.Tensor | None
-    """None: the training pass yields them."""
+    """Of the policy at the start of the batch, for `proximal` recompute; None: the training pass
+    of the only update yields them."""
     reference_logprobs: torch.Tensor | None
     old_values: torch.Tensor | None
     """Of the critic, before the step."""
     returns: torch.Tensor | None
     """What the critic is trained towards."""
+
+    def with_correction(self, rows: torch.Tensor, correction: Correction) -> "Facts":
+        """The facts of an update on these rows, with a correction made for it as a whole."""
+        weights = torch.ones_like(self.behavior_logprobs)
+        mask = torch.ones_like(weights, dtype=torch.bool)
+        if correction.weights is not None:
+            weights[rows] = correction.weights
+        if correction.mask is not None:
+            mask[rows] = correction.mask
+        if self.loss_mask is not None:
+            mask = mask & self.loss_mask
+        return replace(self, importance_weights=weights, loss_mask=mask)
 
     def select(self, micro_batch: MicroBatch) -> "Facts":
         """The rows of this micro-batch, on its device."""
@@ -65,14 +79,15 @@ class FactCollector:
 
     def __init__(
         self,
-        config: AlgorithmSettings,
+        config: RunConfig,
         credit: CreditAssigner,
         policy: Policy,
         reference: Policy | None,
         critic: Critic | None,
         ranks: Ranks,
     ) -> None:
-        self._config = config
+        self._config = config.algorithm
+        self._num_updates = config.learner.num_updates
         self._ranks = ranks
         self._credit = credit
         self._policy = policy
@@ -84,61 +99,64 @@ class FactCollector:
     ) -> tuple[Facts, dict[str, float]]:
         """The table of a batch that is cut into these micro-batches, and its metrics."""
         config, num_tokens = self._config, batch.sequences.num_tokens
-        proximal = reference = values = correction = None
-        if self._needs_proximal_pass:
-            proximal = self._ranks.sum(self._policy.batch_logprobs(micro_batches, num_tokens))
-            correction = self._correct(batch, proximal)
+        policy = reference = values = None
+        if self._needs_policy_pass:
+            policy = self._ranks.sum(self._policy.batch_logprobs(micro_batches, num_tokens))
         if self._reference is not None and config.needs_reference_logprobs:
             reference = self._reference.batch_logprobs(micro_batches, num_tokens)
             reference = self._ranks.sum(reference)
         if self._critic is not None:
             values = self._ranks.sum(self._critic.batch_values(micro_batches, num_tokens))
         in_reward = reference if config.kl_reward.coef > 0 else None
-        credit = self._credit.assign(batch, proximal, in_reward, values)
-        weights, loss_mask = self._loss_terms(batch, correction, credit.sequence_mask)
+        credit = self._credit.assign(batch, policy, in_reward, values)
         facts = Facts(
             behavior_logprobs=batch.behavior_logprobs,
             staleness=batch.staleness,
             advantages=credit.advantages,
             rewards=batch.rewards,
             sample_weights=credit.sample_weights,
-            loss_mask=loss_mask,
-            importance_weights=weights,
-            proximal_logprobs=proximal,
+            loss_mask=_to_tokens(credit.sequence_mask, batch),
+            importance_weights=None,
+            proximal_logprobs=policy if config.proximal == "recompute" else None,
             reference_logprobs=reference,
             old_values=values,
             returns=credit.returns,
         )
-        return facts, {**credit.metrics, **(correction.metrics if correction else {})}
+        if facts.proximal_logprobs is None:
+            return facts, credit.metrics
+        behavior, staleness = facts.behavior_logprobs, facts.staleness
+        proximal, sequences = facts.proximal_logprobs, batch.sequences
+        correction = correct(config, proximal, behavior, staleness, sequences)
+        rows = torch.arange(num_tokens)
+        return facts.with_correction(rows, correction), {**credit.metrics, **correction.metrics}
+
+    def of_update(
+        self, batch: TrainingBatch, facts: Facts, micro_batches: list[MicroBatch], chosen: list[int]
+    ) -> tuple[Facts, dict[str, float]]:
+        """The facts for the update on these trajectories, and the metrics that this adds.
+
+        Importance weights of the current policy that depend on all of the update are made here, by
+        a pass of their own; other ones are in the facts, or made by each micro-batch.
+        """
+        config = self._config
+        if facts.importance_weights is not None or not config.corrects_as_a_whole:
+            return facts, {}
+        num_tokens = batch.sequences.num_tokens
+        logprobs = self._ranks.sum(self._policy.batch_logprobs(micro_batches, num_tokens))
+        rows, lengths = batch.rows(chosen), batch.sequences.lengths[chosen]
+        behavior, staleness = facts.behavior_logprobs[rows], facts.staleness[rows]
+        sequences = Sequences.from_lengths(lengths)
+        correction = correct(config, logprobs[rows], behavior, staleness, sequences)
+        return facts.with_correction(rows, correction), correction.metrics
 
     @property
-    def _needs_proximal_pass(self) -> bool:
-        """KL in the reward and weights normalized over the batch need it before the first loss."""
-        correction = self._config.rollout_is
-        is_global = correction.batch_normalize or correction.normalize_by == "kept"
-        return self._config.kl_reward.coef > 0 or is_global
+    def _needs_policy_pass(self) -> bool:
+        """Before the first update: KL in the reward needs it, and a proximal policy that stays
+        where the policy was while several updates move it, or that weighs the batch as a whole."""
+        config = self._config
+        is_anchor = self._num_updates > 1 or config.corrects_as_a_whole
+        return config.kl_reward.coef > 0 or (config.proximal == "recompute" and is_anchor)
 
-    def _correct(self, batch: TrainingBatch, logprobs: torch.Tensor) -> RolloutIS:
-        return rollout_is_weights(
-            logprobs,
-            batch.behavior_logprobs,
-            batch.sequences,
-            self._config.rollout_is,
-            batch.staleness,
-        )
 
-    def _loss_terms(
-        self,
-        batch: TrainingBatch,
-        correction: RolloutIS | None,
-        sequence_mask: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Importance weights and loss mask [R], as far as the batch decides them."""
-        weights, mask = None, None
-        if correction is not None:
-            weights, mask = correction.loss_terms(self._config.rollout_is)
-            weights = torch.ones_like(batch.behavior_logprobs) if weights is None else weights
-        if sequence_mask is not None:
-            token_mask = batch.sequences.expand(sequence_mask)
-            mask = token_mask if mask is None else mask & token_mask
-        return weights, mask
+def _to_tokens(sequence_mask: torch.Tensor | None, batch: TrainingBatch) -> torch.Tensor | None:
+    return None if sequence_mask is None else batch.sequences.expand(sequence_mask)

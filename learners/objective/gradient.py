@@ -16,16 +16,17 @@ from typing import TypeVar
 import torch
 
 from learners.batch import MicroBatch
+from learners.objective.correction import correct
 from learners.objective.facts import Facts
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
 from streamrl.algorithms.losses import BatchTotals, LossInput
-from streamrl.algorithms.objective import policy_objective
+from streamrl.algorithms.objective import policy_objective, trained_fraction
 from streamrl.algorithms.parts import Rescaling
-from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
-from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
+from streamrl.algorithms.proximal import proximal_logprobs
+from streamrl.algorithms.rollout_is import RolloutISStatistics
 from streamrl.config import RunConfig
 
 Term = TypeVar("Term", float, torch.Tensor)
@@ -39,7 +40,8 @@ class Accumulated:
     terms: dict[str, torch.Tensor]
     """Metrics, with the denominators of `totals`."""
     statistics: RolloutISStatistics | None
-    """Of the corrections; None if each was off, or was made for the batch as a whole."""
+    """Of the corrections; None if each was off, or was made for the update as a whole."""
+    num_micro_batches: int
 
 
 class Gradient:
@@ -53,7 +55,7 @@ class Gradient:
         critic: Critic | None,
         ranks: Ranks,
     ) -> None:
-        self._algorithm = config.algorithm
+        self._algorithm = config.algorithm.model_copy(update={"loss_config": config.loss_config})
         self._ranks = ranks
         self._with_entropy = config.algorithm.entropy_coef > 0 or config.learner.report_entropy
         self._policy = policy
@@ -81,6 +83,7 @@ class Gradient:
             totals=totals,
             terms=_total(terms),
             statistics=reduce(RolloutISStatistics.merge, measured) if measured else None,
+            num_micro_batches=len(micro_batches) + (previous.num_micro_batches if previous else 0),
         )
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
@@ -114,10 +117,17 @@ class Gradient:
         )
         assert current.logprobs is not None, "they are asked for by default"
         proximal = self._proximal(facts, current.logprobs)
-        weights, statistics = facts.importance_weights, None
+        weights, loss_mask, statistics = facts.importance_weights, facts.loss_mask, None
         if weights is None:
-            train = weighed_logprobs(self._algorithm, current.logprobs, proximal)
-            weights, statistics = self._correct(micro_batch, facts, train)
+            correction = correct(
+                self._algorithm,
+                current.logprobs,
+                facts.behavior_logprobs,
+                facts.staleness,
+                micro_batch.sequences,
+            )
+            weights, statistics = correction.weights, correction.statistics
+            loss_mask = correction.masked(loss_mask)
         if micro_batch.is_empty:
             _backward_of_nothing(current.logprobs, current.entropy, current.kl)
             return {}, statistics
@@ -125,10 +135,10 @@ class Gradient:
             logprobs=current.logprobs,
             proximal_logprobs=proximal,
             advantages=facts.advantages,
-            importance_weights=None if self._algorithm.ratio_holds_correction else weights,
+            importance_weights=weights,
             sequences=micro_batch.sequences,
             rewards=facts.rewards,
-            loss_mask=facts.loss_mask,
+            loss_mask=loss_mask,
             sample_weights=facts.sample_weights,
             totals=totals,
         )
@@ -140,7 +150,8 @@ class Gradient:
             entropy=current.entropy,
         )
         output.loss.backward()
-        return output.metrics, statistics
+        trained = trained_fraction(loss_input, self._algorithm)
+        return {**output.metrics, "actor/trained_token_frac": trained}, statistics
 
     def _proximal(self, facts: Facts, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal != "recompute":
@@ -150,20 +161,6 @@ class Gradient:
         if facts.proximal_logprobs is None:
             return logprobs.detach()
         return facts.proximal_logprobs
-
-    def _correct(
-        self, micro_batch: MicroBatch, facts: Facts, train_logprobs: torch.Tensor
-    ) -> tuple[torch.Tensor | None, RolloutISStatistics | None]:
-        """Importance weights [R], None for 1; statistics for the metrics, None if it is off."""
-        correction = rollout_is_weights(
-            train_logprobs,
-            facts.behavior_logprobs,
-            micro_batch.sequences,
-            self._algorithm.rollout_is,
-            facts.staleness,
-        )
-        weights, _ = correction.loss_terms(self._algorithm.rollout_is)
-        return weights, correction.statistics
 
     def _exact(self, micro_batch: MicroBatch) -> NetworkOutput | None:
         """Of the reference, where the KL to it is taken over the whole vocabulary."""

@@ -1,14 +1,18 @@
-"""Metrics of a step: of the facts and the work of its batch, trained as a whole or in parts.
+"""Metrics of a step: of the facts and the work of its batch, and of its updates.
 
 Invariant: metrics of the facts do not depend on how the batch was cut into parts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from learners.batch import TrainingBatch
+from learners.objective.facts import Facts
+
+MASKED = "learner/num_masked_updates"
+"""Updates that were not made, because no token contributed to the loss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,11 +20,11 @@ class Part:
     """A part of a batch whose gradient is accumulated, or the whole of it."""
 
     batch: TrainingBatch
-    advantages: torch.Tensor
-    """[R]"""
+    facts: Facts
     means: dict[str, float]
     """Metrics that came with its facts: means over its trajectories, or of a whole batch."""
-    num_micro_batches: int
+    mini_batches: list[list[int]]
+    """The trajectories of each update."""
     train_s: float
 
 
@@ -36,7 +40,7 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     lengths = torch.cat([part.batch.sequences.lengths for part in parts]).float()
     truncated = torch.cat([part.batch.is_truncated for part in parts])
     at_deadline = torch.cat([part.batch.is_at_deadline for part in parts])
-    advantages = torch.cat([part.advantages for part in parts])
+    advantages = torch.cat([part.facts.advantages for part in parts])
     return {
         **means,
         "reward/mean": float(rewards.mean()),
@@ -54,6 +58,28 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     }
 
 
+def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the updates that had a token to train, or over all; counts are added up, and of
+    extremes the largest or smallest is taken."""
+    trained = [update for update in updates if not update[MASKED]]
+    names = dict.fromkeys(name for update in updates for name in update)
+    return {
+        **{name: _together(name, updates, trained or updates) for name in names},
+        "learner/num_updates": len(trained),
+    }
+
+
+def _together(
+    name: str, updates: Sequence[Mapping[str, float]], trained: Sequence[Mapping[str, float]]
+) -> float:
+    if "/num_" in name or name.endswith("/skipped_update"):
+        return sum(update.get(name, 0.0) for update in updates)
+    values = [update[name] for update in trained if name in update]
+    if "_max" in name or "_min" in name:
+        return max(values) if "_max" in name else min(values)
+    return sum(values) / len(values)
+
+
 def of_work(parts: Sequence[Part], update_s: float) -> dict[str, float]:
     """What the step computed, and for how long; waiting between the parts is not included.
 
@@ -65,7 +91,6 @@ def of_work(parts: Sequence[Part], update_s: float) -> dict[str, float]:
         "learner/train_s": train_s,
         "learner/num_tokens": num_tokens,
         "learner/tokens_per_s": num_tokens / train_s,
-        "learner/num_micro_batches": sum(part.num_micro_batches for part in parts),
         "learner/num_parts": len(parts),
     }
 

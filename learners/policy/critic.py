@@ -23,6 +23,7 @@ class Critic:
     def __init__(self, config: RunConfig, network: Network) -> None:
         settings = config.learner.optimizer
         self._config = config.algorithm.value
+        self._aggregation = config.loss_config
         self._max_steps = config.run.max_steps
         self._settings = settings.model_copy(update={"lr": self._config.lr or settings.lr})
         self.network = network
@@ -73,11 +74,12 @@ class Critic:
             self._config,
             totals,
             loss_mask,
+            self._aggregation,
         )
         (self._config.coef * output.loss).backward()
         return output.metrics
 
-    def update(self, policy_version: int) -> dict[str, float]:
+    def update(self, policy_version: int, *, is_frozen: bool = False) -> dict[str, float]:
         """One step of its own optimizer, at the policy's learning rate schedule."""
         return update(
             self.optimizer,
@@ -85,4 +87,5 @@ class Critic:
             learning_rate(policy_version, self._settings, self._max_steps),
             self._settings.max_grad_norm,
             prefix="critic",
+            is_frozen=is_frozen,
         )

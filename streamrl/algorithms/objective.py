@@ -75,6 +75,18 @@ def policy_objective(
     return LossOutput(loss, metrics | {"actor/loss": loss.detach()})
 
 
+def trained_fraction(batch: LossInput, config: AlgorithmSettings) -> Tensor:
+    """Share of the counted tokens that contribute to the loss; adds up as its metrics do.
+
+    An importance weight of 0 silences the policy loss, and leaves a token to the other terms.
+    """
+    trained = torch.ones_like(batch.logprobs)
+    has_other_terms = bool(config.kl_loss.coef or config.entropy_coef or config.sft_coef)
+    if batch.importance_weights is not None and not has_other_terms:
+        trained = (batch.importance_weights != 0).to(trained.dtype)
+    return token_mean(trained, batch.sequences, batch.batch_totals, batch.loss_mask)
+
+
 def _policy_loss(batch: LossInput, config: AlgorithmSettings) -> LossOutput:
     output = policy_loss(config.loss)(batch, config.loss_config)
     if not isinstance(output, LossOutput):

@@ -21,12 +21,13 @@ _LOSSES = frozenset(
 )
 
 
-def accepts_parts(config: AlgorithmSettings) -> bool:
+def accepts_parts(config: AlgorithmSettings, num_updates: int = 1) -> bool:
     """Whether the parts of a batch make the update that the batch as a whole makes.
 
     False where a number of one group depends on the other groups: what is normalized over the
     batch or has a state that each batch updates. False for a user's own loss and advantage, which
-    may depend on anything, and where two terms of the loss have different denominators.
+    may depend on anything, and where two terms of the loss have different denominators. False with
+    several updates, whose mini-batches are drawn from the whole batch.
     """
     weights, correction = config.sample_weight, config.rollout_is
     is_over_the_batch = (
@@ -40,7 +41,8 @@ def accepts_parts(config: AlgorithmSettings) -> bool:
         or correction.normalize_by == "kept"
     )
     return (
-        config.advantage in _ADVANTAGES
+        num_updates == 1
+        and config.advantage in _ADVANTAGES
         and config.loss in _LOSSES
         and not is_over_the_batch
         and _has_one_denominator(config)

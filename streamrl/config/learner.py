@@ -99,7 +99,11 @@ class LearnerSettings(Section):
     """The batch of a step, and the machine that trains it."""
 
     groups_per_step: Positive = 32
-    """Trajectory groups per optimizer step."""
+    """Trajectory groups per batch; a batch is one policy version."""
+    epochs: Positive = 1
+    """Passes over a batch."""
+    updates_per_batch: Positive = 1
+    """Optimizer updates in one pass over a batch, each on a mini-batch of whole groups."""
     max_tokens_per_micro_batch: Positive = 8192
     """Tokens (prompt and response) of one forward and backward pass."""
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -123,3 +127,8 @@ class LearnerSettings(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     report_entropy: bool = True
     """Measure the policy's entropy each step, also where the loss does not need it."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of one batch."""
+        return self.epochs * self.updates_per_batch

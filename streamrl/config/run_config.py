@@ -10,6 +10,7 @@ from pydantic import model_validator
 
 from streamrl.config.addresses import host_of, is_loopback, port_of
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.data import DataSettings
 from streamrl.config.generator import GeneratorSettings
@@ -54,6 +55,13 @@ class RunConfig(Section):
         """Tokens of the longest prompt plus completion."""
         longest = self.data.max_prompt_length + self.generator.max_new_tokens
         return self.generator.max_model_len or longest
+
+    @property
+    def loss_config(self) -> LossSettings:
+        """`algorithm.loss_config` with the default of `loss_scale_factor`."""
+        numbers = self.algorithm.loss_config
+        scale = numbers.loss_scale_factor or self.generator.max_new_tokens
+        return numbers.model_copy(update={"loss_scale_factor": float(scale)})
 
     def group_bytes(self, num_tokens: int) -> int:
         """Bytes of a group whose trajectories have so many tokens each, without a few of names."""

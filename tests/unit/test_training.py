@@ -1,7 +1,5 @@
 """A step's update does not depend on how its batch was cut, and is the one the formulas say."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,15 @@ from streamrl.config.learner import OptimizerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
-from tests.training import make_batch, make_config, make_critic, make_policy, make_trainer
+from tests.training import (
+    make_batch,
+    make_config,
+    make_critic,
+    make_groups,
+    make_policy,
+    make_trainer,
+    with_metrics,
+)
 
 
 def plain_logprobs(
@@ -168,13 +174,8 @@ def test_the_critic_learns_what_is_expected():
 
 def test_remax_subtracts_the_greedy_reward():
     batch = make_batch()
-    with_greedy = dataclasses.replace(
-        batch,
-        trajectories=tuple(
-            structs.replace(t, metrics={"greedy_reward": 0.25 * int(group)})
-            for t, group in zip(batch.trajectories, batch.group_indices, strict=True)
-        ),
-    )
+    groups = [with_metrics(g, greedy_reward=0.25 * i) for i, g in enumerate(make_groups())]
+    with_greedy = TrainingBatch.of(groups, policy_version=4)
     assigner = CreditAssigner(make_config(algorithm={"advantage": "remax"}).algorithm)
     credit = assigner.assign(with_greedy)
     expected = batch.sequences.expand(batch.rewards - 0.25 * batch.group_indices)

@@ -27,7 +27,8 @@ class BatchTotals:
     num_sequences: float
     """Sequences that hold a counted token."""
     longest: float
-    """Tokens of the longest response; the default divisor of seq-mean-token-sum-norm."""
+    """Tokens of the longest response: what seq-mean-token-sum-norm divides by where no constant is
+    given. The learner always gives one."""
 
     @classmethod
     def of(cls, sequences: Sequences, loss_mask: Tensor | None = None) -> "BatchTotals":

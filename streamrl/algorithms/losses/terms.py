@@ -44,11 +44,13 @@ def value_loss(
     config: ValueSettings,
     totals: BatchTotals | None = None,
     loss_mask: Tensor | None = None,
+    aggregation: LossSettings | None = None,
 ) -> LossOutput:
     """Half the squared error, or that of the value clipped around the old one if larger.
 
     Args:
         values, old_values, returns: [R]; `values` with gradient.
+        aggregation: `loss_scale_factor` and `norm_by_sequences` for seq-mean-token-sum-norm.
     """
     plain = (values - returns).square()
     error, clipped = plain, torch.zeros_like(plain)
@@ -56,7 +58,8 @@ def value_loss(
         near = values.clamp(old_values - config.clip_range, old_values + config.clip_range)
         bounded = (near - returns).square()
         error, clipped = torch.maximum(plain, bounded), (bounded > plain).to(plain.dtype)
-    loss = 0.5 * aggregate(error, sequences, config.loss_agg_mode, totals, loss_mask)
+    mode = config.loss_agg_mode
+    loss = 0.5 * aggregate(error, sequences, mode, totals, loss_mask, aggregation)
     fraction = token_mean(clipped, sequences, totals, loss_mask)
     return LossOutput(loss, {"critic/vf_clipfrac": fraction, "critic/vf_loss": loss.detach()})
 

@@ -18,6 +18,8 @@ Different from verl on purpose:
 - thresholds are validated, and ones at or below 1 need an explicit `threshold_lower`.
 """
 
+from pydantic import Field
+
 from streamrl.algorithms.rollout_is.statistics import RolloutISStatistics
 from streamrl.algorithms.rollout_is.weights import RolloutIS, rollout_is_weights
 from streamrl.config.algorithm.rollout_is import (
@@ -27,8 +29,12 @@ from streamrl.config.algorithm.rollout_is import (
     rollout_is_preset,
 )
 
-RolloutISConfig = RolloutISSettings
-"""The record `algorithm.rollout_is` under its name in the Python surface."""
+
+class RolloutISConfig(RolloutISSettings):
+    """The record `algorithm.rollout_is` for Python code, with verl's default of the veto."""
+
+    veto_threshold: float | None = Field(default=1e-4, gt=0, lt=1)
+
 
 __all__ = [
     "ROLLOUT_IS_PRESETS",

@@ -36,6 +36,7 @@ class Shard:
 
     weights: Tensor
     keep: Tensor
+    vetoed: Tensor
     log_weights: Tensor
     counts: Tensor | None
     statistics: RolloutISStatistics
@@ -68,6 +69,7 @@ def measure_shard(
         shard,
         weights=shard.weights.new_zeros(len(tokens)).masked_scatter_(tokens, shard.weights),
         keep=tokens.masked_scatter(tokens, shard.keep),
+        vetoed=torch.zeros_like(tokens).masked_scatter_(tokens, shard.vetoed),
         statistics=replace(shard.statistics, sums=sums_),
     )
 
@@ -105,14 +107,7 @@ def _measure(
         | rejection.sums
     )
     behind = -log_ratio_sums / sequences.lengths
-    maxima = {
-        "mismatch_log_ppl_diff_max": largest(behind),
-        "-mismatch_log_ppl_diff_min": largest(-behind),
-        "_log_max": largest(log_weights),
-        "-_log_min": largest(-log_weights),
-        "_seq_max": largest(per_sequence),
-        "-_seq_min": largest(-per_sequence),
-    } | rejection.maxima
+    maxima = rejection.maxima | _maxima(behind, log_weights, per_sequence)
     statistics = RolloutISStatistics(
         sum_names=tuple(sums),
         sums=torch.stack([value.double() for value in sums.values()]),
@@ -128,7 +123,20 @@ def _measure(
     return Shard(
         weights=level.to_tokens(weights.to(dtype)),
         keep=rejection.keep,
+        vetoed=sequences.expand(vetoed),
         log_weights=log_weights.to(dtype),
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
     )
+
+
+def _maxima(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
+    """Extremes, as `RolloutISStatistics.max_names` says."""
+    return {
+        "mismatch_log_ppl_diff_max": largest(behind),
+        "-mismatch_log_ppl_diff_min": largest(-behind),
+        "_log_max": largest(log_weights),
+        "-_log_min": largest(-log_weights),
+        "_seq_max": largest(per_sequence),
+        "-_seq_min": largest(-per_sequence),
+    }

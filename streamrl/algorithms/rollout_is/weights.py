@@ -31,6 +31,13 @@ class RolloutIS:
     metrics: dict[str, float]
     statistics: RolloutISStatistics | None = None
     """What the metrics were computed from, to be merged over micro-batches and ranks."""
+    vetoed: Tensor | None = None
+    """[R] bool; true: of a sequence that the veto gives weight 0. None where weights are off."""
+
+    @property
+    def accepted(self) -> Tensor:
+        """[R] bool; tokens that neither a rule nor the veto takes out, whatever their weight."""
+        return self.keep if self.vetoed is None else self.keep & ~self.vetoed
 
     def loss_terms(self, config: RolloutISSettings) -> tuple[Tensor | None, Tensor | None]:
         """(importance_weights, loss_mask) [R] for a LossInput, as `normalize_by` asks.
@@ -102,11 +109,12 @@ def _assemble(shards: list[Shard], config: RolloutISSettings, reduce: Reduce | N
     if config.threshold is None or not config.apply:
         return RolloutIS(None, keep, metrics, statistics)
     weights = torch.cat([shard.weights for shard in shards])
+    vetoed = torch.cat([shard.vetoed for shard in shards])
     if config.batch_normalize:
         factor = _mean_weight(statistics, config)
         weights = weights / factor
         metrics = metrics | {"mismatch/rollout_is_batch_norm_factor": factor}
-    return RolloutIS(weights, keep, metrics, statistics)
+    return RolloutIS(weights, keep, metrics, statistics, vetoed)
 
 
 def _exact_percentiles(shards: list[Shard]) -> Tensor:

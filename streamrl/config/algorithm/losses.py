@@ -29,7 +29,7 @@ class LossSettings(Section):
     """How per-token losses become one number; gspo, sapo and geo_mean take a mean per sequence
     instead and leave this to the other terms (KL, entropy, SFT)."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
-    """Fixed length that seq-mean-token-sum-norm divides by; null means the longest response."""
+    """Constant that seq-mean-token-sum-norm divides by; null means `generator.max_new_tokens`."""
     norm_by_sequences: bool = True
     """Whether seq-mean-token-sum-norm also divides by the number of sequences."""
 

@@ -61,7 +61,10 @@ class RejectionRule(Section):
 
 
 class RolloutISSettings(Section):
-    """How the weight exp(train - behavior) is aggregated, bounded and applied."""
+    """How the weight exp(train - behavior) is aggregated, bounded and applied.
+
+    A record starts from preset token_is; the keys that it has change that.
+    """
 
     threshold: float | None = Field(default=2.0, gt=0)
     """Upper bound U of a weight; null switches the weights off; "lo_up" zeroes outside (IcePop)."""
@@ -71,8 +74,9 @@ class RolloutISSettings(Section):
     """One ratio per token, their product per sequence, or their geometric mean per sequence."""
     mode: Literal["truncate", "clip", "mask"] = "truncate"
     """What a bound does: `truncate` caps at U, `clip` (also named `mask`) zeroes outside [L, U]."""
-    veto_threshold: float | None = Field(default=1e-4, gt=0, lt=1)
-    """A sequence with a token whose ratio is below this gets weight 0; null switches it off."""
+    veto_threshold: float | None = Field(default=None, gt=0, lt=1)
+    """A sequence with a token whose ratio is below this gets weight 0; 1e-4 is usual, null is off.
+    """
     apply: bool = True
     """False: report the metrics and leave the loss unweighted."""
     normalize_by: Literal["all", "kept"] = "all"
@@ -123,19 +127,21 @@ class RolloutISSettings(Section):
         return self.mode != "truncate"
 
 
+_VETO = 1e-4
+
 ROLLOUT_IS_PRESETS = {
-    "off": RolloutISSettings(threshold=None, veto_threshold=None),
-    "metrics_only": RolloutISSettings(apply=False),
-    "token_is": RolloutISSettings(veto_threshold=None),
-    "token_is_veto": RolloutISSettings(),
-    "token_clip": RolloutISSettings(mode="clip", veto_threshold=None),
-    "sequence_is": RolloutISSettings(level="sequence", veto_threshold=None),
-    "sequence_is_veto": RolloutISSettings(level="sequence"),
-    "sequence_clip": RolloutISSettings(level="sequence", mode="clip"),
-    "geometric_clip": RolloutISSettings(level="geometric", mode="clip", threshold=1.01),
-    "icepop": RolloutISSettings(
-        mode="clip", threshold=5.0, threshold_lower=0.5, veto_threshold=None
+    "off": RolloutISSettings(threshold=None),
+    "metrics_only": RolloutISSettings(apply=False, veto_threshold=_VETO),
+    "token_is": RolloutISSettings(),
+    "token_is_veto": RolloutISSettings(veto_threshold=_VETO),
+    "token_clip": RolloutISSettings(mode="clip"),
+    "sequence_is": RolloutISSettings(level="sequence"),
+    "sequence_is_veto": RolloutISSettings(level="sequence", veto_threshold=_VETO),
+    "sequence_clip": RolloutISSettings(level="sequence", mode="clip", veto_threshold=_VETO),
+    "geometric_clip": RolloutISSettings(
+        level="geometric", mode="clip", threshold=1.01, veto_threshold=_VETO
     ),
+    "icepop": RolloutISSettings(mode="clip", threshold=5.0, threshold_lower=0.5),
 }
 
 

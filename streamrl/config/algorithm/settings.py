@@ -123,14 +123,20 @@ class AlgorithmSettings(Section):
 
     @property
     def weighs_current_policy(self) -> bool:
-        """Whether importance weights compare the current policy with the behavior policy.
-
-        So it is when there is no proximal policy of its own. The losses with a ratio then hold the
-        correction in the ratio, and weights would count it twice.
-        """
+        """Whether importance weights compare the current policy with the behavior policy: there is
+        no proximal policy of its own."""
         return self.proximal == "behavior"
 
     @property
     def ratio_holds_correction(self) -> bool:
-        """Whether weights must not be applied: the loss's ratio is to the behavior policy."""
+        """Whether weights are for the metrics only: the loss's ratio is to the behavior policy, and
+        they would count it twice. Rejection and veto still mask."""
         return self.proximal == "behavior" and self.loss not in RATIO_FREE_LOSSES
+
+    @property
+    def corrects_as_a_whole(self) -> bool:
+        """Whether the correction of a token depends on the other tokens of its update."""
+        correction = self.rollout_is
+        return correction.normalize_by == "kept" or (
+            correction.batch_normalize and not self.ratio_holds_correction
+        )

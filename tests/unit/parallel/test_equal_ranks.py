@@ -1,0 +1,97 @@
+"""One rank, two and four make the same steps, whatever the algorithm needs of the whole batch."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from learners.batch import TrainingBatch
+from learners.parallel.mesh import make_mesh
+from learners.parallel.plan import share
+from learners.parallel.ranks import Ranks
+from learners.parallel.sharding import full_parameters
+from learners.trainer import Trainer
+from streamrl.config.learner import MeshSettings
+from streamrl.types import GroupHeader, TrajectoryGroup
+from tests.ranks import run_ranks
+from tests.training import make_config, make_groups, make_trainer, with_metrics
+
+NUM_STEPS = 3
+CASES: dict[str, dict[str, Any]] = {
+    "token-mean": {},
+    "sequence-mean": {"loss_config": {"loss_agg_mode": "seq-mean-token-mean"}},
+    "sum-norm": {"loss_config": {"loss_agg_mode": "seq-mean-token-sum-norm"}},
+    "kept": {
+        "rollout_is": {"mode": "mask", "threshold": 1.5, "normalize_by": "kept"},
+    },
+    "batch-normalize": {"rollout_is": {"threshold": 2.0, "batch_normalize": True}},
+    "kl-reward": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
+    "exact-kl": {"kl_loss": {"coef": 0.1, "kind": "full"}},
+    "gae": {"advantage": "gae"},
+    "entropy": {"entropy_coef": 0.01},
+    "whitened": {"advantage_config": {"whiten": True}, "reward": {"norm_mean": "running"}},
+    "remax": {"advantage": "remax"},
+    "resampled": {"pf_ppo": {}},
+}
+# Of one process, or of how the work was divided.
+UNEQUAL = ("learner/train_s", "learner/tokens_per_s", "learner/num_micro_batches")
+
+
+def configure(algorithm: dict[str, Any]) -> Any:
+    # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
+    learner, optimizer = {"max_tokens_per_micro_batch": 70}, {"eps": 1e-5}
+    return make_config(algorithm=algorithm, learner=learner, optimizer=optimizer)
+
+
+def make_step(step: int) -> list[TrajectoryGroup]:
+    """Groups of uneven lengths, one of them with nothing that was sampled twice."""
+    groups = make_groups(seed=step, num_groups=6, group_size=3)
+    return [with_metrics(g, greedy_reward=0.1 * i, difficulty=0.1) for i, g in enumerate(groups)]
+
+
+def train(trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
+    metrics = []
+    for step in range(NUM_STEPS):
+        groups = {group.prompt_index: group for group in make_step(step)}
+        headers = [GroupHeader.of(group) for group in groups.values()]
+        mine = [groups[h.prompt_index] for h in share(headers, ranks.count, ranks.index)]
+        metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))
+    return metrics
+
+
+def on_rank() -> dict[str, Any]:
+    mesh = make_mesh(MeshSettings(), torch.device("cpu"))
+    ranks = Ranks.of(dist.new_group(backend="gloo"))
+    results = {}
+    for name, algorithm in CASES.items():
+        trainer = make_trainer(configure(algorithm), mesh, ranks)
+        metrics = train(trainer, ranks)
+        critic = trainer.critic.parameters() if trainer.critic else {}
+        parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
+        results[name] = (metrics, dict(full_parameters(parameters)), trainer.credit.state_dict())
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def by_rank(request, tmp_path_factory):
+    return run_ranks(on_rank, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_make_the_steps_of_one(by_rank, name):
+    trainer = make_trainer(configure(CASES[name]))
+    expected = train(trainer, Ranks())
+    critic = trainer.critic.parameters() if trainer.critic else {}
+    parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
+    for results in by_rank:
+        metrics, trained, state = results[name]
+        for parameter, tensor in parameters.items():
+            torch.testing.assert_close(trained[parameter], tensor.data, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(metrics, expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            for metric in theirs.keys() - set(UNEQUAL):
+                close = math.isclose(ours[metric], theirs[metric], rel_tol=1e-4, abs_tol=1e-5)
+                assert close, (metric, ours[metric], theirs[metric])
+        assert state == pytest.approx(trainer.credit.state_dict(), rel=1e-5)
