@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from learners.batch import MicroBatch
+from learners.policy.compiled import compile_layers
 from learners.policy.network import Network, NetworkOutput
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -105,12 +106,15 @@ def load_network(
     if learner.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.train()
-    return Network(
+    network = Network(
         model.to(device_of(learner.device)),
         temperature=config.generator.temperature,
         dtype=getattr(torch, learner.dtype),
         has_values=has_values,
     )
+    if learner.compile:
+        compile_layers(network)
+    return network
 
 
 def device_of(name: str) -> torch.device:

@@ -123,6 +123,11 @@ class LearnerSettings(Section):
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """What one device computes in `dtype` at most, in 10^12 operations per second, for
     `learner/mfu`; unset: known for common GPUs."""
+    sum_each_micro_batch: bool = True
+    """Sum gradients over the ranks after every micro-batch; false: once an update, after the last,
+    which is less traffic and costs each rank the memory of a whole float32 gradient."""
+    compile: bool = False
+    """Compile the decoder's layers by torch.compile: faster passes after a slow first one."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     report_entropy: bool = True

@@ -35,8 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "remax": {"advantage": "remax"},
     "resampled": {"pf_ppo": {}},
 }
-# Of one process, or of how the work was divided.
-UNEQUAL = ("learner/train_s", "learner/tokens_per_s", "learner/num_micro_batches")
+# Of how the work was divided; times and rates are of one process.
+UNEQUAL = ("learner/num_micro_batches",)
 
 
 def configure(algorithm: dict[str, Any]) -> Any:
@@ -92,6 +92,8 @@ def test_ranks_make_the_steps_of_one(by_rank, name):
         for ours, theirs in zip(metrics, expected, strict=True):
             assert ours.keys() == theirs.keys()
             for metric in theirs.keys() - set(UNEQUAL):
+                if metric.endswith("_s"):
+                    continue
                 close = math.isclose(ours[metric], theirs[metric], rel_tol=1e-4, abs_tol=1e-5)
                 assert close, (metric, ours[metric], theirs[metric])
         assert state == pytest.approx(trainer.credit.state_dict(), rel=1e-5)
