@@ -47,6 +47,8 @@ class TrainingBatch:
     rank: int
     lengths: tuple[int, ...]
     """[S] tokens, those of the prompt included."""
+    prompt_indices: tuple[int, ...]
+    """[S] places in the prompt stream."""
     sequences: Sequences
     rewards: torch.Tensor
     """[S]"""
@@ -95,6 +97,7 @@ class TrainingBatch:
             owners=tuple(owner.tolist()),
             rank=ranks.index,
             lengths=tuple(n for h in headers for n in h.lengths),
+            prompt_indices=tuple(h.prompt_index for h in headers for _ in h.lengths),
             sequences=sequences,
             rewards=torch.tensor([reward for h in headers for reward in h.rewards]),
             group_indices=torch.arange(len(headers)).repeat_interleave(sizes),
@@ -148,10 +151,8 @@ class TrainingBatch:
     ) -> list["MicroBatch"]:
         """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen.
 
-        Each rank packs its own; all get the same number of micro-batches, some without any.
-
-        Raises:
-            ConfigError: a trajectory alone exceeds `max_tokens`.
+        A longer trajectory has one of its own. Each rank packs its own; all get the same number of
+        micro-batches, some without any.
         """
         shares: list[list[int]] = [[] for _ in range(1 + max(self.rank, *self.owners))]
         for i in range(len(self)) if chosen is None else chosen:
@@ -178,6 +179,7 @@ class TrainingBatch:
             members=indices,
             responses=self.rows(members),
             sequences=Sequences.from_lengths(self.sequences.lengths[indices]),
+            prompt_indices=tuple(self.prompt_indices[i] for i in members),
         )
 
     def rows(self, members: Sequence[int]) -> torch.Tensor:
@@ -228,8 +230,31 @@ class MicroBatch:
     responses: torch.Tensor
     """[R] which of the step's response tokens these are."""
     sequences: Sequences
+    prompt_indices: tuple[int, ...]
+    """[S] places in the prompt stream."""
 
     @property
     def is_empty(self) -> bool:
         """Whether it has no trajectory: it accompanies a micro-batch of another rank."""
         return not len(self.members)
+
+    def select(self, is_kept: torch.Tensor) -> "MicroBatch":
+        """The trajectories for which [S] bool, on the CPU, is true; itself if that is each."""
+        if is_kept.all():
+            return self
+        chosen, responses = is_kept.nonzero()[:, 0].tolist(), self.sequences.expand(is_kept)
+        tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
+        device = self.token_ids.device
+        places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
+        lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
+        return MicroBatch(
+            # Not one of those that are left out, whose hidden states may be NaN.
+            token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
+            packing=Packing(lengths, device),
+            predictors=places[self.predictors[responses.to(device)]],
+            targets=self.targets[responses.to(device)],
+            members=self.members[is_kept],
+            responses=self.responses[responses],
+            sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
+            prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
+        )

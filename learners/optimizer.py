@@ -1,31 +1,48 @@
-"""AdamW and its learning rate, as `learner.optimizer` describes them.
+"""AdamW, its learning rate and its updates, as `learner.optimizer` describes them.
 
 Invariant: the rate of a step is a function of the step alone, so a resumed run needs no scheduler
-state.
+state. An update whose gradient is not finite changes nothing, and few in a row are skipped.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 from learners.parallel.sharding import full
-from streamrl.config.learner import OptimizerSettings
+from streamrl.config.learner import OptimizerGroup, OptimizerSettings
+from streamrl.errors import ConfigError, DivergedError, did_you_mean
+
+log = logging.getLogger(__name__)
+
+LR_RATIO = "lr_ratio"
+"""Key of a parameter group: its rate as a multiple of `learner.optimizer.lr`."""
 
 
 def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSettings
 ) -> torch.optim.AdamW:
-    """AdamW over the named parameters; vectors (norms, biases) are not decayed."""
-    decayed = [p for p in parameters.values() if p.ndim >= 2]
-    exempt = [p for p in parameters.values() if p.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
+    """AdamW over the named parameters; vectors (norms, biases) are not decayed.
+
+    Raises:
+        ConfigError: a pattern of `settings.groups` matches no parameter that is left to it.
+    """
+    found = {name: _find(name, settings.groups) for name in parameters}
+    for index, group in enumerate(settings.groups):
+        if group not in found.values():
+            raise ConfigError(_unmatched(index, settings.groups, parameters))
+    alike: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        key = _rate_and_decay(parameter, found[name], settings)
+        alike.setdefault(key, []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": members, LR_RATIO: lr / settings.lr, "weight_decay": decay}
+            for (lr, decay), members in alike.items()
+        ],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
@@ -48,7 +65,7 @@ def update(
     changes anything.
     """
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group[LR_RATIO]
     norm = float(full(clip_grad_norm_(parameters, max_grad_norm or math.inf)))
     is_finite = math.isfinite(norm)
     if is_finite and not is_frozen:
@@ -61,18 +78,102 @@ def update(
     }
 
 
+class SkippedUpdates:
+    """Counts the updates in a row that were skipped; the count begins anew with the process."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num = 0
+
+    def count(self, metrics: Mapping[str, float], policy_version: int) -> None:
+        """One more update of this version, with the metrics of `update`, of one or two networks.
+
+        Raises:
+            DivergedError: more than the limit were skipped in a row.
+        """
+        if not any(metrics.get(f"{prefix}/skipped_update") for prefix in ("learner", "critic")):
+            self._num = 0
+            return
+        self._num += 1
+        sentence = f"the gradient of step {policy_version + 1} is not finite: "
+        if self._num > self._limit:
+            raise DivergedError(
+                f"{sentence}{self._num} updates in a row were skipped, and "
+                f"learner.optimizer.max_skipped_updates is {self._limit}; lower "
+                "learner.optimizer.lr, or go on from an older checkpoint (run.resume)"
+            )
+        log.warning("%sits update is skipped, %d in a row", sentence, self._num)
+
+
 def learning_rate(step: int, settings: OptimizerSettings, max_steps: int) -> float:
     """Of the step that is about to be made, counted from 0."""
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    span = max(1, max_steps - settings.warmup_steps)
-    progress = min(1.0, (step - settings.warmup_steps) / span)
+    num_warmup = settings.num_warmup_steps(max_steps)
+    if step < num_warmup:
+        return settings.lr * (step + 1) / num_warmup
     match settings.schedule:
         case "constant":
-            share = 1.0
+            return settings.lr
         case "linear":
-            share = 1.0 - progress
+            share = 1.0 - _progress(step, num_warmup, max_steps)
         case "cosine":
-            share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    floor = settings.min_lr_ratio if settings.schedule != "constant" else 1.0
-    return settings.lr * (floor + (1.0 - floor) * share)
+            share = _cosine(2.0 * settings.num_cycles * _progress(step, num_warmup, max_steps))
+        case "warmup_stable_decay":
+            num_decay = settings.num_decay_steps(max_steps)
+            share = _decay(_progress(step, max_steps - num_decay, max_steps), settings)
+    return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
+
+
+def _progress(step: int, first: int, last: int) -> float:
+    """From 0 at `first` to 1 at `last`."""
+    return min(1.0, max(0.0, (step - first) / max(1, last - first)))
+
+
+def _cosine(half_waves: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * half_waves))
+
+
+def _decay(progress: float, settings: OptimizerSettings) -> float:
+    match settings.decay_shape:
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return _cosine(progress)
+        case "1-sqrt":
+            return 1.0 - math.sqrt(progress)
+
+
+def _find(name: str, groups: Iterable[OptimizerGroup]) -> OptimizerGroup | None:
+    return next((group for group in groups if fnmatchcase(name, group.parameters)), None)
+
+
+def _rate_and_decay(
+    parameter: torch.nn.Parameter, group: OptimizerGroup | None, settings: OptimizerSettings
+) -> tuple[float, float]:
+    lr = settings.lr if group is None or group.lr is None else group.lr
+    usual = settings.weight_decay if parameter.ndim >= 2 else 0.0
+    return lr, usual if group is None or group.weight_decay is None else group.weight_decay
+
+
+def _unmatched(
+    index: int, groups: tuple[OptimizerGroup, ...], parameters: Mapping[str, torch.nn.Parameter]
+) -> str:
+    field = f"learner.optimizer.groups.{index}.parameters"
+    pattern = groups[index].parameters
+    matching = [name for name in parameters if fnmatchcase(name, pattern)]
+    if matching:
+        first = _find(matching[0], groups)
+        assert first is not None, "a name that a pattern matches has a first pattern"
+        return (
+            f"{field}: was {pattern!r}, whose parameters an earlier group has, such as "
+            f"{matching[0]} in {first.parameters!r}"
+        )
+    return f"{field}: was {pattern!r}, which no parameter matches; {_near(pattern, parameters)}"
+
+
+def _near(pattern: str, parameters: Mapping[str, torch.nn.Parameter]) -> str:
+    """Names that were probably meant; by their parts, since a pattern seldom has whole names."""
+    hint = did_you_mean(pattern, parameters)
+    if hint.startswith("did you mean"):
+        return hint
+    parts = {part for name in parameters for part in name.split(".") if not part.isdigit()}
+    return f"names have the parts {', '.join(sorted(parts))}"

@@ -1,8 +1,11 @@
 """Packing: which trajectories share a micro-batch.
 
-Invariant: each trajectory is in exactly one micro-batch, no micro-batch exceeds the limit, and
-every rank gets the same number of them (with fewer, a rank would leave the others' collectives
-waiting).
+Invariant: each trajectory is in exactly one micro-batch, no micro-batch of several trajectories
+exceeds the limit, and every rank gets the same number of them (with fewer, a rank would leave the
+others' collectives waiting).
+
+A trajectory that is longer than the limit has a micro-batch of its own. It is not left out, since
+what is trained would then have other lengths than what was sampled.
 
 Longest first into the cheapest bin with room. Karmarkar-Karp, which verl and ROLL use, balances
 without knowing the limit, and exceeds it where the bins are nearly full; this keeps the limit,
@@ -45,14 +48,12 @@ def pack(
     a micro-batch may be empty.
 
     Raises:
-        ConfigError: a trajectory alone exceeds `max_tokens`, or there are fewer trajectories than
-            ranks.
+        ConfigError: there are fewer trajectories than ranks.
     """
     if not lengths or len(lengths) < num_ranks:
         raise ConfigError(f"{len(lengths)} trajectories cannot be shared by {num_ranks} ranks")
-    _require_room(max(lengths), max_tokens)
     ranked = _longest_first(lengths, cost)
-    num_bins = num_ranks * -(-sum(lengths) // (max_tokens * num_ranks))
+    num_bins = num_ranks * -(-_num_needed(lengths, max_tokens) // num_ranks)
     while (bin_of := _fill(ranked, max_tokens, num_bins)) is None:
         num_bins += num_ranks
     bins, spent = _bins(ranked, bin_of, num_bins)
@@ -65,14 +66,13 @@ def pack_shares(
     """As `pack`, for ranks that have their trajectories already: indices into each one's lengths.
 
     Raises:
-        ConfigError: a trajectory alone exceeds `max_tokens`, or there is none at all.
+        ConfigError: there is none at all.
     """
     lengths = [length for share in shares for length in share]
     if not lengths:
         raise ConfigError("a batch without trajectories cannot be packed")
-    _require_room(max(lengths), max_tokens)
     ranked = [_longest_first(share, cost) for share in shares]
-    num_bins = max(1, *(-(-sum(share) // max_tokens) for share in shares))
+    num_bins = max(_num_needed(share, max_tokens) for share in shares)
     while True:
         filled = [_fill(of_rank, max_tokens, num_bins) for of_rank in ranked]
         bin_of = [of_rank for of_rank in filled if of_rank is not None]
@@ -97,12 +97,11 @@ def _longest_first(lengths: Sequence[int], cost: Cost) -> _Ranked:
     return _Ranked(order, given[order], cost(given[order]))
 
 
-def _require_room(longest: int, max_tokens: int) -> None:
-    if longest > max_tokens:
-        raise ConfigError(
-            f"learner.max_tokens_per_micro_batch {max_tokens} cannot hold a trajectory of "
-            f"{longest} tokens"
-        )
+def _num_needed(lengths: Sequence[int], max_tokens: int) -> int:
+    """Micro-batches at least: those of long trajectories, and as many as the others fill."""
+    num_alone = sum(length > max_tokens for length in lengths)
+    others = sum(length for length in lengths if length <= max_tokens)
+    return num_alone + -(-others // max_tokens)
 
 
 def _bins(ranked: _Ranked, bin_of: Integers, num_bins: int) -> tuple[list[list[int]], Costs]:
@@ -118,11 +117,13 @@ def _bins(ranked: _Ranked, bin_of: Integers, num_bins: int) -> tuple[list[list[i
 
 
 def _fill(ranked: _Ranked, max_tokens: int, num_bins: int) -> Integers | None:
-    """[S] each trajectory's bin, the cheapest with room for it; None if one finds no room."""
+    """[S] each trajectory's bin, the cheapest with room for it, or one of its own if it is longer
+    than every bin; None if one finds no room."""
     _, lengths, costs = ranked
+    start = int((lengths > max_tokens).sum())
     spent, room = np.zeros(num_bins), np.full(num_bins, max_tokens)
-    bin_of = np.empty(len(lengths), dtype=np.int64)
-    start = 0
+    spent[:start], room[:start] = costs[:start], 0
+    bin_of = np.arange(len(lengths))
     while start < len(lengths):
         with_room = np.flatnonzero(room >= lengths[start])
         if not len(with_room):

@@ -10,6 +10,7 @@ its updates move the policy. With one update the training pass itself yields the
 log-probabilities; `FactCollector` says when a pass of their own comes first.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ from learners.objective.facts import FactCollector, Facts
 from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.mini_batches import mini_batches
 from learners.objective.step_metrics import MASKED, Part, of_facts, of_updates, of_work
-from learners.optimizer import learning_rate, make_optimizer, update
+from learners.optimizer import SkippedUpdates, learning_rate, make_optimizer, update
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
@@ -29,6 +30,8 @@ from learners.profiling.profile import StepProfile
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -54,6 +57,9 @@ class Trainer:
         self._profile = StepProfile(
             config, {name: n.network for name, n in networks.items() if n}, ranks.index
         )
+        self._skipped = SkippedUpdates(config.learner.optimizer.max_skipped_updates)
+        self._max_tokens = config.learner.max_tokens_per_micro_batch
+        self._longest = 0
         self._parts: tuple[Part, ...] = ()
         self._accumulated: Accumulated | None = None
         self._corrected: dict[str, float] = {}
@@ -77,6 +83,7 @@ class Trainer:
             raise ValueError("part: the algorithm takes a batch as a whole")
         if not self._parts:
             self._profile.begin(part.policy_version + 1)
+        self._warn_of_long(part)
         micro_batches = self._pack(part)
         facts, metrics = self._facts.collect(part, micro_batches)
         updates = self._mini_batches(part)
@@ -102,7 +109,7 @@ class Trainer:
             self._accumulate(batch, facts, self._pack(batch, chosen), chosen)
             updates.append(self._update())
         self.discard()
-        work = of_work(parts, update_s=time.perf_counter() - start)
+        work = of_work(parts, self._max_tokens, update_s=time.perf_counter() - start)
         profile = self._profile.take(work["learner/train_s"])
         return {**of_facts(parts), **of_updates(updates), **work, **profile}
 
@@ -111,9 +118,21 @@ class Trainer:
         return self.policy.batch_logprobs(self._pack(batch), batch.sequences.num_tokens)
 
     def _pack(self, batch: TrainingBatch, chosen: Sequence[int] | None = None) -> list[MicroBatch]:
-        max_tokens = self._config.learner.max_tokens_per_micro_batch
         with self._profile.phase("plan"):
-            return batch.pack(max_tokens, self.policy.device, chosen)
+            return batch.pack(self._max_tokens, self.policy.device, chosen)
+
+    def _warn_of_long(self, batch: TrainingBatch) -> None:
+        """Of the longest trajectory, if it is above the limit and none before it was as long."""
+        longest = max(range(len(batch)), key=batch.lengths.__getitem__)
+        if batch.lengths[longest] > max(self._max_tokens, self._longest):
+            self._longest = batch.lengths[longest]
+            log.warning(
+                "prompt %d: a trajectory of %d tokens has a micro-batch of its own, since "
+                "learner.max_tokens_per_micro_batch is %d; it needs more memory than the others",
+                batch.prompt_indices[longest],
+                self._longest,
+                self._max_tokens,
+            )
 
     def _mini_batches(self, batch: TrainingBatch) -> list[list[int]]:
         """The trajectories of each update."""
@@ -138,6 +157,9 @@ class Trainer:
 
         A mini-batch in which no token contributes changes nothing, and the policy is frozen while
         the critic warms up.
+
+        Raises:
+            DivergedError: too many in a row were skipped.
         """
         accumulated, self._accumulated = self._accumulated, None
         assert accumulated is not None, "a batch is accumulated first"
@@ -159,6 +181,7 @@ class Trainer:
                 prefix="learner",
                 is_frozen=is_masked or is_warmup,
             )
+        self._skipped.count({**critic, **policy}, policy_version)
         counts = {
             "learner/num_micro_batches": accumulated.num_micro_batches,
             MASKED: float(is_masked),

@@ -2,7 +2,8 @@
 
 Invariant: an error names the field or the peer, what it was, and what is allowed. Each family has
 an exit code, by which a supervisor decides: `ConfigError` is for a person, `RolloutError` is data
-until every group fails, `TransportError` is retried under a deadline, all else crashes.
+until every group fails, `TransportError` is retried under a deadline, `DivergedError` ends the run,
+all else crashes.
 """
 
 import signal
@@ -14,6 +15,7 @@ EXIT_CONFIG = 2
 EXIT_FENCED = 3
 EXIT_ROLLOUTS = 4
 EXIT_UNREACHABLE = 5
+EXIT_DIVERGED = 6
 # More names are neither compared nor listed: it would take seconds, and nobody reads them.
 MAX_LISTED = 1000
 
@@ -67,6 +69,10 @@ class UnknownGeneratorError(ConfigError):
 
 class RolloutError(StreamRLError):
     """One rollout failed: recorded as data, its group dropped with a reason; never fatal."""
+
+
+class DivergedError(StreamRLError):
+    """Gradients stay not finite: going on, or starting again, would train nothing."""
 
 
 class TransportError(StreamRLError):
@@ -134,6 +140,7 @@ _FAMILIES: tuple[tuple[int, type[StreamRLError]], ...] = (
     (EXIT_FENCED, FencedError),
     (EXIT_ROLLOUTS, RolloutError),
     (EXIT_UNREACHABLE, TransportError),
+    (EXIT_DIVERGED, DivergedError),
     (EXIT_CRASHED, StreamRLError),
 )
 

@@ -6,6 +6,7 @@
     3  another learner took over: do not start this one again
     4  every group fails: see what the reward or the environment raises
     5  a peer did not answer within its deadline: start it again
+    6  the training diverged: a person has to change it
 
 Invariant: a task that fails ends the daemon, and its supervisor gets the reason in one sentence. A
 daemon's `main` calls `run` with its coroutine, which waits for `Shutdown.requested` beside its
@@ -32,6 +33,7 @@ from streamrl.error_record import leave_record
 from streamrl.errors import (
     EXIT_CRASHED,
     ConfigError,
+    DivergedError,
     FencedError,
     RolloutError,
     StreamRLError,
@@ -172,7 +174,7 @@ def user_code_details(error: BaseException) -> Mapping[str, Any]:
 def _reason(error: BaseException) -> BaseException:
     """The error of the group that says most: one that a restart cannot change, or a crash."""
     causes = list(_leaves(error))
-    for family in (FencedError, ConfigError, ImportError, RolloutError):
+    for family in (FencedError, ConfigError, ImportError, RolloutError, DivergedError):
         for cause in causes:
             if isinstance(cause, family):
                 return cause

@@ -1,5 +1,6 @@
 """A trainer on the tiny model and batches for it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from msgspec import structs
 from learners.batch import TrainingBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import shard
+from learners.parallel.sharding import assign, full, shard
 from learners.policy.critic import Critic
 from learners.policy.network import Network
 from learners.policy.policy import Policy
@@ -17,6 +18,9 @@ from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
+
+POISON = 1
+"""No id of `make_groups`. After `poison`, what follows it in a trajectory is not finite."""
 
 
 def make_config(**sections: Any) -> RunConfig:
@@ -81,6 +85,35 @@ def with_metrics(group: TrajectoryGroup, **metrics: float) -> TrajectoryGroup:
     """The group with these metrics of each trajectory."""
     members = tuple(structs.replace(t, metrics=metrics) for t in group.trajectories)
     return structs.replace(group, trajectories=members)
+
+
+def poisoned(
+    groups: Sequence[TrajectoryGroup], *which: tuple[int, int]
+) -> tuple[TrajectoryGroup, ...]:
+    """With POISON in the prompts of these trajectories of these groups, by their places."""
+
+    def changed(t: Trajectory) -> Trajectory:
+        return structs.replace(t, token_ids=np.where(np.arange(t.num_tokens), t.token_ids, POISON))
+
+    return tuple(
+        structs.replace(
+            group,
+            trajectories=tuple(
+                changed(t) if (g, m) in which else t for m, t in enumerate(group.trajectories)
+            ),
+        )
+        for g, group in enumerate(groups)
+    )
+
+
+def poison(trainer: Trainer, value: float = torch.nan) -> None:
+    """Make the embedding of POISON this value; all ranks call it together."""
+    models = [trainer.policy.model, *([trainer.critic.network.model] if trainer.critic else [])]
+    for model in models:
+        weight = model.get_input_embeddings().weight
+        whole = full(weight).clone()
+        whole[POISON] = value
+        assign(weight, whole)
 
 
 def make_batch(seed: int = 0, num_groups: int = 5, group_size: int = 4) -> TrainingBatch:

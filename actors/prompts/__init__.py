@@ -6,10 +6,10 @@ A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch 
 from pathlib import Path
 
 from actors.prompts.files import FilePrompts
-from actors.prompts.rows import SUFFIXES
 from actors.prompts.tasks import TASKS, TaskPrompts
 from actors.prompts.user import UserPrompts
 from streamrl.config.data import DataSettings
+from streamrl.data_files import SUFFIXES
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import PromptSource
 from streamrl.user_code import is_user_code

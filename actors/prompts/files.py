@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.prompts.rows import Row, read_rows, shown
+from streamrl.data_files import Row, read_rows, shown
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt
 

@@ -9,6 +9,7 @@ Shapes: R response tokens, S trajectories.
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ import torch
 from learners.batch import MicroBatch, TrainingBatch
 from learners.objective.correction import Correction, correct
 from learners.objective.credit import CreditAssigner
+from learners.objective.nonfinite import finite_sequences
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig
 
-_PER_TRAJECTORY = frozenset({"rewards", "sample_weights"})
+_PER_TRAJECTORY = frozenset({"rewards", "sample_weights", "is_finite"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,9 @@ class Facts:
     """Of the critic, before the step."""
     returns: torch.Tensor | None
     """What the critic is trained towards."""
+    is_finite: torch.Tensor
+    """[S] bool, false where a pass without gradient found a number that is not finite: no loss may
+    count the sequence."""
 
     def with_correction(self, rows: torch.Tensor, correction: Correction) -> "Facts":
         """The facts of an update on these rows, with a correction made for it as a whole."""
@@ -107,8 +112,16 @@ class FactCollector:
             reference = self._ranks.sum(reference)
         if self._critic is not None:
             values = self._ranks.sum(self._critic.batch_values(micro_batches, num_tokens))
+        is_finite = finite_sequences(batch.sequences, policy, reference, values)
+        finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
+        sampled = finite(policy, batch.behavior_logprobs)
         in_reward = reference if config.kl_reward.coef > 0 else None
-        credit = self._credit.assign(batch, policy, in_reward, values)
+        credit = self._credit.assign(
+            batch,
+            sampled,
+            finite(in_reward, batch.behavior_logprobs),
+            finite(values, torch.zeros(num_tokens)),
+        )
         facts = Facts(
             behavior_logprobs=batch.behavior_logprobs,
             staleness=batch.staleness,
@@ -121,12 +134,12 @@ class FactCollector:
             reference_logprobs=reference,
             old_values=values,
             returns=credit.returns,
+            is_finite=is_finite,
         )
-        if facts.proximal_logprobs is None:
+        if facts.proximal_logprobs is None or sampled is None:
             return facts, credit.metrics
         behavior, staleness = facts.behavior_logprobs, facts.staleness
-        proximal, sequences = facts.proximal_logprobs, batch.sequences
-        correction = correct(config, proximal, behavior, staleness, sequences)
+        correction = correct(config, sampled, behavior, staleness, batch.sequences)
         rows = torch.arange(num_tokens)
         return facts.with_correction(rows, correction), {**credit.metrics, **correction.metrics}
 
@@ -146,7 +159,10 @@ class FactCollector:
         rows, lengths = batch.rows(chosen), batch.sequences.lengths[chosen]
         behavior, staleness = facts.behavior_logprobs[rows], facts.staleness[rows]
         sequences = Sequences.from_lengths(lengths)
-        correction = correct(config, logprobs[rows], behavior, staleness, sequences)
+        is_finite = finite_sequences(batch.sequences, logprobs)
+        sampled = torch.where(sequences.expand(is_finite[chosen]), logprobs[rows], behavior)
+        correction = correct(config, sampled, behavior, staleness, sequences)
+        facts = replace(facts, is_finite=facts.is_finite & is_finite)
         return facts.with_correction(rows, correction), correction.metrics
 
     @property
@@ -156,6 +172,14 @@ class FactCollector:
         config = self._config
         is_anchor = self._num_updates > 1 or config.corrects_as_a_whole
         return config.kl_reward.coef > 0 or (config.proximal == "recompute" and is_anchor)
+
+
+def _finite(
+    column: torch.Tensor | None, instead: torch.Tensor, *, is_finite: torch.Tensor
+) -> torch.Tensor | None:
+    """The column [R] with other numbers for sequences that are not finite: no mean over the batch,
+    and no state from batch to batch, becomes NaN."""
+    return None if column is None else torch.where(is_finite, column, instead)
 
 
 def _to_tokens(sequence_mask: torch.Tensor | None, batch: TrainingBatch) -> torch.Tensor | None:

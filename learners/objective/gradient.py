@@ -3,7 +3,7 @@
 Invariant: the gradient and the metrics are those of the whole batch however it was cut, because
 every denominator counts the tokens and trajectories of all micro-batches of all ranks. A batch that
 comes in parts has the denominators of the parts so far; each further part scales what was
-accumulated.
+accumulated. A sequence with a number that is not finite is in neither.
 Shapes: R response tokens of a micro-batch.
 """
 
@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from learners.batch import MicroBatch
 from learners.objective.correction import correct
 from learners.objective.facts import Facts
+from learners.objective.nonfinite import finite_sequences, num_sequences, without_nonfinite
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import sum_gradients
 from learners.policy.critic import Critic
@@ -31,18 +32,26 @@ from streamrl.algorithms.rollout_is import RolloutISStatistics
 from streamrl.config import RunConfig
 
 Term = TypeVar("Term", float, torch.Tensor)
+Work: TypeAlias = tuple[tuple[MicroBatch, Facts], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
     """What `.grad` holds of a batch: all of it, or its parts so far."""
 
+    work: Work
+    """The micro-batches of this rank, each with the table of its part."""
+    num_given: int
+    """Sequences of this rank, with those that are not finite and in no micro-batch."""
     totals: BatchTotals
     terms: dict[str, torch.Tensor]
     """Metrics, with the denominators of `totals`."""
     statistics: RolloutISStatistics | None
     """Of the corrections; None if each was off, or was made for the update as a whole."""
-    num_micro_batches: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.work)
 
 
 class Gradient:
@@ -67,27 +76,68 @@ class Gradient:
     def accumulate(
         self, micro_batches: list[MicroBatch], facts: Facts, previous: Accumulated | None = None
     ) -> Accumulated:
-        """Add the gradient of these micro-batches to that of the previous parts of the batch."""
-        slices = [(m, facts.select(m)) for m in micro_batches]
+        """Add the gradient of these micro-batches to that of the previous parts of the batch.
+
+        If a sequence is not finite, the gradient of all parts is computed anew without it.
+        """
+        added: Work = tuple((m, facts) for m in micro_batches)
+        num_given = num_sequences(added) + (0 if previous is None else previous.num_given)
+        if not facts.is_finite.all():
+            added = self._finite(added, [facts.is_finite[m.members] for m in micro_batches])
+        accumulated, is_finite = self._add(added, previous, num_given)
+        work = accumulated.work
+        known = [torch.ones(len(m.members), dtype=torch.bool) for m, _ in work[: -len(added)]]
+        kept = self._finite(work, [*known, *is_finite])
+        if kept is work:
+            return accumulated
+        self._clear()
+        return self._add(kept, None, num_given)[0]
+
+    def _finite(self, work: Work, is_finite: Sequence[torch.Tensor]) -> Work:
+        """The work without the sequences for which [S] is false, on every rank if there is one on
+        any; the work itself if there is none, or if no rank had a sequence left."""
+        known = torch.cat([mask.to(is_finite[-1].device) for mask in is_finite]).cpu()
+        counts = torch.tensor([int(known.sum()), len(known)])
+        num_finite, num_all = self._ranks.sum(counts).tolist()
+        if num_finite in (0, num_all):
+            return work
+        return without_nonfinite(work, known.split([len(mask) for mask in is_finite]))
+
+    def _add(
+        self, work: Work, previous: Accumulated | None, num_given: int
+    ) -> tuple[Accumulated, list[torch.Tensor]]:
+        """What is accumulated after this work, and [S] for each micro-batch of it, whether its
+        sequences are finite."""
+        slices = [(m, facts.select(m)) for m, facts in work]
         mine = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
         totals = reduce(add, self._ranks.gather(mine))
-        terms, shards = [], []
+        terms, shards, is_finite = [], [], []
         if previous is not None:
             totals = previous.totals + totals
             terms = [self._rescale(previous, totals)]
             shards = [previous.statistics]
         for i, (micro_batch, rows) in enumerate(slices, 1):
             self._sum_gradients(self._sums_each or i == len(slices))
-            policy_terms, statistics = self._backward(micro_batch, rows, totals)
+            policy_terms, statistics, finite = self._backward(micro_batch, rows, totals)
             terms.append({**policy_terms, **self._critic_backward(micro_batch, rows, totals)})
             shards.append(statistics)
+            is_finite.append(finite)
         measured = [statistics for statistics in shards if statistics is not None]
-        return Accumulated(
+        accumulated = Accumulated(
+            work=work if previous is None else (*previous.work, *work),
+            num_given=num_given,
             totals=totals,
             terms=_total(terms),
             statistics=reduce(RolloutISStatistics.merge, measured) if measured else None,
-            num_micro_batches=len(micro_batches) + (previous.num_micro_batches if previous else 0),
         )
+        return accumulated, is_finite
+
+    def _clear(self) -> None:
+        """Forget what was accumulated."""
+        networks = (self._policy,) if self._critic is None else (self._policy, self._critic)
+        for network in networks:
+            for parameter in network.parameters().values():
+                parameter.grad = None
 
     def _sum_gradients(self, is_on: bool) -> None:
         for trained in (self._policy, self._critic):
@@ -96,7 +146,11 @@ class Gradient:
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
         """Under their public names, of all ranks."""
-        mine = {name: float(value) for name, value in accumulated.terms.items()}
+        num_nonfinite = accumulated.num_given - num_sequences(accumulated.work)
+        mine = {
+            **{name: float(value) for name, value in accumulated.terms.items()},
+            "learner/num_nonfinite_sequences": float(num_nonfinite),
+        }
         terms = _total(self._ranks.gather(mine, dict[str, float]))
         if accumulated.statistics is None:
             return terms
@@ -118,12 +172,15 @@ class Gradient:
 
     def _backward(
         self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals
-    ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None]:
-        """This micro-batch's share of the metrics, and the statistics of its own correction."""
+    ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None, torch.Tensor]:
+        """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
+        whether its sequences are finite."""
         current = self._policy(
             micro_batch, with_entropy=self._with_entropy, reference=self._exact(micro_batch)
         )
         assert current.logprobs is not None, "they are asked for by default"
+        computed = (current.logprobs, current.entropy, current.kl)
+        is_finite = finite_sequences(micro_batch.sequences, *computed)
         proximal = self._proximal(facts, current.logprobs)
         weights, loss_mask, statistics = facts.importance_weights, facts.loss_mask, None
         if weights is None:
@@ -138,7 +195,7 @@ class Gradient:
             loss_mask = correction.masked(loss_mask)
         if micro_batch.is_empty:
             _backward_of_nothing(current.logprobs, current.entropy, current.kl)
-            return {}, statistics
+            return {}, statistics, is_finite
         loss_input = LossInput(
             logprobs=current.logprobs,
             proximal_logprobs=proximal,
@@ -159,7 +216,8 @@ class Gradient:
         )
         output.loss.backward()
         trained = trained_fraction(loss_input, self._algorithm)
-        return {**output.metrics, "actor/trained_token_frac": trained}, statistics
+        metrics = {**output.metrics, "actor/trained_token_frac": trained}
+        return metrics, statistics, is_finite
 
     def _proximal(self, facts: Facts, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal != "recompute":

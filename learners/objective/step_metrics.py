@@ -80,8 +80,9 @@ def _together(
     return sum(values) / len(values)
 
 
-def of_work(parts: Sequence[Part], update_s: float) -> dict[str, float]:
-    """What the step computed, and for how long; waiting between the parts is not included.
+def of_work(parts: Sequence[Part], max_tokens: int, update_s: float) -> dict[str, float]:
+    """What the step computed in micro-batches of `max_tokens`, and for how long; waiting between
+    the parts is not included.
 
     Tokens are those of all ranks, micro-batches those of one.
     """
@@ -91,6 +92,9 @@ def of_work(parts: Sequence[Part], update_s: float) -> dict[str, float]:
         "learner/train_s": train_s,
         "learner/num_tokens": num_tokens,
         "learner/tokens_per_s": num_tokens / train_s,
+        "learner/num_long_trajectories": sum(
+            length > max_tokens for part in parts for length in part.batch.lengths
+        ),
         "learner/num_parts": len(parts),
     }
 

@@ -25,7 +25,8 @@ class Critic:
         self._config = config.algorithm.value
         self._aggregation = config.loss_config
         self._max_steps = config.run.max_steps
-        self._settings = settings.model_copy(update={"lr": self._config.lr or settings.lr})
+        own = {"lr": self._config.lr or settings.lr, "groups": ()}
+        self._settings = settings.model_copy(update=own)
         self.network = network
         self.optimizer = make_optimizer(self.parameters(), self._settings)
 

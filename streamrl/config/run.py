@@ -18,7 +18,10 @@ class RunSettings(Section):
     folder: Path = Path("runs")
     """Where run folders are made."""
     max_steps: Positive = 100
-    """Optimizer steps until the run ends."""
+    """Steps until the run ends."""
+    total_epochs: Annotated[float, Field(gt=0)] | None = None
+    """The same in passes over the rows of `data.source`, a file: `max_steps` becomes rows x epochs
+    / `learner.groups_per_step`, rounded down. If both are given, the smaller one ends the run."""
     seed: NotNegative = 0
     """Seed of the prompt stream, of sampling and of initialization."""
     resume: Literal["never", "auto"] | Path = "never"

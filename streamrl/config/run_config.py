@@ -153,12 +153,35 @@ def _weights_without_keys(c: RunConfig) -> str | None:
     )
 
 
+def _epochs_not_counted(c: RunConfig) -> str | None:
+    """`load_config` counts them, and leaves none."""
+    if c.run.total_epochs is None:
+        return None
+    return (
+        f"run.total_epochs {c.run.total_epochs:g} is not counted in steps: read the configuration "
+        "with load_config, or set run.max_steps"
+    )
+
+
 def _warmup_longer_than_run(c: RunConfig) -> str | None:
     if c.learner.optimizer.warmup_steps <= c.run.max_steps:
         return None
     return (
         f"learner.optimizer.warmup_steps {c.learner.optimizer.warmup_steps} is longer than "
         f"run.max_steps {c.run.max_steps}"
+    )
+
+
+def _decay_within_warmup(c: RunConfig) -> str | None:
+    settings, num_steps = c.learner.optimizer, c.run.max_steps
+    num_warmup = settings.num_warmup_steps(num_steps)
+    num_decay = settings.num_decay_steps(num_steps)
+    if settings.schedule != "warmup_stable_decay" or num_warmup + num_decay <= num_steps:
+        return None
+    return (
+        f"learner.optimizer.decay_ratio {settings.decay_ratio:g} begins within the warm-up: "
+        f"{num_warmup} steps of warm-up and {num_decay} of decay are more than run.max_steps "
+        f"{num_steps}"
     )
 
 
@@ -220,7 +243,9 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _nccl_without_gpu,
     _shared_between_gpu_and_cpu,
     _weights_without_keys,
+    _epochs_not_counted,
     _warmup_longer_than_run,
+    _decay_within_warmup,
     _warmup_without_a_critic,
     _alone_in_its_group,
     _groups_too_large,

@@ -212,6 +212,14 @@ WARNED = [
     ),
     (["buffer.max_group_bytes=2000"], r"buffer\.max_group_bytes: .*more than about 19 tokens each"),
     (["buffer.lease_ttl_s=2"], r"buffer\.lease_ttl_s: 2 s"),
+    (
+        [
+            "generator.max_model_len=64",
+            "learner.max_tokens_per_micro_batch=40",
+            "generator.environment=own.py:OneMethod",
+        ],
+        r"learner\.max_tokens_per_micro_batch: was 40, .* trajectories of 64 tokens",
+    ),
     (["buffer.url=redis://:pw@127.0.0.1:1"], r"buffer\.url: holds a password, which other users"),
     (
         ["generator.engine=vllm", f"generator.vllm.url={HOST_OF_NOBODY}"],

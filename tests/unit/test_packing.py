@@ -41,9 +41,20 @@ def test_cost_in_flops_parts_long_trajectories_from_each_other():
     assert sorted(sum(lengths[i] > 8 for i in b) for b in bins) == [1, 1]
 
 
-def test_a_trajectory_longer_than_the_limit_is_refused():
-    with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch 10 cannot hold .* 11"):
-        pack([3, 11], 10)
+@given(st.lists(st.integers(1, 3 * MAX_TOKENS), min_size=4, max_size=80), st.integers(1, 4))
+def test_a_trajectory_longer_than_the_limit_has_a_micro_batch_of_its_own(lengths, num_ranks):
+    packed = pack(lengths, MAX_TOKENS, num_ranks=num_ranks)
+    assert len({len(bins) for bins in packed}) == 1
+    bins = [micro_batch for rank in packed for micro_batch in rank]
+    assert sorted(i for micro_batch in bins for i in micro_batch) == list(range(len(lengths)))
+    over = [b for b in bins if sum(lengths[i] for i in b) > MAX_TOKENS]
+    assert all(len(micro_batch) == 1 for micro_batch in over)
+    assert sorted(i for (i,) in over) == [i for i, n in enumerate(lengths) if n > MAX_TOKENS]
+
+
+def test_a_long_trajectory_costs_the_others_no_micro_batch():
+    (bins,) = pack([3, 11, 25, 4, 3], 10)
+    assert sorted(sorted(micro_batch) for micro_batch in bins) == [[0, 3, 4], [1], [2]]
 
 
 def test_fewer_trajectories_than_ranks_are_refused():

@@ -15,6 +15,7 @@ from streamrl.config.run import RunSettings
 from streamrl.error_record import ErrorRecord
 from streamrl.errors import (
     ConfigError,
+    DivergedError,
     FencedError,
     RolloutError,
     StreamRLError,
@@ -92,7 +93,9 @@ def test_the_back_off_doubles_up_to_a_bound_and_begins_again_after_healthy_time(
     assert process.delays[-2:] == [FIRST_DELAY_S, FIRST_DELAY_S]
 
 
-@pytest.mark.parametrize(("exit_code", "kind"), [(2, ConfigError), (3, FencedError)])
+@pytest.mark.parametrize(
+    ("exit_code", "kind"), [(2, ConfigError), (3, FencedError), (6, DivergedError)]
+)
 def test_a_configuration_and_a_takeover_are_not_tried_again(exit_code, kind):
     process = Process()
     process.fail(KILLED, steps=7)

@@ -8,10 +8,8 @@ from transformers import LlamaForCausalLM
 
 from learners.batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
-from learners.optimizer import learning_rate, make_optimizer
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.config.learner import OptimizerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.tiny_model import make_llama
@@ -220,6 +218,25 @@ def test_agentic_rewards_are_compared_as_the_configuration_says(grouping, compar
     assert torch.allclose(advantages, expected)
 
 
+def test_a_trajectory_above_the_limit_is_trained_as_the_others_are(caplog):
+    """In a micro-batch of its own, with a warning while each is longer than those before."""
+    lengths = [t.num_tokens for t in make_batch().trajectories]
+    limit = sorted(lengths)[-3]
+    updates = []
+    for max_tokens in (limit, 10_000):
+        learner = {"max_tokens_per_micro_batch": max_tokens}
+        config = make_config(learner=learner, data={"source": "x", "max_prompt_length": 1})
+        trainer = Trainer(config, make_policy())
+        updates.append(trainer.step(make_batch()) | {"weights": trainer.policy.parameters()})
+    cut, whole = updates
+    assert cut["learner/num_long_trajectories"] == sum(length > limit for length in lengths)
+    assert whole["learner/num_long_trajectories"] == 0
+    assert cut["learner/grad_norm"] == pytest.approx(whole["learner/grad_norm"], rel=1e-5)
+    (warning,) = [r.getMessage() for r in caplog.records if "of its own" in r.getMessage()]
+    member = lengths.index(max(lengths))
+    assert warning.startswith(f"prompt {member // 4}: a trajectory of {max(lengths)} tokens")
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing():
     trainer = Trainer(make_config(), make_policy())
     with torch.no_grad():
@@ -228,23 +245,3 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     metrics = trainer.step(make_batch())
     assert metrics["learner/skipped_update"] == 1.0
     assert all(map(torch.equal, before, trainer.policy.model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
-    [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.55, 0.1]),
-        ("cosine", [0.5, 1.0, 1.0, 0.55, 0.1]),
-    ],
-)
-def test_the_learning_rate_is_a_function_of_the_step(schedule, rates):
-    settings = OptimizerSettings(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
-    steps = [0, 1, 2, 7, 12]
-    assert [learning_rate(step, settings, 12) for step in steps] == pytest.approx(rates)
-
-
-def test_vectors_are_not_decayed():
-    optimizer = make_optimizer(make_policy().parameters(), OptimizerSettings(weight_decay=0.1))
-    decay = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decay == {2: 0.1, 1: 0.0}

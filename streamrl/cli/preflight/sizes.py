@@ -23,4 +23,16 @@ def check_sizes(config: RunConfig) -> Iterator[Finding]:
             f"buffer.lease_ttl_s: {buffer.lease_ttl_s:g} s: a generator that pauses for so long "
             "loses its groups"
         )
+    yield from _long_trajectories(config)
     yield fact(f"buffer.max_group_bytes: a group has at most {largest / 1e6:.3g} MB")
+
+
+def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
+    """Of several turns; those of one turn are bounded by the prompt and one completion."""
+    limit = config.learner.max_tokens_per_micro_batch
+    if config.generator.environment != "single_turn" and config.max_model_len > limit:
+        yield warning(
+            f"learner.max_tokens_per_micro_batch: was {limit}, and generator.max_model_len allows "
+            f"trajectories of {config.max_model_len} tokens: those above the limit are trained "
+            "each in a micro-batch of its own, which needs more memory"
+        )

@@ -1,6 +1,7 @@
 """Whether a process that failed is started again, and when.
 
-    exit code 2 or 3                 never: a restart cannot change a configuration or a takeover
+    exit code 2, 3 or 6              never: a restart cannot change a configuration, a takeover, or
+                                     a training whose gradients are not finite
     before the first new step        a reward that fails for every group ends the launch at once,
                                      what raises at the same line twice ends it the second time
     else                             up to `max_restarts` times within `restart_window_s`, and as
@@ -22,6 +23,7 @@ from streamrl.error_record import ErrorRecord
 from streamrl.errors import (
     EXIT_CONFIG,
     EXIT_CRASHED,
+    EXIT_DIVERGED,
     EXIT_FENCED,
     EXIT_ROLLOUTS,
     error_of,
@@ -74,7 +76,7 @@ class RestartBudget:
 
     def _may_help(self, exit_code: int, record: ErrorRecord | None) -> bool:
         """Whether a restart can end otherwise than this start did."""
-        if exit_code in (EXIT_CONFIG, EXIT_FENCED):
+        if exit_code in (EXIT_CONFIG, EXIT_FENCED, EXIT_DIVERGED):
             return False
         origin = record.origin if record else ""
         is_alike = exit_code == EXIT_CRASHED and origin != "" and origin == self._last_origin

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from streamrl.config.loading.epochs import with_steps
 from streamrl.config.loading.explain import explain
 from streamrl.config.loading.sources import from_environment, from_file, from_override
 from streamrl.config.run_config import RunConfig
@@ -72,7 +73,11 @@ def load_usable(
         raise ConfigError(without_secrets(str(error))) from None
     origins = {".".join(setting.path): setting.origin for setting in settings}
     try:
+        tree, origins = with_steps(tree, origins)
         return LoadedConfig(RunConfig.model_validate(tree), origins), None
+    except ConfigError as error:
+        rest = _usable(tree, [("run", "total_epochs")])
+        return None if rest is None else LoadedConfig(rest, origins), error
     except ValidationError as error:
         refusal = ConfigError(without_secrets(str(explain(error, RunConfig, origins))))
         rest = _usable(tree, [detail["loc"] for detail in error.errors()])

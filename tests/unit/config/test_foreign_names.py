@@ -71,7 +71,6 @@ def test_a_name_of_another_system_is_refused_with_ours(tmp_path, override, sente
 GROUPS = "learner.groups_per_step, in groups of generator.group_size responses"
 LENGTHS = "data.max_prompt_length for prompts and generator.max_new_tokens for responses"
 CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high"
-NO_EPOCHS = "unknown key; there is no such setting here (run.max_steps ends a run; the rows"
 
 
 @pytest.mark.parametrize(
@@ -90,8 +89,8 @@ NO_EPOCHS = "unknown key; there is no such setting here (run.max_steps ends a ru
         ("batch_size=8", f"unknown key; here it is {GROUPS}"),
         ("learner.batch_size=8", f"unknown key; here it is {GROUPS}"),
         ("data.batch_size=8", f"unknown key; here it is {GROUPS}"),
-        ("epochs=3", NO_EPOCHS),
-        ("learner.num_epochs=3", NO_EPOCHS),
+        ("epochs=3", "unknown key; here it is run.total_epochs"),
+        ("learner.num_epochs=3", "unknown key; here it is run.total_epochs"),
         ("max_length=9", f"unknown key; here it is {LENGTHS}"),
         ("data.max_length=9", f"unknown key; here it is {LENGTHS}"),
         ("generator.n=4", "unknown key; here it is generator.group_size"),

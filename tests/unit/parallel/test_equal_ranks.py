@@ -16,7 +16,7 @@ from learners.trainer import Trainer
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader, TrajectoryGroup
 from tests.ranks import run_ranks
-from tests.training import make_config, make_groups, make_trainer, with_metrics
+from tests.training import make_config, make_groups, make_trainer, poison, poisoned, with_metrics
 
 NUM_STEPS = 3
 CASES: dict[str, dict[str, Any]] = {
@@ -34,7 +34,12 @@ CASES: dict[str, dict[str, Any]] = {
     "whitened": {"advantage_config": {"whiten": True}, "reward": {"norm_mean": "running"}},
     "remax": {"advantage": "remax"},
     "resampled": {"pf_ppo": {}},
+    "not-finite": {},
+    "not-finite-critic": {"advantage": "gae"},
+    "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
 }
+# Some ranks have none of them, and of four ranks one has no other.
+NOT_FINITE = ((1, 0), (1, 2), (4, 0), (4, 1), (4, 2))
 # Of how the work was divided; times and rates are of one process.
 UNEQUAL = ("learner/num_micro_batches",)
 
@@ -45,16 +50,20 @@ def configure(algorithm: dict[str, Any]) -> Any:
     return make_config(algorithm=algorithm, learner=learner, optimizer=optimizer)
 
 
-def make_step(step: int) -> list[TrajectoryGroup]:
+def make_step(step: int, *, is_finite: bool = True) -> list[TrajectoryGroup]:
     """Groups of uneven lengths, one of them with nothing that was sampled twice."""
     groups = make_groups(seed=step, num_groups=6, group_size=3)
+    groups = groups if is_finite else poisoned(groups, *NOT_FINITE)
     return [with_metrics(g, greedy_reward=0.1 * i, difficulty=0.1) for i, g in enumerate(groups)]
 
 
-def train(trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
-    metrics = []
+def train(trainer: Trainer, ranks: Ranks, name: str) -> list[dict[str, float]]:
+    is_finite, metrics = not name.startswith("not-finite"), []
+    if not is_finite:
+        poison(trainer)
     for step in range(NUM_STEPS):
-        groups = {group.prompt_index: group for group in make_step(step)}
+        steps = make_step(step, is_finite=is_finite)
+        groups = {group.prompt_index: group for group in steps}
         headers = [GroupHeader.of(group) for group in groups.values()]
         mine = [groups[h.prompt_index] for h in share(headers, ranks.count, ranks.index)]
         metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))
@@ -67,7 +76,7 @@ def on_rank() -> dict[str, Any]:
     results = {}
     for name, algorithm in CASES.items():
         trainer = make_trainer(configure(algorithm), mesh, ranks)
-        metrics = train(trainer, ranks)
+        metrics = train(trainer, ranks, name)
         critic = trainer.critic.parameters() if trainer.critic else {}
         parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
         results[name] = (metrics, dict(full_parameters(parameters)), trainer.credit.state_dict())
@@ -82,13 +91,16 @@ def by_rank(request, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_make_the_steps_of_one(by_rank, name):
     trainer = make_trainer(configure(CASES[name]))
-    expected = train(trainer, Ranks())
+    expected = train(trainer, Ranks(), name)
     critic = trainer.critic.parameters() if trainer.critic else {}
     parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
     for results in by_rank:
         metrics, trained, state = results[name]
         for parameter, tensor in parameters.items():
-            torch.testing.assert_close(trained[parameter], tensor.data, rtol=1e-5, atol=1e-5)
+            # The one row that `poison` sets is equal as well.
+            torch.testing.assert_close(
+                trained[parameter], tensor.data, rtol=1e-5, atol=1e-5, equal_nan=True
+            )
         for ours, theirs in zip(metrics, expected, strict=True):
             assert ours.keys() == theirs.keys()
             for metric in theirs.keys() - set(UNEQUAL):
@@ -96,4 +108,7 @@ def test_ranks_make_the_steps_of_one(by_rank, name):
                     continue
                 close = math.isclose(ours[metric], theirs[metric], rel_tol=1e-4, abs_tol=1e-5)
                 assert close, (metric, ours[metric], theirs[metric])
+            num_nonfinite = len(NOT_FINITE) if name.startswith("not-finite") else 0
+            assert ours["learner/num_nonfinite_sequences"] == num_nonfinite
+            assert ours["learner/skipped_update"] == 0
         assert state == pytest.approx(trainer.credit.state_dict(), rel=1e-5)

@@ -54,6 +54,9 @@ ROLL = {
     "training_args.learning_rate": "learner.optimizer.lr",
     "training_args.weight_decay": "learner.optimizer.weight_decay",
     "training_args.warmup_steps": "learner.optimizer.warmup_steps",
+    "training_args.warmup_ratio": "learner.optimizer.warmup_ratio",
+    "training_args.lr_scheduler_type": "learner.optimizer.schedule",
+    "training_args.num_train_epochs": "run.total_epochs",
     "training_args.per_device_train_batch_size": _PER_MICRO_BATCH,
     "training_args.gradient_accumulation_steps": "(follows from the tokens of a micro-batch)",
     # The algorithm.

@@ -51,6 +51,8 @@ TRL = {
     "max_grad_norm": "learner.optimizer.max_grad_norm",
     "lr_scheduler_type": "learner.optimizer.schedule",
     "warmup_steps": "learner.optimizer.warmup_steps",
+    "warmup_ratio": "learner.optimizer.warmup_ratio",
+    "num_train_epochs": "run.total_epochs",
     "max_steps": "run.max_steps",
     "seed": "run.seed",
     "bf16": "learner.dtype: bfloat16",

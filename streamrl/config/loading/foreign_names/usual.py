@@ -2,7 +2,6 @@
 parentheses says what holds here without one."""
 
 _CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high"
-_EPOCHS = "(run.max_steps ends a run; the rows of a file come again, in a new order, until then)"
 _LENGTHS = "data.max_prompt_length for prompts and generator.max_new_tokens for responses"
 _PLACES = "learner.device and generator.device; generator.count is the number of generators"
 _LORA = "(all parameters of the model are trained)"
@@ -58,11 +57,9 @@ USUAL = {
     "train_batch_size": "learner.groups_per_step, in groups of generator.group_size responses",
     "mini_batch_size": "learner.groups_per_step, since a step is one mini-batch",
     "micro_batch_size": "learner.max_tokens_per_micro_batch",
-    "epochs": _EPOCHS,
-    "num_epochs": _EPOCHS,
-    "num_train_epochs": _EPOCHS,
+    "epochs": "run.total_epochs",
+    "num_epochs": "run.total_epochs",
     "warmup": "learner.optimizer.warmup_steps",
-    "warmup_ratio": "learner.optimizer.warmup_steps",
     "lr_scheduler": "learner.optimizer.schedule",
     "scheduler": "learner.optimizer.schedule",
     "precision": "learner.dtype",

@@ -48,6 +48,9 @@ VERL = {
     f"{_ACTOR}.optim.lr": "learner.optimizer.lr",
     f"{_ACTOR}.optim.weight_decay": "learner.optimizer.weight_decay",
     f"{_ACTOR}.optim.lr_warmup_steps": "learner.optimizer.warmup_steps",
+    f"{_ACTOR}.optim.lr_warmup_steps_ratio": "learner.optimizer.warmup_ratio",
+    f"{_ACTOR}.optim.num_cycles": "learner.optimizer.num_cycles",
+    f"{_ACTOR}.optim.betas": "learner.optimizer.betas",
     f"{_ACTOR}.optim.min_lr_ratio": "learner.optimizer.min_lr_ratio",
     f"{_ACTOR}.optim.warmup_style": "learner.optimizer.schedule",
     f"{_ACTOR}.optim.lr_scheduler_type": "learner.optimizer.schedule",
@@ -128,6 +131,7 @@ VERL = {
     f"{_ROLLOUT}.val_kwargs.do_sample": "(held-out prompts are always completed greedily)",
     f"{_ROLLOUT}.val_kwargs.temperature": "(held-out prompts are always completed greedily)",
     # The run.
+    "trainer.total_epochs": "run.total_epochs",
     "trainer.total_training_steps": "run.max_steps",
     "trainer.project_name": "tracking.project",
     "trainer.experiment_name": "run.name",

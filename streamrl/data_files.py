@@ -6,6 +6,7 @@ is one sentence that begins with the setting and names the place.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +28,40 @@ def read_rows(setting: str, path: Path) -> tuple[Row, ...]:
     Raises:
         ConfigError: the file cannot be read, has another format, or has no rows.
     """
-    try:
+    with _explained(setting, path):
         rows = tuple(_rows(setting, path))
+    if not rows:
+        raise ConfigError(f"{setting}: {path} holds no rows")
+    return rows
+
+
+def count_rows(setting: str, path: Path) -> int:
+    """How many `read_rows` returns; what they hold is looked at only where counting needs it.
+
+    Raises:
+        ConfigError: as `read_rows`.
+    """
+    if path.suffix == ".jsonl":
+        with _explained(setting, path), path.open("rb") as lines:
+            count = sum(not line.isspace() for line in lines)
+    elif path.suffix == ".parquet":
+        with _explained(setting, path), _parquet_file(setting, path) as file:
+            count = file.metadata.num_rows
+    else:
+        return len(read_rows(setting, path))
+    if not count:
+        raise ConfigError(f"{setting}: {path} holds no rows")
+    return count
+
+
+@contextmanager
+def _explained(setting: str, path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{setting}: {path} is not UTF-8: {error}") from error
-    if not rows:
-        raise ConfigError(f"{setting}: {path} holds no rows")
-    return rows
 
 
 def _rows(setting: str, path: Path) -> Iterator[Row]:
@@ -80,6 +106,13 @@ def _json(setting: str, path: Path) -> list[Any]:
 
 
 def _parquet(setting: str, path: Path) -> list[Any]:
+    with _parquet_file(setting, path) as file:
+        rows: list[Any] = file.read().to_pylist()
+    return rows
+
+
+@contextmanager
+def _parquet_file(setting: str, path: Path) -> Iterator[Any]:
     try:
         import pyarrow.lib
         import pyarrow.parquet
@@ -88,10 +121,10 @@ def _parquet(setting: str, path: Path) -> list[Any]:
             f"{setting}: {path} is parquet; install the extra: pip install 'streamrl[parquet]'"
         ) from error
     try:
-        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
     except pyarrow.lib.ArrowInvalid as error:
         raise ConfigError(f"{setting}: {path} is not parquet: {error}") from error
-    return rows
 
 
 def shown(value: object) -> str:
