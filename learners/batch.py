@@ -35,7 +35,7 @@ from streamrl.types import (
 
 @dataclass(frozen=True, eq=False)
 class TrainingBatch:
-    """One optimizer step's trajectories, in order of their groups.
+    """One step's trajectories, in order of their groups.
 
     Every rank has all columns, and of the trajectories those that it trains.
     """

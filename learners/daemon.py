@@ -114,11 +114,9 @@ def _require_port(config: RunConfig) -> None:
 
 
 def _warn_of_truncation(config: RunConfig) -> None:
-    generator = config.generator
-    if generator.top_p < 1 or generator.top_k > 0:
+    for setting in config.generator.truncations:
         log.warning(
-            "generator.top_p %g and generator.top_k %d cut off the sampled distribution, which the "
-            "learner's log-probabilities cannot reproduce: importance weights will be below 1",
-            generator.top_p,
-            generator.top_k,
+            "%s cuts off the sampled distribution, which the learner's log-probabilities cannot "
+            "reproduce: importance weights will be below 1",
+            setting,
         )

@@ -68,6 +68,13 @@ class GeneratorSettings(Section):
         return self
 
     @property
+    def truncations(self) -> tuple[str, ...]:
+        """The settings that cut off the distribution that is sampled from, with their values."""
+        cuts = {"top_p": self.top_p < 1, "top_k": self.top_k > 0}
+        cuts |= {"min_new_tokens": self.min_new_tokens > 0}
+        return tuple(f"generator.{n} {getattr(self, n):g}" for n, is_cut in cuts.items() if is_cut)
+
+    @property
     def num_ranks(self) -> int:
         """Processes of one generator that receive weights."""
         return self.vllm.tensor_parallel_size if self.engine == "vllm" else 1

@@ -1,15 +1,17 @@
 """`RunConfig`: the whole file of one run, and the contradictions between its sections.
 
 Invariant: a `RunConfig` that exists can run; a setting that would deadlock, overflow or silently do
-nothing together with another one is refused with a sentence naming both.
+nothing together with another one is refused with a sentence naming both, or naming what would make
+it act.
 """
 
 from collections.abc import Callable
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from streamrl.config.addresses import host_of, is_loopback, port_of
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.inert import refusals
 from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.data import DataSettings
@@ -71,6 +73,8 @@ class RunConfig(Section):
     def _has_no_contradiction(self) -> "RunConfig":
         if sentences := [sentence for find in _CONTRADICTIONS if (sentence := find(self))]:
             raise ValueError("\n".join(sentences))
+        if refused := list(refusals(self.algorithm, self.learner.num_updates)):
+            raise ValidationError.from_exception_data("RunConfig", refused)
         return self
 
 
@@ -82,6 +86,15 @@ def _micro_batch_too_small(c: RunConfig) -> str | None:
         f"learner.max_tokens_per_micro_batch {c.learner.max_tokens_per_micro_batch} cannot hold "
         f"one trajectory: data.max_prompt_length {c.data.max_prompt_length} + "
         f"generator.max_new_tokens {c.generator.max_new_tokens} = {longest}"
+    )
+
+
+def _more_updates_than_groups(c: RunConfig) -> str | None:
+    if c.learner.updates_per_batch <= c.learner.groups_per_step:
+        return None
+    return (
+        f"learner.updates_per_batch {c.learner.updates_per_batch} is more than "
+        f"learner.groups_per_step {c.learner.groups_per_step}: each update trains whole groups"
     )
 
 
@@ -236,6 +249,7 @@ _COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
 
 _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _micro_batch_too_small,
+    _more_updates_than_groups,
     _model_len_too_short,
     _min_tokens_above_max,
     _greedy_siblings,

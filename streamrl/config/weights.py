@@ -24,7 +24,7 @@ class WeightSettings(Section):
     catch_up: Literal["broadcast", "files"] = "files"
     """How a generator that joins late gets the last published version."""
     publish_every: Positive = 1
-    """Optimizer steps between published versions."""
+    """Steps between published versions."""
     dtype: Dtype | Literal["float8_e4m3fn"] | None = None
     """Cast on send; null sends the learner's own precision. float8_e4m3fn is for matrices, with a
     scale for each 128 x 128 block: each weight moves by up to 1/16, and the mismatch shows it."""

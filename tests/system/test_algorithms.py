@@ -28,9 +28,19 @@ def test_gae_trains_a_critic_beside_the_policy_and_resumes_it(launch: Launch):
     assert again.books["balanced"]
 
 
-def test_remax_samples_a_greedy_completion_per_prompt(launch: Launch):
-    settings = ("--set=generator.count=1", "--set=algorithm.advantage=remax")
+def test_remax_samples_a_greedy_completion_per_prompt_and_each_batch_has_two_updates(
+    launch: Launch,
+):
+    settings = (
+        "--set=generator.count=1",
+        "--set=algorithm.advantage=remax",
+        "--set=learner.updates_per_batch=2",
+        "--set=algorithm.loss_config.clip_ratio_high=0.28",
+    )
     run = launch(*settings, "--set=run.max_steps=4")
     assert run.end() == 0, run.output
     assert max(line["advantage/abs_mean"] for line in run.lines) > 0
+    assert {line["learner/num_updates"] for line in run.lines} == {2}
+    assert max(abs(line["actor/ppo_kl"]) for line in run.lines) > 0
+    assert [line["step"] for line in run.lines] == [1, 2, 3, 4]
     assert run.books["balanced"]

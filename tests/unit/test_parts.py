@@ -39,10 +39,13 @@ ACCEPTING: list[dict[str, Any]] = [
     {"loss_config": {"loss_agg_mode": "seq-mean-token-sum-norm"}},
     {"loss_config": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64}},
     {"loss_config": {"loss_agg_mode": "seq-mean-token-sum-norm", "norm_by_sequences": False}},
-    {"loss_config": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}},
-    {"loss": "sapo", "loss_config": {"tau_pos": 2.0, "tau_neg": 3.0}},
+    {
+        "loss_config": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0},
+        "proximal": "behavior",
+    },
+    {"loss": "sapo", "loss_config": {"tau_pos": 2.0, "tau_neg": 3.0}, "proximal": "loglinear"},
     {"loss": "topr", "loss_config": {"topr_positive_weight": 0.5, "topr_negative_weight": 2.0}},
-    {"loss": "dro", "loss_config": {"dro_beta": 0.1}},
+    {"loss": "dro", "loss_config": {"dro_beta": 0.1}, "proximal": "behavior"},
     {"loss": "gspo", "loss_config": {"loss_agg_mode": "seq-mean-token-sum"}, "entropy_coef": 0.1},
     *({"proximal": name} for name in ("recompute", "behavior", "loglinear")),
     {"rl_loss_coef": 0.5, "entropy_coef": 0.1, "sft_coef": 0.2},
@@ -53,6 +56,7 @@ ACCEPTING: list[dict[str, Any]] = [
     *({"rollout_is": {"level": name}} for name in ("token", "sequence", "geometric")),
     {"rollout_is": {"mode": "clip", "threshold": 5.0, "threshold_lower": 0.5}},
     {"rollout_is": {"rejection": [{"token_k3": 0.5}], "normalize_by": "all"}},
+    {"rollout_is": {"rejection": [{"token_k3": 0.5}]}, "proximal": "behavior"},
     {"reward": {"norm_mean": "group", "norm_std": "group", "clip": 0.5}},
     {"reward": {"agentic": {"grouping": "state", "method": "asym_clip"}, "format_penalty": 0.5}},
     {"reward": {"length": {"max_length": 10, "buffer": 8, "penalty": 0.5}}},
@@ -68,7 +72,11 @@ REFUSING: list[dict[str, Any]] = [
     {"advantage_config": {"whiten": True}},
     {"loss": "clip_cov", "loss_config": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.5}},
     {"loss": "clip_cov", "loss_config": {"clip_cov_ub": 4.0}},
-    {"loss": "kl_cov", "loss_config": {"kl_cov_ratio": 0.1, "kl_cov_coef": 0.2}},
+    {
+        "loss": "kl_cov",
+        "loss_config": {"kl_cov_ratio": 0.1, "kl_cov_coef": 0.2},
+        "proximal": "behavior",
+    },
     {"loss": "gspo", "entropy_coef": 0.1},
     {"loss": "gspo", "sft_coef": 0.1},
     {"loss": "geo_mean", "kl_loss": {"coef": 0.1}},
@@ -83,7 +91,7 @@ REFUSING: list[dict[str, Any]] = [
     {"sample_weight": {"difficulty": True}},
     {"sample_weight": {"length": True}},
     {"pf_ppo": {"method": "pow", "weight_pow": 1.0}},
-    {"value": {"clip_range": 0.2, "coef": 0.5, "loss_agg_mode": "token-sum"}, "advantage": "gae"},
+    {"value": {"clip_range": None, "coef": 0.5, "loss_agg_mode": "token-sum"}, "advantage": "gae"},
     {"value": {"lr": 1e-3, "critic_warmup": 2}, "advantage": "gae"},
 ]
 
@@ -190,6 +198,10 @@ def test_a_batch_whose_groups_depend_on_each_other_is_taken_as_a_whole(algorithm
     assert not accepts_parts(config.algorithm)
     with pytest.raises(ValueError, match="takes a batch as a whole"):
         train(make_trainer(config), (2, 3))
+
+
+def test_a_batch_with_several_updates_is_taken_as_a_whole():
+    assert not accepts_parts(of({}).algorithm, num_updates=2)
 
 
 def test_a_discarded_part_is_in_no_update():

@@ -79,7 +79,7 @@ def weights_after(
 ALGORITHMS = [
     {},
     {"loss_config": {"loss_agg_mode": "seq-mean-token-mean"}},
-    {"loss_config": {"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss": "gspo"},
+    {"loss_config": {"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss": "cispo"},
     {"rollout_is": {"mode": "clip", "normalize_by": "kept"}},
     {"rollout_is": {"level": "sequence", "batch_normalize": True, "veto_threshold": None}},
     {"rollout_is": "off", "entropy_coef": 0.1},

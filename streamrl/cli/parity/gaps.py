@@ -34,11 +34,8 @@ def likely_causes(config: RunConfig, report: ParityReport) -> Iterator[str]:
     generator, (first, *_, last) = config.generator, (*report.by_position, report.by_position[-1])
     if not report.overall.mean <= _OTHER_MODEL:
         yield "engine and learner do not have the same weights or the same tokens (model.path)"
-    if generator.top_p < 1 or generator.top_k > 0:
-        yield (
-            f"generator.top_p {generator.top_p:g} and generator.top_k {generator.top_k} cut off "
-            "the sampled distribution"
-        )
+    for setting in generator.truncations:
+        yield f"{setting} cuts off the sampled distribution"
     if report.engine_dtype != report.learner_dtype:
         yield (f"generator.dtype {report.engine_dtype} is not learner.dtype {report.learner_dtype}")
     if generator.engine_kwargs:

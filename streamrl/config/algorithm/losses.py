@@ -150,6 +150,16 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
 }
 """The record of numbers of each loss, by its name."""
 
+RATIO_SETTINGS = frozenset(
+    {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg"}
+    | {"kl_cov_ratio", "kl_cov_coef", "dro_beta"}
+)
+"""Numbers that change nothing while the ratio to the proximal policy is 1."""
+
+SUM_NORM = "seq-mean-token-sum-norm"
+SUM_NORM_SETTINGS = ("loss_scale_factor", "norm_by_sequences")
+"""Numbers of that aggregation."""
+
 RATIO_FREE_LOSSES = ("gpg", "reinforce", "dro")
 """Losses without a ratio to the proximal policy: only importance weights correct them."""
 

@@ -50,6 +50,8 @@ def _findings(
             keys = (f"{field}.{name}" for name in _fields_at(model, path)[:4])
             was = _shown(detail["input"])
             yield field, f"was {was}; it is a section, with keys such as {', '.join(keys)}"
+        case "cannot_act":
+            yield field, f"was {_shown(detail['input'])}; {detail['msg']}"
         case "missing":
             yield field, "is required and was not given"
         case "value_error":

@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from streamrl.config.algorithm.inert import inert_settings
 from streamrl.config.loading.load import LoadedConfig
 from streamrl.config.run_config import RunConfig
 
@@ -17,8 +18,14 @@ def render(loaded: LoadedConfig) -> str:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration, as a file that `load_config` reads back to the same."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved configuration, as a file that `load_config` reads back to the same: without the
+    settings that cannot act, which would be refused."""
+    values = config.model_dump(mode="json")
+    for (section, name), _ in inert_settings(config.algorithm, config.learner.num_updates):
+        algorithm = values["algorithm"]
+        kept = {key: value for key, value in algorithm[section].items() if key != name}
+        values = {**values, "algorithm": {**algorithm, section: kept}}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _render(

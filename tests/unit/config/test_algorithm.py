@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from streamrl.algorithms.rollout_is import RolloutISConfig
 from streamrl.config import load_config, render, to_yaml
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
@@ -27,6 +28,17 @@ def test_defaults_are_grpo_with_ppo_and_token_importance_sampling() -> None:
     assert section.loss_config.loss_agg_mode == "token-mean"
     assert not section.needs_reference
     assert not section.needs_values
+
+
+def test_a_rollout_is_section_changes_the_default_preset() -> None:
+    """Its veto is on where it is asked for, or the preset has it."""
+    section = AlgorithmSettings.model_validate({"rollout_is": {"threshold": 2.0}})
+    assert section.rollout_is == ROLLOUT_IS_PRESETS["token_is"]
+    assert section.rollout_is.veto_threshold is None
+    vetoes = {name for name, preset in ROLLOUT_IS_PRESETS.items() if preset.veto_threshold}
+    sequence = {"sequence_is_veto", "sequence_clip", "geometric_clip"}
+    assert vetoes == {"metrics_only", "token_is_veto", *sequence}
+    assert RolloutISConfig().veto_threshold == 1e-4
 
 
 def test_rollout_is_is_a_preset_or_a_record() -> None:
@@ -135,7 +147,8 @@ def test_each_advantage_has_its_record(tmp_path: Path, advantage: str) -> None:
 
 
 def test_the_numbers_of_a_loss_are_printed_with_their_origin(tmp_path: Path) -> None:
-    overrides = ["algorithm.loss=sapo", "algorithm.loss_config.tau_neg=1.2"]
+    several = "learner.updates_per_batch=2"
+    overrides = ["algorithm.loss=sapo", "algorithm.loss_config.tau_neg=1.2", several]
     printed = render(load_config(_minimal(tmp_path), overrides, {}))
     lines = [line.split() for line in printed.splitlines()]
     assert ["tau_neg:", "1.2", "#", "--set", "algorithm.loss_config.tau_neg"] in lines

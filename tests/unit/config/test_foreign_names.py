@@ -132,7 +132,7 @@ def test_a_setting_under_another_section_of_the_file_is_found(tmp_path):
 def test_names_of_all_published_algorithms_lead_to_settings_that_are_valid(tmp_path):
     (tmp_path / "run.yaml").write_text(MINIMAL)
     for sentence in {*NOT_LOSSES.values(), *NOT_ADVANTAGES.values()}:
-        named = re.findall(r"(algorithm[a-z_.]+): ([a-z0-9_.-]+)", sentence)
+        named = re.findall(r"((?:algorithm|learner)\.[a-z_.]+): ([a-z0-9_.-]*[a-z0-9])", sentence)
         overrides = [f"{key}={value}" for key, value in named]
         load_config(tmp_path / "run.yaml", overrides, {})
 

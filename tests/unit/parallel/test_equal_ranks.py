@@ -19,6 +19,7 @@ from tests.ranks import run_ranks
 from tests.training import make_config, make_groups, make_trainer, poison, poisoned, with_metrics
 
 NUM_STEPS = 3
+TWICE = {"updates_per_batch": 2, "epochs": 2}
 CASES: dict[str, dict[str, Any]] = {
     "token-mean": {},
     "sequence-mean": {"loss_config": {"loss_agg_mode": "seq-mean-token-mean"}},
@@ -34,6 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
     "whitened": {"advantage_config": {"whiten": True}, "reward": {"norm_mean": "running"}},
     "remax": {"advantage": "remax"},
     "resampled": {"pf_ppo": {}},
+    "updates": {"learner": TWICE, "loss_config": {"clip_ratio_high": 0.01}},
+    "updates-gae": {"learner": TWICE, "advantage": "gae", "reward": {"difficulty_high": 0.5}},
+    "updates-bypass": {
+        "learner": TWICE,
+        "proximal": "behavior",
+        "rollout_is": {"rejection": [{"token_k1": 20}], "normalize_by": "kept"},
+    },
     "not-finite": {},
     "not-finite-critic": {"advantage": "gae"},
     "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
@@ -44,9 +52,12 @@ NOT_FINITE = ((1, 0), (1, 2), (4, 0), (4, 1), (4, 2))
 UNEQUAL = ("learner/num_micro_batches",)
 
 
-def configure(algorithm: dict[str, Any]) -> Any:
+def configure(case: dict[str, Any]) -> Any:
+    """The algorithm, and beside it what differs in the learner."""
+    algorithm = {name: value for name, value in case.items() if name != "learner"}
+    learner = {"max_tokens_per_micro_batch": 70, **case.get("learner", {})}
     # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
-    learner, optimizer = {"max_tokens_per_micro_batch": 70}, {"eps": 1e-5}
+    optimizer = {"eps": 1e-5}
     return make_config(algorithm=algorithm, learner=learner, optimizer=optimizer)
 
 

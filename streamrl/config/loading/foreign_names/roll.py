@@ -62,6 +62,7 @@ ROLL = {
     # The algorithm.
     "max_grad_norm": "learner.optimizer.max_grad_norm",
     "l2": "learner.optimizer.weight_decay",
+    "ppo_epochs": "learner.epochs",
     "pg_clip": "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high",
     "pg_clip_low": "algorithm.loss_config.clip_ratio_low",
     "pg_clip_high": "algorithm.loss_config.clip_ratio_high",

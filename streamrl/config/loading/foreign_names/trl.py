@@ -27,7 +27,8 @@ TRL = {
     "per_device_train_batch_size": "learner.max_tokens_per_micro_batch",
     "gradient_accumulation_steps": "(follows from the tokens of a micro-batch)",
     "generation_batch_size": "learner.groups_per_step",
-    "steps_per_generation": "learner.groups_per_step",
+    "steps_per_generation": "learner.updates_per_batch",
+    "num_iterations": "learner.epochs",
     # The algorithm.
     "beta": "algorithm.kl_loss.coef",
     "epsilon": "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high",

@@ -55,7 +55,7 @@ USUAL = {
     "lr": "learner.optimizer.lr",
     "batch_size": "learner.groups_per_step, in groups of generator.group_size responses",
     "train_batch_size": "learner.groups_per_step, in groups of generator.group_size responses",
-    "mini_batch_size": "learner.groups_per_step, since a step is one mini-batch",
+    "mini_batch_size": "learner.groups_per_step, divided by learner.updates_per_batch",
     "micro_batch_size": "learner.max_tokens_per_micro_batch",
     "epochs": "run.total_epochs",
     "num_epochs": "run.total_epochs",

@@ -3,6 +3,7 @@
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
+_MINI_BATCH = "learner.groups_per_step, divided by learner.updates_per_batch"
 _PER_MICRO_BATCH = "learner.max_tokens_per_micro_batch"
 
 VERL = {
@@ -28,12 +29,15 @@ VERL = {
     f"{_MODEL}.trust_remote_code": "model.trust_remote_code",
     f"{_MODEL}.enable_gradient_checkpointing": "learner.gradient_checkpointing",
     f"{_MODEL}.use_remove_padding": "(sequences are always packed)",
-    f"{_ACTOR}.ppo_mini_batch_size": "learner.groups_per_step",
+    f"{_ACTOR}.ppo_mini_batch_size": _MINI_BATCH,
+    f"{_ACTOR}.ppo_epochs": "learner.epochs",
+    f"{_ACTOR}.shuffle": "(mini-batches are drawn anew for every pass over a batch)",
     f"{_ACTOR}.ppo_micro_batch_size": _PER_MICRO_BATCH,
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": _PER_MICRO_BATCH,
     f"{_ACTOR}.ppo_max_token_len_per_gpu": _PER_MICRO_BATCH,
     f"{_ACTOR}.use_dynamic_bsz": "(micro-batches are always filled by tokens)",
-    "critic.ppo_mini_batch_size": "learner.groups_per_step",
+    "critic.ppo_mini_batch_size": _MINI_BATCH,
+    "critic.ppo_epochs": "learner.epochs",
     "critic.ppo_micro_batch_size_per_gpu": _PER_MICRO_BATCH,
     "critic.ppo_max_token_len_per_gpu": _PER_MICRO_BATCH,
     "critic.forward_micro_batch_size_per_gpu": _PER_MICRO_BATCH,

@@ -1,0 +1,91 @@
+"""Settings that cannot act under the other ones, each with what would make it act.
+
+Invariant: a setting listed here changes no update of the run, whatever its value. Set by hand it is
+refused, unless to null, which switches it off; left alone it has its default, and the run's
+config.yaml leaves it out.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from streamrl.config.algorithm.losses import (
+    LOSS_SETTINGS,
+    RATIO_SETTINGS,
+    SEQUENCE_MEAN_LOSSES,
+    SUM_NORM,
+    SUM_NORM_SETTINGS,
+)
+from streamrl.config.algorithm.settings import AlgorithmSettings
+
+_SEVERAL_UPDATES = "set learner.updates_per_batch or learner.epochs above 1"
+_RATIO_IS_ONE = (
+    "with one update a batch and algorithm.proximal recompute the ratio is always 1, so it cannot "
+    f"act; {_SEVERAL_UPDATES}, or algorithm.proximal to behavior or loglinear"
+)
+_VALUES_STAND = (
+    "with one update a batch no value has moved when it is compared, so it cannot act; "
+    + _SEVERAL_UPDATES
+)
+_NO_OTHER_TERM = (
+    "{} is a mean over sequences whatever it says, and there is no other term, so it cannot act; "
+    "set algorithm.kl_loss.coef, algorithm.entropy_coef or algorithm.sft_coef"
+)
+_NOT_SUM_NORM = (
+    f"only {SUM_NORM} reads it, so it cannot act; set algorithm.loss_config.loss_agg_mode to that"
+)
+_NO_WEIGHTS = (
+    "the veto makes weights 0, and threshold null switches weights off, so it cannot act; set "
+    "algorithm.rollout_is.threshold"
+)
+
+
+class Inert(NamedTuple):
+    """A setting that cannot act."""
+
+    path: tuple[str, ...]
+    """From the `algorithm:` section on."""
+    sentence: str
+    """Why, and what would make it act."""
+
+
+def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Inert]:
+    """Those that cannot act with so many updates a batch, set or not."""
+    yield from (
+        Inert(("loss_config", name), why) for name, why in _of_the_loss(config, num_updates)
+    )
+    if config.needs_values and num_updates == 1:
+        yield Inert(("value", "clip_range"), _VALUES_STAND)
+    if config.rollout_is.threshold is None:
+        yield Inert(("rollout_is", "veto_threshold"), _NO_WEIGHTS)
+
+
+def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorDetails]:
+    """One for each setting that cannot act and was set by hand."""
+    for path, sentence in inert_settings(config, num_updates):
+        section, name = path
+        record: Any = getattr(config, section)
+        is_set = section in config.model_fields_set and name in record.model_fields_set
+        if is_set and getattr(record, name) is not None:
+            error = PydanticCustomError("cannot_act", "{sentence}", {"sentence": sentence})
+            value = getattr(record, name)
+            yield InitErrorDetails(type=error, loc=("algorithm", *path), input=value)
+
+
+def _of_the_loss(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[str, str]]:
+    """Fields of the loss's record; nothing is known of a user's own loss."""
+    if config.loss not in LOSS_SETTINGS:
+        return
+    if num_updates == 1 and config.proximal == "recompute":
+        fields = LOSS_SETTINGS[config.loss].model_fields
+        yield from ((name, _RATIO_IS_ONE) for name in fields if name in RATIO_SETTINGS)
+    has_other_terms = config.kl_loss.coef or config.entropy_coef or config.sft_coef
+    is_ignored = config.loss in SEQUENCE_MEAN_LOSSES and not has_other_terms
+    if is_ignored:
+        yield "loss_agg_mode", _NO_OTHER_TERM.format(config.loss)
+    modes = {config.value.loss_agg_mode} if config.needs_values else set()
+    if not is_ignored:
+        modes |= {config.loss_config.loss_agg_mode}
+    if SUM_NORM not in modes:
+        yield from ((name, _NOT_SUM_NORM) for name in SUM_NORM_SETTINGS)
