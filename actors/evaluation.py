@@ -17,7 +17,7 @@ from actors.engines import make_engine
 from actors.prompts import open_held_out
 from actors.rewards import make_reward
 from actors.rollout import unbuffered_lease
-from streamrl.checkpoints.find import is_checkpoint, newest, read_checkpoint
+from streamrl.checkpoints.find import Checkpoint, is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.types import TrajectoryGroup
@@ -40,7 +40,7 @@ def newest_model(config: RunConfig) -> Path:
             f"{config.run.path} has no checkpoint yet; --checkpoint {config.model.path} scores the "
             "model that it starts from"
         )
-    return found.checkpoint.path
+    return _model_in(found.checkpoint)
 
 
 def named_model(path: Path) -> Path:
@@ -49,8 +49,18 @@ def named_model(path: Path) -> Path:
 
     Raises:
         DamagedCheckpointError: a file of the checkpoint is missing or has changed.
+        ConfigError: the checkpoint holds no model that an engine loads.
     """
-    return read_checkpoint(path).path if is_checkpoint(path) else path
+    return _model_in(read_checkpoint(path)) if is_checkpoint(path) else path
+
+
+def _model_in(checkpoint: Checkpoint) -> Path:
+    if "hf_model" not in checkpoint.record["contents"]:
+        raise ConfigError(
+            f"{checkpoint.path} has no Hugging Face model, since learner.checkpoint.contents has "
+            "no hf_model; `streamrl export RUN` makes one for --checkpoint"
+        )
+    return checkpoint.path
 
 
 async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:

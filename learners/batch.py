@@ -86,12 +86,10 @@ class TrainingBatch:
         trajectories = tuple(t for group in groups for t in group.trajectories)
         sequences = Sequences.from_lengths([n for h in headers for n in h.response_lengths])
         own = owner == ranks.index
-        outcomes = torch.zeros(len(own), 5)
-        outcomes[own] = torch.tensor([_outcome(t) for t in trajectories]).view(-1, 5)
-        behavior = torch.zeros(sequences.num_tokens)
-        behavior[sequences.expand(own)] = _responses(trajectories, "behavior_logprobs", np.float32)
-        versions = torch.zeros(sequences.num_tokens, dtype=torch.int32)
-        versions[sequences.expand(own)] = _responses(trajectories, "policy_versions", np.int32)
+        tokens = sequences.expand(own)
+        outcomes = torch.tensor([_outcome(t) for t in trajectories]).view(-1, 5)
+        behavior = _responses(trajectories, "behavior_logprobs", np.float32)
+        versions = _responses(trajectories, "policy_versions", np.int32)
         return cls(
             trajectories=trajectories,
             owners=tuple(owner.tolist()),
@@ -103,9 +101,9 @@ class TrainingBatch:
             group_indices=torch.arange(len(headers)).repeat_interleave(sizes),
             environment_indices=index.repeat_interleave(sizes),
             policy_version=policy_version,
-            outcomes=ranks.sum(outcomes),
-            behavior_logprobs=ranks.sum(behavior),
-            staleness=(policy_version - ranks.sum(versions)).abs(),
+            outcomes=ranks.sum(_among(own, outcomes)),
+            behavior_logprobs=ranks.sum(_among(tokens, behavior)),
+            staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
         )
 
     def __len__(self) -> int:
@@ -194,6 +192,15 @@ class TrainingBatch:
         """Where in `trajectories` this rank has each of its own."""
         own = (i for i, owner in enumerate(self.owners) if owner == self.rank)
         return {i: place for place, i in enumerate(own)}
+
+
+def _among(own: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows where `own` is true, 0 elsewhere; the rows themselves if they are all."""
+    if len(rows) == len(own):
+        return rows
+    column = rows.new_zeros(len(own), *rows.shape[1:])
+    column[own] = rows
+    return column
 
 
 def _outcome(trajectory: Trajectory) -> tuple[float, ...]:

@@ -1,21 +1,28 @@
-"""`streamrl learner`: the learner daemon, made from a configuration.
+"""`streamrl learner`: the learner daemon, from a configuration; with torchrun, one of its ranks.
 
-Ends after `run.max_steps`, or at a signal once the step at hand is durable. Waits for the buffer
-and for groups; generators may join and leave at any time.
+Ends after `run.max_steps`, or at a signal once the step at hand is durable. The first rank waits
+for the buffer and for groups; generators may join and leave at any time. The other ranks wait for
+the first one, which alone decides, about signals too.
 """
 
 import argparse
 import asyncio
 import logging
+import os
 from functools import partial
 
 import torch
 
 from buffers.connect import connect
 from learners.checkpoints.records import RunRecords
+from learners.checkpoints.restore import restore
 from learners.checkpoints.start import Start, choose, resumed
-from learners.checkpoints.state import restore
+from learners.checkpoints.writer import CheckpointWriter
 from learners.learner import Learner
+from learners.parallel.commands import LearnerRank
+from learners.parallel.lockstep import Lockstep
+from learners.parallel.place import Place, join
+from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerSession, LearnerState
@@ -27,6 +34,7 @@ from streamrl.checkpoints.steps_left import require_steps_left
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
+from streamrl.interfaces import TrajectoryBuffer
 from streamrl.service import Shutdown
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
@@ -38,7 +46,11 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
     if arguments.resume:
         config = resumed(config)
-    return service.run(partial(train, config), role="learner", config=config)
+    if is_starter(config):
+        return service.run(partial(start_ranks, config), role="learner-ranks", config=config)
+    rank = int(os.environ.get("RANK", "0"))
+    role = f"learner-{rank}" if rank else "learner"
+    return service.run(partial(train, config), role=role, config=config)
 
 
 async def train(config: RunConfig, shutdown: Shutdown) -> None:
@@ -48,39 +60,89 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     _warn_of_truncation(config)
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
-    trainer, state, start = _load(config)
-    sender = _make_sender(config, trainer.policy)
+    place = join(config)
+    trainer, state, start = _load(config, place)
     buffer = connect(config)
+    place.liveness.start()
+    try:
+        place.require_same(state.policy_version)
+        if place.all.index == 0:
+            await _lead(config, shutdown, place, trainer, buffer, state, start)
+        else:
+            await _follow(config, place, trainer, buffer, start)
+        # Not after a failure, which ends the other ranks too.
+        place.part()
+    finally:
+        await buffer.close()
+
+
+async def _lead(
+    config: RunConfig,
+    shutdown: Shutdown,
+    place: Place,
+    trainer: Trainer,
+    buffer: TrajectoryBuffer,
+    state: LearnerState,
+    start: Start,
+) -> None:
+    """The first rank: the loop, and all that the learner does beside it."""
+    sender = _make_sender(config, trainer.policy)
     records = RunRecords(config, start)
     reporter = StatusReporter(config, buffer, sender)
-    session = LearnerSession(config, buffer, reporter, state)
-    learner = Learner(config, trainer, session, sender, records, reporter)
+    rank = LearnerRank(
+        trainer, place.data, fetch=buffer.fetch, save=records.save, snapshot=sender.snapshot
+    )
+    lockstep = Lockstep(rank, place.all, place.liveness)
+    fetch = lockstep.fetch if place.all.count > 1 else None
+    session = LearnerSession(config, buffer, reporter, state, fetch)
+    learner = Learner(config, lockstep, session, sender, records, reporter)
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
     try:
         async with asyncio.TaskGroup() as tasks:
-            sending = tasks.create_task(sender.run())
-            reporting = tasks.create_task(reporter.run())
+            beside = (sender.run(), reporter.run(), place.liveness.watch())
+            running = [tasks.create_task(work) for work in beside]
             await learner.run()
-            sending.cancel()
-            reporting.cancel()
+            await lockstep.end()
+            for task in running:
+                task.cancel()
     finally:
         signaled.cancel()
         sender.close()
         records.close()
-        await buffer.close()
 
 
-def _load(config: RunConfig) -> tuple[Trainer, LearnerState, Start]:
+async def _follow(
+    config: RunConfig, place: Place, trainer: Trainer, buffer: TrajectoryBuffer, start: Start
+) -> None:
+    """Another rank: what the first one commands. Signals are for the first one to decide upon."""
+    writer = CheckpointWriter(config, start.history)
+    rank = LearnerRank(
+        trainer,
+        place.data,
+        fetch=buffer.fetch,
+        save=writer.save,
+        snapshot=lambda parameters, _: [parameters[name] for name in parameters],
+    )
+    lockstep = Lockstep(rank, place.all, place.liveness)
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(place.liveness.watch())
+        await lockstep.follow()
+        watching.cancel()
+    writer.close()
+    await lockstep.end()
+
+
+def _load(config: RunConfig, place: Place) -> tuple[Trainer, LearnerState, Start]:
     """From the checkpoint that `run.resume` means, or from `model.path`."""
     torch.manual_seed(config.run.seed)
     start = choose(config)
     path = start.checkpoint.path if start.checkpoint else None
-    policy = Policy.from_config(config, path)
-    algorithm = config.algorithm
-    reference = Policy.from_config(config) if algorithm.needs_reference else None
-    critic = Critic.from_config(config) if algorithm.needs_values else None
-    trainer = Trainer(config, policy, reference, critic)
+    policy = Policy.from_config(config, mesh=place.mesh)
+    algorithm, mesh = config.algorithm, place.mesh
+    reference = Policy.from_config(config, mesh=mesh) if algorithm.needs_reference else None
+    critic = Critic.from_config(config, mesh) if algorithm.needs_values else None
+    trainer = Trainer(config, policy, reference, critic, place.data)
     state = LearnerState()
     if start.checkpoint:
         state = restore(start.checkpoint, config, trainer)

@@ -4,27 +4,28 @@ Invariant: policy version v stands for v completed steps, here, in the buffer an
 a group is acknowledged only once a checkpoint that contains it is on disk. A part of a batch is in
 no version: what interrupts the batch discards the gradient.
 Waits for groups: unblocked by generators that put enough of them, or by `stop`. Waits for a disk
-that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. Steps have a
-thread of their own, so that the weight channel, status and signals work meanwhile.
+that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. What is
+computed is a command, which every rank executes in a thread of its own, so that the weight channel,
+status and signals work meanwhile; this loop is that of the first rank.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
 
-from learners.batch import TrainingBatch
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.schedule import RETRY_S, SaveSchedule
+from learners.checkpoints.saver import CheckpointSaver, wait_for_retry
+from learners.checkpoints.schedule import RETRY_S
 from learners.fairness import FairnessWindow
+from learners.parallel.commands import Accumulate, Discard, Save, Snapshot, Update
+from learners.parallel.lockstep import Lockstep
 from learners.profiling.times import StepTimes
-from learners.session import LearnerSession
+from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
-from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, TransportError
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_GRACE_S = 3.0
 
-Result = TypeVar("Result")
-
 
 class Learner:
     """Trains from the version of its session, and keeps `records` of it in the run's folder."""
@@ -44,25 +43,25 @@ class Learner:
     def __init__(
         self,
         config: RunConfig,
-        trainer: Trainer,
+        lockstep: Lockstep,
         session: LearnerSession,
         sender: WeightSender,
         records: RunRecords,
         reporter: StatusReporter,
     ) -> None:
         self._config = config
-        self._trainer = trainer
+        self._lockstep = lockstep
         self._session = session
         self._sender = sender
         self._records = records
         self._reporter = reporter
         self._version = session.state.policy_version
-        self._saves = SaveSchedule(config.learner.checkpoint.every, self._version)
         self._published_version = -1
         self._logged_s = time.perf_counter()
         self._times = StepTimes()
         self._stopping = asyncio.Event()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        every = config.learner.checkpoint.every
+        self._saver = CheckpointSaver(every, session, reporter, self._stopping, self._save)
 
     def stop(self) -> None:
         """Finish the step at hand if its batch is complete, make it durable, and return."""
@@ -88,8 +87,7 @@ class Learner:
             stats = await self._session.advance(self._version, loan)
             # Before the checkpoint, so that whoever resumes from it finds the step's lines.
             self._log(loan, metrics, stats)
-            if self._saves.is_due(self._version, time.monotonic()) and await self._save():
-                await self._session.acknowledge(self._version)
+            await self._saver.keep_up()
         await self._finish()
 
     async def _begin(self) -> bool:
@@ -100,7 +98,7 @@ class Learner:
             except CheckpointWriteError as error:
                 log.warning("%s; trying again in %.0f s", error, RETRY_S)
                 self._reporter.set_activity(LearnerActivity.SAVING, unsaved=str(error))
-                await self._wait_for_retry()
+                await wait_for_retry(self._stopping)
             else:
                 self._reporter.update(unsaved="")
                 return True
@@ -114,42 +112,43 @@ class Learner:
         wait_s, trained = 0.0, Loan()
         while len(trained.headers) < self._config.learner.groups_per_step:
             start_s = time.perf_counter()
-            loan = await self._session.take(self._stopping, self._publish_awaited)
+            loan = await self._session.take(self._stopping, self._while_waiting)
             wait_s += time.perf_counter() - start_s
-            if loan is None or len(loan.groups) == len(loan.headers):
-                self._discard(trained)
+            part = () if loan is None else self._session.new_headers
+            if loan is None or len(part) == len(loan.headers):
+                await self._discard(trained)
             if loan is None:
                 return None
             self._reporter.set_activity(LearnerActivity.COMPUTING)
-            part = TrainingBatch.of(loan.groups, self._version)
-            await self._compute(partial(self._trainer.accumulate, part))
+            await self._lockstep.run(Accumulate(part, self._version), loan.groups)
             trained = loan
-        metrics = await self._compute(self._trainer.update)
+        metrics = await self._lockstep.run(Update())
         self._version += 1
         waits = {"learner/wait_s": wait_s, "learner/wait_due_s": trained.wait_due_s}
         return trained, {**metrics, **waits}
 
-    def _discard(self, part: Loan) -> None:
+    async def _discard(self, part: Loan) -> None:
         """Discard the gradient of a part whose batch ends or begins again."""
         if part:
             num_groups, step = len(part.headers), self._version + 1
             log.warning("discarded the gradient of %d groups of step %d", num_groups, step)
-            self._trainer.discard()
+            await self._lockstep.run(Discard())
 
     async def _publish(self) -> None:
         """Copy the weights, in the compute thread, and announce the version."""
-        parameters, version = dict(self._trainer.policy.parameters()), self._version
+        version = self._version
         self._reporter.set_activity(LearnerActivity.PUBLISHING, policy_version=version)
         with self._times.phase("snapshot"):
-            await self._compute(lambda: self._sender.snapshot(parameters, version))
+            await self._lockstep.run(Snapshot(version))
         self._sender.publish()
         self._published_version = version
 
-    async def _publish_awaited(self) -> None:
-        """Publish before `weights.publish_every` says so.
+    async def _while_waiting(self) -> None:
+        """Publish before `weights.publish_every` says so; settle a save that has ended.
 
         Groups that failed may have left only leases in flight that this version has to sample.
         """
+        await self._saver.settle()
         if self._published_version < self._version:
             await self._publish()
 
@@ -171,58 +170,24 @@ class Learner:
                 "learner/policy_version": self._version,
                 "learner/step_s": step_s,
                 "learner/stalls": self._reporter.num_stalls,
-                "learner/num_unsaved_steps": self._version - self._saves.saved_version,
+                "learner/num_unsaved_steps": self._version - self._saver.saved_version,
                 "time_s": time.time(),
             },
         )
 
-    async def _save(self) -> bool:
-        """Save the version at hand; whether there is a checkpoint of it.
-
-        If it cannot be written, the learner goes on and tries again later. It waits here until it
-        is written, or `stop`, after the last step, and while too many steps are unsaved.
-        """
-        while not await self._try_to_save():
-            is_last = self._version >= self._config.run.max_steps
-            if self._stopping.is_set() or not (is_last or self._saves.must_wait(self._version)):
-                return False
-            await self._wait_for_retry()
-        return True
-
-    async def _try_to_save(self) -> bool:
-        start = time.perf_counter()
-        self._reporter.set_activity(LearnerActivity.SAVING)
-        state = self._session.state
-        try:
-            with self._times.phase("save"):
-                path = await self._compute(lambda: self._records.save(self._trainer, state))
-        except CheckpointWriteError as error:
-            self._saves.failed(str(error), time.monotonic())
-            log.warning("%s", self._saves.sentence(self._version))
-        else:
-            self._saves.saved(state.policy_version)
-            log.info("saved %s in %.2f s", path, time.perf_counter() - start)
-        self._reporter.update(unsaved=self._saves.sentence(self._version))
-        return not self._saves.failure
-
-    async def _wait_for_retry(self) -> None:
-        """Waits RETRY_S, or until stopped."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RETRY_S):
-                await self._stopping.wait()
+    async def _save(self, state: LearnerState) -> Future[Path]:
+        """Copy the state on every rank; the checkpoint, once it is durable."""
+        with self._times.phase("save"):
+            written: Future[Path] = await self._lockstep.run(Save(state))
+        return written
 
     async def _finish(self) -> None:
         """Save the last version and notify the buffer, if it is still there."""
-        is_saved = self._version == self._saves.saved_version or await self._save()
+        is_saved = await self._saver.finish()
         # Without the notice, the next learner attaches at the checkpoint's version.
         with contextlib.suppress(TimeoutError, TransportError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
-                await self._session.acknowledge(self._saves.saved_version)
+                await self._session.acknowledge(self._saver.saved_version)
                 if is_saved and self._version >= self._config.run.max_steps:
                     await self._session.finish()
-        self._thread.shutdown()
         self._reporter.set_activity(LearnerActivity.ENDED)
-
-    async def _compute(self, work: Callable[[], Result]) -> Result:
-        """Run in the compute thread. Waits for it to end, signals or not: a step is never torn."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -11,9 +11,9 @@ learner attaches, so attaching ends the loan at hand.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from learners.status_reporter import StatusReporter
 from streamrl.algorithms.parts import accepts_parts
@@ -26,6 +26,7 @@ from streamrl.types import (
     GroupHeader,
     LearnerActivity,
     Loan,
+    TrajectoryGroup,
     ranges_of,
     replace,
 )
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 TAKE_WAIT_S = 10.0
 
 Result = TypeVar("Result")
+Fetch: TypeAlias = Callable[[Sequence[GroupHeader]], Awaitable[tuple[TrajectoryGroup, ...]]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,11 @@ class LearnerState:
 
 
 class LearnerSession:
-    """One learner's side of the buffer, from the state it starts with."""
+    """One learner's side of the buffer, from the state it starts with.
+
+    With several ranks `fetch` fetches the groups of these headers, each rank its share, and
+    returns that of the first one; a single rank gets the payloads with its loan.
+    """
 
     def __init__(
         self,
@@ -54,13 +60,17 @@ class LearnerSession:
         buffer: TrajectoryBuffer,
         reporter: StatusReporter,
         state: LearnerState,
+        fetch: Fetch | None = None,
     ) -> None:
         self._config = config
+        self._fetch = fetch
         self._buffer = buffer
         self._reporter = reporter
         self._state = state
         self._incarnation = ""
         self._held: tuple[GroupHeader, ...] = ()
+        self.new_headers: tuple[GroupHeader, ...] = ()
+        """The groups that the last loan has brought."""
 
     @property
     def state(self) -> LearnerState:
@@ -95,17 +105,22 @@ class LearnerSession:
         an algorithm that accepts parts, the loan may be a part of the batch; the next call then
         waits for more groups and returns all headers, and the trajectories of the new groups. It
         returns those of all groups where the buffer has lent other ones instead: the batch begins
-        again.
+        again. With several ranks the trajectories are those of the first one's share.
         """
         num_groups, version = self._config.learner.groups_per_step, self._state.policy_version
 
         async def request() -> Loan | None:
             in_parts = accepts_parts(self._config.algorithm, self._config.learner.num_updates)
             num_held = len(self._held) if in_parts else None
+            with_payloads = self._fetch is None
             take = self._buffer.take(
-                num_groups, version, TAKE_WAIT_S, with_payloads=True, num_held=num_held
+                num_groups, version, TAKE_WAIT_S, with_payloads=with_payloads, num_held=num_held
             )
-            return await _unless_set(stopping, take)
+            loan = await _unless_set(stopping, take)
+            new = () if loan is None else loan.headers[len(self._held) :]
+            if self._fetch is None or loan is None or not self._continues(loan):
+                return loan
+            return replace(loan, groups=await self._fetch(new))
 
         while not stopping.is_set():
             loan = await self._call(LearnerActivity.WAITING, request)
@@ -115,12 +130,17 @@ class LearnerSession:
                 num_missing = num_groups - len(self._held)
                 log.info("waiting for %d groups at version %d", num_missing, version)
                 await on_wait()
-            elif loan.headers[: len(self._held)] == self._held:
+            elif self._continues(loan):
+                self.new_headers = loan.headers[len(self._held) :]
                 self._held = loan.headers
                 return loan
             else:
                 self._held = ()
         return None
+
+    def _continues(self, loan: Loan) -> bool:
+        """Whether the loan has groups, the first of them those that are held."""
+        return bool(loan.headers) and loan.headers[: len(self._held)] == self._held
 
     async def advance(self, policy_version: int, loan: Loan) -> BufferStats:
         """Notify the buffer that the step to this version trained the loan.

@@ -7,7 +7,7 @@ import msgspec
 
 from streamrl.checkpoints.find import FORMAT
 from streamrl.checkpoints.history import new_history
-from streamrl.checkpoints.manifest import write_manifest
+from streamrl.checkpoints.manifest import record_files, write_manifest
 from streamrl.types import Books
 
 HISTORY = new_history()
@@ -24,5 +24,5 @@ def write_checkpoint(run: Path, version: int, books: Books) -> Path:
         "history": msgspec.to_builtins(HISTORY),
     }
     (folder / "state.json").write_text(json.dumps(state))
-    write_manifest(folder)
+    write_manifest(folder, record_files(folder, [folder / "state.json"]))
     return folder

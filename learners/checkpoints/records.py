@@ -7,17 +7,19 @@ written before `begin`, which a learner calls when the buffer has attached it.
 import contextlib
 import logging
 import shutil
+import statistics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from learners.checkpoints import state as checkpoint
 from learners.checkpoints.start import Start
+from learners.checkpoints.writer import CheckpointWriter
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints import abandoned
 from streamrl.config import RunConfig
-from streamrl.errors import CheckpointWriteError
+from streamrl.errors import CheckpointWriteError, did_you_mean
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, JsonlTracker
 
@@ -27,13 +29,19 @@ _LINE_FILES = (METRICS_FILE, TRAINED_FILE)
 
 
 class RunRecords:
-    """Of a learner that starts from `start`; `begin` comes first."""
+    """Of a learner that starts from `start`; `begin` comes first.
+
+    The first rank has it; the others take part in `save` with a `CheckpointWriter` alone.
+    """
 
     def __init__(self, config: RunConfig, start: Start) -> None:
         self._config = config
         self._start = start
         self._trackers: Trackers | None = None
         self._trained: JsonlTracker | None = None
+        self._writer = CheckpointWriter(config, start.history)
+        self._values: tuple[float, ...] = ()
+        self._metric_names: tuple[str, ...] = ()
 
     def begin(self) -> None:
         """Make the history of this learner the surviving one; may be repeated after an error.
@@ -69,26 +77,40 @@ class RunRecords:
         assert self._trained is not None, "begin comes first"
         self._trained.log({"prompt_indices": list(prompt_indices)}, step)
         self._trackers.log(metrics, step)
+        self._metric_names = tuple(metrics)
+        if (value := metrics.get(self._config.learner.checkpoint.best_by)) is not None:
+            self._values = (*self._values, value)
 
-    def save(self, trainer: Trainer, state: LearnerState) -> Path:
-        """The checkpoint of this state, after the lines of its steps.
+    def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
+        """The checkpoint of this state, after the lines of its steps, written in a thread.
 
-        Raises:
-            CheckpointWriteError: one of both cannot be written; earlier checkpoints are as before.
+        Returns once the state is copied; see `CheckpointWriter.save` for what the future raises.
         """
+        return self._writer.save(trainer, state, self._means(), self._flush)
+
+    def _means(self) -> dict[str, float]:
+        """Of `best_by`, over the steps since the checkpoint before."""
+        settings, values = self._config.learner.checkpoint, self._values
+        self._values = ()
+        if values:
+            return {settings.best_by: statistics.fmean(values)}
+        if settings.keep_best:
+            hint = did_you_mean(settings.best_by, self._metric_names)
+            log.warning("learner.checkpoint.best_by: no metric %r; %s", settings.best_by, hint)
+        return {}
+
+    def _flush(self) -> None:
         assert self._trackers is not None, "begin comes first"
         assert self._trained is not None, "begin comes first"
         try:
             self._trained.flush()
             self._trackers.flush()
         except OSError as error:
-            raise CheckpointWriteError(
-                f"the lines of its steps cannot be written: {error}"
-            ) from error
-        return checkpoint.save(self._config, trainer, state, self._start.history)
+            raise OSError(f"the lines of its steps cannot be written: {error}") from error
 
     def close(self) -> None:
-        """Lines of steps that are in no checkpoint may be lost."""
+        """Wait for the save under way; lines of steps that are in no checkpoint may be lost."""
+        self._writer.close()
         for tracker in (self._trained, self._trackers):
             if tracker is not None:
                 with contextlib.suppress(OSError):

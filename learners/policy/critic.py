@@ -11,6 +11,7 @@ import torch
 
 from learners.batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
+from learners.parallel.mesh import Mesh
 from learners.policy.network import Network
 from learners.policy.policy import load_network
 from streamrl.algorithms.losses import BatchTotals, value_loss
@@ -31,9 +32,9 @@ class Critic:
         self.optimizer = make_optimizer(self.parameters(), self._settings)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> "Critic":
+    def from_config(cls, config: RunConfig, mesh: Mesh | None = None) -> "Critic":
         """With the decoder of `model.path`."""
-        return cls(config, load_network(config, has_values=True))
+        return cls(config, load_network(config, has_values=True, mesh=mesh))
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name; the decoder's, and those of `value_head`."""

@@ -5,15 +5,18 @@ weight channel; master weights are float32.
 Shapes: R response tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.batch import MicroBatch
+from learners.parallel.mesh import Mesh
+from learners.parallel.sharding import shard
 from learners.policy.compiled import compile_layers
+from learners.policy.hugging_face import save_model
 from learners.policy.network import Network, NetworkOutput
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -26,9 +29,11 @@ class Policy:
         self.network = network
 
     @classmethod
-    def from_config(cls, config: RunConfig, path: Path | str | None = None) -> "Policy":
+    def from_config(
+        cls, config: RunConfig, path: Path | str | None = None, mesh: Mesh | None = None
+    ) -> "Policy":
         """The run's policy with the weights at `path`, by default those of `model.path`."""
-        return cls(load_network(config, path))
+        return cls(load_network(config, path, mesh=mesh))
 
     def __call__(
         self,
@@ -68,29 +73,24 @@ class Policy:
             logprobs[micro_batch.responses] = computed.float().cpu()
         return logprobs
 
-    def save(self, folder: Path, tokenizer_path: str, *, trust_remote_code: bool) -> None:
-        """A folder that transformers, vLLM and SGLang load.
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Those that belong to the model's state, by name; no step changes them."""
+        names = self.model.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
 
-        Raises:
-            OSError, SafetensorError: it cannot be written.
-        """
-        self.model.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_path, trust_remote_code=trust_remote_code
-        )
-        try:
-            tokenizer.save_pretrained(folder)
-        except Exception as error:
-            # The tokenizers library has no class of its own for a file that it cannot write.
-            if type(error) is Exception:
-                raise OSError(str(error)) from error
-            raise
+    def save(self, folder: Path, config: RunConfig, weights: Mapping[str, torch.Tensor]) -> None:
+        """See `save_model`; `weights` are those of parameters and buffers, whole, on the CPU."""
+        save_model(folder, self.model.config, config.model, weights)
 
 
 def load_network(
-    config: RunConfig, path: Path | str | None = None, *, has_values: bool = False
+    config: RunConfig,
+    path: Path | str | None = None,
+    *,
+    has_values: bool = False,
+    mesh: Mesh | None = None,
 ) -> Network:
-    """With the weights at `path`, by default those of `model.path`.
+    """With the weights at `path`, by default those of `model.path`; sharded over a mesh.
 
     Raises:
         ConfigError: there is no model.
@@ -106,14 +106,17 @@ def load_network(
     if learner.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.train()
+    dtype: torch.dtype = getattr(torch, learner.dtype)
     network = Network(
-        model.to(device_of(learner.device)),
+        model.to(device_of(learner.device) if mesh is None else mesh.device),
         temperature=config.generator.temperature,
-        dtype=getattr(torch, learner.dtype),
+        dtype=dtype,
         has_values=has_values,
     )
     if learner.compile:
         compile_layers(network)
+    if mesh is not None:
+        shard(network, mesh, dtype)
     return network
 
 

@@ -19,7 +19,7 @@ from streamrl.types import Books
 
 PREFIX = "step-"
 STATE_FILE = "state.json"
-FORMAT = 3
+FORMAT = 4
 """Of state.json; a checkpoint of another format is refused."""
 
 

@@ -1,14 +1,15 @@
 """The manifest of a checkpoint: the size and the checksum of each of its files.
 
 Invariant: the manifest is the last file that is written, so that a folder with a manifest was
-complete, and `verify` finds every byte that is missing or has changed since then. Checksums are
-xxh3, 128 bits: about 4 GB/s on one core with the reading, a tenth of the time that saving takes.
+complete, and `verify` finds every byte that is missing or has changed since then. Each rank of a
+learner records the files that it has written. Checksums are xxh3, 128 bits: about 4 GB/s on one
+core with the reading, a tenth of the time that saving takes.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 
@@ -19,14 +20,25 @@ MANIFEST_FILE = "manifest.json"
 _CHUNK_BYTES = 2**23
 
 
-def write_manifest(folder: Path) -> None:
-    """Of every file in the folder, which has none yet; files and folders are then on disk."""
-    files = {
-        str(file.relative_to(folder)): {"num_bytes": file.stat().st_size, "xxh3": _checksum(file)}
-        for file in sorted(_files(folder))
-    }
-    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
-    for path in (*_files(folder), *(p for p in folder.rglob("*") if p.is_dir()), folder):
+FileRecords: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Size and checksum of files, by name in the folder of a checkpoint."""
+
+
+def record_files(folder: Path, files: Iterable[Path]) -> FileRecords:
+    """The manifest's lines of files in a checkpoint, which are then on disk."""
+    records = {}
+    for file in sorted(files):
+        sync(file)
+        name = str(file.relative_to(folder))
+        records[name] = {"num_bytes": file.stat().st_size, "xxh3": _checksum(file)}
+    return records
+
+
+def write_manifest(folder: Path, files: FileRecords) -> None:
+    """Of all files in the folder; it and the names in the folder are then on disk."""
+    manifest = folder / MANIFEST_FILE
+    manifest.write_text(json.dumps({"files": files}, indent=1) + "\n")
+    for path in (manifest, *(p for p in folder.rglob("*") if p.is_dir()), folder):
         sync(path)
 
 
@@ -57,10 +69,6 @@ def _read(folder: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpointError.of(folder, MANIFEST_FILE, "cannot be read") from error
     return files
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
 
 
 def _checksum(file: Path) -> str:

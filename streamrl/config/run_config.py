@@ -245,6 +245,15 @@ def _one_address(c: RunConfig) -> str | None:
     )
 
 
+def _evaluation_without_a_model(c: RunConfig) -> str | None:
+    if not c.run.evaluate or "hf_model" in c.learner.checkpoint.contents:
+        return None
+    return (
+        "run.evaluate scores the Hugging Face folder in the last checkpoint, and "
+        "learner.checkpoint.contents has no hf_model: add it, or set run.evaluate=false"
+    )
+
+
 _COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
 
 _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
@@ -264,4 +273,5 @@ _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _alone_in_its_group,
     _groups_too_large,
     _one_address,
+    _evaluation_without_a_model,
 )

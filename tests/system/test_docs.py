@@ -34,6 +34,7 @@ RUN_BY = {
     "streamrl launch configs/quickstart.yaml --resume": "launch",
     "streamrl evaluate --config configs/quickstart.yaml": "launch",
     "streamrl report runs/quickstart": "launch",
+    "streamrl export runs/quickstart --dtype bfloat16 --output quickstart-bf16": "launch",
     "streamrl buffer audit runs/quickstart": "launch",
     "streamrl status runs/quickstart": "status",
     "streamrl buffer inspect runs/quickstart/config.yaml": "inspect",
@@ -54,6 +55,8 @@ RUN_BY = {
     "streamrl report runs/first": "first",
     "streamrl buffer audit runs/first": "first",
     "streamrl evaluate --config first.yaml": "first",
+    "torchrun --nproc-per-node 2 --no-python streamrl learner --config configs/quickstart.yaml "
+    "--resume": "test_ranks.py",
     "streamrl check plugins.yaml": "plugins",
     "streamrl launch plugins.yaml --new": "plugins",
 }
@@ -124,6 +127,7 @@ def test_a_launch_and_what_follows_it(monkeypatch: pytest.MonkeyPatch):
     assert "\nin order\n" in output
     assert Path("runs/quickstart/report.png").exists()
     assert Path("runs/quickstart/evaluation.json").exists()
+    assert Path("quickstart-bf16/model.safetensors").exists()
 
 
 @pytest.mark.usefixtures("environment")

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,9 @@ import torch
 
 from actors.evaluation import named_model, newest_model
 from actors.make_model import make_tokenizer
+from learners.checkpoints.restore import restore
 from learners.checkpoints.start import choose
-from learners.checkpoints.state import restore
-from learners.checkpoints.state import save as save_of
+from learners.checkpoints.writer import CheckpointWriter
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerState
@@ -42,7 +44,12 @@ BOOKS = Books(
 )
 
 
-def make_run(tmp_path: Path, advantage: str = "grpo", **run: object) -> RunConfig:
+def make_run(
+    tmp_path: Path,
+    advantage: str = "grpo",
+    checkpoint: Mapping[str, object] | None = None,
+    **run: object,
+) -> RunConfig:
     model = tmp_path / "model"
     if not model.exists():
         save_llama(model)
@@ -50,7 +57,7 @@ def make_run(tmp_path: Path, advantage: str = "grpo", **run: object) -> RunConfi
     return make_config(
         model={"path": str(model)},
         run={"folder": tmp_path, "name": "run", **run},
-        learner={"checkpoint": {"keep": 2}, "device": "cpu"},
+        learner={"checkpoint": {"keep": 2, **(checkpoint or {})}, "device": "cpu"},
         algorithm={
             "advantage": advantage,
             "kl_reward": {"coef": 0.1, "controller": "adaptive"},
@@ -63,14 +70,22 @@ HISTORY = new_history()
 
 
 def save(
-    config: RunConfig, trainer: Trainer, state: LearnerState, history: History = HISTORY
+    config: RunConfig,
+    trainer: Trainer,
+    state: LearnerState,
+    history: History = HISTORY,
+    means: Mapping[str, float] | None = None,
 ) -> Path:
-    return save_of(config, trainer, state, history)
+    writer = CheckpointWriter(config, history)
+    try:
+        return writer.save(trainer, state, means).result()
+    finally:
+        writer.close()
 
 
-def make_trainer(config: RunConfig, path: Path | None = None) -> Trainer:
+def make_trainer(config: RunConfig) -> Trainer:
     critic = Critic.from_config(config) if config.algorithm.needs_values else None
-    return Trainer(config, Policy.from_config(config, path), Policy.from_config(config), critic)
+    return Trainer(config, Policy.from_config(config), Policy.from_config(config), critic)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
@@ -83,7 +98,7 @@ def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path, advanta
     metrics = trainer.step(make_batch(2))
     random_number = torch.rand(1)
     torch.manual_seed(99)
-    again = make_trainer(config, path)
+    again = make_trainer(config)
     assert restore(read_checkpoint(path), config, again) == LearnerState(2, BOOKS)
     repeated = again.step(make_batch(2))
     for name in metrics:
@@ -189,7 +204,7 @@ DAMAGES = {
     "not JSON": lambda file: file.write_bytes(b"{" * file.stat().st_size),
 }
 FILES = (
-    *("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"),
+    *("model.safetensors", "shards/rank-00000.safetensors", "state.json", "manifest.json"),
     *("config.json", "tokenizer.json"),
 )
 
@@ -273,14 +288,18 @@ def test_a_tokenizer_that_cannot_be_written_is_no_crash(tmp_path):
     assert list_checkpoints(config.run.path) == []
 
 
+def contents_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
 def test_a_checkpoint_that_is_saved_again_is_replaced_after_it_is_complete(tmp_path):
     config = make_run(tmp_path)
     trainer = make_trainer(config)
     path = save(config, trainer, LearnerState(1))
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    before = contents_of(path)
     with files_no_larger_than(1_000), pytest.raises(CheckpointWriteError):
         save(config, trainer, LearnerState(1))
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert contents_of(path) == before
     trainer.step(make_batch())
     save(config, trainer, LearnerState(1))
     assert (path / "model.safetensors").read_bytes() != before["model.safetensors"]
@@ -301,7 +320,7 @@ def test_a_checkpoint_loads_in_transformers_and_holds_no_pickle(tmp_path):
     trainer = make_trainer(config)
     trainer.step(make_batch())
     path = save(config, trainer, LearnerState(1, BOOKS))
-    suffixes = {file.suffix for file in path.iterdir()}
+    suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
     assert suffixes == {".json", ".safetensors"}
     assert json.loads((path / "state.json").read_text())["policy_version"] == 1
     loaded = Policy.from_config(config, path)
@@ -328,7 +347,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, overrides, sentence)
     other = make_run(tmp_path / "other")
     save_llama(Path(other.model.path), **overrides)
     with pytest.raises(ConfigError, match=f"is of another model: .*{sentence}"):
-        restore(read_checkpoint(path), other, make_trainer(other, path))
+        restore(read_checkpoint(path), other, make_trainer(other))
 
 
 def test_a_checkpoint_of_another_release_is_refused(tmp_path):
@@ -343,6 +362,36 @@ def test_a_checkpoint_of_another_release_is_refused(tmp_path):
     with pytest.raises(OtherReleaseError) as refusal:
         read_checkpoint(path)
     assert str(refusal.value) == (
-        f"run.resume: the checkpoint {path} has format 1, and this release knows format 3: another "
+        f"run.resume: the checkpoint {path} has format 1, and this release knows format 4: another "
         "release of StreamRL wrote it; start the run anew with --new, or go on with that release"
     )
+
+
+def test_the_step_after_a_save_is_not_in_it(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    trainer.step(make_batch(0))
+    before = {name: p.detach().clone() for name, p in trainer.policy.parameters().items()}
+    writer = CheckpointWriter(config, HISTORY)
+    # The thread is busy, so that nothing is written before the step.
+    is_over = threading.Event()
+    writer._thread.submit(is_over.wait)
+    saving = writer.save(trainer, LearnerState(1))
+    trainer.step(make_batch(1))
+    is_over.set()
+    again = make_trainer(config)
+    restore(read_checkpoint(saving.result()), config, again)
+    writer.close()
+    for name, parameter in again.policy.parameters().items():
+        assert torch.equal(parameter, before[name]), name
+        assert not torch.equal(parameter, trainer.policy.parameters()[name]), name
+
+
+def test_what_a_kill_has_left_behind_is_replaced(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    path = save(config, trainer, LearnerState(1))
+    shutil.copytree(path, path.with_name(f".{path.name}.replaced"))
+    shutil.copytree(path, path.with_name(f".{path.name}.unfinished"))
+    save(config, trainer, LearnerState(1))
+    assert [p.name for p in path.parent.iterdir()] == ["step-00000001"]

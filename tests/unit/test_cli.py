@@ -91,7 +91,8 @@ GROUPS = {
     "run": ["launch", "check", "buffer", "generator", "learner", "make-model", "keys new"],
     "look": ["status", "watch", "report", "generators", "buffer inspect"],
     "operate": [
-        *("generators cordon", "generators uncordon", "generators drain", "buffer drain", "books"),
+        *("generators cordon", "generators uncordon", "generators drain", "buffer drain"),
+        *("export", "books"),
     ],
     "verify": [
         *("evaluate", "parity", "parity sample", "parity score", "buffer audit", "chaos", "soak"),

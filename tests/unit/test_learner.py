@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,9 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from learners.batch import TrainingBatch
 from learners.learner import Learner
+from learners.parallel.commands import LearnerRank
+from learners.parallel.lockstep import Lockstep
+from learners.parallel.ranks import Ranks
 from learners.session import LearnerSession, LearnerState
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
@@ -100,7 +104,9 @@ class Records:
         self.saved: list[int] = []
         self.num_failures = 0
         self.is_full = False
+        self.is_slow = False
         self.is_begun = False
+        self.writing: list[Future[Path]] = []
 
     def begin(self) -> None:
         self._require_space()
@@ -110,11 +116,19 @@ class Records:
         assert self.is_begun
         self.lines.append({**metrics, "step": step})
 
-    def save(self, trainer: Trainer, state: LearnerState) -> Path:
+    def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
         assert all(p.grad is None for p in trainer.policy.parameters().values())
-        self._require_space()
-        self.saved.append(state.policy_version)
-        return Path("checkpoint")
+        written: Future[Path] = Future()
+        try:
+            self._require_space()
+        except CheckpointWriteError as error:
+            written.set_exception(error)
+        else:
+            self.saved.append(state.policy_version)
+            self.writing.append(written)
+            if not self.is_slow:
+                written.set_result(Path("checkpoint"))
+        return written
 
     def _require_space(self) -> None:
         if self.is_full:
@@ -134,8 +148,15 @@ class Run:
         self.sender = Sender()
         self.trainer = make_trainer(config)
         session = LearnerSession(config, self.buffer, self.reporter, LearnerState())
+        rank = LearnerRank(
+            self.trainer,
+            Ranks(),
+            fetch=self.buffer.fetch,
+            save=self.records.save,
+            snapshot=self.sender.snapshot,
+        )
         self.learner = Learner(
-            config, self.trainer, session, self.sender, self.records, self.reporter
+            config, Lockstep(rank), session, self.sender, self.records, self.reporter
         )
         self.task = asyncio.create_task(self.learner.run())
 
@@ -306,8 +327,41 @@ async def test_a_step_goes_on_while_no_checkpoint_can_be_written(caplog):
     assert (run.records.saved, run.buffer.acknowledged) == ([4], [4, 4])
 
 
+async def test_steps_go_on_while_a_checkpoint_is_written_and_one_is_written_at_a_time(monkeypatch):
+    monkeypatch.setattr("learners.session.TAKE_WAIT_S", 0.02)
+    run = Run(configure(max_steps=20, every=2))
+    run.records.is_slow = True
+    for seed in range(5):
+        await run.buffer.lend(*make_groups(seed, 3))
+        await until(lambda count=seed + 1: len(run.records.lines) == count)
+    # The save that was due at step 4 waits for that of step 2, and nothing is acknowledged.
+    assert (run.records.saved, run.buffer.acknowledged) == ([2], [])
+    run.records.writing[0].set_result(Path("checkpoint"))
+    # While it waits for groups, the buffer is notified; the next save begins after the next step.
+    await until(lambda: run.buffer.acknowledged == [2])
+    assert run.records.saved == [2]
+    await run.buffer.lend(*make_groups(5, 3))
+    await until(lambda: run.records.saved == [2, 6])
+    # Too many steps without a checkpoint: the learner waits for the one under way.
+    for seed in range(6, 8):
+        await run.buffer.lend(*make_groups(seed, 3))
+        await until(lambda count=seed + 1: len(run.records.lines) == count)
+    await run.buffer.lend(*make_groups(8, 3))
+    await until(lambda: run.reporter.activities[-1] is LearnerActivity.SAVING)
+    assert len(run.records.lines) == 8
+    run.records.writing[1].set_exception(CheckpointWriteError("the disk is full"))
+    await until(lambda: "the disk is full" in run.reporter.fields["unsaved"])
+    # At the end it waits for what is written, whatever else it was told.
+    run.learner.stop()
+    await until(lambda: len(run.records.writing) == 3)
+    assert not run.task.done()
+    run.records.writing[2].set_result(Path("checkpoint"))
+    await run.end()
+    assert (run.records.saved, run.buffer.acknowledged) == ([2, 6, 8], [2, 8])
+
+
 async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypatch):
-    monkeypatch.setattr("learners.learner.RETRY_S", 0.02)
+    monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
     run = Run(configure(max_steps=8, every=1))
     await until(lambda: run.records.is_begun)
     run.records.is_full = True
@@ -325,7 +379,7 @@ async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypa
 
 
 async def test_the_last_checkpoint_is_waited_for_until_the_learner_is_stopped(monkeypatch):
-    monkeypatch.setattr("learners.learner.RETRY_S", 0.02)
+    monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
     run = Run(configure())
     await until(lambda: run.records.is_begun)
     run.records.is_full = True
@@ -339,7 +393,7 @@ async def test_the_last_checkpoint_is_waited_for_until_the_learner_is_stopped(mo
 
 
 async def test_a_learner_that_starts_on_a_full_disk_waits_before_its_first_step(monkeypatch):
-    monkeypatch.setattr("learners.learner.RETRY_S", 0.02)
+    monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
     run = Run(configure())
     run.records.is_full = True
     await until(lambda: run.records.num_failures >= 3)

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from learners.packing import flops, pack, tokens
+from learners.packing import flops, pack, pack_shares, tokens
 from streamrl.errors import ConfigError
 
 MAX_TOKENS = 100
@@ -55,6 +55,23 @@ def test_a_trajectory_longer_than_the_limit_has_a_micro_batch_of_its_own(lengths
 def test_a_long_trajectory_costs_the_others_no_micro_batch():
     (bins,) = pack([3, 11, 25, 4, 3], 10)
     assert sorted(sorted(micro_batch) for micro_batch in bins) == [[0, 3, 4], [1], [2]]
+
+
+shares = st.lists(st.lists(st.integers(1, MAX_TOKENS), max_size=30), min_size=1, max_size=5)
+
+
+@given(shares.filter(any), st.sampled_from([tokens, flops(64)]))
+def test_ranks_with_trajectories_of_their_own_get_equally_many_micro_batches(shares, cost):
+    packed = pack_shares(shares, MAX_TOKENS, cost=cost)
+    assert len({len(bins) for bins in packed}) == 1
+    for lengths, bins in zip(shares, packed, strict=True):
+        assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+        assert all(sum(lengths[i] for i in members) <= MAX_TOKENS for members in bins)
+
+
+@given(lengths)
+def test_one_share_is_packed_as_one_rank_is(lengths):
+    assert pack_shares([lengths], MAX_TOKENS) == pack(lengths, MAX_TOKENS)
 
 
 def test_fewer_trajectories_than_ranks_are_refused():

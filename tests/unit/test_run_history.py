@@ -5,6 +5,7 @@ The ledger, the records and the choice of a checkpoint are the real ones; only t
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,16 +42,18 @@ class FakeTrainer:
     optimizer = None
 
     def __init__(self) -> None:
-        self.policy = self.credit = self
+        self.policy = self.credit = self.model = self
         self.is_full = False
 
-    def save(self, folder: Path, tokenizer_path: str, *, trust_remote_code: bool) -> None:
+    def save(self, folder: Path, config: RunConfig, weights: Mapping[str, Any]) -> None:
         (folder / "model.safetensors").write_bytes(b"weights")
         if self.is_full:
             raise OSError(28, "No space left on device")
 
     def parameters(self) -> dict[str, Any]:
         return {}
+
+    buffers = parameters
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -89,7 +92,7 @@ class LearnerProcess:
         self.records.log(self.version, [header.prompt_index for header in loan], metrics)
 
     def save(self) -> None:
-        self.records.save(self.trainer, LearnerState(self.version, self.books))
+        self.records.save(self.trainer, LearnerState(self.version, self.books)).result()
 
     def acknowledge(self) -> None:
         self.ledger.acknowledge(self.version, self.term)

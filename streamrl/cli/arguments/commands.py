@@ -86,6 +86,11 @@ _OPERATE = {
         "grant no further leases and wait until a buffer is empty",
         options.drain,
     ),
+    "export": Command(
+        "learners.checkpoints.export:main",
+        "write the policy of a checkpoint as a Hugging Face folder",
+        options.export,
+    ),
     "books": Command(
         "streamrl.cli.books:main",
         "write books.json of a run whose buffer is redis://",

@@ -69,6 +69,28 @@ def run_folder(parser: ArgumentParser) -> None:
     )
 
 
+def export(parser: ArgumentParser) -> None:
+    run_folder(parser)
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="a new folder; default: RUN/export/step-N"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights; default: float32, as they are trained",
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="of the checkpoint; default: the newest"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default="5GB",
+        help="of one file, such as 500MB; larger models have several; default: 5GB",
+    )
+
+
 def new_folder(parser: ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="where the keys are written")
 

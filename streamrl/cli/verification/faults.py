@@ -114,7 +114,7 @@ def older_checkpoint(run: Path, random_numbers: random.Random) -> Path:
 def damage_newest(run: Path, random_numbers: random.Random) -> str:
     """Damage a file of the newest complete checkpoint; which one, and how."""
     newest = complete_checkpoints(run)[-1].path
-    file = random_numbers.choice(sorted(path for path in newest.iterdir() if path.is_file()))
+    file = random_numbers.choice(_files(newest))
     how = random_numbers.choice(("missing", "empty", "truncated", "zeroed"))
     match how:
         case "missing":
@@ -132,7 +132,7 @@ def damage_newest(run: Path, random_numbers: random.Random) -> str:
 def full_disk(run: Path, pid: int) -> Iterator[None]:
     """No write of the process may make a file as large as the largest of a checkpoint."""
     newest = list_checkpoints(run)[-1]
-    limit = max(path.stat().st_size for path in newest.iterdir()) - 1
+    limit = max(path.stat().st_size for path in _files(newest)) - 1
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -140,3 +140,7 @@ def full_disk(run: Path, pid: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())

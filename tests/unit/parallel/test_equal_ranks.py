@@ -1,6 +1,7 @@
 """One rank, two and four make the same steps, whatever the algorithm needs of the whole batch."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import full_parameters
 from learners.trainer import Trainer
+from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader, TrajectoryGroup
 from tests.ranks import run_ranks
@@ -35,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "whitened": {"advantage_config": {"whiten": True}, "reward": {"norm_mean": "running"}},
     "remax": {"advantage": "remax"},
     "resampled": {"pf_ppo": {}},
+    "parts": {},
+    "loglinear": {"proximal": "loglinear", "rollout_is": {"threshold": 2, "batch_normalize": True}},
     "updates": {"learner": TWICE, "loss_config": {"clip_ratio_high": 0.01}},
     "updates-gae": {"learner": TWICE, "advantage": "gae", "reward": {"difficulty_high": 0.5}},
     "updates-bypass": {
@@ -52,7 +56,7 @@ NOT_FINITE = ((1, 0), (1, 2), (4, 0), (4, 1), (4, 2))
 UNEQUAL = ("learner/num_micro_batches",)
 
 
-def configure(case: dict[str, Any]) -> Any:
+def configure(case: dict[str, Any]) -> RunConfig:
     """The algorithm, and beside it what differs in the learner."""
     algorithm = {name: value for name, value in case.items() if name != "learner"}
     learner = {"max_tokens_per_micro_batch": 70, **case.get("learner", {})}
@@ -62,32 +66,40 @@ def configure(case: dict[str, Any]) -> Any:
 
 
 def make_step(step: int, *, is_finite: bool = True) -> list[TrajectoryGroup]:
-    """Groups of uneven lengths, one of them with nothing that was sampled twice."""
+    """Groups of uneven lengths."""
     groups = make_groups(seed=step, num_groups=6, group_size=3)
     groups = groups if is_finite else poisoned(groups, *NOT_FINITE)
     return [with_metrics(g, greedy_reward=0.1 * i, difficulty=0.1) for i, g in enumerate(groups)]
 
 
-def train(trainer: Trainer, ranks: Ranks, name: str) -> list[dict[str, float]]:
+def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
+    """The metrics of each step; a first part of one group leaves the other ranks without any."""
     is_finite, metrics = not name.startswith("not-finite"), []
     if not is_finite:
         poison(trainer)
+    cuts = (slice(0, 1), slice(1, None)) if name == "parts" else (slice(None),)
     for step in range(NUM_STEPS):
-        steps = make_step(step, is_finite=is_finite)
-        groups = {group.prompt_index: group for group in steps}
-        headers = [GroupHeader.of(group) for group in groups.values()]
-        mine = [groups[h.prompt_index] for h in share(headers, ranks.count, ranks.index)]
-        metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))
+        groups = make_step(step, is_finite=is_finite)
+        for cut in cuts:
+            trainer.accumulate(share_of(groups[cut], step, ranks))
+        metrics.append(trainer.update())
     return metrics
+
+
+def share_of(groups: Sequence[TrajectoryGroup], step: int, ranks: Ranks) -> TrainingBatch:
+    headers = [GroupHeader.of(group) for group in groups]
+    mine = {header.group_id for header in share(headers, ranks.count, ranks.index)}
+    fetched = [group for group in groups if group.group_id in mine]
+    return TrainingBatch.shared(headers, fetched, step, ranks)
 
 
 def on_rank() -> dict[str, Any]:
     mesh = make_mesh(MeshSettings(), torch.device("cpu"))
     ranks = Ranks.of(dist.new_group(backend="gloo"))
     results = {}
-    for name, algorithm in CASES.items():
-        trainer = make_trainer(configure(algorithm), mesh, ranks)
-        metrics = train(trainer, ranks, name)
+    for name in CASES:
+        trainer = make_trainer(configure(CASES[name]), mesh, ranks)
+        metrics = train(name, trainer, ranks)
         critic = trainer.critic.parameters() if trainer.critic else {}
         parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
         results[name] = (metrics, dict(full_parameters(parameters)), trainer.credit.state_dict())
@@ -102,7 +114,7 @@ def by_rank(request, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_make_the_steps_of_one(by_rank, name):
     trainer = make_trainer(configure(CASES[name]))
-    expected = train(trainer, Ranks(), name)
+    expected = train(name, trainer, Ranks())
     critic = trainer.critic.parameters() if trainer.critic else {}
     parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
     for results in by_rank:

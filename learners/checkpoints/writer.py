@@ -1,0 +1,200 @@
+"""Writes a checkpoint: a copy of the state in host memory first, then the files, in a thread.
+
+    checkpoints/step-00000020/
+        shards/rank-00000.safetensors    model, optimizer and critic, as each rank holds them
+        model.safetensors                the policy, loads in transformers, vLLM and SGLang
+        config.json, tokenizer...
+        state.json                       version, books, history, random state, ...
+        manifest.json                    size and checksum of each file
+
+Every rank has a writer and calls it in lockstep; rank 0 writes what belongs to no rank, and gives
+the folder its name. Waits for the other ranks: unblocked by what they write, or by their end, since
+their connections then close.
+
+Invariant: a folder under its final name is complete and on disk; a kill before that costs this
+checkpoint only. A rank that cannot write fails the save on all ranks.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from learners.checkpoints.contents import MODEL, tensors_of
+from learners.checkpoints.random_state import random_state
+from learners.checkpoints.ranks import WritingRanks
+from learners.checkpoints.shards import SHARDS_FOLDER, save_shards, shard_file, whole_tensors
+from learners.policy.policy import Policy
+from learners.session import LearnerState
+from learners.trainer import Trainer
+from streamrl.checkpoints.find import FORMAT, STATE_FILE, checkpoints_of, path_of
+from streamrl.checkpoints.history import History, read_history
+from streamrl.checkpoints.manifest import FileRecords, record_files, write_manifest
+from streamrl.checkpoints.retention import delete_older
+from streamrl.config import RunConfig
+from streamrl.durable_files import sync
+from streamrl.errors import CheckpointWriteError, FencedError, TransportError
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """Of one rank of a learner with this history; all ranks make theirs together."""
+
+    def __init__(self, config: RunConfig, history: History) -> None:
+        self._config = config
+        self._run = config.run.path
+        self._history = history
+        self._ranks = WritingRanks()
+        self._is_main = self._ranks.rank == 0
+        self._stager = _make_stager()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: Future[Path] | None = None
+
+    def save(
+        self,
+        trainer: Trainer,
+        state: LearnerState,
+        means: Mapping[str, float] | None = None,
+        flush: Callable[[], None] = lambda: None,
+    ) -> Future[Path]:
+        """Copy the state, and write it in a thread; the trainer may make steps meanwhile.
+
+        Waits until the save before has ended.
+
+        Args:
+            means: of metrics, by which the best checkpoints are kept; of the first rank.
+            flush: writes what has to be on disk before the checkpoint; called here.
+
+        Returns:
+            The checkpoint, once it is durable and older ones are deleted. It raises
+            CheckpointWriteError: it cannot be written, every other checkpoint is as it was;
+            FencedError: another learner has made its history the surviving one;
+            TransportError: another rank has ended.
+        """
+        if self._saving is not None:
+            wait([self._saving])
+        begun_s = time.perf_counter()
+        contents = self._config.learner.checkpoint.contents
+        record = {
+            "format": FORMAT,
+            "policy_version": state.policy_version,
+            "books": msgspec.to_builtins(state.books, str_keys=True),
+            "history": msgspec.to_builtins(self._history),
+            "contents": contents,
+            "means": means or {},
+            "credit": trainer.credit.state_dict(),
+            "random": random_state(),
+        }
+        copies: Any = self._stager.stage(tensors_of(trainer, contents))
+        failure: OSError | None = None
+        try:
+            flush()
+        except OSError as error:
+            failure = error
+        copy_s = time.perf_counter() - begun_s
+
+        def write() -> Path:
+            path = self._save(trainer.policy, copies, record, failure)
+            if self._is_main:
+                took_s = time.perf_counter() - begun_s
+                log.info("saved %s in %.2f s; the step waited %.2f s", path, took_s, copy_s)
+            return path
+
+        self._saving = self._thread.submit(write)
+        return self._saving
+
+    def close(self) -> None:
+        """Waits for the save under way."""
+        self._thread.shutdown()
+        self._stager.close()
+
+    def _save(
+        self,
+        policy: Policy,
+        tensors: Mapping[str, torch.Tensor],
+        record: Mapping[str, Any],
+        failure: OSError | None,
+    ) -> Path:
+        version = record["policy_version"]
+        path = path_of(self._run, version)
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        run = self._ranks.run
+        try:
+            states = run(lambda: self._begin(unfinished, record["random"], failure))
+            save_shards(unfinished, tensors, self._ranks.group)
+            whole_record = {**record, "random": states}
+            files = run(lambda: self._write(unfinished, policy, whole_record))
+            run(lambda: self._commit(unfinished, path, files))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointWriteError(f"{path} cannot be saved: {error}") from error
+        except RuntimeError as error:
+            if self._ranks.group is None:
+                raise
+            raise TransportError(f"the ranks of the learner cannot save: {error}") from error
+        finally:
+            if self._is_main:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        if self._is_main:
+            delete_older(self._run, self._history, version, self._config.learner.checkpoint)
+        return path
+
+    def _begin(self, folder: Path, random: Any, failure: OSError | None) -> Any:
+        """Make the folder; the random state of this rank."""
+        if failure is not None:
+            raise failure
+        if self._is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            (folder / SHARDS_FOLDER).mkdir(parents=True)
+        return random
+
+    def _write(self, folder: Path, policy: Policy, record: Mapping[str, Any]) -> FileRecords:
+        """The manifest's lines of what this rank has written, with its shard."""
+        shard = folder / shard_file(self._ranks.rank)
+        files = [shard] if shard.exists() else []
+        if self._is_main:
+            has_weights = "hf_model" in record["contents"]
+            policy.save(folder, self._config, whole_tensors(folder, MODEL) if has_weights else {})
+            (folder / STATE_FILE).write_text(json.dumps(record))
+            files += [path for path in folder.iterdir() if path.is_file()]
+        return record_files(folder, files)
+
+    def _commit(self, unfinished: Path, path: Path, files: list[FileRecords]) -> None:
+        """Give a complete checkpoint its name; what had it before is deleted after that."""
+        if not self._is_main:
+            return
+        write_manifest(unfinished, {name: r for some in files for name, r in some.items()})
+        surviving = read_history(checkpoints_of(self._run))
+        if surviving is not None and surviving.learner_id != self._history.learner_id:
+            raise FencedError(
+                f"another learner goes on with {self._run}; this one saves no more checkpoints"
+            )
+        replaced = path.with_name(f".{path.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if path.exists():
+            path.rename(replaced)
+        unfinished.rename(path)
+        sync(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _make_stager() -> DefaultStager:
+    """Its host memory is kept for the next copy."""
+    has_gpu = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=has_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=has_gpu,
+        )
+    )

@@ -1,0 +1,119 @@
+"""What the first rank of a learner decides, as commands that every rank executes in its order.
+
+Invariant: a command holds all that the other ranks do not have; what it does to a rank is
+`LearnerRank.execute`.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from msgspec import Struct
+
+from learners.batch import TrainingBatch
+from learners.parallel.plan import share
+from learners.parallel.ranks import Ranks
+from learners.parallel.sharding import full
+from learners.session import LearnerState
+from learners.trainer import Trainer
+from streamrl.types import GroupHeader, TrajectoryGroup
+
+
+class Fetch(Struct, frozen=True, tag="fetch"):
+    """Fetch this rank's share of the groups."""
+
+    headers: tuple[GroupHeader, ...]
+
+
+class Accumulate(Struct, frozen=True, tag="accumulate"):
+    """Add the gradient of these groups, which were fetched last."""
+
+    headers: tuple[GroupHeader, ...]
+    policy_version: int
+
+
+class Update(Struct, frozen=True, tag="update"):
+    """Make the step."""
+
+
+class Discard(Struct, frozen=True, tag="discard"):
+    """Clear the gradient."""
+
+
+class Snapshot(Struct, frozen=True, tag="snapshot"):
+    """Gather the weights for the first rank to publish."""
+
+    policy_version: int
+
+
+class Save(Struct, frozen=True, tag="save"):
+    """Save a checkpoint of this state."""
+
+    state: LearnerState
+
+
+class End(Struct, frozen=True, tag="end"):
+    """The learner ends."""
+
+
+Computation: TypeAlias = Accumulate | Update | Discard | Snapshot | Save
+Command: TypeAlias = Fetch | Computation | End
+
+
+class LearnerRank:
+    """What one rank holds, and what each command does to it.
+
+    `fetch` is the buffer's; `save` and `snapshot` are called on every rank, in lockstep.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        ranks: Ranks,
+        *,
+        fetch: Callable[[Sequence[int]], Awaitable[tuple[TrajectoryGroup, ...]]],
+        save: Callable[[Trainer, LearnerState], object],
+        snapshot: Callable[[Mapping[str, torch.Tensor], int], object],
+    ) -> None:
+        self._trainer = trainer
+        self._ranks = ranks
+        self._fetch = fetch
+        self._save = save
+        self._snapshot = snapshot
+
+    async def fetch(self, command: Fetch) -> tuple[TrajectoryGroup, ...]:
+        """The groups of this rank's share, in the order of the batch."""
+        headers = share(command.headers, self._ranks.count, self._ranks.index)
+        return await self._fetch([header.prompt_index for header in headers])
+
+    def execute(self, command: Computation, groups: Sequence[TrajectoryGroup] = ()) -> Any:
+        """In the compute thread; `groups` are those that were fetched last."""
+        match command:
+            case Accumulate(headers, policy_version):
+                batch = TrainingBatch.shared(headers, groups, policy_version, self._ranks)
+                self._trainer.accumulate(batch)
+            case Update():
+                return self._trainer.update()
+            case Discard():
+                self._trainer.discard()
+            case Snapshot(policy_version):
+                self._snapshot(Gathered(self._trainer.policy.parameters()), policy_version)
+            case Save(state):
+                return self._save(self._trainer, state)
+
+
+class Gathered(Mapping[str, torch.Tensor]):
+    """Parameters that are whole while they are read, one at a time: every rank reads all of them,
+    in the same order."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return full(self._parameters[name])
+
+    def __iter__(self) -> Any:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

@@ -1,0 +1,170 @@
+"""Whether the other ranks of a learner live: a rank that ends or freezes ends all.
+
+Each rank sets a beat in the store of the process group every BEAT_S, from a thread of its own, and
+reads those of the others. A rank of this machine whose process has ended is lost at once, another
+one when its beat has not changed for `deadline_s`.
+
+Invariant: once a rank is lost, this process ends within GRACE_S with a sentence that names it, even
+if its compute thread waits in a collective operation. The daemon starts it when the ranks have
+joined, and stops it when they part.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from streamrl.error_record import leave_record
+from streamrl.errors import EXIT_UNREACHABLE, TransportError
+from streamrl.weights.locality import this_host
+
+log = logging.getLogger(__name__)
+
+BEAT_S, GRACE_S = 0.5, 5.0
+_PARTED = "parted"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank's last beat, and when this process first saw it, in seconds."""
+
+    beat: str
+    at_s: float
+
+
+class Liveness:
+    """Of the ranks that share a store; without one there is nobody to watch."""
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        deadline_s: float = 60.0,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._others = [other for other in range(num_ranks) if other != rank]
+        self._deadline_s = deadline_s
+        self._seen: dict[int, Seen] = {}
+        self._lost: TransportError | None = None
+        self._parting, self._changed = threading.Event(), threading.Event()
+        self._notify: Callable[[], object] = lambda: None
+
+    def start(self) -> None:
+        if self._store is not None and self._others:
+            threading.Thread(target=self._run, name="liveness", daemon=True).start()
+
+    def stop(self) -> None:
+        """From here on the others do not miss this rank, nor this rank the others."""
+        self._parting.set()
+        if self._store is not None and self._others and self._lost is None:
+            with suppress(RuntimeError):
+                self._store.set(_key(self._rank), _PARTED)
+
+    async def watch(self) -> None:
+        """Waits until a rank is lost, or until cancelled.
+
+        Raises:
+            TransportError: with the sentence that names the rank.
+        """
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        self._notify = lambda: loop.call_soon_threadsafe(changed.set)
+        if self._lost is None:
+            await changed.wait()
+        assert self._lost is not None, "nothing else sets the event"
+        raise self._lost
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Around what may fail because a rank is lost: the error is then that which names it.
+
+        Waits after a failure until the lost rank is known, up to the deadline.
+        """
+        try:
+            yield
+        except (RuntimeError, TransportError) as error:
+            if self._others and _is_of_collective(error) and not self._parting.is_set():
+                self._changed.wait(self._deadline_s + 2 * BEAT_S)
+            if self._lost is None:
+                raise
+            raise self._lost from error
+
+    def _run(self) -> None:
+        """Until this rank parts, or another one is lost: then until GRACE_S are over."""
+        count = 0
+        while not self._parting.wait(BEAT_S):
+            count += 1
+            try:
+                sentence = self._beat(count)
+            except RuntimeError as error:
+                sentence = f"the store of the learner's ranks does not answer: {error}"
+            if sentence and not self._parting.is_set():
+                self._end(sentence)
+                return
+
+    def _beat(self, count: int) -> str:
+        """Set this rank's beat and read the others'; why one of them is lost, or ""."""
+        assert self._store is not None, "without a store nothing beats"
+        self._store.set(_key(self._rank), f"{this_host()} {os.getpid()} {count}")
+        keys = [_key(other) for other in self._others]
+        # A rank that has just joined has no beat yet, and reading it would wait for one.
+        if not self._seen and not self._store.check(keys):
+            return ""
+        beats = (value.decode() for value in self._store.multi_get(keys))
+        sentences = [self._judge(*pair) for pair in zip(self._others, beats, strict=True)]
+        return next((sentence for sentence in sentences if sentence), "")
+
+    def _judge(self, rank: int, beat: str) -> str:
+        now_s = time.monotonic()
+        seen = self._seen.get(rank)
+        if seen is None or seen.beat != beat:
+            self._seen = {**self._seen, rank: Seen(beat, now_s)}
+        if beat == _PARTED:
+            return ""
+        host, process, _ = beat.rsplit(maxsplit=2) if beat.count(" ") == 2 else ("", "", "")
+        if host and host == this_host() and not _exists(int(process)):
+            return f"rank {rank} of the learner (process {process}) has ended"
+        if seen is not None and seen.beat == beat and now_s - seen.at_s > self._deadline_s:
+            return f"rank {rank} of the learner has not reported for {now_s - seen.at_s:.0f} s"
+        return ""
+
+    def _end(self, sentence: str) -> None:
+        self._lost = TransportError(sentence)
+        self._changed.set()
+        self._notify()
+        # The daemon ends by itself, unless a thread of it waits for the rank that is lost.
+        time.sleep(GRACE_S)
+        log.critical("%s; ending at once", sentence)
+        leave_record(self._lost)
+        os._exit(EXIT_UNREACHABLE)
+
+
+def _key(rank: int) -> str:
+    """Of this start of the ranks, if torchrun starts them again."""
+    return f"streamrl/beat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+
+
+def _is_of_collective(error: Exception) -> bool:
+    """Whether the error may come of a lost rank: not one that the program raised itself."""
+    return isinstance(error, TransportError) or type(error) in (RuntimeError, *_DIST_ERRORS)
+
+
+_DIST_ERRORS = (dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,92 @@
+"""A learner rank's place: the mesh, who exchanges what, and who watches whom.
+
+Invariant: a learner without torchrun joins nothing and opens no socket. The daemon joins before it
+loads a model, and parts at its end.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from learners.parallel.liveness import Liveness
+from learners.parallel.mesh import Mesh, make_mesh
+from learners.parallel.ranks import Ranks
+from learners.policy.policy import device_of
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+
+# Commands wait as long as the first rank waits for groups; who is lost, `Liveness` knows.
+_UNBOUNDED = timedelta(days=3650)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """`all` are the learner's ranks, for commands; `data` those that have other trajectories."""
+
+    all: Ranks
+    data: Ranks
+    mesh: Mesh | None
+    liveness: Liveness
+
+    def require_same(self, policy_version: int) -> None:
+        """Raise ConfigError if the ranks start from other versions."""
+        versions = self.all.gather(policy_version)
+        if len(set(versions)) > 1:
+            raise ConfigError(
+                f"run.folder: the ranks of the learner found checkpoints of the versions "
+                f"{', '.join(map(str, versions))}; it must be one folder that all of them read"
+            )
+
+    def part(self) -> None:
+        self.liveness.stop()
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
+
+def join(config: RunConfig) -> Place:
+    """Join the ranks that torchrun started; waits until all are there.
+
+    Raises:
+        ConfigError: the sizes of `learner.mesh`, or the batch, do not fit so many ranks.
+    """
+    settings, num_ranks = config.learner, int(os.environ.get("WORLD_SIZE", "1"))
+    if settings.num_ranks not in (1, num_ranks):
+        raise ConfigError(
+            f"learner.num_ranks {settings.num_ranks} is for a learner that is started without "
+            f"torchrun, which has started {num_ranks}: leave it out"
+        )
+    if num_ranks == 1:
+        settings.mesh.sizes(1)
+        return Place(Ranks(), Ranks(), None, Liveness())
+    if ":" in settings.device:
+        raise ConfigError(
+            f"learner.device {settings.device} is one device, and the learner has several ranks; "
+            "each takes the one of its place on its machine with cuda, or auto"
+        )
+    mesh = make_mesh(settings.mesh, device_of(settings.device))
+    if mesh.num_data > settings.groups_per_step:
+        raise ConfigError(
+            f"learner.groups_per_step {settings.groups_per_step} is less than the {mesh.num_data} "
+            "ranks that each train groups of their own: start fewer, or raise it"
+        )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False)
+    return Place(
+        all=Ranks.of(dist.new_group(backend="gloo", timeout=_UNBOUNDED)),
+        data=_data_ranks(mesh),
+        mesh=mesh,
+        liveness=Liveness(store, mesh.rank, mesh.world_size, settings.rank_deadline_s),
+    )
+
+
+def _data_ranks(mesh: Mesh) -> Ranks:
+    """Those at this rank's position in their sequence x tensor block, which has one share."""
+    block = mesh.world_size // mesh.num_data
+    groups = [
+        dist.new_group(list(range(position, mesh.world_size, block)), backend="gloo")
+        for position in range(block)
+    ]
+    return Ranks.of(groups[mesh.rank % block])

@@ -1,0 +1,110 @@
+"""The ranks of a learner on this machine, as processes: what torchrun is on several.
+
+`streamrl learner` with `learner.num_ranks` above 1 starts itself so often and waits. Signals are
+for the first rank to decide upon; it ends the others.
+
+Invariant: when a rank fails all end, by themselves or GRACE_S later, and the exit code and the
+sentence are those of a rank that says why. Waits for the ranks to end; they end by themselves when
+this process is gone.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+
+from torch._C._distributed_c10d import TCPStore
+
+from learners.parallel import liveness
+from streamrl.config import RunConfig
+from streamrl.error_record import ErrorPipe, ErrorRecord
+from streamrl.errors import EXIT_UNREACHABLE, StreamRLError, error_of
+from streamrl.service import Shutdown
+
+HOST = "127.0.0.1"
+GRACE_S = liveness.GRACE_S + 5.0
+
+
+def is_starter(config: RunConfig) -> bool:
+    """Whether this process is none of the ranks, and has to start them."""
+    return config.learner.num_ranks > 1 and "RANK" not in os.environ
+
+
+async def start_ranks(config: RunConfig, shutdown: Shutdown) -> None:
+    """Start the ranks, with this process's command line, and wait for them.
+
+    Raises:
+        StreamRLError: a rank failed; of the failure's kind, with its sentence.
+    """
+    num_ranks = config.learner.num_ranks
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
+        pipes = [stack.enter_context(ErrorPipe()) for _ in range(num_ranks)]
+        ranks = [await _start(rank, num_ranks, store.port, pipe) for rank, pipe in enumerate(pipes)]
+        forwarding = asyncio.create_task(_forward(shutdown, ranks[0]))
+        try:
+            await _wait(ranks, config.learner.rank_deadline_s + GRACE_S)
+        finally:
+            forwarding.cancel()
+        codes = [rank.returncode or 0 for rank in ranks]
+        if any(codes):
+            raise _failure(codes, [pipe.read() for pipe in pipes])
+
+
+async def _start(rank: int, num_ranks: int, port: int, pipe: ErrorPipe) -> Process:
+    cores = len(os.sched_getaffinity(0))
+    threads = int(os.environ.get("OMP_NUM_THREADS", str(cores)))
+    environment = {
+        **os.environ,
+        **pipe.environment,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        # The store is here, not in the first rank.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": str(max(1, threads // num_ranks)),
+    }
+    # In a session of its own, so that Ctrl-C in the terminal signals this process only.
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, *sys.argv),
+        start_new_session=True,
+        env=environment,
+        pass_fds=(pipe.descriptor,),
+    )
+
+
+async def _forward(shutdown: Shutdown, first: Process) -> None:
+    """Waits for a signal; the first rank then drains."""
+    await shutdown.requested.wait()
+    with suppress(ProcessLookupError):
+        first.send_signal(signal.SIGTERM)
+
+
+async def _wait(ranks: Sequence[Process], deadline_s: float) -> None:
+    """Until all have ended; once one has failed the others are killed after `deadline_s`."""
+    tasks = {asyncio.create_task(rank.wait()) for rank in ranks}
+    running = tasks
+    while running and not any(task.result() for task in tasks - running):
+        _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    if running:
+        await asyncio.wait(running, timeout=deadline_s)
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            rank.kill()
+    await asyncio.gather(*tasks)
+
+
+def _failure(codes: Sequence[int], records: Sequence[ErrorRecord | None]) -> StreamRLError:
+    """That of a rank which did not fail because of another one, if it said why."""
+    said = [record for record in records if record is not None]
+    own = [record for record in said if record.exit_code != EXIT_UNREACHABLE]
+    for record in (*own, *said):
+        return error_of(record.exit_code, record.sentence)
+    rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
+    return StreamRLError(f"rank {rank} of the learner ended with exit code {code}")

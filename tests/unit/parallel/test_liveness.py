@@ -1,0 +1,92 @@
+"""A rank that ends or freezes is named by the others, which end; one that parts is not missed."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from learners.parallel import liveness
+from learners.parallel.liveness import Liveness
+from streamrl.errors import EXIT_UNREACHABLE, TransportError
+from streamrl.weights.locality import this_host
+
+DEADLINE_S = 30.0
+
+
+class Exits:
+    """What would have ended this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.code: int | None = None
+        self.called = threading.Event()
+        monkeypatch.setattr(liveness, "BEAT_S", 0.02)
+        monkeypatch.setattr(liveness, "GRACE_S", 0.05)
+        monkeypatch.setattr("learners.parallel.liveness.os._exit", self.exit)
+
+    def exit(self, code: int) -> None:
+        self.code = code
+        self.called.set()
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    return Exits(monkeypatch)
+
+
+def watching(store: dist.Store, rank: int, deadline_s: float = DEADLINE_S) -> Liveness:
+    watched = Liveness(store, rank, 2, deadline_s)
+    watched.start()
+    return watched
+
+
+def failed_collective(watched: Liveness) -> None:
+    with watched.explained():
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_process_that_ended_is_named_and_ends_this_one(exits):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    store = dist.HashStore()
+    store.set(liveness._key(1), f"{this_host()} {ended.pid} 7")
+    watched = watching(store, 0)
+    sentence = rf"^rank 1 of the learner \(process {ended.pid}\) has ended$"
+    with pytest.raises(TransportError, match=sentence):
+        failed_collective(watched)
+    assert exits.called.wait(DEADLINE_S)
+    assert exits.code == EXIT_UNREACHABLE
+
+
+async def test_a_rank_of_another_machine_is_lost_when_its_beat_stands_still(exits):
+    store = dist.HashStore()
+    store.set(liveness._key(1), "elsewhere 1 7")
+    watched = watching(store, 0, deadline_s=0.2)
+    with pytest.raises(TransportError, match=r"^rank 1 of the learner has not reported for 0 s$"):
+        await watched.watch()
+    assert exits.called.wait(DEADLINE_S)
+
+
+def test_ranks_that_beat_or_have_parted_are_not_missed(exits):
+    store = dist.HashStore()
+    first, second = (watching(store, rank, deadline_s=0.3) for rank in (0, 1))
+    give_up = time.monotonic() + DEADLINE_S
+    while int(store.get(liveness._key(1)).split()[-1]) < 25:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    second.stop()
+    before = int(store.get(liveness._key(0)).split()[-1])
+    while int(store.get(liveness._key(0)).split()[-1]) < before + 25:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    first.stop()
+    assert exits.code is None
+
+
+def test_an_error_of_the_program_is_not_explained_by_the_ranks(exits):
+    watched = watching(dist.HashStore(), 0)
+    with pytest.raises(ValueError, match="own mistake"), watched.explained():
+        raise ValueError("own mistake")
+    watched.stop()

@@ -1,0 +1,89 @@
+"""What of a learner is saved and loaded, and which checkpoints are kept."""
+
+import json
+
+import pytest
+import torch
+
+from actors.evaluation import named_model
+from learners.checkpoints.records import RunRecords
+from learners.checkpoints.restore import restore
+from learners.checkpoints.shards import saved_tensors
+from learners.checkpoints.start import choose
+from learners.session import LearnerState
+from streamrl.checkpoints.find import read_checkpoint
+from streamrl.errors import ConfigError
+from tests.training import make_batch
+from tests.unit.test_checkpoint import BOOKS, make_run, make_trainer, names, save
+
+
+@pytest.mark.parametrize(("best_is", "best"), [("highest", 20), ("lowest", 10)])
+def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, best_is, best):
+    settings = {"keep": 1, "keep_best": 1, "best_is": best_is}
+    config = make_run(tmp_path, checkpoint=settings)
+    trainer = make_trainer(config)
+    for version, mean in ((10, 0.1), (20, 0.9), (30, 0.5), (40, 0.4)):
+        save(config, trainer, LearnerState(version), means={"reward/mean": mean})
+    save(config, trainer, LearnerState(50))
+    assert names(config) == [f"step-{version:08d}" for version in (best, 50)]
+
+
+def test_the_mean_of_a_metric_is_of_the_steps_since_the_checkpoint_before(tmp_path, caplog):
+    config = make_run(tmp_path, checkpoint={"keep_best": 1, "best_by": "reward/mena"})
+    settings = config.learner.checkpoint.model_copy(update={"best_by": "reward/mean"})
+    records = RunRecords(config, choose(config))
+    records.begin()
+    trainer = make_trainer(config)
+    records.log(1, [0], {"reward/mean": 0.5})
+    records.save(trainer, LearnerState(1)).result()
+    sentence = "learner.checkpoint.best_by: no metric 'reward/mena'; did you mean 'reward/mean'?"
+    assert sentence in caplog.messages
+    learner = config.learner.model_copy(update={"checkpoint": settings})
+    records._config = config.model_copy(update={"learner": learner})
+    for step, reward in ((2, 1.0), (3, 2.0)):
+        records.log(step, [step], {"reward/mean": reward})
+    path = records.save(trainer, LearnerState(3)).result()
+    records.close()
+    assert json.loads((path / "state.json").read_text())["means"] == {"reward/mean": 1.5}
+
+
+def test_only_the_weights_of_another_runs_checkpoint(tmp_path):
+    """The optimizer begins anew, and so do running moments and random generators."""
+    trainer = make_trainer(config := make_run(tmp_path))
+    trainer.step(make_batch())
+    path = save(config, trainer, LearnerState(7, BOOKS))
+    again = make_trainer(only := make_run(tmp_path, checkpoint={"load_contents": ["model"]}))
+    random_state = torch.get_rng_state()
+    assert restore(read_checkpoint(path), only, again) == LearnerState(7, BOOKS)
+    assert again.optimizer.state == {}
+    assert again.credit.state_dict() == make_trainer(only).credit.state_dict()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for name, parameter in trainer.policy.parameters().items():
+        assert torch.equal(parameter, again.policy.parameters()[name]), name
+
+
+def test_a_checkpoint_holds_what_contents_names(tmp_path):
+    small = make_run(tmp_path, checkpoint={"contents": ["model"]}, evaluate=False)
+    trainer = make_trainer(small)
+    trainer.step(make_batch())
+    path = save(small, trainer, LearnerState(1))
+    assert not (path / "model.safetensors").exists()
+    assert {name.partition("/")[0] for name in saved_tensors(path)} == {"model"}
+    restore(read_checkpoint(path), small, make_trainer(small))
+    whole = make_run(tmp_path)
+    sentence = r"load_contents: .*00001 has no 'optimizer', since it was saved with .* \[model\]"
+    with pytest.raises(ConfigError, match=sentence):
+        restore(read_checkpoint(path), whole, make_trainer(whole))
+    with pytest.raises(ConfigError, match=r"has no Hugging Face model, .*`streamrl export RUN`"):
+        named_model(path)
+
+
+@pytest.mark.parametrize("name", ["contents", "load_contents"])
+def test_contents_without_the_model_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="must contain model"):
+        make_run(tmp_path, checkpoint={name: ["optimizer"]})
+
+
+def test_an_evaluation_at_the_end_needs_the_model_in_the_last_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=r"contents has no hf_model: .* run\.evaluate=false"):
+        make_run(tmp_path, checkpoint={"contents": ["model"]})

@@ -1,0 +1,69 @@
+"""`streamrl export`: the policy of a checkpoint as a Hugging Face folder."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.make_model import make_tokenizer
+from learners.session import LearnerState
+from streamrl.cli.main import main
+from streamrl.config import RunConfig, to_yaml
+from streamrl.durable_files import write_file
+from tests.training import make_batch
+from tests.unit.test_checkpoint import make_run, make_trainer, save
+
+
+def exported(config: RunConfig, *arguments: str) -> int:
+    write_file(config.run.path / "config.yaml", to_yaml(config))
+    return main(["export", str(config.run.path), *arguments])
+
+
+def test_an_export_loads_in_transformers_in_its_dtype_and_with_its_tokenizer(tmp_path, capsys):
+    config = make_run(tmp_path, checkpoint={"contents": ["model"]}, evaluate=False)
+    trainer = make_trainer(config)
+    for version in (1, 2):
+        trainer.step(make_batch(version))
+        save(config, trainer, LearnerState(version))
+    # It needs neither the model that the run has started from nor its tokenizer.
+    Path(config.model.path).rename(tmp_path / "gone")
+    folder = tmp_path / "out"
+    arguments = ("--output", str(folder), "--dtype", "bfloat16", "--max-shard-size", "20KB")
+    assert exported(config, *arguments) == 0
+    assert capsys.readouterr().out == f"{folder}: step 2, bfloat16, 0.0 MB\n"
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).vocab_size == make_tokenizer("abc").vocab_size
+    for name, parameter in trainer.policy.parameters().items():
+        assert torch.equal(loaded.get_parameter(name), parameter.bfloat16()), name
+    assert exported(config, "--step", "1") == 0
+    assert (config.run.path / "export" / "step-00000001" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--step", "7"), r"--step: was 7, and the checkpoints of .*run are of: 1"),
+        (("--output", "{folder}"), r"--output: .* exists already"),
+        (
+            ("--output", "{folder}/run/config.yaml/x"),
+            r"--output: .* cannot be written: .*Not a dir",
+        ),
+        (("--max-shard-size", "5"), r"--max-shard-size: was '5', and must be a whole number of"),
+    ],
+)
+def test_an_export_that_cannot_be_made_says_why(tmp_path, capsys, arguments, sentence):
+    config = make_run(tmp_path)
+    save(config, make_trainer(config), LearnerState(1))
+    assert exported(config, *(word.format(folder=tmp_path) for word in arguments)) == 2
+    assert re.search(sentence, capsys.readouterr().err)
+
+
+def test_an_export_of_a_damaged_checkpoint_is_refused(tmp_path, capsys):
+    config = make_run(tmp_path)
+    path = save(config, make_trainer(config), LearnerState(1))
+    (path / "shards" / "rank-00000.safetensors").write_bytes(b"")
+    assert exported(config, "--step", "1") == 2
+    assert "is damaged: shards/rank-00000.safetensors has 0 bytes" in capsys.readouterr().err
