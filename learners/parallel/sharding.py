@@ -51,6 +51,15 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def sum_gradients(network: Network, is_on: bool) -> None:
+    """Whether backward passes from here on sum the gradients over the ranks.
+
+    Without, each rank adds them to a whole gradient of its own, which the next sum includes.
+    """
+    if isinstance(network, FSDPModule):
+        network.set_requires_gradient_sync(is_on)
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded, without gradient; all ranks call it together.
 

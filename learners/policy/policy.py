@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.batch import MicroBatch
 from learners.parallel.mesh import Mesh
+from learners.policy.compiled import compile_layers
 from learners.policy.distribute import distribute
 from learners.policy.hugging_face import save_model
 from learners.policy.master_weights import master_of
@@ -71,11 +72,6 @@ class Policy:
         """By name, tied ones once."""
         return {name: master_of(p) for name, p in self.model.named_parameters()}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's, tied ones under each name; parameters are the master weights."""
-        tensors = self.model.state_dict(keep_vars=True)
-        return {name: master_of(tensor).detach() for name, tensor in tensors.items()}
-
     @torch.no_grad()
     def batch_logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
         """[R of the whole batch] in nats, on the CPU; `num_tokens` is R."""
@@ -124,6 +120,8 @@ def load_network(
     )
     if learner.check_packing:
         choose_packing(network)
+    if learner.compile:
+        compile_layers(network)
     distribute(network, mesh, learner, is_reference=is_reference)
     return network
 

@@ -127,6 +127,20 @@ class CheckpointSettings(Section):
         return contents
 
 
+class ProfilerSettings(Section):
+    """What is recorded of chosen steps, in `profiler/` of the run's folder."""
+
+    steps: tuple[Positive, ...] = ()
+    """Steps to record, the first is 1; a trace of torch's profiler for each, none if empty."""
+    ranks: tuple[NotNegative, ...] = (0,)
+    """Ranks that record; all if empty."""
+    memory: bool = False
+    """Record the allocations of GPU memory, too."""
+    nvtx: bool = False
+    """Mark the phases of a step for Nsight Systems, and let it capture `steps` instead of torch's
+    profiler: `nsys profile --capture-range=cudaProfilerApi streamrl learner ...`."""
+
+
 class MeshSettings(Section):
     """How many ranks share what: the four sizes multiply to the number of ranks."""
 
@@ -233,6 +247,16 @@ class LearnerSettings(Section):
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
     num_threads: NotNegative = 0
     """CPU threads of the learner; 0 leaves torch's choice."""
+    profiler: ProfilerSettings = ProfilerSettings()
+    """Traces of chosen steps."""
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """What one device computes in `dtype` at most, in 10^12 operations per second, for
+    `learner/mfu`; unset: known for common GPUs."""
+    sum_each_micro_batch: bool = True
+    """Sum gradients over the ranks after every micro-batch; false: once an update, after the last,
+    which is less traffic and costs each rank the memory of a whole float32 gradient."""
+    compile: bool = False
+    """Compile the decoder's layers by torch.compile: faster passes after a slow first one."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     check_packing: bool = True

@@ -152,7 +152,7 @@ def test_a_step_changes_float32_masters_which_the_next_pass_follows() -> None:
 def test_what_is_saved_is_the_master_weights() -> None:
     policy = Policy(make_network(dtype=BF16))
     expected = make_network().model.state_dict()
-    saved = policy.state_dict()
+    saved = policy.parameters()
     assert saved.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(saved[name], tensor), name
