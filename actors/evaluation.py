@@ -1,4 +1,8 @@
-"""The greedy score of a checkpoint on held-out prompts."""
+"""The greedy score of a checkpoint on held-out prompts.
+
+Invariant: what is scored are the weights of the checkpoint, also on a server elsewhere, which is
+sent them as a learner sends a version, and keeps them.
+"""
 
 import asyncio
 import logging
@@ -6,23 +10,32 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from msgspec import structs
+from transformers import AutoModelForCausalLM
 
-from actors.chat import Renderer
+from actors.chat import PromptTooLongError, Renderer
 from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
-from actors.prompts import open_held_out
+from actors.locality import weight_locality
+from actors.prompts import num_held_out, open_held_out
 from actors.rewards import make_reward
-from actors.rollout import unbuffered_lease
+from actors.rollout import GroupRunner, unbuffered_lease
 from streamrl.checkpoints.find import Checkpoint, is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
-from streamrl.types import TrajectoryGroup
+from streamrl.errors import ConfigError, WeightTransferError
+from streamrl.interfaces import Engine
+from streamrl.types import LoadReport, TrajectoryGroup, WeightUpdate
+from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.receiver import WeightReceiver
+from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
+
+_NUM_ATTEMPTS = 2
 
 
 def newest_model(config: RunConfig) -> Path:
@@ -66,26 +79,97 @@ def _model_in(checkpoint: Checkpoint) -> Path:
 async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
     """Mean reward of greedy completions of `data.num_eval_prompts` held-out prompts."""
     groups = await greedy_groups(config, model)
-    return {"model": str(model), "num_prompts": len(groups), **_summary(groups)}
+    num_too_long = num_held_out(config.data, open_held_out(config.data)) - len(groups)
+    too_long = {"num_too_long": num_too_long} if num_too_long else {}
+    return {"model": str(model), "num_prompts": len(groups), **too_long, **_summary(groups)}
 
 
 async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]:
-    """One greedy response to each held-out prompt, in the order of the prompts."""
+    """One greedy response to each held-out prompt, in the order of the prompts.
+
+    Raises:
+        ConfigError: no prompt fits into `data.max_prompt_length`.
+        WeightTransferError: a server elsewhere did not load the model.
+    """
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
     section = config.model.model_copy(update={"path": str(model)})
-    config = config.model_copy(update={"model": section})
+    generator = config.generator.reading_weights()
+    config = config.model_copy(update={"model": section, "generator": generator})
     require_model(config)
     engine = make_engine(config, seed=config.run.seed)
-    renderer, prompts = Renderer.from_config(config), open_held_out(config.data, config.run.seed)
+    renderer, prompts = Renderer.from_config(config), open_held_out(config.data)
     runner = make_runner(config, engine, renderer, prompts, make_reward(config.data))
     greedy = replace(runner, sampling=structs.replace(runner.sampling, temperature=0.0))
-    numbers = range(config.data.num_eval_prompts)
-    groups = await asyncio.gather(
-        *(greedy.run(unbuffered_lease("evaluation", number)) for number in numbers)
+    numbers = range(num_held_out(config.data, prompts))
+    try:
+        if generator.url is not None:
+            await _send_weights(config, engine)
+        groups = await asyncio.gather(*(_group(greedy, number) for number in numbers))
+    finally:
+        await engine.close()
+    fitting = [group for group in groups if group is not None]
+    if not fitting:
+        raise ConfigError(
+            f"data.max_prompt_length: was {config.data.max_prompt_length}; none of the "
+            f"{len(groups)} held-out prompts fits"
+        )
+    return fitting
+
+
+async def _group(runner: GroupRunner, number: int) -> TrajectoryGroup | None:
+    """None for a prompt that training drops, too. Waits for the engine."""
+    try:
+        return await runner.run(unbuffered_lease("evaluation", number))
+    except PromptTooLongError:
+        return None
+
+
+async def _send_weights(config: RunConfig, engine: Engine) -> None:
+    """Waits until the engine has loaded those of `model.path`, or for the deadline."""
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
     )
-    await engine.close()
-    return groups
+    parameters = dict(model.named_parameters())
+    host = config.weights.address.rpartition(":")[0]
+    weights = config.weights.model_copy(update={"address": f"{host}:0"})
+    layout = Layout(manifest_of(parameters), weights.bucket_bytes)
+    is_loaded = asyncio.Event()
+
+    async def load(update: WeightUpdate) -> LoadReport:
+        report = await engine.load_weights(update)
+        is_loaded.set()
+        return report
+
+    with TemporaryDirectory() as folder:
+        sender = WeightSender(
+            weights, layout, torch.device("cpu"), Path(folder), config.buffer.curve
+        )
+        receiver = WeightReceiver(
+            sender.address,
+            "evaluation",
+            load,
+            locality=weight_locality(config.generator),
+            num_ranks=config.generator.num_ranks,
+            has_weights=False,
+            curve=config.buffer.curve,
+        )
+        sender.snapshot(parameters, 0)
+        sender.publish()
+        running = [asyncio.create_task(part.run()) for part in (sender, receiver)]
+        try:
+            async with asyncio.timeout(_NUM_ATTEMPTS * weights.deadline_s):
+                await is_loaded.wait()
+        except TimeoutError as error:
+            raise WeightTransferError(
+                f"generator.{config.generator.engine}.url: {config.generator.url} has not loaded "
+                f"{config.model.path} within {_NUM_ATTEMPTS * weights.deadline_s:g} s"
+            ) from error
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            sender.close()
 
 
 def _summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -69,7 +69,11 @@ class Generator:
         self._numbers = itertools.count()
         self._incarnation = ""
         self._scheduling_state = SchedulingState.ACTIVE
-        self._version_gate = VersionGate(config.weights.publish_every, config.buffer.max_staleness)
+        self._version_gate = VersionGate(
+            config.weights.publish_every,
+            config.buffer.max_staleness,
+            lacks_weights=config.generator.lacks_weights,
+        )
         self._groups: dict[str, LeasedGroup] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
@@ -90,6 +94,7 @@ class Generator:
             self._load,
             locality=weight_locality(self._config.generator),
             num_ranks=self._config.generator.num_ranks,
+            has_weights=not self._config.generator.lacks_weights,
             curve=self._config.buffer.curve,
         )
         async with asyncio.TaskGroup() as tasks:
@@ -121,7 +126,7 @@ class Generator:
                 await self._begin(lease, tasks)
 
     async def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
-        if self._version_gate.has_failed:
+        if self._version_gate.lacks_weights:
             # An update failed meanwhile; others can begin this group at once.
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:

@@ -25,6 +25,8 @@ async def sample(config: RunConfig) -> ParitySamples:
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
     require_model(config)
+    generator = config.generator.reading_weights()
+    config = config.model_copy(update={"generator": generator})
     engine = make_engine(config, seed=config.run.seed)
     renderer, prompts = Renderer.from_config(config), open_prompts(config.data, config.run.seed)
     runner = make_runner(config, engine, renderer, prompts, _Unscored())

@@ -1,8 +1,9 @@
 """Whether a generator's weights are new enough to lease for.
 
-A generator that joins has the weights of the model folder, and one whose update failed has those of
-an older version. Its leases would hold their places in the prompt stream until the next update. So
-neither leases before it has caught up, and none leases what only a newer version may sample.
+A generator that joins has the weights of the model folder, or none that anybody knows (an engine
+that starts with random ones, a server elsewhere), and one whose update failed has those of an older
+version. Its leases would hold their places in the prompt stream until the next update. So neither
+leases before it has caught up, and none leases what only a newer version may sample.
 
 Invariant: the version waited for has been published, or will be by the learner that the buffer
 reports: the version needed falls when a learner comes back at an earlier one.
@@ -14,16 +15,18 @@ import math
 class VersionGate:
     """`publish_every` and `max_staleness` are those of the run, in versions."""
 
-    def __init__(self, publish_every: int, max_staleness: int) -> None:
+    def __init__(
+        self, publish_every: int, max_staleness: int, *, lacks_weights: bool = False
+    ) -> None:
         self._publish_every = publish_every
         self._max_staleness = max_staleness
         # The first heartbeat's reply has the learner's version.
         self._min_version = math.inf
-        self.has_failed = False
+        self.lacks_weights = lacks_weights
 
     def is_open(self, policy_version: int) -> bool:
         """Whether a generator of this version may lease."""
-        return not self.has_failed and policy_version >= self._min_version
+        return not self.lacks_weights and policy_version >= self._min_version
 
     def on_learner_version(self, learner_version: int) -> None:
         """A heartbeat's reply: the first one sets the version to catch up to, later ones the oldest
@@ -35,8 +38,8 @@ class VersionGate:
 
     def on_load_failed(self) -> None:
         """An update did not arrive."""
-        self.has_failed = True
+        self.lacks_weights = True
 
     def on_loaded(self) -> None:
         """A version is loaded; the sender sends only the newest."""
-        self.has_failed = False
+        self.lacks_weights = False

@@ -23,6 +23,7 @@ from learners.checkpoints.schedule import RETRY_S
 from learners.fairness import FairnessWindow
 from learners.parallel.commands import Accumulate, Discard, Save, Snapshot, Update
 from learners.parallel.lockstep import Lockstep
+from learners.profiling.times import StepTimes
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from streamrl.config import RunConfig
@@ -57,6 +58,7 @@ class Learner:
         self._version = session.state.policy_version
         self._published_version = -1
         self._logged_s = time.perf_counter()
+        self._times = StepTimes()
         self._stopping = asyncio.Event()
         every = config.learner.checkpoint.every
         self._saver = CheckpointSaver(every, session, reporter, self._stopping, self._save)
@@ -136,7 +138,8 @@ class Learner:
         """Copy the weights, in the compute thread, and announce the version."""
         version = self._version
         self._reporter.set_activity(LearnerActivity.PUBLISHING, policy_version=version)
-        await self._lockstep.run(Snapshot(version))
+        with self._times.phase("snapshot"):
+            await self._lockstep.run(Snapshot(version))
         self._sender.publish()
         self._published_version = version
 
@@ -157,6 +160,8 @@ class Learner:
             [header.prompt_index for header in loan.headers],
             {
                 **metrics,
+                # Of the save after the step before, if there was one.
+                **self._times.take("snapshot", "save"),
                 **staleness_metrics(loan.headers, self._version - 1),
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
@@ -172,7 +177,8 @@ class Learner:
 
     async def _save(self, state: LearnerState) -> Future[Path]:
         """Copy the state on every rank; the checkpoint, once it is durable."""
-        written: Future[Path] = await self._lockstep.run(Save(state))
+        with self._times.phase("save"):
+            written: Future[Path] = await self._lockstep.run(Save(state))
         return written
 
     async def _finish(self) -> None:

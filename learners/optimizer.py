@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
-from learners.parallel.sharding import full
+from learners.parallel.gradients import clip_gradients, split_by_mesh
 from streamrl.config.learner import OptimizerGroup, OptimizerSettings
 from streamrl.errors import ConfigError, DivergedError, did_you_mean
 
@@ -39,10 +38,12 @@ def make_optimizer(
         key = _rate_and_decay(parameter, found[name], settings)
         alike.setdefault(key, []).append(parameter)
     return torch.optim.AdamW(
-        [
-            {"params": members, LR_RATIO: lr / settings.lr, "weight_decay": decay}
-            for (lr, decay), members in alike.items()
-        ],
+        split_by_mesh(
+            [
+                {"params": members, LR_RATIO: lr / settings.lr, "weight_decay": decay}
+                for (lr, decay), members in alike.items()
+            ]
+        ),
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
@@ -66,7 +67,7 @@ def update(
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group[LR_RATIO]
-    norm = float(full(clip_grad_norm_(parameters, max_grad_norm or math.inf)))
+    norm = clip_gradients(parameters, max_grad_norm)
     is_finite = math.isfinite(norm)
     if is_finite and not is_frozen:
         optimizer.step()

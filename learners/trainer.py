@@ -23,9 +23,11 @@ from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.mini_batches import mini_batches
 from learners.objective.step_metrics import MASKED, Part, of_facts, of_updates, of_work
 from learners.optimizer import SkippedUpdates, learning_rate, make_optimizer, update
+from learners.parallel.offload import keep_state_on_host
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from learners.profiling.profile import StepProfile
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig
@@ -48,10 +50,19 @@ class Trainer:
         self._ranks = ranks = ranks or Ranks()
         self.policy = policy
         self.critic = critic
+        for other in (reference, critic):
+            if other is not None:
+                other.network.run_packed(policy.network.is_packed)
         self.credit = CreditAssigner(config.algorithm)
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
+        if config.learner.offload.optimizer:
+            keep_state_on_host(self.optimizer)
         self._facts = FactCollector(config, self.credit, policy, reference, critic, ranks)
         self._gradient = Gradient(config, policy, reference, critic, ranks)
+        networks = {"policy": policy, "reference": reference, "critic": critic}
+        self._profile = StepProfile(
+            config, {name: n.network for name, n in networks.items() if n}, ranks.index
+        )
         self._skipped = SkippedUpdates(config.learner.optimizer.max_skipped_updates)
         self._max_tokens = config.learner.max_tokens_per_micro_batch
         self._longest = 0
@@ -76,6 +87,8 @@ class Trainer:
         algorithm, num_updates = self._config.algorithm, self._config.learner.num_updates
         if self._parts and not accepts_parts(algorithm, num_updates):
             raise ValueError("part: the algorithm takes a batch as a whole")
+        if not self._parts:
+            self._profile.begin(part.policy_version + 1)
         self._warn_of_long(part)
         micro_batches = self._pack(part)
         facts, metrics = self._facts.collect(part, micro_batches)
@@ -90,6 +103,7 @@ class Trainer:
         """Clear the gradient; the next part is the first of a batch."""
         self._parts, self._accumulated = (), None
         self.optimizer.zero_grad(set_to_none=True)
+        self._profile.end()
 
     def update(self) -> dict[str, float]:
         """Make the updates of the batch, the first from its gradient; metrics under their public
@@ -102,14 +116,16 @@ class Trainer:
             updates.append(self._update())
         self.discard()
         work = of_work(parts, self._max_tokens, update_s=time.perf_counter() - start)
-        return {**of_facts(parts), **of_updates(updates), **work}
+        profile = self._profile.take(work["learner/train_s"])
+        return {**of_facts(parts), **of_updates(updates), **work, **profile}
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """[R response tokens] under the policy, computed as in a step, in nats; on the CPU."""
         return self.policy.batch_logprobs(self._pack(batch), batch.sequences.num_tokens)
 
     def _pack(self, batch: TrainingBatch, chosen: Sequence[int] | None = None) -> list[MicroBatch]:
-        return batch.pack(self._max_tokens, self.policy.device, chosen)
+        with self._profile.phase("plan"):
+            return batch.pack(self._max_tokens, self.policy.device, chosen)
 
     def _warn_of_long(self, batch: TrainingBatch) -> None:
         """Of the longest trajectory, if it is above the limit and none before it was as long."""
@@ -159,17 +175,18 @@ class Trainer:
         is_warmup = policy_version < self._config.algorithm.value.critic_warmup
         settings = self._config.learner.optimizer
         critic = {}
-        if self.critic is not None:
-            is_empty = accumulated.totals.num_tokens == 0
-            critic = self.critic.update(policy_version, is_frozen=is_empty)
-        policy = update(
-            self.optimizer,
-            self.policy.parameters().values(),
-            learning_rate(policy_version, settings, self._config.run.max_steps),
-            settings.max_grad_norm,
-            prefix="learner",
-            is_frozen=is_masked or is_warmup,
-        )
+        with self._profile.phase("update"):
+            if self.critic is not None:
+                is_empty = accumulated.totals.num_tokens == 0
+                critic = self.critic.update(policy_version, is_frozen=is_empty)
+            policy = update(
+                self.optimizer,
+                self.policy.parameters().values(),
+                learning_rate(policy_version, settings, self._config.run.max_steps),
+                settings.max_grad_norm,
+                prefix="learner",
+                is_frozen=is_masked or is_warmup,
+            )
         self._skipped.count({**critic, **policy}, policy_version)
         counts = {
             "learner/num_micro_batches": accumulated.num_micro_batches,

@@ -22,7 +22,7 @@ from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
 from streamrl.weights.transports.file_formats import write_whole
 from tests.ports import free_port
-from tests.tiny_model import make_llama
+from tests.tiny_model import EOS, make_llama
 
 MakeEngine = Callable[..., Awaitable[Engine]]
 
@@ -52,7 +52,12 @@ class HfEngines:
         from actors.engines.hf.engine import HfEngine
 
         model = model or make_model()
-        engine = HfEngine(model, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        engine = HfEngine(
+            model,
+            eos_token_ids=frozenset([EOS]),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
         self._made.append(engine)
         return engine
 

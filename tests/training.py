@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from learners.batch import TrainingBatch
+from learners.batch import MicroBatch, TrainingBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import assign, full, shard
+from learners.parallel.sharding import assign, full
 from learners.policy.critic import Critic
+from learners.policy.distribute import distribute
+from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
@@ -41,10 +43,16 @@ def make_policy(temperature: float = 1.0, **overrides: object) -> Policy:
 
 
 def make_network(
-    temperature: float = 1.0, *, has_values: bool = False, **overrides: object
+    temperature: float = 1.0,
+    *,
+    has_values: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **overrides: object,
 ) -> Network:
     model = make_llama(**overrides).train()
-    return Network(model, temperature=temperature, dtype=torch.float32, has_values=has_values)
+    network = Network(model, temperature=temperature, has_values=has_values)
+    compute_in(network, dtype)
+    return network
 
 
 def make_critic(config: RunConfig) -> Critic:
@@ -61,6 +69,17 @@ def make_trajectory(rng: np.random.Generator, num_prompt: int, num_response: int
         reward=float(rng.random()),
         finish_reason=FinishReason.STOP,
     )
+
+
+def make_micro_batch(lengths: Sequence[int], seed: int = 0) -> MicroBatch:
+    """Random sequences, of which each token but the first is a response."""
+    rng = np.random.default_rng(seed)
+    trajectories = tuple(make_trajectory(rng, 1, length - 1) for length in lengths)
+    group = TrajectoryGroup(
+        group_id="", prompt_index=0, environment="test", trajectories=trajectories
+    )
+    batch = TrainingBatch.of([group], policy_version=4)
+    return batch.micro_batch(range(len(lengths)), torch.device("cpu"))
 
 
 def make_groups(
@@ -123,8 +142,8 @@ def make_batch(seed: int = 0, num_groups: int = 5, group_size: int = 4) -> Train
 def make_trainer(
     config: RunConfig, mesh: Mesh | None = None, ranks: Ranks | None = None
 ) -> Trainer:
-    """With the models that the algorithm needs, sharded over a mesh if there is one; the reference
-    has a larger head."""
+    """With the models that the algorithm needs, distributed over a mesh if there is one; the
+    reference has a larger head."""
     torch.manual_seed(0)
     policy = make_policy()
     reference = make_policy() if config.algorithm.needs_reference else None
@@ -133,7 +152,7 @@ def make_trainer(
             reference.model.get_output_embeddings().weight.mul_(1.5)
     values = make_network(has_values=True) if config.algorithm.needs_values else None
     for network in (policy.network, reference and reference.network, values):
-        if network is not None and mesh is not None:
-            shard(network, mesh, torch.float32)
+        if network is not None:
+            distribute(network, mesh, config.learner)
     critic = None if values is None else Critic(config, values)
     return Trainer(config, policy, reference, critic, ranks)

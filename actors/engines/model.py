@@ -1,13 +1,22 @@
-"""Facts of a model that another process runs, read from the model's folder."""
+"""Facts of a model, read from its folder."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 
 from actors.engines.manifest import Shapes
 from actors.engines.prompt import eos_set
 from streamrl.config.model import ModelSettings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,17 +37,36 @@ class ModelFacts:
             empty = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=model.trust_remote_code
             )
-        try:
-            eos = GenerationConfig.from_pretrained(model.path).eos_token_id
-        except OSError:
-            eos = config.eos_token_id
         text_config = config.get_text_config()
         return cls(
             shapes={name: tuple(p.shape) for name, p in empty.named_parameters()},
-            eos=eos_set(eos),
+            eos=eos_token_ids(model),
             vocab_size=text_config.vocab_size,
             head_width=_head_width(text_config),
         )
+
+
+def eos_token_ids(model: ModelSettings) -> frozenset[int]:
+    """The end-of-sequence tokens: those of the generation configuration, else of the model's, else
+    of the tokenizer. Without any, which is logged, completions end at their longest length."""
+    trust = model.trust_remote_code
+    try:
+        eos = GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError:
+        eos = None
+    if eos is None:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust)
+        eos = getattr(config.get_text_config(), "eos_token_id", None)
+    if eos is None:
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_path, trust_remote_code=trust)
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        log.warning(
+            "model.path: %s has no end-of-sequence token, and generator.stop_token_ids are the "
+            "only ones that end a completion before generator.max_new_tokens",
+            model.path,
+        )
+    return eos_set(eos)
 
 
 def _head_width(config: PreTrainedConfig) -> int | None:

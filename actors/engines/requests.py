@@ -1,5 +1,5 @@
-"""Requests in flight, each a task, so that closing an engine ends all of them; and how one of them
-is stopped early.
+"""Requests in flight, each a task, so that closing an engine ends all of them; how one of them is
+stopped early, and why one has ended.
 
 Invariant: `run` returns the request's result, raises its error or, after `cancel_all`, the error of
 `raise_if_over`.
@@ -12,10 +12,18 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from streamrl.errors import RolloutError
 from streamrl.types import Completion, FinishReason
 
 T = TypeVar("T")
 _ABORT_EVERY_S = 1.0
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    # vLLM's limit on patterns that repeat, for whoever sets it.
+    "repetition": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
 
 
 class InFlightRequests(Generic[T]):
@@ -67,6 +75,18 @@ async def aborted_on(
         yield
     finally:
         task.cancel()
+
+
+def finish_reason(name: str | None) -> FinishReason:
+    """Of an engine's name for it.
+
+    Raises:
+        RolloutError: the engine failed, or gives a reason that is not known.
+    """
+    reason = _REASONS.get(name or "")
+    if reason is None:
+        raise RolloutError(f"the engine ended a request for the reason {str(name)[:40]!r}")
+    return reason
 
 
 def nothing_sampled() -> Completion:

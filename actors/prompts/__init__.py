@@ -3,6 +3,7 @@
 A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch in `_open`.
 """
 
+from collections.abc import Sized
 from pathlib import Path
 
 from actors.prompts.files import FilePrompts
@@ -14,14 +15,17 @@ from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import PromptSource
 from streamrl.user_code import is_user_code
 
+HELD_OUT_SEED = 0
+
 
 def open_prompts(data: DataSettings, seed: int) -> PromptSource:
     """The training stream that `data.source` names."""
     return _open(data, "data.source", data.source, seed, held_out=False)
 
 
-def open_held_out(data: DataSettings, seed: int) -> PromptSource:
-    """Held-out prompts, numbered from 0 to `data.num_eval_prompts` - 1.
+def open_held_out(data: DataSettings) -> PromptSource:
+    """Held-out prompts, numbered from 0 to `num_held_out` - 1: the same ones whatever `run.seed`
+    is, and a file's from its first row on.
 
     Raises:
         ConfigError: `data.source` is a file or a user's own, and no `data.eval_source` was given.
@@ -31,8 +35,15 @@ def open_held_out(data: DataSettings, seed: int) -> PromptSource:
     if data.eval_source is None and knows_no_held_out:
         raise ConfigError(f"data.eval_source: is needed to evaluate; data.source is {source}")
     if data.eval_source is None:
-        return _open(data, "data.source", source, seed, held_out=True)
-    return _open(data, "data.eval_source", source, seed, held_out=False)
+        return _open(data, "data.source", source, HELD_OUT_SEED, held_out=True)
+    in_order = data.model_copy(update={"shuffle": False})
+    return _open(in_order, "data.eval_source", source, HELD_OUT_SEED, held_out=False)
+
+
+def num_held_out(data: DataSettings, prompts: PromptSource) -> int:
+    """`data.num_eval_prompts`, or fewer where a source has an end before that."""
+    size = len(prompts) if isinstance(prompts, Sized) else data.num_eval_prompts
+    return min(size, data.num_eval_prompts)
 
 
 def _open(

@@ -1,7 +1,7 @@
 """Verifiable tasks of the reasoning-gym package (extra: tasks), each with its own scorer.
 
 Invariant: entry i of a data set is a pure function of its seed and i, so the stream is made of
-blocks with a seed each; held-out prompts come from a seed of their own.
+blocks with a seed each; held-out prompts come from a seed that no stream has.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt
 
 _BLOCK = 4096
+_STREAM = 100_000
 
 
 class ReasoningGymPrompts:
@@ -29,12 +30,15 @@ class ReasoningGymPrompts:
             raise ConfigError(
                 f"data.source: reasoning_gym has no {name!r}; {_hint(name, DATASETS)}"
             )
-        first_seed = seed * 100_000 + (99_999 if held_out else 0)
+
+        def block_seed(number: int) -> int:
+            """No stream has so many blocks that it came to a held-out one."""
+            return number * _STREAM + _STREAM - 1 if held_out else seed * _STREAM + number
 
         def block(number: int) -> Any:
             try:
                 return reasoning_gym.create_dataset(
-                    name, seed=first_seed + number, size=_BLOCK, **kwargs
+                    name, seed=block_seed(number), size=_BLOCK, **kwargs
                 )
             except TypeError as error:
                 raise ConfigError(f"data.source_kwargs: {name}: {error}") from error

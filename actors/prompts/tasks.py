@@ -1,7 +1,7 @@
 """Procedural tasks: endless prompts with exact answers, for laptops and tests.
 
-Invariant: a prompt is a pure function of (seed, prompt index), and a prompt that is held out never
-appears in training. A new task is a function and a line in `TASKS`.
+Invariant: a prompt is a pure function of (seed, prompt index), one that is held out of its index
+alone, and it never appears in training. A new task is a function and a line in `TASKS`.
 """
 
 import inspect
@@ -71,11 +71,11 @@ class TaskPrompts:
         with attributed_to(f"data.source_kwargs: {name} with {self._kwargs}"):
             self._draw(0, 0)
         numbers = () if held_out else range(num_held_out)
-        self._kept_out = frozenset(self._draw(_HELD_OUT + i, 0)[0] for i in numbers)
+        self._kept_out = frozenset(self._held_out_prompt(i)[0] for i in numbers)
 
     def __getitem__(self, prompt_index: int) -> Prompt:
         if self._held_out:
-            content, answer = self._draw(_HELD_OUT + prompt_index, 0)
+            content, answer = self._held_out_prompt(prompt_index)
             return Prompt(content, answer)
         for attempt in range(_MAX_DRAWS):
             content, answer = self._draw(prompt_index, attempt)
@@ -85,6 +85,9 @@ class TaskPrompts:
             f"data.num_eval_prompts: {len(self._kept_out)} prompts held out leave hardly any to "
             f"train on: data.source_kwargs {self._kwargs} make too few different ones"
         )
+
+    def _held_out_prompt(self, number: int) -> tuple[str, str]:
+        return self._task(np.random.default_rng([0, _HELD_OUT + number, 0]), **self._kwargs)
 
     def _draw(self, number: int, attempt: int) -> tuple[str, str]:
         return self._task(np.random.default_rng([self._seed, number, attempt]), **self._kwargs)

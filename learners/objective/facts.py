@@ -92,7 +92,8 @@ class FactCollector:
         ranks: Ranks,
     ) -> None:
         self._config = config.algorithm
-        self._num_updates = config.learner.num_updates
+        self._needs_policy_pass = config.needs_policy_pass
+        self._limits = config.learner.max_tokens_per_forward_pass
         self._ranks = ranks
         self._credit = credit
         self._policy = policy
@@ -102,16 +103,25 @@ class FactCollector:
     def collect(
         self, batch: TrainingBatch, micro_batches: list[MicroBatch]
     ) -> tuple[Facts, dict[str, float]]:
-        """The table of a batch that is cut into these micro-batches, and its metrics."""
+        """The table of a batch that is cut into these micro-batches, and its metrics.
+
+        A role with a limit of its own cuts it anew for its pass.
+        """
         config, num_tokens = self._config, batch.sequences.num_tokens
+
+        def cut(max_tokens: int | None) -> list[MicroBatch]:
+            return batch.pack(max_tokens, self._policy.device) if max_tokens else micro_batches
+
         policy = reference = values = None
         if self._needs_policy_pass:
-            policy = self._ranks.sum(self._policy.batch_logprobs(micro_batches, num_tokens))
+            policy = self._policy.batch_logprobs(cut(self._limits.proximal), num_tokens)
+            policy = self._ranks.sum(policy)
         if self._reference is not None and config.needs_reference_logprobs:
-            reference = self._reference.batch_logprobs(micro_batches, num_tokens)
+            reference = self._reference.batch_logprobs(cut(self._limits.reference), num_tokens)
             reference = self._ranks.sum(reference)
         if self._critic is not None:
-            values = self._ranks.sum(self._critic.batch_values(micro_batches, num_tokens))
+            values = self._critic.batch_values(cut(self._limits.values), num_tokens)
+            values = self._ranks.sum(values)
         is_finite = finite_sequences(batch.sequences, policy, reference, values)
         finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         sampled = finite(policy, batch.behavior_logprobs)
@@ -164,14 +174,6 @@ class FactCollector:
         correction = correct(config, sampled, behavior, staleness, sequences)
         facts = replace(facts, is_finite=facts.is_finite & is_finite)
         return facts.with_correction(rows, correction), correction.metrics
-
-    @property
-    def _needs_policy_pass(self) -> bool:
-        """Before the first update: KL in the reward needs it, and a proximal policy that stays
-        where the policy was while several updates move it, or that weighs the batch as a whole."""
-        config = self._config
-        is_anchor = self._num_updates > 1 or config.corrects_as_a_whole
-        return config.kl_reward.coef > 0 or (config.proximal == "recompute" and is_anchor)
 
 
 def _finite(

@@ -20,6 +20,7 @@ from learners.objective.correction import correct
 from learners.objective.facts import Facts
 from learners.objective.nonfinite import finite_sequences, num_sequences, without_nonfinite
 from learners.parallel.ranks import Ranks
+from learners.parallel.sharding import sum_gradients
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
@@ -67,6 +68,7 @@ class Gradient:
         self._algorithm = config.algorithm.model_copy(update={"loss_config": config.loss_config})
         self._ranks = ranks
         self._with_entropy = config.algorithm.entropy_coef > 0 or config.learner.report_entropy
+        self._sums_each = config.learner.sum_each_micro_batch
         self._policy = policy
         self._reference = reference
         self._critic = critic
@@ -114,7 +116,8 @@ class Gradient:
             totals = previous.totals + totals
             terms = [self._rescale(previous, totals)]
             shards = [previous.statistics]
-        for micro_batch, rows in slices:
+        for i, (micro_batch, rows) in enumerate(slices, 1):
+            self._sum_gradients(self._sums_each or i == len(slices))
             policy_terms, statistics, finite = self._backward(micro_batch, rows, totals)
             terms.append({**policy_terms, **self._critic_backward(micro_batch, rows, totals)})
             shards.append(statistics)
@@ -135,6 +138,11 @@ class Gradient:
         for network in networks:
             for parameter in network.parameters().values():
                 parameter.grad = None
+
+    def _sum_gradients(self, is_on: bool) -> None:
+        for trained in (self._policy, self._critic):
+            if trained is not None:
+                sum_gradients(trained.network, is_on)
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
         """Under their public names, of all ranks."""
@@ -168,7 +176,10 @@ class Gradient:
         """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
         whether its sequences are finite."""
         current = self._policy(
-            micro_batch, with_entropy=self._with_entropy, reference=self._exact(micro_batch)
+            micro_batch,
+            with_entropy=self._with_entropy,
+            trains_entropy=self._algorithm.entropy_coef != 0,
+            reference=self._exact(micro_batch),
         )
         assert current.logprobs is not None, "they are asked for by default"
         computed = (current.logprobs, current.entropy, current.kl)

@@ -1,6 +1,7 @@
 """A learner rank's place: the mesh, who exchanges what, and who watches whom.
 
-Invariant: a learner without torchrun joins nothing and opens no socket. The daemon joins before it
+Invariant: a learner without torchrun opens no socket, and joins a group of its own only where
+offloaded parameters need a mesh. The daemon joins before it
 loads a model, and parts at its end.
 """
 
@@ -60,7 +61,9 @@ def join(config: RunConfig) -> Place:
         )
     if num_ranks == 1:
         settings.mesh.sizes(1)
-        return Place(Ranks(), Ranks(), None, Liveness())
+        needs_shards = settings.offload.parameters or settings.offload.reference
+        mesh = make_mesh(settings.mesh, device_of(settings.device)) if needs_shards else None
+        return Place(Ranks(), Ranks(), mesh, Liveness())
     if ":" in settings.device:
         raise ConfigError(
             f"learner.device {settings.device} is one device, and the learner has several ranks; "
@@ -76,13 +79,13 @@ def join(config: RunConfig) -> Place:
     store = TCPStore(host, port, is_master=False)
     return Place(
         all=Ranks.of(dist.new_group(backend="gloo", timeout=_UNBOUNDED)),
-        data=_data_ranks(mesh),
+        data=data_ranks(mesh),
         mesh=mesh,
         liveness=Liveness(store, mesh.rank, mesh.world_size, settings.rank_deadline_s),
     )
 
 
-def _data_ranks(mesh: Mesh) -> Ranks:
+def data_ranks(mesh: Mesh) -> Ranks:
     """Those at this rank's position in their sequence x tensor block, which has one share."""
     block = mesh.world_size // mesh.num_data
     groups = [

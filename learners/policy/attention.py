@@ -1,15 +1,17 @@
 """Attention over packed trajectories: linear layers compute every token once and no padding.
 
 A packed forward pass has batch size 1 and N tokens of S trajectories. On a GPU in half precision
-torch's variable-length kernel attends within each trajectory. Elsewhere trajectories of similar
-length (within a factor of two) share one padded scaled_dot_product_attention call; less than half
-of its tokens are padding. Registered with transformers under `NAME`.
+a variable-length kernel attends within each trajectory. Elsewhere, and where a model caps its
+scores or has sinks, trajectories of similar length (within a factor of two) share one padded call;
+less than half of its tokens are padding. Registered with transformers under `NAME`.
 
-Invariant: a token attends to tokens of its own trajectory only, itself and earlier ones.
+Invariant: a token attends to tokens of its own trajectory only, itself and earlier ones; what a
+model asks for and this file does not compute is an error.
 Shapes: N tokens, Q query heads, H key-value heads, D head width, B trajectories of a bucket, L
 their longest.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +20,26 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from learners.parallel.sequence_attention import over_slices
+from learners.policy.kernels import HALF, variable_length
+from streamrl.errors import ConfigError
+
 NAME = "streamrl_packed"
+
+_KNOWN = {
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "is_causal",
+    "position_ids",
+    "seq_idx",
+    "sliding_window",
+}
+"""Arguments of attention that say what `packing` and the mask say, or how it is computed."""
+
+
+class UnsupportedAttention(ConfigError):
+    """The model asks for something that packed attention does not compute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,23 +65,41 @@ class Packing:
         return torch.cat([torch.arange(length) for length in self.lengths]).to(self.device)
 
     @cached_property
+    def trajectory_indices(self) -> torch.Tensor:
+        """[N] int32, which trajectory each token belongs to."""
+        lengths = torch.tensor(self.lengths)
+        indices = torch.arange(len(lengths), dtype=torch.int32)
+        return indices.repeat_interleave(lengths).to(self.device)
+
+    @cached_property
     def buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Per bucket: token indices [B, L], padded with the trajectory's last one, and the flat
-        indices in [B * L] that are no padding."""
-        starts = self.ends[:-1].tolist()
-        by_size: dict[int, list[int]] = {}
+        """Trajectories of lengths within a factor of two.
+
+        Per bucket: token indices [B, L], padded with the trajectory's last one, and the flat
+        indices in [B * L] that are no padding.
+        """
+        return tuple(self._rows(members) for members in self._by(lambda n: (n - 1).bit_length()))
+
+    @cached_property
+    def unpadded_buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """The same of trajectories of equal lengths."""
+        return tuple(self._rows(members) for members in self._by(lambda n: n))
+
+    def _by(self, key: Callable[[int], int]) -> Iterable[list[int]]:
+        members: dict[int, list[int]] = {}
         for i, length in enumerate(self.lengths):
-            by_size.setdefault((length - 1).bit_length(), []).append(i)
-        buckets = []
-        for members in by_size.values():
-            lengths = torch.tensor([self.lengths[i] for i in members])
-            offsets = torch.arange(int(lengths.max()))
-            inside = offsets < lengths[:, None]
-            clipped = torch.minimum(offsets, lengths[:, None] - 1)
-            indices = torch.tensor([starts[i] for i in members])[:, None] + clipped
-            real = inside.flatten().nonzero()[:, 0]
-            buckets.append((indices.to(self.device), real.to(self.device)))
-        return tuple(buckets)
+            members.setdefault(key(length), []).append(i)
+        return members.values()
+
+    def _rows(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = self.ends[:-1].tolist()
+        lengths = torch.tensor([self.lengths[i] for i in members])
+        offsets = torch.arange(int(lengths.max()))
+        inside = offsets < lengths[:, None]
+        clipped = torch.minimum(offsets, lengths[:, None] - 1)
+        indices = torch.tensor([starts[i] for i in members])[:, None] + clipped
+        real = inside.flatten().nonzero()[:, 0]
+        return indices.to(self.device), real.to(self.device)
 
     @cached_property
     def order(self) -> torch.Tensor:
@@ -69,24 +108,77 @@ class Packing:
         return token_of.argsort()
 
 
+@dataclass(frozen=True)
+class LayerMask:
+    """What a layer's mask says besides "causal, within a trajectory"; stands for the mask."""
+
+    window: int | None
+    """Tokens that a token sees, itself included; None: all earlier ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What becomes of query @ key before and in the softmax."""
+
+    scale: float | None = None
+    """None: one over the square root of the head width."""
+    window: int | None = None
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    sinks: torch.Tensor | None = None
+    """[Q] one more score per head, which takes its share of the softmax and has no value."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether kernels know all that is asked for."""
+        return self.softcap is None and self.sinks is None
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | LayerMask | None,
     *,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each trajectory: output [1, N, Q, D] for query [1, Q, N, D], key and
-    value [1, H, N, D]."""
+    value [1, H, N, D].
+
+    Raises:
+        UnsupportedAttention: the model passes something that would change the result.
+    """
+    if packing is None or not isinstance(attention_mask, LayerMask):
+        raise UnsupportedAttention(f"{type(module).__name__} is not told where trajectories end")
+    _require_known(module, kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    has_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    scores = Scores(scaling, attention_mask.window, softcap, s_aux)
+    has_kernel = (
+        query.is_cuda and query.dtype in HALF and scores.are_plain and q.shape[-1] == v.shape[-1]
+    )
     attend = _variable_length if has_kernel else _bucketed
-    return attend(q, k, v, packing, scaling)[None], None
+    return attend(q, k, v, packing, scores)[None], None
+
+
+def _require_known(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    is_causal = arguments.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedAttention(f"{type(module).__name__} is not causal")
+    asked = [
+        name
+        for name, value in arguments.items()
+        if name not in _KNOWN and (isinstance(value, torch.Tensor) or value)
+    ]
+    if asked:
+        raise UnsupportedAttention(
+            f"{type(module).__name__} passes {', '.join(asked)} to its attention, which packed "
+            "attention does not compute"
+        )
 
 
 def _bucketed(
@@ -94,19 +186,58 @@ def _bucketed(
     key: torch.Tensor,
     value: torch.Tensor,
     packing: Packing,
-    scaling: float | None,
+    scores: Scores,
 ) -> torch.Tensor:
     """[N, Q, D] from [N, Q, D] and twice [N, H, D]."""
     outputs = []
     for indices, real in packing.buckets:
         # Padding follows a trajectory's own tokens, where causal attention does not look.
         q, k, v = (tensor[indices].transpose(1, 2) for tensor in (query, key, value))
-        is_grouped = q.shape[1] != k.shape[1]
-        attended = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=is_grouped
-        )
+        attended = _padded(q, k, v, scores) if scores.are_plain else _scored(q, k, v, scores)
         outputs.append(attended.transpose(1, 2).flatten(0, 1)[real])
     return torch.cat(outputs)[packing.order]
+
+
+def _padded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """[B, Q, L, D] by torch's kernels."""
+    longest = query.shape[2]
+    is_windowed = scores.window is not None and scores.window < longest
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_visible(longest, scores.window, query.device) if is_windowed else None,
+        is_causal=not is_windowed,
+        scale=scores.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _scored(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """[B, Q, L, D] with all scores in memory, as transformers' eager attention has them."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    logits = (query @ key.transpose(2, 3) * scale).float()
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    hidden = ~_visible(query.shape[2], scores.window, query.device)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float()[:, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    shares = logits.softmax(-1)[..., : key.shape[2]]
+    return shares.to(value.dtype) @ value
+
+
+def _visible(longest: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[L, L] bool: which keys (columns) a query (row) attends to."""
+    visible = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+    return visible if window is None else visible.triu(1 - window)
 
 
 def _variable_length(
@@ -114,24 +245,23 @@ def _variable_length(
     key: torch.Tensor,
     value: torch.Tensor,
     packing: Packing,
-    scaling: float | None,
+    scores: Scores,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups = query.shape[1] // key.shape[1]
-    attended: torch.Tensor = varlen_attn(  # type: ignore[assignment]
-        query.contiguous(),
-        key.repeat_interleave(groups, dim=1),
-        value.repeat_interleave(groups, dim=1),
-        packing.ends,
+    return variable_length(
+        query,
+        key,
+        value,
         packing.ends,
         packing.longest,
-        packing.longest,
-        scale=scaling,
-        window_size=(-1, 0),
+        scale=scores.scale,
+        window=scores.window,
     )
-    return attended
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, lambda **kwargs: None)
+def layer_mask(local_size: int | None = None, **kwargs: Any) -> Any:
+    """Called by transformers for each kind of layer, in place of making a mask."""
+    return LayerMask(local_size)
+
+
+AttentionInterface.register(NAME, over_slices(packed_attention))
+AttentionMaskInterface.register(NAME, layer_mask)

@@ -12,6 +12,8 @@ import torch
 from learners.batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.parallel.mesh import Mesh
+from learners.parallel.offload import keep_state_on_host
+from learners.policy.master_weights import master_of
 from learners.policy.network import Network
 from learners.policy.policy import load_network
 from streamrl.algorithms.losses import BatchTotals, value_loss
@@ -30,6 +32,8 @@ class Critic:
         self._settings = settings.model_copy(update=own)
         self.network = network
         self.optimizer = make_optimizer(self.parameters(), self._settings)
+        if config.learner.offload.optimizer:
+            keep_state_on_host(self.optimizer)
 
     @classmethod
     def from_config(cls, config: RunConfig, mesh: Mesh | None = None) -> "Critic":
@@ -44,7 +48,8 @@ class Critic:
         skipped = set() if is_tied else set(lm_head.parameters())
         assert self.network.value_head is not None, "a critic's network has one"
         head = self.network.value_head.named_parameters(prefix="value_head")
-        return {n: p for n, p in model.named_parameters() if p not in skipped} | dict(head)
+        named = {n: p for n, p in model.named_parameters() if p not in skipped} | dict(head)
+        return {name: master_of(p) for name, p in named.items()}
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[R] expected return before each response token, float32, with gradient."""

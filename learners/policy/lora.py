@@ -18,6 +18,7 @@ from torch.nn.functional import dropout
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.parallel.sharding import full
+from learners.policy.master_weights import master_of
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, did_you_mean
@@ -124,7 +125,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
     def __init__(self, model: PreTrainedModel) -> None:
         self._factors = Factors(model)
         self._parameters = {
-            name.replace(f".{_BASE}", "."): parameter
+            name.replace(f".{_BASE}", "."): master_of(parameter)
             for name, parameter in model.named_parameters()
             if ".lora_" not in name
         }
@@ -156,7 +157,7 @@ class Factors(Mapping[str, torch.Tensor]):
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
         layer: Any = self._layers[lora.matrix_of(name).removesuffix(".weight")]
-        a, b = full(layer.lora_A[ADAPTER].weight), full(layer.lora_B[ADAPTER].weight)
+        a, b = (full(master_of(half[ADAPTER].weight)) for half in (layer.lora_A, layer.lora_B))
         # A Conv1D has its matrix the other way round.
         left, right = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
         factor: torch.Tensor = layer.scaling[ADAPTER] * left if name.endswith(lora.LEFT) else right

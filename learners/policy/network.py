@@ -2,7 +2,8 @@
 
 Invariant: every use of a parameter is inside `forward`, so whoever hooks the module (sharding,
 compilation) sees it; hidden states are gathered at response positions before the heads, and logits
-of the whole batch never exist. Log-probabilities, entropy and values are float32 at least.
+of the whole batch never exist. The computation has the dtype of the parameters that the modules
+hold; log-probabilities, entropy and values are float32 at least.
 Shapes: R response tokens, H hidden size.
 """
 
@@ -14,9 +15,13 @@ from torch.utils import _pytree
 from transformers import PreTrainedModel
 
 from learners.batch import MicroBatch
+from learners.parallel.sequence import TokenSlice
+from learners.parallel.sequence_attention import SequenceBlock
 from learners.policy import attention
+from learners.policy.decoding import decode, is_attention_only, own_attention
+from learners.policy.logits import logit_transform
 from streamrl.algorithms.kl import full_kl
-from streamrl.algorithms.logprobs import LogitTransform, token_logprobs
+from streamrl.algorithms.logprobs import token_logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +29,12 @@ class NetworkOutput:
     """Columns [R] of a micro-batch; None where they were not asked for."""
 
     hidden: torch.Tensor
-    """[R, H] in the compute dtype: the states that predict the response tokens."""
+    """[R, H] in the compute dtype: the states that predict the response tokens, of this rank's
+    slice where ranks share the tokens."""
     head_weight: torch.Tensor
     """[V, H] of the LM head."""
+    head_bias: torch.Tensor | None
+    """[V] if it has one."""
     logprobs: torch.Tensor | None = None
     """Of each response token, in nats."""
     entropy: torch.Tensor | None = None
@@ -44,7 +52,8 @@ _pytree.register_dataclass(NetworkOutput)
 class Network(torch.nn.Module):
     """Decoder, LM head, and a value head where `has_values`.
 
-    `temperature` is the one that the behavior policy sampled with.
+    `temperature` is the one that the behavior policy sampled with. A model of attention alone runs
+    packed, any other unpacked, until `run_packed` says otherwise. Dropout is off.
     """
 
     def __init__(
@@ -52,26 +61,29 @@ class Network(torch.nn.Module):
         model: PreTrainedModel,
         *,
         temperature: float,
-        dtype: torch.dtype,
         has_values: bool = False,
     ) -> None:
         super().__init__()
-        model.set_attn_implementation(attention.NAME)
-        self.model = model
+        self.model: PreTrainedModel = model.eval()
+        self.device = next(model.parameters()).device
+        """That of the computation; offloaded parameters are elsewhere between the passes."""
+        self._own_attention = own_attention(model)
+        self.run_packed(is_attention_only(model))
         self.value_head: torch.nn.Linear | None = None
         config: Any = model.config.get_text_config()
         if has_values:
-            device = next(model.parameters()).device
-            self.value_head = torch.nn.Linear(config.hidden_size, 1, device=device)
+            self.value_head = torch.nn.Linear(config.hidden_size, 1, device=self.device)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
-        self._dtype = dtype
-        softcap = getattr(config, "final_logit_softcapping", None)
-        self._transform = LogitTransform(temperature=temperature, softcap=softcap)
+        self.sequence_block: SequenceBlock | None = None
+        """The ranks that share each micro-batch's tokens; None: this one has them all."""
+        self.temperature = temperature
+        self._transform = logit_transform(config, temperature)
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+    def run_packed(self, packed: bool) -> None:
+        """From here on, run all trajectories of a micro-batch as one row, or each as its own."""
+        self.is_packed = packed
+        self.model.set_attn_implementation(attention.NAME if packed else self._own_attention)
 
     def forward(
         self,
@@ -79,44 +91,46 @@ class Network(torch.nn.Module):
         *,
         with_logprobs: bool = True,
         with_entropy: bool = False,
+        trains_entropy: bool = True,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         """What is asked for, and the values if there is a value head.
 
         Args:
+            trains_entropy: the entropy has a gradient.
             reference: the output of the policy that `kl` is taken to.
         """
-        hidden = self._hidden_states(micro_batch)
+        tokens = TokenSlice.of(micro_batch, self.sequence_block)
+        hidden = self._hidden_states(tokens, micro_batch.packing)
         head: Any = self.model.get_output_embeddings()
+        bias: torch.Tensor | None = getattr(head, "bias", None)
         logprobs = entropy = values = kl = None
         if with_logprobs:
             computed = token_logprobs(
                 hidden,
                 head.weight,
-                micro_batch.targets,
-                bias=getattr(head, "bias", None),
+                tokens.targets,
+                bias=bias,
                 transform=self._transform,
                 with_entropy=with_entropy,
+                trains_entropy=trains_entropy,
             )
             logprobs, entropy = computed.logprobs, computed.entropy
         if self.value_head is not None:
-            values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
+            values = self._values(hidden, self.value_head)
         if reference is not None:
             theirs = (reference.hidden, reference.head_weight)
-            kl = full_kl(hidden, head.weight, *theirs, self._transform)
-        return NetworkOutput(hidden, head.weight, logprobs, entropy, values, kl)
+            biases = (bias, reference.head_bias)
+            kl = full_kl(hidden, head.weight, *theirs, self._transform, *biases)
+        columns = (tokens.gather(column) for column in (logprobs, entropy, values, kl))
+        return NetworkOutput(hidden, head.weight, bias, *columns)
 
-    def _hidden_states(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """[R, H] in the model's compute dtype."""
-        packing = micro_batch.packing
-        decoder: Any = self.model.get_decoder()
-        casts = self._dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self._dtype, enabled=casts):
-            output = decoder(
-                input_ids=micro_batch.token_ids,
-                position_ids=packing.positions[None],
-                use_cache=False,
-                packing=packing,
-            )
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden[micro_batch.predictors]
+    def _values(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
+        """[R]; products of the compute dtype are summed in float32."""
+        weight = head.weight.float()
+        return torch.nn.functional.linear(hidden.float(), weight, head.bias.float())[:, 0]
+
+    def _hidden_states(self, tokens: TokenSlice, packing: attention.Packing) -> torch.Tensor:
+        """[R, H] in the compute dtype."""
+        hidden = decode(self.model, tokens, packing, packed=self.is_packed)
+        return hidden[tokens.predictors]

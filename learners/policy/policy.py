@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.batch import MicroBatch
 from learners.parallel.mesh import Mesh
-from learners.parallel.sharding import shard
+from learners.policy.compiled import compile_layers
+from learners.policy.distribute import distribute
 from learners.policy.hugging_face import save_model
 from learners.policy.lora import (
     Factors,
@@ -23,7 +24,9 @@ from learners.policy.lora import (
     merged_weights,
     without_adapter,
 )
+from learners.policy.master_weights import master_of
 from learners.policy.network import Network, NetworkOutput
+from learners.policy.packing_check import choose_packing
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.errors import ConfigError
@@ -38,19 +41,25 @@ class Policy:
 
     @classmethod
     def from_config(
-        cls, config: RunConfig, path: Path | str | None = None, mesh: Mesh | None = None
+        cls,
+        config: RunConfig,
+        path: Path | str | None = None,
+        mesh: Mesh | None = None,
+        *,
+        is_reference: bool = False,
     ) -> "Policy":
         """The run's policy with the weights at `path`, by default those of `model.path`, and with a
         new adapter if `learner.lora` says so."""
-        lora = config.learner.lora
-        return cls(load_network(config, path, lora=lora, mesh=mesh), lora)
+        lora = None if is_reference else config.learner.lora
+        network = load_network(config, path, lora=lora, mesh=mesh, is_reference=is_reference)
+        return cls(network, lora)
 
     @classmethod
     def reference_of(cls, config: RunConfig, policy: "Policy", mesh: Mesh | None) -> "Policy":
         """The policy of `model.path`, which an adapter leaves where it is."""
         if policy._lora is not None:
             return _WithoutAdapter(policy.network, policy._lora)
-        return cls(load_network(config, mesh=mesh))
+        return cls.from_config(config, mesh=mesh, is_reference=True)
 
     def __call__(
         self,
@@ -58,12 +67,14 @@ class Policy:
         *,
         with_logprobs: bool = True,
         with_entropy: bool = False,
+        trains_entropy: bool = True,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         output: NetworkOutput = self.network(
             micro_batch,
             with_logprobs=with_logprobs,
             with_entropy=with_entropy,
+            trains_entropy=trains_entropy,
             reference=reference,
         )
         return output
@@ -78,7 +89,8 @@ class Policy:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that are trained, by name, tied ones once."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        named = self.model.named_parameters()
+        return {name: master_of(p) for name, p in named if p.requires_grad}
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """What generators are sent, by name; parameters that are sharded come as they are."""
@@ -121,6 +133,7 @@ class _WithoutAdapter(Policy):
         *,
         with_logprobs: bool = True,
         with_entropy: bool = False,
+        trains_entropy: bool = True,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         with without_adapter(self.model):
@@ -128,6 +141,7 @@ class _WithoutAdapter(Policy):
                 micro_batch,
                 with_logprobs=with_logprobs,
                 with_entropy=with_entropy,
+                trains_entropy=trains_entropy,
                 reference=reference,
             )
 
@@ -138,12 +152,13 @@ def load_network(
     *,
     has_values: bool = False,
     lora: LoraSettings | None = None,
+    is_reference: bool = False,
     mesh: Mesh | None = None,
 ) -> Network:
-    """With the weights at `path`, by default those of `model.path`; sharded over a mesh.
+    """With the weights at `path`, by default those of `model.path`; distributed over a mesh.
 
     Raises:
-        ConfigError: there is no model.
+        ConfigError: there is no model, or the settings of `learner` do not fit it.
     """
     learner = config.learner
     name = str(path or config.model.path)
@@ -154,19 +169,22 @@ def load_network(
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
     if lora is not None:
+        if mesh is not None and mesh.size("tensor") > 1:
+            raise ConfigError(
+                f"learner.mesh.tensor: was {mesh.size('tensor')}, and the matrices of learner.lora "
+                "are not divided: set it to 1"
+            )
         add_adapter(model, lora)
-    if learner.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    model.train()
-    dtype: torch.dtype = getattr(torch, learner.dtype)
     network = Network(
         model.to(device_of(learner.device) if mesh is None else mesh.device),
         temperature=config.generator.temperature,
-        dtype=dtype,
         has_values=has_values,
     )
-    if mesh is not None:
-        shard(network, mesh, dtype)
+    if learner.check_packing:
+        choose_packing(network)
+    if learner.compile:
+        compile_layers(network)
+    distribute(network, mesh, learner, is_reference=is_reference)
     return network
 
 

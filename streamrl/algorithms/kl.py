@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform
@@ -71,17 +72,22 @@ def full_kl(
     reference_hidden: Tensor,
     reference_weight: Tensor,
     transform: LogitTransform = PLAIN_LOGITS,
+    bias: Tensor | None = None,
+    reference_bias: Tensor | None = None,
 ) -> Tensor:
     """[R] exact KL from hidden states; logits exist for a chunk of tokens at a time.
 
     Args:
         hidden, reference_hidden: [R, H], the policy's with gradient.
-        weight, reference_weight: [V, H] of the LM heads.
+        weight, reference_weight: [V, H] of the LM heads; `bias`, `reference_bias` [V] if they
+            have one.
     """
 
     def of_rows(mine: Tensor, theirs: Tensor) -> Tensor:
-        logits = transform((mine @ weight.T).float())
-        return kl_of_logits(logits, transform((theirs @ reference_weight.T).float()))
+        logits = transform(linear(mine, weight, bias).float())
+        return kl_of_logits(
+            logits, transform(linear(theirs, reference_weight, reference_bias).float())
+        )
 
     return _by_rows(of_rows, hidden, reference_hidden.detach(), vocabulary=weight.shape[0])
 

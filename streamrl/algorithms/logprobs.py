@@ -13,13 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-CPU_BLOCK_ELEMENTS = 1 << 22
+from streamrl.errors import ConfigError
+
+WRONG_LIGER = ("0.8.0", "0.8.1")
+CPU_BLOCK_ELEMENTS = 1 << 20
 """[R, B] logits that stay near a core's caches."""
 CUDA_BLOCK_ELEMENTS = 1 << 26
 MIN_BLOCK = 256
@@ -30,11 +34,13 @@ MIN_BLOCK = 256
 class LogitTransform:
     """What is done to hidden @ weight.T before the softmax; the same as when sampling.
 
-    First `softcap * tanh(logits / softcap)` (Gemma 2), then division by the temperature.
+    First multiplication by `scale` (Granite, Cohere), then `softcap * tanh(logits / softcap)`
+    (Gemma 2), then division by the temperature.
     """
 
     temperature: float = 1.0
     softcap: float | None = None
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.temperature <= 0 or (self.softcap is not None and self.softcap <= 0):
@@ -43,16 +49,31 @@ class LogitTransform:
             )
 
     def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
-    def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Gradient before the transform, in place, from transformed `logits`, which are lost."""
+    def apply_(self, logits: Tensor) -> Tensor:
+        """The same in place, without gradient."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    @property
+    def slope(self) -> float:
+        """Of the transform without its softcap."""
+        return self.scale / self.temperature
+
+    def uncap_(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Gradient before the softcap, in place, from transformed `logits`, which are lost."""
         if self.softcap is not None:
             share = logits.mul_(self.temperature / self.softcap)
             gradient = gradient.mul_(share.square_().neg_().add_(1.0))
-        return gradient if self.temperature == 1.0 else gradient.div_(self.temperature)
+        return gradient
 
 
 PLAIN_LOGITS = LogitTransform()
@@ -73,6 +94,7 @@ def token_logprobs(
     bias: Tensor | None = None,
     transform: LogitTransform = PLAIN_LOGITS,
     with_entropy: bool = False,
+    trains_entropy: bool = True,
     allow_liger: bool = True,
 ) -> TokenLogprobs:
     """Log-probability of each target, and the entropy of its distribution.
@@ -81,23 +103,49 @@ def token_logprobs(
         hidden: [R, H] last hidden states at the positions that predict `targets`.
         weight: [V, H] of the LM head; `bias` [V] if it has one.
         targets: [R] int64 token ids.
-        with_entropy: also return the entropy, with gradient.
+        with_entropy: also return the entropy.
+        trains_entropy: the entropy has a gradient.
 
     Raises:
         ValueError: shapes do not fit, or a target lies outside the vocabulary (CPU only: looking
             would make a GPU wait).
+        ConfigError: the installed liger-kernel computes wrong gradients.
     """
     _check(hidden, weight, targets)
-    if allow_liger and not with_entropy and hidden.is_cuda and _has_liger():
+    trains_entropy = with_entropy and trains_entropy
+    if allow_liger and _takes_liger(hidden.device, trains_entropy):
         logprobs = _liger_logprobs(hidden, weight, targets, bias, transform)
         if logprobs is not None:
-            return TokenLogprobs(logprobs, None)
+            # Liger has no entropy; without gradient it takes one more matrix product.
+            measured = _entropy(hidden, weight, targets, bias, transform) if with_entropy else None
+            return TokenLogprobs(logprobs, measured)
+    logprobs, entropy = _blocked(hidden, weight, targets, bias, transform, with_entropy)
+    if entropy is not None and not trains_entropy:
+        entropy = entropy.detach()
+    return TokenLogprobs(logprobs, entropy)
+
+
+def _blocked(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
     # Backward recomputes outside autocast, so forward must not run inside it.
     with torch.autocast(hidden.device.type, enabled=False):
-        logprobs, entropy = _BlockedLogprobs.apply(  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, Tensor | None] = _BlockedLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, transform, with_entropy
         )
-    return TokenLogprobs(logprobs, entropy)
+    return result
+
+
+@torch.no_grad()
+def _entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, transform: LogitTransform
+) -> Tensor | None:
+    return _blocked(hidden, weight, targets, bias, transform, with_entropy=True)[1]
 
 
 class _BlockedLogprobs(torch.autograd.Function):
@@ -113,11 +161,9 @@ class _BlockedLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        rows = len(hidden)
-        normalizer = hidden.new_full((rows,), -torch.inf, dtype=_wide(hidden))
+        normalizer = hidden.new_full((len(hidden),), -torch.inf, dtype=_wide(hidden))
         chosen, mean_logit = torch.zeros_like(normalizer), torch.zeros_like(normalizer)
-        for block in _blocks(rows, weight):
-            logits = _logits(hidden, weight, bias, transform, block)
+        for block, logits in _logits(hidden, weight, bias, transform):
             inside, index = _locate(targets, block)
             chosen = torch.where(inside, logits.gather(1, index).squeeze(1), chosen)
             block_normalizer = logits.logsumexp(1)
@@ -138,38 +184,71 @@ class _BlockedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        of_logprobs, of_entropy = upstream
-        if of_logprobs is None and of_entropy is None:
+        if upstream[0] is None and upstream[1] is None:
             return (None,) * len(ctx.needs_input_grad)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        for block in _blocks(len(hidden), weight):
-            logits = _logits(hidden, weight, bias, ctx.transform, block)
-            gradient = _logit_gradient(logits, normalizer, entropy, of_logprobs, of_entropy)
-            if of_logprobs is not None:
-                inside, index = _locate(targets, block)
-                gradient.scatter_add_(1, index, (of_logprobs * inside)[:, None])
-            gradient = ctx.transform.backward_(gradient, logits)
+        factor = _row_factor(normalizer, *upstream).mul_(ctx.transform.slope)[:, None]
+        at_target = _at_target(normalizer, *upstream)
+        scaled = (hidden * factor).to(hidden.dtype)
+        for block, logits in _logits(hidden, weight, bias, ctx.transform):
+            gradient = _logit_gradient(logits, normalizer, entropy, *upstream)
+            inside, index = _locate(targets, block)
+            gradient.scatter_add_(1, index, (at_target * inside)[:, None])
+            gradient = ctx.transform.uncap_(gradient, logits)
             if grad_bias is not None:
-                grad_bias[block] = gradient.sum(0)
+                grad_bias[block] = gradient.T @ factor[:, 0]
             gradient = gradient.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden += gradient @ weight[block].to(hidden.dtype)
+                _add_product_(grad_hidden, gradient, weight[block].to(hidden.dtype))
             if grad_weight is not None:
-                grad_weight[block] = gradient.T @ hidden
-        hidden_result = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+                grad_weight[block] = gradient.T @ scaled
+        hidden_result = None if grad_hidden is None else (grad_hidden * factor).to(hidden.dtype)
         return hidden_result, grad_weight, grad_bias, None, None, None
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform, block: slice
-) -> Tensor:
-    """[R, B] at least float32, owned by the caller."""
-    logits = hidden @ weight[block].to(hidden.dtype).T
-    logits = logits.to(_wide(hidden))
-    return transform(logits if bias is None else logits.add_(bias[block]))
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of the vocabulary and their logits [R, B], at least float32, owned by the caller."""
+    for block in _blocks(len(hidden), weight):
+        logits = _product(hidden, weight[block].to(hidden.dtype).T)
+        yield block, transform.apply_(logits if bias is None else logits.add_(bias[block]))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, at least float32."""
+    if left.is_cuda and left.dtype != _wide(left):
+        return torch.mm(left, right, out_dtype=_wide(left))
+    return (left @ right).to(_wide(left))
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += _product(left, right)
+
+
+# The gradient of row r is factor[r] times what the next two make, so that a factor per row is
+# multiplied into [R, H] tensors instead of the logits: with g and h upstream of logprobs and
+# entropy, -g (p - onehot), or -1 (p (g + h (log p + entropy)) - g onehot) where h is there.
+
+
+def _row_factor(like: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> Tensor:
+    """[R]"""
+    if of_entropy is None and of_logprobs is not None:
+        return -of_logprobs
+    return torch.full_like(like, -1.0)
+
+
+def _at_target(like: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> Tensor:
+    """[R]"""
+    if of_logprobs is None:
+        return torch.zeros_like(like)
+    return torch.full_like(like, -1.0) if of_entropy is None else -of_logprobs
 
 
 def _logit_gradient(
@@ -179,14 +258,14 @@ def _logit_gradient(
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,
 ) -> Tensor:
-    """[R, B] but for the one at the target: -p (g + h (log p + entropy)), g and h upstream."""
+    """[R, B] but for what is added at the target."""
     log_p = logits - normalizer[:, None]
     if of_entropy is None or entropy is None:
-        return log_p.exp_().mul_((-cast(Tensor, of_logprobs))[:, None])
-    factor = (log_p + entropy[:, None]).mul_(-of_entropy[:, None])
+        return log_p.exp_()
+    share = (log_p + entropy[:, None]).mul_(of_entropy[:, None])
     if of_logprobs is not None:
-        factor.sub_(of_logprobs[:, None])
-    return log_p.exp_().mul_(factor)
+        share.add_(of_logprobs[:, None])
+    return log_p.exp_().mul_(share)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -207,9 +286,26 @@ def _blocks(rows: int, weight: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, vocabulary))
 
 
+def _takes_liger(device: torch.device, trains_entropy: bool) -> bool:
+    """Liger's kernels run on a GPU, and give log-probabilities alone."""
+    return device.type == "cuda" and not trains_entropy and _has_liger()
+
+
 @cache
 def _has_liger() -> bool:
-    return find_spec("liger_kernel") is not None
+    """Whether liger-kernel is there.
+
+    Raises:
+        ConfigError: it is a version with wrong gradients.
+    """
+    if find_spec("liger_kernel") is None:
+        return False
+    if (installed := version("liger-kernel")) in WRONG_LIGER:
+        raise ConfigError(
+            f"liger-kernel {installed} is installed, which scales all gradients by that of the "
+            "first token; install 0.8.2 or later, or remove it"
+        )
+    return True
 
 
 def _liger_logprobs(
@@ -219,9 +315,9 @@ def _liger_logprobs(
     if transform.softcap is not None and transform.temperature != 1.0:
         return None
     liger = import_module("liger_kernel.transformers.functional")
-    if transform.temperature != 1.0:
-        hidden = hidden / transform.temperature
-        bias = None if bias is None else bias / transform.temperature
+    if transform.slope != 1.0:
+        hidden = hidden * transform.slope
+        bias = None if bias is None else bias * transform.slope
     losses: Tensor = liger.liger_fused_linear_cross_entropy(
         hidden,
         weight,

@@ -59,8 +59,7 @@ class GeneratorSettings(Section):
 
     @model_validator(mode="after")
     def _has_no_arguments_for_a_server_elsewhere(self) -> "GeneratorSettings":
-        urls = {"vllm": self.vllm.url, "sglang": self.sglang.url}
-        if self.engine_kwargs and urls.get(self.engine):
+        if self.engine_kwargs and self.url:
             raise ValueError(
                 f"engine_kwargs: was {self.engine_kwargs!r}, which the server of {self.engine}.url "
                 "does not get to see; give it to that server's command line"
@@ -73,6 +72,27 @@ class GeneratorSettings(Section):
         cuts = {"top_p": self.top_p < 1, "top_k": self.top_k > 0}
         cuts |= {"min_new_tokens": self.min_new_tokens > 0}
         return tuple(f"generator.{n} {getattr(self, n):g}" for n, is_cut in cuts.items() if is_cut)
+
+    @property
+    def url(self) -> str | None:
+        """Of the engine's server, if it runs elsewhere."""
+        return {"vllm": self.vllm.url, "sglang": self.sglang.url}.get(self.engine)
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether the engine may start with other weights than those of `model.path`: random ones,
+        or what a server elsewhere has."""
+        formats = {"vllm": self.vllm.load_format, "sglang": self.sglang.load_format}
+        return self.url is not None or formats.get(self.engine) == "dummy"
+
+    def reading_weights(self) -> "GeneratorSettings":
+        """These settings for an engine that starts with the weights of `model.path`, unless it runs
+        elsewhere."""
+        if self.url is not None or not self.lacks_weights:
+            return self
+        section: VllmSettings | SglangSettings = getattr(self, self.engine)
+        read = section.model_copy(update={"load_format": "auto"})
+        return self.model_copy(update={self.engine: read})
 
     @property
     def num_ranks(self) -> int:

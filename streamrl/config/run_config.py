@@ -16,7 +16,7 @@ from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.data import DataSettings
 from streamrl.config.generator import GeneratorSettings
-from streamrl.config.learner import LearnerSettings
+from streamrl.config.learner import LearnerSettings, setting_without_pass
 from streamrl.config.model import ModelSettings
 from streamrl.config.parity import ParitySettings
 from streamrl.config.run import RunSettings
@@ -65,6 +65,15 @@ class RunConfig(Section):
         scale = numbers.loss_scale_factor or self.generator.max_new_tokens
         return numbers.model_copy(update={"loss_scale_factor": float(scale)})
 
+    @property
+    def needs_policy_pass(self) -> bool:
+        """Whether a pass of the policy comes before the first update: KL in the reward needs it,
+        and a proximal policy that stays where the policy was while several updates move it, or
+        that weighs the batch as a whole."""
+        algorithm = self.algorithm
+        is_anchor = self.learner.num_updates > 1 or algorithm.corrects_as_a_whole
+        return algorithm.kl_reward.coef > 0 or (algorithm.proximal == "recompute" and is_anchor)
+
     def group_bytes(self, num_tokens: int) -> int:
         """Bytes of a group whose trajectories have so many tokens each, without a few of names."""
         return self.generator.group_size * num_tokens * _TOKEN_BYTES
@@ -80,13 +89,21 @@ class RunConfig(Section):
 
 def _micro_batch_too_small(c: RunConfig) -> str | None:
     longest = c.data.max_prompt_length + c.generator.max_new_tokens
-    if longest <= c.learner.max_tokens_per_micro_batch:
+    by_role = c.learner.max_tokens_per_forward_pass.model_dump(exclude_none=True)
+    limits = {f"learner.max_tokens_per_forward_pass.{role}": n for role, n in by_role.items()}
+    limits |= {"learner.max_tokens_per_micro_batch": c.learner.max_tokens_per_micro_batch}
+    setting = min(limits, key=limits.__getitem__)
+    if longest <= limits[setting]:
         return None
     return (
-        f"learner.max_tokens_per_micro_batch {c.learner.max_tokens_per_micro_batch} cannot hold "
-        f"one trajectory: data.max_prompt_length {c.data.max_prompt_length} + "
-        f"generator.max_new_tokens {c.generator.max_new_tokens} = {longest}"
+        f"{setting} {limits[setting]} cannot hold one trajectory: data.max_prompt_length "
+        f"{c.data.max_prompt_length} + generator.max_new_tokens {c.generator.max_new_tokens} = "
+        f"{longest}"
     )
+
+
+def _memory_setting_without_its_pass(c: RunConfig) -> str | None:
+    return setting_without_pass(c.learner, c.algorithm, c.needs_policy_pass)
 
 
 def _more_updates_than_groups(c: RunConfig) -> str | None:
@@ -258,6 +275,7 @@ _COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
 
 _CONTRADICTIONS: tuple[Callable[[RunConfig], str | None], ...] = (
     _micro_batch_too_small,
+    _memory_setting_without_its_pass,
     _more_updates_than_groups,
     _model_len_too_short,
     _min_tokens_above_max,

@@ -34,12 +34,13 @@ UNKNOWN_LOCALITY = Locality()
 
 NumRanks: TypeAlias = Annotated[int, Meta(ge=1, le=4096)]
 LearnerId: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
+NO_LEARNER = "none"
 
 
 class Hello(Struct, frozen=True, tag="hello"):
     """`session` is a secret of the receiver's process and its sender, by which another connection
     proves to be of the same process. `learner_id` is the learner its weights are from: "" while
-    they are the model folder's. `locality` is where it receives.
+    they are the model folder's, NO_LEARNER while nobody knows. `locality` is where it receives.
 
     `is_loading`: it does not read the next message before it has loaded the last one.
     """

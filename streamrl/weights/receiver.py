@@ -22,6 +22,7 @@ from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import LoadReport, Locality, WeightUpdate
 from streamrl.weights.protocol import (
     HELLO_S,
+    NO_LEARNER,
     UNKNOWN_LOCALITY,
     Announce,
     Failed,
@@ -43,8 +44,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 class WeightReceiver:
     """Runs in the generator's event loop. `load` receives and loads a version off the loop's
-    thread, in the processes at `locality`, which have `num_ranks` ranks. `curve` is the folder of
-    the keys."""
+    thread, in the processes at `locality`, which have `num_ranks` ranks. Without
+    `has_weights` it is sent version 0, too. `curve` is the folder of the keys."""
 
     def __init__(
         self,
@@ -54,10 +55,13 @@ class WeightReceiver:
         *,
         locality: Locality = UNKNOWN_LOCALITY,
         num_ranks: int = 1,
+        has_weights: bool = True,
         curve: Path | None = None,
     ) -> None:
         self._load = load
-        self._hello = Hello(receiver_id, secrets.token_hex(16), 0, "", locality, num_ranks)
+        learner_id = "" if has_weights else NO_LEARNER
+        session = secrets.token_hex(16)
+        self._hello = Hello(receiver_id, session, 0, learner_id, locality, num_ranks)
         self._logged_s = -LOG_S
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)

@@ -115,7 +115,9 @@ def run_engine(
     model: LlamaForCausalLM, prompts: list[list[int]], lengths: np.ndarray, batch_size: int
 ) -> None:
     async def everything() -> None:
-        engine = HfEngine(model, max_num_seqs=batch_size, max_model_len=512)
+        engine = HfEngine(
+            model, eos_token_ids=frozenset(), max_num_seqs=batch_size, max_model_len=512
+        )
         await answer_all(engine, prompts, lengths)
         await engine.close()
 

@@ -19,29 +19,45 @@ from pathlib import Path
 Figures = dict[str, float]
 
 
-def measured(work: Callable[[], object], repeats: int) -> Figures:
+def measured(
+    work: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> Figures:
     """Peak extra memory of a first run, or with repeats the best seconds of that many more."""
     before = _reset_peak()
     work()
     if not repeats:
         return {"extra_mib": (_peak() - before) / 2**20}
-    return {"seconds": min(_seconds(work) for _ in range(repeats))}
+    return {"seconds": min(_seconds(work, clock) for _ in range(repeats))}
 
 
 def contest(
-    script: str, contenders: Sequence[str], *arguments: str, threads: int, repeats: int, rounds: int
+    script: str,
+    contenders: Sequence[str],
+    *arguments: str,
+    threads: int,
+    repeats: int,
+    rounds: int,
+    with_peaks: bool = True,
 ) -> dict[str, Figures]:
-    """Figures per contender; the last line of its run is the JSON of `measured`."""
+    """Figures per contender; the last line of its run is the JSON of `measured`.
+
+    Without rounds there are no seconds.
+    """
     frugal = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "0"}
-    peaks = {name: _run(script, name, 0, arguments, threads, frugal) for name in contenders}
+    measuring = contenders if with_peaks else ()
+    peaks = {name: _run(script, name, 0, arguments, threads, frugal) for name in measuring}
     timed = [
         {name: _run(script, name, repeats, arguments, threads, {}) for name in contenders}
         for _ in range(rounds)
     ]
     return {
-        name: {"seconds": min(figures[name]["seconds"] for figures in timed), **peaks[name]}
+        name: {**_best([figures[name] for figures in timed]), **peaks.get(name, {})}
         for name in contenders
     }
+
+
+def _best(runs: Sequence[Figures]) -> Figures:
+    return {"seconds": min(run["seconds"] for run in runs)} if runs else {}
 
 
 def _run(
@@ -76,10 +92,10 @@ def _repository(script: str) -> str:
     return os.pathsep.join(path for path in paths if path)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _reset_peak() -> int:

@@ -37,6 +37,7 @@ class StandIn:
         self.arguments = arguments
         self._engine = StandInEngine(
             self._load(arguments.model_path),
+            eos_token_ids=frozenset(),
             max_num_seqs=arguments.max_running_requests,
             max_model_len=arguments.context_length,
             seed=arguments.random_seed,

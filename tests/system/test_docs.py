@@ -1,6 +1,7 @@
 """Every command of the README and of `docs/`, run as it stands there; sizes come from the
 environment."""
 
+import json
 import os
 import re
 import shutil
@@ -30,6 +31,8 @@ RUN_BY = {
     "streamrl check configs/quickstart.yaml": "launch",
     "streamrl check configs/quickstart.yaml --deep": "launch",
     "streamrl parity configs/quickstart.yaml": "launch",
+    "streamrl score --model runs/models/reverse --input sequences.jsonl "
+    "--output logprobs.jsonl": "score",
     "streamrl launch configs/quickstart.yaml --new": "launch",
     "streamrl launch configs/quickstart.yaml --resume": "launch",
     "streamrl evaluate --config configs/quickstart.yaml": "launch",
@@ -155,6 +158,15 @@ def test_a_run_with_five_plug_ins_of_ones_own(tmp_path: Path, monkeypatch: pytes
     last = read_metrics(Path("runs/plugins/metrics.jsonl"))[-1]
     assert last["step"] == 3
     assert "actor/soft_clip_frac" in last
+
+
+@pytest.mark.usefixtures("with_model")
+def test_the_sequences_of_the_page_are_scored(tmp_path: Path):
+    write_files(tmp_path, "docs/models.md")
+    (command,) = _run_by("score")
+    assert "scored 2 sequences, packed, in float32: logprobs.jsonl" in _output(command)
+    lines = [json.loads(line) for line in Path("logprobs.jsonl").read_text().splitlines()]
+    assert [len(line["logprobs"]) for line in lines] == [2, 1]
 
 
 @pytest.mark.usefixtures("environment")

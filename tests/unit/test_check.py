@@ -167,6 +167,26 @@ TRAPS = [
     (["buffer.max_group_bytes=10"], r"buffer\.max_group_bytes 10 refuses every group"),
     (["learner.device=cuda:7"], r"learner\.device: was 'cuda:7', and there are 0 GPUs here"),
     (["generator.device=cuda"], r"generator\.device: was 'cuda', and there are 0 GPUs here"),
+    (
+        [
+            "generator.engine=sglang",
+            f"generator.sglang.url={HOST_OF_NOBODY}",
+            "generator.device=cpu",
+        ],
+        r"generator\.device: was 'cpu', and sglang takes the devices that it finds",
+    ),
+    (
+        ["algorithm.reward.format_penalty=0.5"],
+        r"algorithm\.reward\.format_penalty: was 0\.5, .* single_turn counts no invalid turns",
+    ),
+    (
+        ["algorithm.reward.agentic={grouping: inductive}"],
+        r"algorithm\.reward\.agentic\.grouping: was 'inductive', .* batch does the same",
+    ),
+    (
+        ["algorithm.sample_weight.difficulty=true"],
+        r"algorithm\.sample_weight\.difficulty: .* has no number in a column difficulty",
+    ),
     (["learner.device=cdua"], r"learner\.device: was 'cdua'; it must be auto, cpu, cuda"),
     (["weights.backend=nccl"], r"weights\.backend: nccl needs GPUs, and there are 0 GPUs here"),
     (["buffer.url=redis://:***@127.0.0.1:1"], r"buffer\.url: .*without its password"),
@@ -206,10 +226,6 @@ WARNED = [
         r"data\.reward: numeric_answer, and the answer 'yes' .* holds no number",
     ),
     (["data.source=rows.jsonl"], r"learner\.groups_per_step: 32 is more than the 10 prompts"),
-    (
-        ["data.source=rows.jsonl", "run.evaluate=true", "data.eval_source=rows.jsonl"],
-        r"data\.num_eval_prompts: 256 is more than the 10 prompts",
-    ),
     (["buffer.max_group_bytes=2000"], r"buffer\.max_group_bytes: .*more than about 19 tokens each"),
     (["buffer.lease_ttl_s=2"], r"buffer\.lease_ttl_s: 2 s"),
     (

@@ -17,6 +17,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from streamrl.config import RunConfig
+from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.interfaces import (
     CompletionHandle,
@@ -475,6 +476,26 @@ def test_what_is_caught_up_to_is_what_a_learner_has_published():
     assert not gate.is_open(9)
     gate.on_loaded()
     assert gate.is_open(2)
+
+
+def test_an_engine_of_unknown_weights_leases_nothing_before_it_has_loaded_some():
+    gate = VersionGate(publish_every=1, max_staleness=2, lacks_weights=True)
+    gate.on_learner_version(0)
+    assert not gate.is_open(0)
+    gate.on_loaded()
+    assert gate.is_open(0)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_that_start_at_random_or_elsewhere_lack_the_weights(engine):
+    def settings(**given: object) -> GeneratorSettings:
+        return GeneratorSettings.model_validate({"engine": engine, engine: given})
+
+    assert not settings().lacks_weights
+    assert settings(url="http://127.0.0.1:1").lacks_weights
+    dummy = settings(load_format="dummy")
+    assert dummy.lacks_weights
+    assert not dummy.reading_weights().lacks_weights
 
 
 async def test_the_end_of_the_run_ends_the_generator():

@@ -11,7 +11,7 @@ from actors.engines.hf.batch import Request, RunningBatch
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import FinishReason, SamplingParams
-from tests.tiny_model import VOCAB_SIZE, make_llama
+from tests.tiny_model import EOS, VOCAB_SIZE, make_llama
 
 DEADLINE_S = 30.0
 
@@ -53,7 +53,7 @@ async def test_close_waits_a_while_for_a_step_and_then_leaves_it_alone(monkeypat
 
     monkeypatch.setattr(model, "forward", hanging_forward)
     monkeypatch.setattr(hf, "CLOSE_S", 0.05)
-    engine = hf.HfEngine(model, max_num_seqs=1, max_model_len=16)
+    engine = hf.HfEngine(model, eos_token_ids=frozenset([EOS]), max_num_seqs=1, max_model_len=16)
     waiting = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=4)))
     await asyncio.to_thread(entered.wait, DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):

@@ -107,7 +107,7 @@ def test_a_bad_row_is_named_when_the_file_is_opened(tmp_path, suffix, row, sente
     for setting in ("source", "eval_source"):
         data = DataSettings(**{"source": "addition", setting: str(path)})
         with pytest.raises(ConfigError) as caught:
-            open_prompts(data, seed=0) if setting == "source" else open_held_out(data, seed=0)
+            open_prompts(data, seed=0) if setting == "source" else open_held_out(data)
         assert str(caught.value).startswith(f"data.{setting}: {place}")
         assert str(caught.value).endswith(sentence)
 
@@ -150,7 +150,7 @@ def test_a_task_is_a_function_of_seed_and_prompt_index_and_holds_out_its_own(tas
     first, second = open_prompts(data, seed=3), open_prompts(data, seed=3)
     assert [first[i] for i in range(20)] == [second[i] for i in range(20)]
     assert first[0] != open_prompts(data, seed=4)[0]
-    held_out = {open_held_out(data, seed=3)[i].content for i in range(50)}
+    held_out = {open_held_out(data)[i].content for i in range(50)}
     assert not held_out & {first[i].content for i in range(2000)}
 
 
@@ -169,8 +169,8 @@ def test_tasks_know_their_answers():
 def test_a_file_needs_held_out_prompts_of_its_own(tmp_path):
     source = write(tmp_path, ".jsonl")
     with pytest.raises(ConfigError, match=r"data\.eval_source: is needed"):
-        open_held_out(DataSettings(source=source), seed=0)
-    assert open_held_out(DataSettings(source=source, eval_source=source), seed=0)[0]
+        open_held_out(DataSettings(source=source))
+    assert open_held_out(DataSettings(source=source, eval_source=source))[0]
 
 
 async def test_reasoning_gym_prompts_score_their_own_answers():
@@ -181,7 +181,7 @@ async def test_reasoning_gym_prompts_score_their_own_answers():
     data = DataSettings(source="reasoning_gym:chain_sum", reward="task")
     prompts = open_prompts(data, seed=0)
     assert prompts[5000].content == open_prompts(data, seed=0)[5000].content
-    assert prompts[0].content != open_held_out(data, seed=0)[0].content
+    assert prompts[0].content != open_held_out(data)[0].content
     episodes = [
         Episode(prompts[i], answer, 1, FinishReason.STOP)
         for i in range(5)

@@ -269,8 +269,17 @@ def test_weights_of_somebody_else_are_noticed():
 def test_an_answer_whose_parts_do_not_fit_fails_alone():
     with pytest.raises(RolloutError, match="is inconsistent"):
         completion([3, 4], [-0.5], np.zeros(2, np.int32), "stop")
-    with pytest.raises(RolloutError, match="is inconsistent"):
-        completion([3], [-0.5], np.zeros(1, np.int32), "tired")
+
+
+@pytest.mark.parametrize("reason", ["error", "tired", ""])
+def test_an_answer_that_ended_for_no_known_reason_fails_alone(reason):
+    with pytest.raises(RolloutError, match=f"for the reason '{reason}'"):
+        completion([3], [-0.5], np.zeros(1, np.int32), reason)
+
+
+def test_a_limit_on_repetition_truncates():
+    answer = completion([3], [-0.5], np.zeros(1, np.int32), "repetition")
+    assert answer.finish_reason.is_truncated
 
 
 def test_the_probe_refuses_log_probabilities_before_truncation():

@@ -214,9 +214,9 @@ def test_prompts_of_the_users_own_get_seed_and_arguments(own):
     source = f"{own}/own_actor.py:Riddles"
     data = DataSettings(source=source, source_kwargs={"hardest": 5}, eval_source=source)
     assert [open_prompts(data, seed=4)[i].answer for i in range(3)] == ["5", "1", "2"]
-    assert open_held_out(data, seed=0)[0].answer == "1"
+    assert open_held_out(data)[0].answer == "1"
     with pytest.raises(ConfigError, match=r"data\.eval_source: is needed"):
-        open_held_out(DataSettings(source=source), seed=0)
+        open_held_out(DataSettings(source=source))
 
 
 @pytest.mark.parametrize(

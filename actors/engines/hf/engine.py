@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.engines.hf.batch import Request, RunningBatch
 from actors.engines.hf.weights import SpareWeights
-from actors.engines.prompt import eos_set, require_known_tokens, room_for
+from actors.engines.model import eos_token_ids
+from actors.engines.prompt import require_known_tokens, room_for
 from actors.engines.requests import nothing_sampled
 from actors.engines.updates import UpdatableEngine
 from streamrl.config import RunConfig
@@ -40,7 +41,13 @@ class HfEngine(UpdatableEngine):
     """Implements `streamrl.interfaces.Engine`; made in the event loop that uses it."""
 
     def __init__(
-        self, model: PreTrainedModel, *, max_num_seqs: int, max_model_len: int, seed: int = 0
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: frozenset[int],
+        max_num_seqs: int,
+        max_model_len: int,
+        seed: int = 0,
     ) -> None:
         super().__init__({name: tuple(p.shape) for name, p in model.named_parameters()})
         _require_full_attention(model)
@@ -51,7 +58,7 @@ class HfEngine(UpdatableEngine):
             model,
             num_slots=max_num_seqs,
             max_model_len=max_model_len,
-            eos_token_ids=_eos_token_ids(model),
+            eos_token_ids=eos_token_ids,
             seed=seed,
         )
         self._weights = SpareWeights(model)
@@ -84,6 +91,7 @@ class HfEngine(UpdatableEngine):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(
             model.to(device).eval(),  # type: ignore[arg-type]
+            eos_token_ids=eos_token_ids(config.model),
             max_num_seqs=generator.max_num_seqs,
             max_model_len=config.max_model_len,
             seed=seed,
@@ -245,12 +253,6 @@ def _reject(futures: list[Future], error: BaseException) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)
-
-
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    generation: GenerationConfig | None = model.generation_config
-    eos = generation.eos_token_id if generation else model.config.eos_token_id
-    return eos_set(eos)
 
 
 def _require_full_attention(model: PreTrainedModel) -> None:

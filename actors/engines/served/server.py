@@ -12,10 +12,10 @@ from typing import Annotated, Protocol
 import numpy as np
 from msgspec import Meta, Struct
 
+from actors.engines.requests import finish_reason
 from streamrl.errors import RolloutError
 from streamrl.types import (
     Completion,
-    FinishReason,
     Int32Array,
     SamplingParams,
     WeightUpdate,
@@ -29,7 +29,6 @@ UNLABELED = "default"
 # probability is less than e^-1000.
 _HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, -1000.0
 _VERSION = re.compile("[0-9]{1,9}")
-_REASONS = ("stop", "length", "abort")
 
 
 class ForeignWeightsError(RolloutError):
@@ -157,15 +156,14 @@ def completion(
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     policy_versions: Int32Array,
-    finish_reason: str,
+    reason: str,
 ) -> Completion:
     """The record of an answer.
 
     Raises:
         RolloutError: its fields are inconsistent, or no sampler can have made them.
     """
-    if finish_reason not in _REASONS:
-        raise RolloutError(f"the answer is inconsistent: finish_reason is {finish_reason[:40]!r}")
+    ended = finish_reason(reason)
     outside = (p for p in logprobs if not _LOWEST_LOGPROB <= p <= _HIGHEST_LOGPROB)
     if (impossible := next(outside, None)) is not None:
         raise RolloutError(f"the answer is inconsistent: a log-probability is {impossible:g}")
@@ -174,7 +172,7 @@ def completion(
             token_ids=np.array(token_ids, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
             policy_versions=policy_versions,
-            finish_reason=FinishReason(finish_reason),
+            finish_reason=ended,
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise RolloutError(f"the answer is inconsistent: {error}") from error

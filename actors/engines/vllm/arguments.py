@@ -30,6 +30,7 @@ _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
+    "disable_log_stats": False,
 }
 
 

@@ -33,7 +33,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.engines.model import ModelFacts
 from actors.engines.prompt import require_known_tokens, room_for
-from actors.engines.requests import InFlightRequests, aborted_on, nothing_sampled
+from actors.engines.requests import (
+    InFlightRequests,
+    aborted_on,
+    finish_reason,
+    nothing_sampled,
+)
 from actors.engines.served.server import UNLABELED
 from actors.engines.updates import UpdatableEngine
 from actors.engines.vllm.arguments import engine_arguments, vllm_sampling
@@ -97,8 +102,9 @@ class VllmEngine(UpdatableEngine):
             handle.num_tokens = 0
             self._raise_if_closed()
             output = await self._requests.run(self._sample(list(prompt_token_ids), params, handle))
-            if output.finish_reason != FinishReason.ABORT:
-                return _completion(output, FinishReason(output.finish_reason))
+            reason = finish_reason(output.finish_reason)
+            if reason is not FinishReason.ABORT:
+                return _completion(output, reason)
             # vLLM's answer to an abort has what was sampled. With pause_mode abort an update aborts
             # requests in flight, too; they begin anew.
             if handle.stop.is_set():

@@ -119,6 +119,11 @@ _VERIFY = {
         "score samples with the learner, the second half of parity",
         options.parity_score,
     ),
+    "score": Command(
+        "streamrl.cli.score:main",
+        "write the learner's log-probabilities of given tokens",
+        options.score,
+    ),
     "buffer audit": Command(
         "streamrl.cli.buffer.audit:main",
         "prove from a run's records that no group was lost or trained twice",

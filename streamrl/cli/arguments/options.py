@@ -200,6 +200,35 @@ def parity_score(parser: ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="FILE", help="the report to write")
 
 
+def score(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="PATH", help="Hugging Face folder")
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="FILE.jsonl",
+        help='lines of {"token_ids": [...], "response_mask": [...]}',
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="FILE.jsonl",
+        help='lines of {"logprobs": [...]}, one for each token where the mask is true',
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="of the computation; default: float32",
+    )
+    parser.add_argument(
+        "--max-tokens-per-micro-batch",
+        type=_count,
+        default=8192,
+        metavar="N",
+        help="of one forward pass; default: 8192",
+    )
+
+
 def status(parser: ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="RUN", help="configuration, run folder, or zmq://host:port of its buffer"
@@ -215,6 +244,13 @@ def _seconds(text: str) -> float:
         value = math.nan
     if not 0 <= value < math.inf:
         raise ArgumentTypeError(f"was {text!r}; it must be a number of seconds, 0 or more")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise ArgumentTypeError(f"was {text!r}; it must be a whole number, 1 or more")
     return value
 
 

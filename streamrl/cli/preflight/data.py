@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from actors.environments import make_environment
-from actors.prompts import open_held_out, open_prompts
+from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.rewards import make_reward
 from actors.rewards.builtin import extract_number
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
@@ -77,17 +77,14 @@ def _check_training(config: RunConfig) -> Iterator[Finding]:
 
 def _check_held_out(config: RunConfig) -> Iterator[Finding]:
     try:
-        held_out = open_held_out(config.data, config.run.seed)
+        held_out = open_held_out(config.data)
     except ConfigError as error:
         hint = "; or set run.evaluate: false" if config.data.eval_source is None else ""
         yield problem(f"{error}{hint}")
         return
-    size, wanted = _size(held_out), config.data.num_eval_prompts
-    if config.data.eval_source and size is not None and wanted > size:
-        yield warning(
-            f"data.num_eval_prompts: {wanted} is more than the {size} prompts of "
-            f"{config.data.eval_source}: some are scored twice"
-        )
+    size, wanted = num_held_out(config.data, held_out), config.data.num_eval_prompts
+    if wanted > size:
+        yield fact(f"data.num_eval_prompts: {config.data.eval_source} has {size}, not {wanted}")
 
 
 def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
@@ -97,6 +94,12 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
         yield problem(
             f"data.reward: task is the scorer of reasoning_gym, and data.source {data.source} has "
             "none; use exact_match, numeric_answer, regex or PATH.py:FUNCTION"
+        )
+    weighs, difficulty = config.algorithm.sample_weight.difficulty, prompt.row.get("difficulty")
+    if weighs and not isinstance(difficulty, int | float):
+        yield problem(
+            f"algorithm.sample_weight.difficulty: {_shown(prompt)} has no number in a column "
+            "difficulty, and every prompt would weigh the same"
         )
     if data.reward == "exact_match" and not prompt.answer.strip():
         yield warning(f"data.reward: exact_match, and the answer to {_shown(prompt)} is empty")

@@ -69,6 +69,8 @@ async def _sample(config: RunConfig) -> None:
         torch.set_num_threads(config.generator.num_threads)
     renderer, prompts = Renderer.from_config(config), open_prompts(config.data, config.run.seed)
     reward = RecordingReward(make_reward(config.data))
+    generator = config.generator.reading_weights()
+    config = config.model_copy(update={"generator": generator})
     engine = make_engine(config, seed=config.run.seed)
     try:
         runner = replace(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from streamrl.cli.preflight.data import check_prompts, check_user_code
+from streamrl.cli.preflight.effects import check_effects
 from streamrl.cli.preflight.findings import Finding, Kind, problem
 from streamrl.cli.preflight.machine import check_devices, check_folder, check_packages
 from streamrl.cli.preflight.model import check_model
@@ -20,6 +21,7 @@ from streamrl.errors import ConfigError
 CHECKS: Mapping[str, Callable[[RunConfig], Iterator[Finding]]] = {
     "model": check_model,
     "prompts": check_prompts,
+    "effects": check_effects,
     "reward, environment, algorithm": check_user_code,
     "packages": check_packages,
     "devices": check_devices,

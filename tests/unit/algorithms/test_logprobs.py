@@ -1,17 +1,23 @@
 """Blocked log-probabilities equal those of whole logits, forward and backward."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
+from packaging.requirements import Requirement
 from torch import Tensor
 
 from streamrl.algorithms import logprobs as module
 from streamrl.algorithms.logprobs import LogitTransform, token_logprobs
+from streamrl.errors import ConfigError
 
 TRANSFORMS = [
     LogitTransform(),
     LogitTransform(temperature=0.7),
     LogitTransform(softcap=5.0),
     LogitTransform(temperature=1.3, softcap=3.0),
+    LogitTransform(temperature=0.9, softcap=4.0, scale=0.5),
 ]
 
 
@@ -84,6 +90,72 @@ def test_autocast_changes_nothing() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = token_logprobs(hidden, weight, targets).logprobs
     assert torch.equal(mixed, plain)
+
+
+def test_a_measured_entropy_has_no_gradient() -> None:
+    hidden, weight, targets, _ = _example(torch.float32, False)
+    result = token_logprobs(hidden, weight, targets, with_entropy=True, trains_entropy=False)
+    trained = token_logprobs(hidden, weight, targets, with_entropy=True)
+    assert trained.entropy.requires_grad
+    assert not result.entropy.requires_grad
+    assert torch.equal(result.entropy, trained.entropy)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("trains_entropy", [False, True])
+def test_liger_is_used_on_a_gpu_unless_the_entropy_is_trained(
+    with_entropy: bool, trains_entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, targets, _ = _example(torch.float32, False)
+    calls = []
+
+    def fused(hidden, weight, targets, bias, transform):
+        calls.append(targets)
+        return _plainly(hidden, weight, targets, bias, transform)[0]
+
+    decide = module._takes_liger
+    monkeypatch.setattr(module, "_has_liger", lambda: True)
+    monkeypatch.setattr(module, "_liger_logprobs", fused)
+    monkeypatch.setattr(
+        module, "_takes_liger", lambda _, trains: decide(torch.device("cuda"), trains)
+    )
+    options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
+    result = token_logprobs(hidden, weight, targets, **options)
+    chosen, entropy = _plainly(hidden, weight, targets, None, LogitTransform())
+    assert bool(calls) == (not (with_entropy and trains_entropy))
+    torch.testing.assert_close(result.logprobs, chosen)
+    if with_entropy:
+        torch.testing.assert_close(result.entropy, entropy)
+        assert result.entropy.requires_grad == trains_entropy
+    else:
+        assert result.entropy is None
+
+
+def test_liger_is_not_used_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_has_liger", lambda: True)
+    assert not module._takes_liger(torch.device("cpu"), trains_entropy=False)
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_wrong"), [("0.8.0", True), ("0.8.1", True), ("0.8.2", False)]
+)
+def test_a_liger_with_wrong_gradients_is_refused(
+    installed: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "version", lambda name: installed)
+    if is_wrong:
+        with pytest.raises(ConfigError, match=f"liger-kernel {installed} is installed, which"):
+            module._has_liger.__wrapped__()
+    else:
+        assert module._has_liger.__wrapped__()
+
+
+def test_the_extra_admits_no_liger_with_wrong_gradients() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    (requirement,) = project["project"]["optional-dependencies"]["liger"]
+    admitted = Requirement(requirement).specifier
+    assert not any(admitted.contains(wrong) for wrong in module.WRONG_LIGER)
 
 
 def test_no_tokens_give_no_logprobs() -> None:

@@ -52,8 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Some ranks have none of them, and of four ranks one has no other.
 NOT_FINITE = ((1, 0), (1, 2), (4, 0), (4, 1), (4, 2))
-# Of one process, or of how the work was divided.
-UNEQUAL = ("learner/train_s", "learner/tokens_per_s", "learner/num_micro_batches")
+# Of how the work was divided; times and rates are of one process.
+UNEQUAL = ("learner/num_micro_batches",)
 
 
 def configure(case: dict[str, Any]) -> RunConfig:
@@ -127,6 +127,8 @@ def test_ranks_make_the_steps_of_one(by_rank, name):
         for ours, theirs in zip(metrics, expected, strict=True):
             assert ours.keys() == theirs.keys()
             for metric in theirs.keys() - set(UNEQUAL):
+                if metric.endswith("_s"):
+                    continue
                 close = math.isclose(ours[metric], theirs[metric], rel_tol=1e-4, abs_tol=1e-5)
                 assert close, (metric, ours[metric], theirs[metric])
             num_nonfinite = len(NOT_FINITE) if name.startswith("not-finite") else 0

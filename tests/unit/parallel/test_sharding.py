@@ -59,7 +59,17 @@ def on_mesh(mesh: Mesh) -> dict[str, Any]:
         "gradients": {name: full(p.grad) for name, p in parameters.items()},
         "before": before,
         "after": dict(full_parameters(parameters)),
+        "narrow": in_bfloat16(mesh, num_tokens),
     }
+
+
+def in_bfloat16(mesh: Mesh, num_tokens: int) -> dict[str, torch.Tensor]:
+    """The gradients of two equal micro-batches that compute in it."""
+    network = make_network()
+    shard(network, mesh, torch.bfloat16)
+    for _ in range(2):
+        backward(network, slice(mesh.rank, None, mesh.world_size), num_tokens)
+    return {name: full(p.grad) for name, p in Policy(network).parameters().items()}
 
 
 @pytest.fixture(scope="module", params=[TWO, FOUR], ids=["two ranks", "four ranks"])
@@ -79,6 +89,18 @@ def test_gradients_are_the_sum_over_all_ranks(results):
             assert rank["gradients"].keys() == expected.keys()
             for name, gradient in expected.items():
                 torch.testing.assert_close(rank["gradients"][name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_shards_that_compute_in_bfloat16_accumulate_in_float32(results):
+    num_ranks, _, meshes = results
+    expected = whole(num_ranks)
+    for ranks in meshes:
+        for rank in ranks:
+            for name, gradient in expected.items():
+                found = rank["narrow"][name]
+                assert found.dtype == torch.float32
+                assert (found - 2 * gradient).norm() < 0.1 * (2 * gradient).norm(), name
+                assert not torch.equal(found, found.bfloat16().float()), name
 
 
 def test_parameters_are_gathered_whole_and_assigned_in_shards(results):

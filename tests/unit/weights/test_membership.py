@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from streamrl.errors import WeightTransferError
 from streamrl.weights import membership as module
 from streamrl.weights.membership import ALIVE_S, FREE_MISSES, MAX_WAIT_S, Membership, Peer
-from streamrl.weights.protocol import Hello
+from streamrl.weights.protocol import NO_LEARNER, Hello
 
 
 class Clock:
@@ -36,6 +36,11 @@ def test_who_lacks_the_version_is_outdated_and_who_is_silent_is_not_asked():
     made, _, clock = membership("a", "b")
     assert made.outdated(0) == [], "version 0 is in every model folder"
     assert [peer.name for peer in made.outdated(1)] == ["a", "b"]
+    made.on_hello(b"c", Hello("c", "first", 0, NO_LEARNER))
+    assert [peer.name for peer in made.outdated(0)] == ["c"], "nobody knows what it has"
+    made.on_loaded("c", 0)
+    assert made.outdated(0) == []
+    made.on_leave("c")
     made.on_loaded("a", 1)
     assert [peer.name for peer in made.outdated(1)] == ["b"]
     made.on_hello(b"a", replace(hello("a"), policy_version=1, learner_id="of another learner"))

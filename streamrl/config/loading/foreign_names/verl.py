@@ -5,6 +5,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _MINI_BATCH = "learner.groups_per_step, divided by learner.updates_per_batch"
 _PER_MICRO_BATCH = "learner.max_tokens_per_micro_batch"
+_PER_FORWARD_PASS = "learner.max_tokens_per_forward_pass"
 
 VERL = {
     # Data and rewards.
@@ -28,6 +29,7 @@ VERL = {
     f"{_MODEL}.path": "model.path",
     f"{_MODEL}.trust_remote_code": "model.trust_remote_code",
     f"{_MODEL}.enable_gradient_checkpointing": "learner.gradient_checkpointing",
+    f"{_MODEL}.enable_activation_offload": "learner.offload.activations",
     f"{_MODEL}.use_remove_padding": "(sequences are always packed)",
     f"{_ACTOR}.ppo_mini_batch_size": _MINI_BATCH,
     f"{_ACTOR}.ppo_epochs": "learner.epochs",
@@ -40,13 +42,25 @@ VERL = {
     "critic.ppo_epochs": "learner.epochs",
     "critic.ppo_micro_batch_size_per_gpu": _PER_MICRO_BATCH,
     "critic.ppo_max_token_len_per_gpu": _PER_MICRO_BATCH,
-    "critic.forward_micro_batch_size_per_gpu": _PER_MICRO_BATCH,
-    "critic.forward_max_token_len_per_gpu": _PER_MICRO_BATCH,
+    "critic.forward_micro_batch_size_per_gpu": f"{_PER_FORWARD_PASS}.values",
+    "critic.forward_max_token_len_per_gpu": f"{_PER_FORWARD_PASS}.values",
     "critic.optim.lr": "algorithm.value.lr",
     "critic.cliprange_value": "algorithm.value.clip_range",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _PER_MICRO_BATCH,
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _PER_MICRO_BATCH,
-    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": _PER_MICRO_BATCH,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": f"{_PER_FORWARD_PASS}.reference",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": f"{_PER_FORWARD_PASS}.reference",
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": f"{_PER_FORWARD_PASS}.proximal",
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": f"{_PER_FORWARD_PASS}.proximal",
+    # Ranks and memory.
+    f"{_ACTOR}.ulysses_sequence_parallel_size": "learner.mesh.sequence",
+    f"{_ACTOR}.fsdp_config.fsdp_size": "learner.mesh.shard",
+    f"{_ACTOR}.fsdp_config.param_offload": "learner.offload.parameters",
+    f"{_ACTOR}.fsdp_config.optimizer_offload": "learner.offload.optimizer",
+    f"{_ACTOR}.fsdp_config.offload_policy": "learner.offload.parameters",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "learner.offload.reference",
+    "critic.ulysses_sequence_parallel_size": "learner.mesh.sequence",
+    "critic.model.enable_gradient_checkpointing": "learner.gradient_checkpointing",
+    "critic.model.fsdp_config.param_offload": "learner.offload.parameters",
+    "critic.model.fsdp_config.optimizer_offload": "learner.offload.optimizer",
     # The optimizer.
     f"{_ACTOR}.grad_clip": "learner.optimizer.max_grad_norm",
     f"{_ACTOR}.optim.lr": "learner.optimizer.lr",

@@ -1,0 +1,197 @@
+"""How a micro-batch's tokens go through a decoder: packed, or as padded rows.
+
+Packed, all tokens are one row, and trajectories are kept apart by packed attention and by the
+sequence indices that transformers' kernels for convolutions and recurrences take. Unpacked,
+trajectories of similar length are rows of one call of the model's own code, or trajectories of
+equal length where even padding might change it.
+
+Invariant: a token's hidden state depends on its own trajectory alone, whatever shares its call.
+Padding follows a trajectory's tokens, where a causal model does not look. Ranks that share a
+model's parameters make the same number of calls.
+Called by: network.py. Shapes: N tokens, H hidden size, B trajectories of a call, L their longest.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import PreTrainedModel
+
+from learners.parallel.sequence import TokenSlice
+from learners.policy.attention import Packing
+from streamrl.errors import ConfigError
+
+_KEPT_APART_BY_ATTENTION = {"full_attention", "sliding_attention"}
+_COUNTED_FROM_ROW_START = {"chunked_attention"}
+"""Layers whose result depends on where in its row a trajectory begins."""
+_BLIND_TO_PADDING = (
+    _KEPT_APART_BY_ATTENTION
+    | _COUNTED_FROM_ROW_START
+    | {
+        "attention",
+        "conv",
+        "hybrid",
+        "hybrid_sliding",
+        "linear_attention",
+        "mamba",
+        "mlp",
+        "moe",
+    }
+)
+"""Layers that do not change when tokens follow; others get rows of equal length."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One forward pass of the decoder."""
+
+    indices: torch.Tensor
+    """[B, L] the tokens of its rows."""
+    real: torch.Tensor
+    """Which of the flat [B * L] are no padding."""
+    packing: Packing | None
+    """Of its one row; None where each row is a trajectory."""
+
+    def hidden_states(self, decoder: Any, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens that are real, H]"""
+        bounds = {} if self.packing is None else _whole_bounds(self.packing)
+        output = decoder(input_ids=token_ids[0, self.indices], use_cache=False, **bounds)
+        states: torch.Tensor = output.last_hidden_state.flatten(0, 1)[self.real]
+        return states
+
+
+def decode(
+    model: PreTrainedModel, tokens: TokenSlice, packing: Packing, *, packed: bool
+) -> torch.Tensor:
+    """[N, H] hidden states of the tokens, or of this rank's slice of them.
+
+    Raises:
+        ConfigError: the model's position embedding depends on what it saw before, or ranks cannot
+            share the tokens of a model that runs like this one.
+    """
+    limit = _rotary_limit(model, packing.longest)
+    decoder = decoder_of(model)
+    if packed and limit == inf:
+        bounds = _bounds(tokens, packing)
+        output = decoder(input_ids=tokens.token_ids, use_cache=False, **bounds)
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states
+    if tokens.exchange is not None:
+        raise ConfigError(
+            f"learner.mesh.sequence: must be 1 for this {model.config.model_type} model, whose "
+            "trajectories do not all share one row"
+        )
+    calls = [call for part in _parts(packing, limit) for call in _calls(model, packed, *part)]
+    calls += _missing_calls(len(calls), packing.device)
+    states = torch.cat([call.hidden_states(decoder, tokens.token_ids) for call in calls])
+    order = torch.cat([call.indices.flatten()[call.real] for call in calls]).argsort()
+    return states[order]
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """What turns token ids into the hidden states that the LM head takes."""
+    found = (model.get_decoder(), model.base_model, getattr(model, "model", None))
+    inner = (m for m in found if isinstance(m, PreTrainedModel) and m is not model)
+    return next(inner, model)
+
+
+def can_be_packed(model: PreTrainedModel) -> bool:
+    """Whether a comparison may find that packing leaves this model's results as they are."""
+    accepted = inspect.signature(decoder_of(model).forward).parameters.values()
+    takes_bounds = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
+    return (
+        takes_bounds
+        and model._can_set_attn_implementation()
+        and not _layer_types(model) & _COUNTED_FROM_ROW_START
+    )
+
+
+def is_attention_only(model: PreTrainedModel) -> bool:
+    """Whether nothing but attention connects tokens, as far as the model says."""
+    is_recurrent = getattr(model, "_is_stateful", False)
+    return (
+        can_be_packed(model)
+        and not is_recurrent
+        and _layer_types(model) <= _KEPT_APART_BY_ATTENTION
+    )
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """The implementation that computes the model as it is defined, without packing."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        # Scaled_dot_product_attention leaves the soft cap out.
+        return "eager"
+    return model.config._attn_implementation or "eager"
+
+
+def _rotary_limit(model: PreTrainedModel, longest: int) -> float:
+    """Length beyond which a trajectory's position embedding is another; infinite for most."""
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    limits = {
+        layer["rope_type"]: layer.get("original_max_position_embeddings")
+        or config.max_position_embeddings
+        for layer in (parameters, *parameters.values())
+        if isinstance(layer, dict) and layer.get("rope_type") in ("longrope", "dynamic")
+    }
+    if longest > limits.get("dynamic", inf):
+        raise ConfigError(
+            f"model.path: a trajectory has {longest} tokens, and beyond {limits['dynamic']} the "
+            "dynamic position embedding of this model depends on what it computed before"
+        )
+    return float(min(limits.values(), default=inf))
+
+
+def _layer_types(model: PreTrainedModel) -> set[str]:
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def _bounds(tokens: TokenSlice, packing: Packing) -> dict[str, Any]:
+    """The arguments that tell a decoder where trajectories end."""
+    if tokens.exchange is None:
+        return _whole_bounds(packing)
+    return {"position_ids": tokens.positions, "packing": packing, "exchange": tokens.exchange}
+
+
+def _whole_bounds(packing: Packing) -> dict[str, Any]:
+    return {
+        "position_ids": packing.positions[None],
+        "packing": packing,
+        "cu_seq_lens_q": packing.ends,
+        "cu_seq_lens_k": packing.ends,
+        "seq_idx": packing.trajectory_indices[None],
+    }
+
+
+def _parts(packing: Packing, limit: float) -> Iterator[tuple[torch.Tensor, Packing]]:
+    """Token indices and bounds of the trajectories that may share a call."""
+    is_long = torch.tensor([length > limit for length in packing.lengths])
+    for chosen in (~is_long, is_long):
+        lengths = tuple(torch.tensor(packing.lengths)[chosen].tolist())
+        if lengths:
+            is_token = chosen.to(packing.device)[packing.trajectory_indices]
+            yield is_token.nonzero()[:, 0], Packing(lengths, packing.device)
+
+
+def _calls(
+    model: PreTrainedModel, packed: bool, tokens: torch.Tensor, packing: Packing
+) -> list[_Call]:
+    if packed:
+        return [_Call(tokens[None], torch.arange(len(tokens), device=tokens.device), packing)]
+    may_pad = _layer_types(model) <= _BLIND_TO_PADDING
+    buckets = packing.buckets if may_pad else packing.unpadded_buckets
+    return [_Call(tokens[indices], real, None) for indices, real in buckets]
+
+
+def _missing_calls(num_calls: int, device: torch.device) -> list[_Call]:
+    """Calls of nothing, until this rank makes as many as the one that makes most."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return []
+    most = torch.tensor(num_calls, device=device)
+    distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    first = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    return [_Call(first, first[0, :0], None)] * (int(most) - num_calls)

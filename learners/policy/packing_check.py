@@ -1,0 +1,128 @@
+"""The comparison at start: the learner's log-probabilities beside those of transformers.
+
+A few random sequences, some longer than the model's windows, go through the network and, one by
+one, through the model's own `forward`. A model that packing would change is run unpacked; one
+whose results the learner does not reproduce either way is refused.
+
+It is done in the dtype of the master weights, before the network is cast or divided among ranks.
+
+Invariant: the run's random state, its gradients and its memory are as before.
+Called by: policy.py, once for the policy; reference and critic follow its decision.
+"""
+
+import logging
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+
+from learners.batch import MicroBatch
+from learners.policy.attention import Packing
+from learners.policy.decoding import can_be_packed
+from learners.policy.network import Network
+from streamrl.algorithms.sequences import Sequences
+from streamrl.errors import ConfigError, StreamRLError
+
+log = logging.getLogger(__name__)
+
+LENGTHS = (1, 13, 2, 29, 1, 7)
+LONGEST = 512
+"""Windows are exceeded up to this length, so that the comparison stays cheap."""
+
+
+SAME = 1e-5
+"""Nats, of the mean |difference| in float32: up to here it is rounding."""
+REFUSED = 1e-3
+"""From here it is another model."""
+
+
+def choose_packing(network: Network) -> None:
+    """Let `network` run packed where that changes nothing, else unpacked.
+
+    Raises:
+        ConfigError: its log-probabilities are not those of transformers either way.
+    """
+    micro_batch = _random_micro_batch(network)
+    with torch.no_grad(), torch.random.fork_rng(_generators_of(network.device)):
+        expected = _plain_logprobs(network, micro_batch)
+        packed = _compare(network, True, micro_batch, expected)
+        if packed.gap <= SAME:
+            return
+        unpacked = _compare(network, False, micro_batch, expected)
+    if not unpacked.gap <= REFUSED:
+        raise ConfigError(
+            f"model.path: the learner does not compute this {network.model.config.model_type} "
+            f"model as transformers does ({unpacked}; up to {REFUSED:g} nats is "
+            "rounding), so that it would be trained wrongly"
+        )
+    # Where both orders of sums differ alike from the plain one, packing is not the reason.
+    if packed.gap <= min(3 * unpacked.gap, REFUSED):
+        network.run_packed(True)
+    else:
+        log.info("trajectories run unpacked, each as a row of its own (packed, %s)", packed)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    gap: float
+    """Mean |difference| in nats; infinite if there was none."""
+    failure: str = ""
+
+    def __str__(self) -> str:
+        return self.failure or f"log-probabilities differ by {self.gap:.2g} nats on average"
+
+
+def _compare(
+    network: Network, packed: bool, micro_batch: MicroBatch, expected: torch.Tensor
+) -> _Comparison:
+    """Of the network, run packed or not, with the `expected` log-probabilities [R]."""
+    if packed and not can_be_packed(network.model):
+        return _Comparison(inf, "the model's code does not take the bounds of trajectories")
+    network.run_packed(packed)
+    try:
+        return _Comparison(float((network(micro_batch).logprobs - expected).abs().mean()))
+    except (StreamRLError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        return _Comparison(inf, f"it fails: {error}")
+
+
+def _plain_logprobs(network: Network, micro_batch: MicroBatch) -> torch.Tensor:
+    """[R] by the model's own `forward` with its reference attention, one trajectory a call."""
+    network.model.set_attn_implementation("eager")
+    parts = []
+    for token_ids in micro_batch.token_ids.split(micro_batch.packing.lengths, dim=1):
+        logits = network.model(input_ids=token_ids, use_cache=False).logits[0, :-1].float()
+        logprobs = (logits / network.temperature).log_softmax(-1)
+        parts.append(logprobs.gather(1, token_ids[0, 1:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def _random_micro_batch(network: Network) -> MicroBatch:
+    """Random sequences, of which each token but the first is a response."""
+    config: Any = network.model.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    lengths = (*LENGTHS, *_beyond_windows(config))
+    token_ids = torch.randint(config.vocab_size, (1, sum(lengths)), generator=generator)
+    token_ids = token_ids.to(network.device)
+    packing = Packing(lengths, network.device)
+    responses = packing.positions.nonzero()[:, 0]
+    return MicroBatch(
+        token_ids=token_ids,
+        packing=packing,
+        predictors=responses - 1,
+        targets=token_ids[0, responses],
+        members=torch.arange(len(lengths)),
+        responses=torch.arange(len(responses)),
+        sequences=Sequences.from_lengths([length - 1 for length in lengths]),
+        prompt_indices=tuple(range(len(lengths))),
+    )
+
+
+def _beyond_windows(config: Any) -> list[int]:
+    windows = {getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    limit = min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
+    return [window + 5 for window in windows if window and window + 5 <= limit]
+
+
+def _generators_of(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []

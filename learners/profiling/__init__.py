@@ -1,0 +1,1 @@
+"""Where a step's time goes: its phases, its floating-point operations, and traces of it."""

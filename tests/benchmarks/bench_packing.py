@@ -1,0 +1,187 @@
+"""Packing against verl's partitioning: balance, limit and time, in one run.
+
+    PYTHONPATH=. .venv/bin/python tests/benchmarks/bench_packing.py [--verl FOLDER] \
+        [--sizes 256,1024,4096,16384] [--ranks 1,8,64]
+
+256 to 16,384 sequences of log-normal length (median 600, sigma 1, 16 to 8192 tokens) go to 1 to 64
+ranks, with a limit of 16,384 tokens a micro-batch, and with one of 8192 up to 4096 sequences. verl
+cuts a batch twice with Karmarkar-Karp: into as many sequences for each rank
+(`get_seqlen_balanced_partitions`), then on each rank into micro-batches, as many as
+`rearrange_micro_batches` computes from the tokens and the limit. The second cut is made on all
+ranks at once, so verl's time is that of the first cut and the slowest rank; ours is that of the one
+call that does both.
+
+`waiting` is what the step costs because micro-batches differ: ranks compute their first, second and
+further micro-batches together, so the largest of each counts; 1 is perfect. `ranks` and
+`micro_batches` are the largest over the mean. `flops` is `waiting` in floating-point operations
+(hidden size 896), where ours packs by them and verl by tokens.
+
+verl's file is loaded from FOLDER, from an installed verl, or from one that pip puts into a
+temporary folder. Times are the best of alternating rounds.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from learners.packing import Integers, flops, pack, tokens
+
+VERL = "verl==0.6.0"
+FILE = Path("verl", "utils", "seqlen_balancing.py")
+LONGEST, HIDDEN = 8192, 896
+TIGHT_UP_TO = 4096
+ROUNDS, SLOW_S = 5, 1.0
+
+Plan = list[list[list[int]]]
+"""[rank][micro-batch][sequence]"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--verl", type=Path, help="folder that has verl/utils/seqlen_balancing.py")
+    parser.add_argument("--sizes", default="256,1024,4096,16384")
+    parser.add_argument("--ranks", default="1,8,64")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        partition = load_partition(arguments.verl or find_verl(Path(temporary)))
+        lines = []
+        for size in map(int, arguments.sizes.split(",")):
+            for num_ranks in map(int, arguments.ranks.split(",")):
+                for limit in (2 * LONGEST, *((LONGEST,) if size <= TIGHT_UP_TO else ())):
+                    lines.append(compared(partition, size, num_ranks, limit))
+                    print(json.dumps(lines[-1]), flush=True)
+        print(json.dumps(summary(lines)))
+
+
+def compared(
+    partition: Callable[..., Any], size: int, num_ranks: int, limit: int
+) -> dict[str, Any]:
+    """The line of one case."""
+    lengths = drawn(size)
+    times: dict[str, list[float]] = {"ours": [], "verl": []}
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        ours = pack(lengths, limit, num_ranks=num_ranks)
+        times["ours"].append(time.perf_counter() - start)
+        seconds, theirs = of_verl(partition, lengths, limit, num_ranks)
+        times["verl"].append(seconds)
+        if seconds > SLOW_S:
+            break
+    by_flops = pack(lengths, limit, num_ranks=num_ranks, cost=flops(HIDDEN))
+    best = {name: min(taken) for name, taken in times.items()}
+    return {
+        "benchmark": "packing",
+        **{"sequences": size, "num_ranks": num_ranks, "limit": limit},
+        "ratio": round(best["verl"] / best["ours"], 1),
+        "ours_ms": round(1e3 * best["ours"], 3),
+        "ours": balance(ours, lengths, limit)
+        | {"flops": waiting(by_flops, lengths, flops(HIDDEN))},
+        "verl": balance(theirs, lengths, limit)
+        | {"flops": waiting(theirs, lengths, flops(HIDDEN))},
+    }
+
+
+def drawn(size: int) -> list[int]:
+    drawn = np.random.default_rng(0).lognormal(math.log(600), 1.0, size)
+    return np.clip(drawn, 16, LONGEST).astype(int).tolist()
+
+
+def of_verl(
+    partition: Callable[..., Any], lengths: Sequence[int], limit: int, num_ranks: int
+) -> tuple[float, Plan]:
+    """Seconds of the first cut and of the slowest rank's second one, and what they make."""
+    start = time.perf_counter()
+    shares = partition(lengths, num_ranks, equal_size=True)
+    first_s = time.perf_counter() - start
+    sums = [sum(lengths[i] for i in share) for share in shares]
+    pairs = zip(shares, sums, strict=True)
+    num_bins = max(min(len(share), -(-held // limit)) for share, held in pairs)
+    seconds, plan = [], []
+    for share in shares:
+        own = [lengths[i] for i in share]
+        start = time.perf_counter()
+        bins = partition(own, num_bins, equal_size=False)
+        bins.sort(key=lambda b: (sum(own[i] ** 2 for i in b), min(b)), reverse=True)
+        seconds.append(time.perf_counter() - start)
+        plan.append([[share[i] for i in members] for members in bins])
+    return first_s + max(seconds), plan
+
+
+def balance(plan: Plan, lengths: Sequence[int], limit: int) -> dict[str, Any]:
+    held = loads(plan, lengths, tokens)
+    return {
+        "num_micro_batches": len(plan[0]),
+        "over_limit": int((held > limit).sum()),
+        "waiting": waiting(plan, lengths, tokens),
+        "ranks": round(float(held.sum(1).max() / held.sum(1).mean()), 5),
+        "micro_batches": round(float(held.max() / held.mean()), 5),
+    }
+
+
+def waiting(plan: Plan, lengths: Sequence[int], cost: Callable[[Integers], Any]) -> float:
+    """What the ranks compute together costs as much as its largest; over the perfect balance."""
+    held = loads(plan, lengths, cost)
+    return round(float(held.max(0).sum() / (held.sum() / len(plan))), 5)
+
+
+def loads(plan: Plan, lengths: Sequence[int], cost: Callable[[Integers], Any]) -> Any:
+    """[rank, micro-batch] cost."""
+    costs = cost(np.asarray(lengths))
+    return np.array([[costs[members].sum() for members in bins] for bins in plan])
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The worst case of each figure; `excess` is our waiting less verl's."""
+    return {
+        "benchmark": "packing",
+        "ratio": min(line["ratio"] for line in lines),
+        "over_limit": sum(line["ours"]["over_limit"] for line in lines),
+        "verl_over_limit": sum(line["verl"]["over_limit"] for line in lines),
+        "excess": max(line["ours"]["waiting"] - line["verl"]["waiting"] for line in lines),
+        "flops_excess": max(line["ours"]["flops"] - line["verl"]["flops"] for line in lines),
+        "target": {"ratio": 10, "over_limit": 0, "excess": 0.001},
+    }
+
+
+def find_verl(temporary: Path) -> Path:
+    """A folder that holds verl's package: where it is installed, or where pip puts it."""
+    spec = importlib.util.find_spec("verl")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0]).parent
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", VERL]
+    installed = subprocess.run([*command, "--target", str(temporary)], check=False)
+    if installed.returncode:
+        raise SystemExit(f"{VERL} could not be installed; give its folder by --verl")
+    return temporary
+
+
+def load_partition(folder: Path) -> Callable[..., Any]:
+    """verl's function alone: what its file imports of verl is replaced by empty stand-ins."""
+    names = ("verl", "verl.protocol", "verl.utils", "verl.utils.device")
+    stand_ins = {name: ModuleType(name) for name in (*names, "verl.utils.tensordict_utils")}
+    stand_ins["verl.protocol"].DataProto = object  # type: ignore[attr-defined]
+    stand_ins["verl.utils"].tensordict_utils = None  # type: ignore[attr-defined]
+    stand_ins["verl.utils.device"].get_device_name = None  # type: ignore[attr-defined]
+    sys.modules.update(stand_ins)
+    spec = importlib.util.spec_from_file_location("seqlen_balancing", folder / FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] = module.get_seqlen_balanced_partitions
+    return function
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Half precision on a GPU: each variable-length kernel, the whole forward pass, Liger's entropy."""
+
+from importlib.util import find_spec
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from learners.policy import kernels  # noqa: E402
+from learners.policy.attention import Packing, Scores, _bucketed  # noqa: E402
+from learners.policy.master_weights import compute_in  # noqa: E402
+from learners.policy.network import Network  # noqa: E402
+from streamrl.algorithms.logprobs import token_logprobs  # noqa: E402
+from tests.tiny_model import make_llama  # noqa: E402
+from tests.training import make_batch  # noqa: E402
+
+CUDA = torch.device("cuda")
+LENGTHS = (130, 1, 64, 37)
+
+
+@pytest.mark.parametrize("is_flash", [False, True])
+@pytest.mark.parametrize("window", [None, 16])
+def test_kernels_attend_as_the_buckets_do(is_flash, window, monkeypatch) -> None:
+    if is_flash and not find_spec("flash_attn"):
+        pytest.skip("needs flash-attn")
+    if not is_flash:
+        monkeypatch.setattr(kernels, "_flash_attention", lambda: None)
+    torch.manual_seed(0)
+    packing = Packing(LENGTHS, CUDA)
+    q, k, v = (
+        torch.randn(sum(LENGTHS), heads, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
+    )
+    attended = kernels.variable_length(
+        q, k, v, packing.ends, packing.longest, scale=None, window=window
+    )
+    expected = _bucketed(q.float(), k.float(), v.float(), packing, Scores(None, window, None, None))
+    torch.testing.assert_close(attended.float(), expected, atol=2e-2, rtol=2e-2)
+    upstream = torch.randn_like(expected)
+    ours = torch.autograd.grad((attended.float() * upstream).sum(), (q, k, v))
+    plain = torch.autograd.grad((expected * upstream).sum(), (q, k, v))
+    torch.testing.assert_close(ours, plain, atol=5e-2, rtol=5e-2)
+
+
+def test_logprobs_in_bfloat16_are_near_those_of_float32() -> None:
+    (micro_batch,) = make_batch().pack(10_000, CUDA)
+    exact = Network(make_llama().to(CUDA), temperature=1.0)(micro_batch)
+    network = Network(make_llama().to(CUDA), temperature=1.0)
+    compute_in(network, torch.bfloat16)
+    narrow = network(micro_batch, with_entropy=True)
+    assert narrow.logprobs.dtype == torch.float32
+    assert (narrow.logprobs - exact.logprobs).abs().mean() < 0.03
+    narrow.logprobs.mean().backward()
+
+
+@pytest.mark.skipif(not find_spec("liger_kernel"), reason="needs liger-kernel")
+def test_liger_gives_logprobs_and_the_measured_entropy() -> None:
+    hidden = torch.randn(64, 128, device=CUDA, requires_grad=True)
+    weight = torch.randn(5003, 128, device=CUDA).mul(0.1).requires_grad_()
+    targets = torch.arange(64, device=CUDA) * 70
+    options = {"with_entropy": True, "trains_entropy": False}
+    fused = token_logprobs(hidden, weight, targets, **options)
+    blocked = token_logprobs(hidden, weight, targets, allow_liger=False, **options)
+    torch.testing.assert_close(fused.logprobs, blocked.logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fused.entropy, blocked.entropy, rtol=1e-4, atol=1e-4)
+    upstream = torch.randn(64, device=CUDA)
+    torch.testing.assert_close(
+        torch.autograd.grad((fused.logprobs * upstream).sum(), (hidden, weight)),
+        torch.autograd.grad((blocked.logprobs * upstream).sum(), (hidden, weight)),
+        rtol=1e-3,
+        atol=1e-4,
+    )

@@ -1,0 +1,35 @@
+"""Tiny random models of many families, whose log-probabilities are far from uniform."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_SETTINGS = yaml.safe_load((Path(__file__).parent / "data" / "model_families.yaml").read_text())
+FAMILIES: dict[str, dict[str, Any]] = _SETTINGS["families"]
+REFUSED: dict[str, dict[str, Any]] = _SETTINGS["refused"]
+VOCAB_SIZE: int = _SETTINGS["base"]["vocab_size"]
+WINDOW: int = _SETTINGS["window"]
+
+
+def make_model(family: str, seed: int = 0, **overrides: object) -> Any:
+    """With weights so large that log-probabilities depend on all that a token may see."""
+    settings = {**_SETTINGS["base"], **(FAMILIES | REFUSED)[family], **overrides}
+    config = AutoConfig.for_model(**{k: v for k, v in settings.items() if v is not None})
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+        logits = model(input_ids=torch.arange(VOCAB_SIZE)[None], use_cache=False).logits
+        model.get_output_embeddings().weight.mul_(3.0 / logits.std())
+    return model
+
+
+def plain_logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """[T - 1] of each token of a sequence [T] but the first, by the model's own `forward`."""
+    logits = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]

@@ -1,0 +1,46 @@
+"""The table of docs/models.md: `PYTHONPATH=. .venv/bin/python -m tests.model_gaps`.
+
+Per family of tests/data/model_families.yaml how it runs, and the largest difference from
+transformers' eager attention over the sequences of the tests.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from learners.policy.network import Network
+from learners.policy.packing_check import choose_packing
+from tests.model_families import FAMILIES, WINDOW, make_model, plain_logprobs
+from tests.training import make_micro_batch
+
+LENGTHS = (1, 3 * WINDOW, 5, 2, 1, 2 * WINDOW + 3, 9)
+
+
+def rows() -> Iterator[str]:
+    yield "| Family | `model_type` | Runs | Largest difference, nats |"
+    yield "|---|---|---|---|"
+    for family, settings in FAMILIES.items():
+        network, gap = measure(make_model(family))
+        how = "packed" if network.is_packed else "unpacked"
+        yield f"| {family} | `{settings['model_type']}` | {how} | {gap:.0e} |"
+
+
+@torch.no_grad()
+def measure(model: Any) -> tuple[Network, float]:
+    network = Network(model, temperature=1.0)
+    choose_packing(network)
+    micro_batch = make_micro_batch(LENGTHS)
+    logprobs = network(micro_batch).logprobs
+    model.set_attn_implementation("eager")
+    sequences = micro_batch.token_ids[0].split(LENGTHS)
+    expected = torch.cat([plain_logprobs(model, sequence) for sequence in sequences])
+    return network, float((logprobs - expected).abs().max())
+
+
+if __name__ == "__main__":
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    for row in rows():
+        print(row)

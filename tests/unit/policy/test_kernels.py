@@ -1,0 +1,75 @@
+"""Which variable-length kernel attends, and what it is asked for; the kernels are plain fakes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from learners.policy import kernels
+from learners.policy.attention import Packing, Scores, _bucketed
+
+LENGTHS = (5, 1, 12, 3)
+
+
+def plainly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Any, past: int, scale: float | None
+) -> torch.Tensor:
+    """[N, Q, D] with all scores of a trajectory in memory."""
+    outputs = []
+    for start, stop in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        groups = q.shape[1] // k.shape[1]
+        query = q[start:stop].transpose(0, 1)
+        key, value = (
+            t[start:stop].repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k, v)
+        )
+        distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        visible = (distance >= 0) & ((past < 0) | (distance <= past))
+        scores = query @ key.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)
+        shares = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        outputs.append((shares @ value).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.fixture(params=["flash-attn", "torch"])
+def kernel(request, monkeypatch):
+    """The keywords of each call to a fake of the kernel."""
+    calls: list[dict[str, Any]] = []
+
+    def flash(q, k, v, ends_q, ends_k, longest_q, longest_k, **options):
+        calls.append(options)
+        assert options["causal"]
+        assert longest_q == longest_k == max(LENGTHS)
+        past, future = options["window_size"]
+        assert future == 0
+        return plainly(q, k, v, ends_q, past, options["softmax_scale"])
+
+    def by_torch(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
+        calls.append({"scale": scale})
+        assert window_size[1] == 0, "0 to come means causal"
+        return plainly(q, k, v, ends_q, window_size[0], scale)
+
+    is_flash = request.param == "flash-attn"
+    monkeypatch.setattr(kernels, "_flash_attention", lambda: flash if is_flash else None)
+    monkeypatch.setattr(varlen, "varlen_attn", by_torch)
+    yield calls
+    assert ("causal" in calls[0]) == is_flash
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_kernel_attends_as_the_buckets_do(kernel, window, scale):
+    torch.manual_seed(0)
+    num_tokens = sum(LENGTHS)
+    query, key, value = (torch.randn(num_tokens, heads, 8) for heads in (4, 2, 2))
+    packing = Packing(LENGTHS, torch.device("cpu"))
+    attended = kernels.variable_length(
+        query, key, value, packing.ends, packing.longest, scale=scale, window=window
+    )
+    expected = _bucketed(query, key, value, packing, Scores(scale, window, None, None))
+    torch.testing.assert_close(attended, expected)
+    assert len(kernel) == 1
+
+
+def test_without_flash_attn_there_is_torch():
+    assert kernels._flash_attention() is None

@@ -1,0 +1,180 @@
+"""`learner.dtype`: products in it, sums in float32, and master weights that stay float32."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from learners.policy.master_weights import compute_in, master_of
+from learners.policy.policy import Policy
+from learners.trainer import Trainer
+from streamrl.algorithms import logprobs as logprobs_module
+from tests.training import make_batch, make_config, make_micro_batch, make_network
+
+BF16 = torch.bfloat16
+VOCABULARY, LENGTHS = 2048, (60, 37, 100, 64)
+
+
+class Operations(TorchDispatchMode):
+    """Records (name, dtypes of the tensors it takes, elements of its largest result)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: tuple[tuple[str, frozenset[torch.dtype], int, tuple[int, ...]], ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        largest = max(made, key=torch.Tensor.numel, default=torch.empty(0))
+        dtypes = frozenset(tensor.dtype for tensor in given)
+        name = func.name().removeprefix("aten::").split(".")[0]
+        self.seen = (*self.seen, (name, dtypes, largest.numel(), tuple(largest.shape)))
+        return result
+
+
+def operations(dtype: torch.dtype, **passes: bool) -> Operations:
+    """Of one forward and backward pass."""
+    network = make_network(dtype=dtype, vocab_size=VOCABULARY)
+    with Operations() as recorded:
+        output = network(make_micro_batch(LENGTHS), **passes)
+        columns = (output.logprobs, output.entropy)
+        sum(c.square().mean() for c in columns if c is not None).backward()
+    return recorded
+
+
+def test_matrix_products_and_attention_compute_in_the_dtype() -> None:
+    seen = operations(BF16).seen
+    products = [(name, dtypes, shape) for name, dtypes, _, shape in seen if name in ("mm", "addmm")]
+    attention = [dtypes for name, dtypes, *_ in seen if "scaled_dot_product" in name]
+    assert len(products) > 40
+    assert all(dtypes == {BF16} for _, dtypes, _ in products), products
+    assert len(attention) >= 4
+    # The kernel's own log-sum-exp is float32; queries, keys and values are not.
+    assert all(BF16 in dtypes for dtypes in attention)
+
+
+def test_queries_keys_and_values_reach_attention_in_the_dtype(monkeypatch) -> None:
+    from learners.policy import attention
+
+    seen = []
+    original = attention.scaled_dot_product_attention
+
+    def record(query, key, value, **options):
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return original(query, key, value, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", record)
+    make_network(dtype=BF16)(make_micro_batch(LENGTHS))
+    assert len(seen) >= 2
+    assert all(dtypes == {BF16} for dtypes in seen)
+
+
+def test_values_are_summed_in_float32() -> None:
+    network = make_network(dtype=BF16, has_values=True)
+    with torch.no_grad():
+        master_of(network.value_head.weight).fill_(0.1)
+    output = network(make_micro_batch(LENGTHS))
+    assert output.values.dtype == torch.float32
+    weight = torch.tensor(0.1).bfloat16().float()
+    torch.testing.assert_close(output.values, output.hidden.float().sum(1) * weight)
+
+
+def test_sums_over_the_vocabulary_are_float32() -> None:
+    seen = operations(BF16, with_entropy=True).seen
+    sums = [dtypes for name, dtypes, *_ in seen if name in ("logsumexp", "logaddexp", "exp_")]
+    assert sums
+    assert all(dtypes == {torch.float32} for dtypes in sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("trains_entropy", [False, True])
+def test_no_tensor_of_a_step_has_the_logits_of_a_batch(
+    dtype: torch.dtype, trains_entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "CPU_BLOCK_ELEMENTS", 1)
+    seen = operations(dtype, with_entropy=True, trains_entropy=trains_entropy).seen
+    num_logits = (sum(LENGTHS) - len(LENGTHS)) * VOCABULARY
+    assert max(elements for *_, elements, _ in seen) < num_logits / 4
+
+
+def test_logprobs_are_near_those_of_float32() -> None:
+    micro_batch = make_micro_batch(LENGTHS)
+    with torch.no_grad():
+        exact = make_network()(micro_batch, with_entropy=True)
+        narrow = make_network(dtype=BF16)(micro_batch, with_entropy=True)
+    assert narrow.logprobs.dtype == narrow.entropy.dtype == torch.float32
+    difference = (narrow.logprobs - exact.logprobs).abs()
+    assert 0 < difference.mean() < 0.03
+    assert difference.max() < 0.3
+    torch.testing.assert_close(narrow.entropy, exact.entropy, atol=0.1, rtol=0)
+
+
+def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+    parts = [make_micro_batch(LENGTHS, seed) for seed in range(3)]
+
+    def gradients(*micro_batches: Any) -> dict[str, torch.Tensor]:
+        policy = Policy(make_network(dtype=BF16))
+        for micro_batch in micro_batches:
+            policy(micro_batch).logprobs.mean().backward()
+        assert all(p.grad is None for p in policy.model.parameters()), "kept in the narrow dtype"
+        return {name: p.grad for name, p in policy.parameters().items()}
+
+    single = [gradients(part) for part in parts]
+    for name, gradient in gradients(*parts).items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, single[0][name] + single[1][name] + single[2][name]), name
+
+
+def test_a_step_changes_float32_masters_which_the_next_pass_follows() -> None:
+    network = make_network(dtype=BF16)
+    policy = Policy(network)
+    trainer = Trainer(make_config(), policy)
+    before = {name: p.detach().clone() for name, p in policy.parameters().items()}
+    trainer.step(make_batch())
+    after = policy.parameters()
+    assert after.keys() == dict(make_network().model.named_parameters()).keys()
+    for name, parameter in after.items():
+        assert parameter.dtype == torch.float32
+        assert not torch.equal(parameter, before[name]), name
+    for state in trainer.optimizer.state.values():
+        assert state["exp_avg"].dtype == torch.float32
+    # Steps smaller than the narrow dtype resolves are kept.
+    assert not all(torch.equal(p, p.bfloat16().float()) for p in after.values())
+    policy(make_micro_batch(LENGTHS))
+    for copy in policy.model.parameters():
+        assert copy.dtype == BF16
+        assert torch.equal(copy, master_of(copy).bfloat16())
+
+
+def test_what_is_saved_is_the_master_weights() -> None:
+    policy = Policy(make_network(dtype=BF16))
+    expected = make_network().model.state_dict()
+    saved = policy.parameters()
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(saved[name], tensor), name
+
+
+def test_tied_weights_stay_tied() -> None:
+    network = make_network(dtype=BF16, tie_word_embeddings=True)
+    model = network.model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    names = set(Policy(network).parameters())
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_a_frozen_network_has_no_second_copy() -> None:
+    network = make_network().requires_grad_(False)
+    compute_in(network, BF16)
+    assert all(p.dtype == BF16 and master_of(p) is p for p in network.parameters())
+
+
+def test_float32_computes_with_the_parameters_themselves() -> None:
+    network = make_network()
+    before = dict(network.named_parameters())
+    compute_in(network, torch.float32)
+    assert all(before[name] is p is master_of(p) for name, p in network.named_parameters())
