@@ -7,7 +7,7 @@ Called by: network.py.
 
 from typing import Any
 
-from streamrl.algorithms.logprobs import LogitTransform
+from streamrl.algorithms.logit_transform import LogitTransform
 
 
 def logit_transform(config: Any, temperature: float) -> LogitTransform:

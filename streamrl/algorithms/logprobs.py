@@ -11,72 +11,19 @@ Letters: R response tokens, H hidden size, V vocabulary, B tokens of the vocabul
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamrl.errors import ConfigError
+from streamrl.algorithms import liger
+from streamrl.algorithms.logit_transform import PLAIN_LOGITS, LogitTransform
 
-WRONG_LIGER = ("0.8.0", "0.8.1")
 CPU_BLOCK_ELEMENTS = 1 << 20
 """[R, B] logits that stay near a core's caches."""
 CUDA_BLOCK_ELEMENTS = 1 << 26
 MIN_BLOCK = 256
 """Tokens of the vocabulary below which a matrix product is no longer worth its start."""
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """What is done to hidden @ weight.T before the softmax; the same as when sampling.
-
-    First multiplication by `scale` (Granite, Cohere), then `softcap * tanh(logits / softcap)`
-    (Gemma 2), then division by the temperature.
-    """
-
-    temperature: float = 1.0
-    softcap: float | None = None
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0 or (self.softcap is not None and self.softcap <= 0):
-            raise ValueError(
-                f"temperature is {self.temperature}, softcap {self.softcap}; both must be positive"
-            )
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits if self.temperature == 1.0 else logits / self.temperature
-
-    def apply_(self, logits: Tensor) -> Tensor:
-        """The same in place, without gradient."""
-        if self.scale != 1.0:
-            logits.mul_(self.scale)
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
-
-    @property
-    def slope(self) -> float:
-        """Of the transform without its softcap."""
-        return self.scale / self.temperature
-
-    def uncap_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Gradient before the softcap, in place, from transformed `logits`, which are lost."""
-        if self.softcap is not None:
-            share = logits.mul_(self.temperature / self.softcap)
-            gradient = gradient.mul_(share.square_().neg_().add_(1.0))
-        return gradient
-
-
-PLAIN_LOGITS = LogitTransform()
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +60,8 @@ def token_logprobs(
     """
     _check(hidden, weight, targets)
     trains_entropy = with_entropy and trains_entropy
-    if allow_liger and _takes_liger(hidden.device, trains_entropy):
-        logprobs = _liger_logprobs(hidden, weight, targets, bias, transform)
+    if allow_liger and liger.takes_liger(hidden.device, trains_entropy):
+        logprobs = liger.fused_logprobs(hidden, weight, targets, bias, transform)
         if logprobs is not None:
             # Liger has no entropy; without gradient it takes one more matrix product.
             measured = _entropy(hidden, weight, targets, bias, transform) if with_entropy else None
@@ -284,50 +231,6 @@ def _blocks(rows: int, weight: Tensor) -> Iterator[slice]:
     size = min(vocabulary, max(MIN_BLOCK, elements // max(rows, 1)))
     for start in range(0, vocabulary, size):
         yield slice(start, min(start + size, vocabulary))
-
-
-def _takes_liger(device: torch.device, trains_entropy: bool) -> bool:
-    """Liger's kernels run on a GPU, and give log-probabilities alone."""
-    return device.type == "cuda" and not trains_entropy and _has_liger()
-
-
-@cache
-def _has_liger() -> bool:
-    """Whether liger-kernel is there.
-
-    Raises:
-        ConfigError: it is a version with wrong gradients.
-    """
-    if find_spec("liger_kernel") is None:
-        return False
-    if (installed := version("liger-kernel")) in WRONG_LIGER:
-        raise ConfigError(
-            f"liger-kernel {installed} is installed, which scales all gradients by that of the "
-            "first token; install 0.8.2 or later, or remove it"
-        )
-    return True
-
-
-def _liger_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, transform: LogitTransform
-) -> Tensor | None:
-    """Minus Liger's per-token cross-entropy; None where it cannot express the transform."""
-    if transform.softcap is not None and transform.temperature != 1.0:
-        return None
-    liger = import_module("liger_kernel.transformers.functional")
-    if transform.slope != 1.0:
-        hidden = hidden * transform.slope
-        bias = None if bias is None else bias * transform.slope
-    losses: Tensor = liger.liger_fused_linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        reduction="none",
-        softcap=transform.softcap,
-        accum_dtype=torch.float32,
-    )
-    return -losses
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:

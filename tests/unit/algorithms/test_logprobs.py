@@ -8,8 +8,10 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
+from streamrl.algorithms import liger
 from streamrl.algorithms import logprobs as module
-from streamrl.algorithms.logprobs import LogitTransform, token_logprobs
+from streamrl.algorithms.logit_transform import LogitTransform
+from streamrl.algorithms.logprobs import token_logprobs
 from streamrl.errors import ConfigError
 
 TRANSFORMS = [
@@ -113,11 +115,11 @@ def test_liger_is_used_on_a_gpu_unless_the_entropy_is_trained(
         calls.append(targets)
         return _plainly(hidden, weight, targets, bias, transform)[0]
 
-    decide = module._takes_liger
-    monkeypatch.setattr(module, "_has_liger", lambda: True)
-    monkeypatch.setattr(module, "_liger_logprobs", fused)
+    decide = liger.takes_liger
+    monkeypatch.setattr(liger, "has_liger", lambda: True)
+    monkeypatch.setattr(liger, "fused_logprobs", fused)
     monkeypatch.setattr(
-        module, "_takes_liger", lambda _, trains: decide(torch.device("cuda"), trains)
+        liger, "takes_liger", lambda _, trains: decide(torch.device("cuda"), trains)
     )
     options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
     result = token_logprobs(hidden, weight, targets, **options)
@@ -132,8 +134,8 @@ def test_liger_is_used_on_a_gpu_unless_the_entropy_is_trained(
 
 
 def test_liger_is_not_used_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_has_liger", lambda: True)
-    assert not module._takes_liger(torch.device("cpu"), trains_entropy=False)
+    monkeypatch.setattr(liger, "has_liger", lambda: True)
+    assert not liger.takes_liger(torch.device("cpu"), trains_entropy=False)
 
 
 @pytest.mark.parametrize(
@@ -142,20 +144,20 @@ def test_liger_is_not_used_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_liger_with_wrong_gradients_is_refused(
     installed: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(module, "version", lambda name: installed)
+    monkeypatch.setattr(liger, "find_spec", lambda name: object())
+    monkeypatch.setattr(liger, "version", lambda name: installed)
     if is_wrong:
         with pytest.raises(ConfigError, match=f"liger-kernel {installed} is installed, which"):
-            module._has_liger.__wrapped__()
+            liger.has_liger.__wrapped__()
     else:
-        assert module._has_liger.__wrapped__()
+        assert liger.has_liger.__wrapped__()
 
 
 def test_the_extra_admits_no_liger_with_wrong_gradients() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     (requirement,) = project["project"]["optional-dependencies"]["liger"]
     admitted = Requirement(requirement).specifier
-    assert not any(admitted.contains(wrong) for wrong in module.WRONG_LIGER)
+    assert not any(admitted.contains(wrong) for wrong in liger.WRONG_LIGER)
 
 
 def test_no_tokens_give_no_logprobs() -> None:
