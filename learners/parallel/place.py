@@ -21,6 +21,7 @@ from streamrl.errors import ConfigError
 
 # Commands wait as long as the first rank waits for groups; who is lost, `Liveness` knows.
 _UNBOUNDED = timedelta(days=3650)
+_RENDEZVOUS = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ def join(config: RunConfig) -> Place:
             "ranks that each train groups of their own: start fewer, or raise it"
         )
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=False)
+    store = TCPStore(host, port, is_master=False, timeout=_RENDEZVOUS)
     return Place(
         all=Ranks.of(dist.new_group(backend="gloo", timeout=_UNBOUNDED)),
         data=data_ranks(mesh),

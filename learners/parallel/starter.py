@@ -15,6 +15,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -26,6 +27,7 @@ from streamrl.service import Shutdown
 
 HOST = "127.0.0.1"
 GRACE_S = liveness.GRACE_S + 5.0
+_TIMEOUT = timedelta(minutes=5)
 
 
 def is_starter(config: RunConfig) -> bool:
@@ -40,7 +42,7 @@ async def start_ranks(config: RunConfig, shutdown: Shutdown) -> None:
         StreamRLError: a rank failed; of the failure's kind, with its sentence.
     """
     num_ranks = config.learner.num_ranks
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(HOST, 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
     with ExitStack() as stack:
         pipes = [stack.enter_context(ErrorPipe()) for _ in range(num_ranks)]
         ranks = [await _start(rank, num_ranks, store.port, pipe) for rank, pipe in enumerate(pipes)]

@@ -95,8 +95,8 @@ GROUPS = {
         *("export", "books"),
     ],
     "verify": [
-        *("evaluate", "parity", "parity sample", "parity score", "buffer audit", "chaos", "soak"),
-        "ablate",
+        *("evaluate", "parity", "parity sample", "parity score", "score"),
+        *("buffer audit", "chaos", "soak", "ablate"),
     ],
 }
 

@@ -20,7 +20,11 @@ from tests.training import make_config, make_groups, make_policy, make_trainer
 WHOLE = (5,)
 CUTS = [(2, 3), (1, 3, 1), (1, 1, 1, 1, 1)]
 OF_THE_WORK = frozenset(
-    f"learner/{name}" for name in ("train_s", "tokens_per_s", "num_parts", "num_micro_batches")
+    f"learner/{name}"
+    for name in (
+        *("train_s", "tokens_per_s", "num_parts", "num_micro_batches", "tflops_per_s"),
+        *(f"{phase}_s" for phase in ("plan", "score", "forward", "backward", "update")),
+    )
 )
 """Metrics that depend on how the batch was cut."""
 

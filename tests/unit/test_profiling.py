@@ -58,7 +58,7 @@ def test_a_sliding_window_sees_fewer_pairs():
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=4,
     )  # fmt: skip
     model = MistralForCausalLM(config)
-    cost = NetworkFlops.of(Network(model, temperature=1.0, dtype=torch.float32))
+    cost = NetworkFlops.of(Network(model, temperature=1.0))
     seen = sum(min(i + 1, 4) for i in range(10))
     linear = 2 * cost.num_weights * 10
     assert cost.forward([10], 0) - linear == 4 * 32 * seen
@@ -70,9 +70,7 @@ def test_of_experts_those_count_that_a_token_is_routed_to():
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8,
     }  # fmt: skip
     models = [Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts_per_tok=k)) for k in (2, 3)]
-    two, three = (
-        NetworkFlops.of(Network(model, temperature=1.0, dtype=torch.float32)) for model in models
-    )
+    two, three = (NetworkFlops.of(Network(model, temperature=1.0)) for model in models)
     assert three.num_weights - two.num_weights == 3 * 16 * 32
 
 
