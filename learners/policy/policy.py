@@ -6,6 +6,7 @@ Shapes: R response tokens.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,14 @@ class Policy:
         trains_entropy: bool = True,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
-        output: NetworkOutput = self.network(
-            micro_batch,
-            with_logprobs=with_logprobs,
-            with_entropy=with_entropy,
-            trains_entropy=trains_entropy,
-            reference=reference,
-        )
+        with self._mode():
+            output: NetworkOutput = self.network(
+                micro_batch,
+                with_logprobs=with_logprobs,
+                with_entropy=with_entropy,
+                trains_entropy=trains_entropy,
+                reference=reference,
+            )
         return output
 
     @property
@@ -123,27 +125,16 @@ class Policy:
             weights = merged_weights(self._lora, config.model, weights)
         save_model(folder, self.model.config, config.model, weights)
 
+    def _mode(self) -> AbstractContextManager[None]:
+        """What a forward pass runs in."""
+        return nullcontext()
+
 
 class _WithoutAdapter(Policy):
     """For passes without gradient."""
 
-    def __call__(
-        self,
-        micro_batch: MicroBatch,
-        *,
-        with_logprobs: bool = True,
-        with_entropy: bool = False,
-        trains_entropy: bool = True,
-        reference: NetworkOutput | None = None,
-    ) -> NetworkOutput:
-        with without_adapter(self.model):
-            return super().__call__(
-                micro_batch,
-                with_logprobs=with_logprobs,
-                with_entropy=with_entropy,
-                trains_entropy=trains_entropy,
-                reference=reference,
-            )
+    def _mode(self) -> AbstractContextManager[None]:
+        return without_adapter(self.model)
 
 
 def load_network(
