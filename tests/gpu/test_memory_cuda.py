@@ -25,7 +25,7 @@ def peak_and_gradients(**learner: Any) -> tuple[int, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=8, **sizes)).to(GPU)
-    network = Network(model, temperature=1.0, dtype=torch.float32)
+    network = Network(model, temperature=1.0)
     distribute(network, make_mesh(MeshSettings(), GPU), settings)
     (micro_batch,) = make_batch(num_groups=200).pack(100_000, GPU)
     torch.cuda.synchronize()

@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learners.batch import TrainingBatch
+from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 
@@ -52,7 +53,7 @@ class Load:
 
 LOADS = {
     "padding": Load(SMALL, 32, 100, 1024, max_tokens=2048, padded_sequences=8),
-    "precision": Load(SMOLLM2_135M, 4, 100, 256, max_tokens=512, padded_sequences=4),
+    "precision": Load(SMOLLM2_135M, 16, 100, 256, max_tokens=2048, padded_sequences=4),
     "memory": Load(SMOLLM2_135M, 8, 120, 512, max_tokens=1024, padded_sequences=4),
 }
 
@@ -98,7 +99,8 @@ class Packed:
     def __init__(self, load: Load, dtype: str = "float32") -> None:
         self._load, self._batch = load, make_batch(load)
         self.model = make_model(load.shape)
-        self._network = Network(self.model, temperature=1.0, dtype=getattr(torch, dtype))
+        self._network = Network(self.model, temperature=1.0)
+        compute_in(self._network, getattr(torch, dtype))
 
     def __call__(self) -> None:
         self.model.zero_grad()
