@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from actors.chat import Renderer
 from actors.engines import make_engine
 from actors.environments import make_environment
+from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
 from actors.prompts import open_prompts
+from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
-from actors.rollout import GroupRunner
 from buffers.connect import connect
 from streamrl import service
 from streamrl.config import RunConfig
@@ -60,7 +60,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
     prompts, reward = open_prompts(config.data, config.run.seed), make_reward(config.data)
-    renderer = Renderer.from_config(config)
+    renderer = ChatRenderer.from_config(config)
     make_environment(config.generator.environment)
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
@@ -82,7 +82,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
 
 
 def make_runner(
-    config: RunConfig, engine: Engine, renderer: Renderer, prompts: PromptSource, reward: Reward
+    config: RunConfig, engine: Engine, renderer: ChatRenderer, prompts: PromptSource, reward: Reward
 ) -> GroupRunner:
     """Samples one response to a prompt with the settings of `generator`."""
     return GroupRunner(
@@ -96,6 +96,7 @@ def make_runner(
         group_size=1,
         max_model_len=config.max_model_len,
         deadline_s=config.generator.group_deadline_s,
+        run_seed=config.run.seed,
     )
 
 

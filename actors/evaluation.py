@@ -17,13 +17,13 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from actors.chat import PromptTooLongError, Renderer
 from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
+from actors.episodes.rollout import GroupRunner, unbuffered_lease
 from actors.locality import weight_locality
 from actors.prompts import num_held_out, open_held_out
+from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from actors.rewards import make_reward
-from actors.rollout import GroupRunner, unbuffered_lease
 from streamrl.checkpoints.find import Checkpoint, is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, WeightTransferError
@@ -98,7 +98,7 @@ async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]
     config = config.model_copy(update={"model": section, "generator": generator})
     require_model(config)
     engine = make_engine(config, seed=config.run.seed)
-    renderer, prompts = Renderer.from_config(config), open_held_out(config.data)
+    renderer, prompts = ChatRenderer.from_config(config), open_held_out(config.data)
     runner = make_runner(config, engine, renderer, prompts, make_reward(config.data))
     greedy = replace(runner, sampling=structs.replace(runner.sampling, temperature=0.0))
     numbers = range(num_held_out(config.data, prompts))

@@ -18,12 +18,12 @@ import math
 import time
 import uuid
 
-from actors.chat import PromptTooLongError
+from actors.episodes.rollout import GroupProgress, GroupRunner
 from actors.failure_limit import FailureLimit
 from actors.failures import FailureRecord
 from actors.leased_group import LeasedGroup
 from actors.locality import weight_locality
-from actors.rollout import GroupProgress, GroupRunner
+from actors.rendering.renderer import PromptTooLongError
 from actors.version_gate import VersionGate
 from streamrl.config import RunConfig
 from streamrl.errors import (

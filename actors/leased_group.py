@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from actors.rollout import GroupProgress
+from actors.episodes.rollout import GroupProgress
 from streamrl.types import Lease
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from actors.chat import PromptTooLongError, Renderer
 from actors.daemon import make_runner, require_model
 from actors.engines import make_engine
+from actors.episodes.rollout import GroupRunner, unbuffered_lease
 from actors.prompts import open_prompts
-from actors.rollout import GroupRunner, unbuffered_lease
+from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Episode
@@ -28,7 +28,7 @@ async def sample(config: RunConfig) -> ParitySamples:
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"generator": generator})
     engine = make_engine(config, seed=config.run.seed)
-    renderer, prompts = Renderer.from_config(config), open_prompts(config.data, config.run.seed)
+    renderer, prompts = ChatRenderer.from_config(config), open_prompts(config.data, config.run.seed)
     runner = make_runner(config, engine, renderer, prompts, _Unscored())
     try:
         numbers = range(config.parity.num_prompts)

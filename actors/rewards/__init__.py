@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from actors.rewards.builtin import exact_match, numeric_answer, regex, task
+from actors.rewards.builtin import environment, exact_match, numeric_answer, regex, task
 from actors.rewards.functions import FunctionReward
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, did_you_mean
@@ -23,6 +23,7 @@ from streamrl.interfaces import Reward
 from streamrl.user_code import is_user_code, load_user_code
 
 BUILT_IN: Mapping[str, Callable[..., float]] = {
+    "environment": environment,
     "exact_match": exact_match,
     "numeric_answer": numeric_answer,
     "regex": regex,

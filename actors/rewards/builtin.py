@@ -1,4 +1,4 @@
-"""Built-in rewards: 1.0 where the response is right by a rule, else 0.0."""
+"""Built-in rewards: by a rule, 1.0 where the response is right, else 0.0; or the environment's."""
 
 import re
 from decimal import Decimal, InvalidOperation
@@ -33,6 +33,11 @@ def task(episode: Episode) -> float:
     """The prompt source's own scorer, in [0, 1]; for reasoning_gym sources."""
     row = episode.prompt.row
     return float(row["dataset"].score_answer(episode.response.strip(), row["entry"]))
+
+
+def environment(episode: Episode) -> float:
+    """The sum of what the environment gave for each turn."""
+    return sum(episode.turn_rewards)
 
 
 def extract_number(text: str) -> Decimal | None:

@@ -58,6 +58,7 @@ from streamrl.types.rollouts import (
     Trajectory,
     TrajectoryGroup,
     Turn,
+    episode_indices,
 )
 from streamrl.types.weights import (
     BroadcastEndpoint,
@@ -133,6 +134,7 @@ __all__ = [
     "WeightUpdate",
     "admission_capacity",
     "distance_p_value",
+    "episode_indices",
     "length_distance",
     "pack",
     "ranges_of",

@@ -3,6 +3,7 @@
 Each check raises ValueError with the field, what it is and what it must be.
 """
 
+import itertools
 import math
 from typing import Any, Protocol
 
@@ -25,13 +26,28 @@ class TokenRecord(Protocol):
     def behavior_logprobs(self) -> Float32Array: ...
     @property
     def policy_versions(self) -> Int32Array: ...
+    @property
+    def loss_mask(self) -> BoolArray | None: ...
 
 
-def check_group(members: tuple[object, ...], prompt_index: int) -> None:
+def check_group(
+    members: tuple[object, ...], prompt_index: int, episode_indices: tuple[int, ...]
+) -> None:
     if not members:
         raise ValueError("trajectories: is empty; a group holds at least one")
     if prompt_index < 0:
         raise ValueError(f"prompt: is {prompt_index}; it must be >= 0")
+    if episode_indices:
+        _check_episodes(episode_indices, len(members))
+
+
+def _check_episodes(indices: tuple[int, ...], num_members: int) -> None:
+    steps = {after - before for before, after in itertools.pairwise(indices)}
+    if len(indices) != num_members or indices[0] != 0 or not steps <= {0, 1}:
+        raise ValueError(
+            f"episode_indices: is {indices}; each of the {num_members} trajectories must have one, "
+            "in order and without a gap, from 0"
+        )
 
 
 def check_tokens(record: TokenRecord) -> None:
@@ -45,6 +61,10 @@ def check_tokens(record: TokenRecord) -> None:
         raise ValueError("behavior_logprobs: must be 0 where response_mask is off")
     if np.count_nonzero((record.policy_versions >= 0) != mask):
         raise ValueError("policy_versions: must be >= 0 where response_mask is on, else -1")
+    if record.loss_mask is not None:
+        require_one_length(record, "token_ids", "loss_mask")
+        if np.count_nonzero(record.loss_mask > mask):
+            raise ValueError("loss_mask: must be off where response_mask is off")
     if record.token_ids.size and np.minimum.reduce(record.token_ids) < 0:
         raise ValueError("token_ids: has a negative id")
 
@@ -98,5 +118,6 @@ _DTYPES = {
     "response_mask": np.dtype(np.bool_),
     "behavior_logprobs": np.dtype(np.float32),
     "logprobs": np.dtype(np.float32),
+    "loss_mask": np.dtype(np.bool_),
     "policy_versions": np.dtype(np.int32),
 }

@@ -5,7 +5,7 @@ without checking the tokens again.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,16 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         np.concatenate([t.response_mask for t in members]),
         np.concatenate([t.behavior_logprobs for t in members]),
         np.concatenate([t.policy_versions for t in members]),
+        _loss_mask(members),
+        group.episode_indices,
     )
+
+
+def _loss_mask(members: Sequence[Trajectory]) -> BoolArray | None:
+    if all(t.loss_mask is None for t in members):
+        return None
+    masks = [t.response_mask if t.loss_mask is None else t.loss_mask for t in members]
+    return np.concatenate(masks)
 
 
 class Facts(Struct, frozen=True, array_like=True):
@@ -64,9 +73,11 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     response_mask: BoolArray
     behavior_logprobs: Float32Array
     policy_versions: Int32Array
+    loss_mask: BoolArray | None = None
+    episode_indices: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
-        check_group(self.facts, self.prompt_index)
+        check_group(self.facts, self.prompt_index, self.episode_indices)
         check_tokens(self)
         for facts in self.facts:
             if facts.num_tokens < 1:
@@ -88,6 +99,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
                 self._slice(facts, tokens)
                 for facts, tokens in zip(self.facts, self._siblings(), strict=True)
             ),
+            episode_indices=self.episode_indices,
         )
 
     def header(self, num_bytes: int) -> GroupHeader:
@@ -104,6 +116,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             ),
             rewards=tuple(facts.reward for facts in self.facts),
             num_bytes=num_bytes,
+            episode_indices=self.episode_indices,
         )
 
     def _siblings(self) -> Iterator[slice]:
@@ -122,6 +135,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             finish_reason=facts.finish_reason,
             turns=facts.turns,
             metrics=facts.metrics,
+            loss_mask=None if self.loss_mask is None else self.loss_mask[tokens],
         )
 
 

@@ -3,6 +3,7 @@
 Shapes: T tokens of a trajectory, N tokens of a completion. Log-probabilities are in nats.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import numpy as np
@@ -70,12 +71,14 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """Facts of one exchange: tokens observed, tokens sampled, tool calls made."""
+    """Facts of one exchange: tokens observed, tokens sampled, tool calls made, and what the
+    environment gave for it."""
 
     num_observation_tokens: Count
     num_completion_tokens: Count
     finish_reason: FinishReason
     num_tool_calls: Count = 0
+    reward: float = 0.0
 
 
 GREEDY_REWARD = "greedy_reward"
@@ -88,7 +91,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     """The record of one rollout: facts only, never an advantage.
 
     `response_mask` [T] is true where the policy sampled the token; there `behavior_logprobs` [T]
-    (nats) and `policy_versions` [T] hold, elsewhere they are 0 and -1.
+    (nats) and `policy_versions` [T] hold, elsewhere they are 0 and -1. `loss_mask` [T] is true
+    where a token counts for the loss, which only a response token may; None: each of them does.
     """
 
     token_ids: Int32Array
@@ -99,6 +103,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     turns: tuple[Turn, ...] = ()
     metrics: dict[str, float] = {}
+    loss_mask: BoolArray | None = None
 
     def __post_init__(self) -> None:
         check_tokens(self)
@@ -121,15 +126,20 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
 
 class TrajectoryGroup(Struct, frozen=True, kw_only=True):
-    """The siblings of one prompt: admitted, buffered, taken, trained and accounted as one."""
+    """The siblings of one prompt: admitted, buffered, taken, trained and accounted as one.
+
+    A sibling is one trajectory, unless its context was rewritten: then each context is one.
+    `episode_indices` says which sibling each trajectory is of; () if each is one of its own.
+    """
 
     group_id: Name
     prompt_index: PromptIndex
     environment: Text
     trajectories: tuple[Trajectory, ...]
+    episode_indices: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
-        check_group(self.trajectories, self.prompt_index)
+        check_group(self.trajectories, self.prompt_index, self.episode_indices)
         if all(t.oldest_version is None for t in self.trajectories):
             raise ValueError("trajectories: none holds a sampled token")
 
@@ -146,7 +156,8 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
 class GroupHeader(Struct, frozen=True, kw_only=True):
     """The facts of a group that the ledger and the learner's planning need, without payload.
 
-    `lengths` are the tokens of each trajectory, `response_lengths` those that the policy sampled.
+    `lengths` are the tokens of each trajectory, `response_lengths` those that the policy sampled;
+    `episode_indices` are the group's.
     """
 
     group_id: Name
@@ -157,6 +168,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
     response_lengths: tuple[Count, ...]
     rewards: tuple[float, ...]
     num_bytes: Count = 0
+    episode_indices: tuple[Count, ...] = ()
 
     @classmethod
     def of(cls, group: TrajectoryGroup, num_bytes: int = 0) -> "GroupHeader":
@@ -169,4 +181,13 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
             response_lengths=tuple(t.num_response_tokens for t in group.trajectories),
             rewards=tuple(t.reward for t in group.trajectories),
             num_bytes=num_bytes,
+            episode_indices=group.episode_indices,
         )
+
+
+def episode_indices(num_segments: Iterable[int]) -> tuple[int, ...]:
+    """The `TrajectoryGroup.episode_indices` of siblings with so many segments each."""
+    counts = tuple(num_segments)
+    if all(count == 1 for count in counts):
+        return ()
+    return tuple(i for i, count in enumerate(counts) for _ in range(count))

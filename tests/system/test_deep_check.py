@@ -21,15 +21,17 @@ class Guess:
         self.turns = 0
 
     async def start(self, context):
-        self.codec = context.codec
-        return context.prompt_token_ids
+        from streamrl.interfaces import Observation
+
+        self.again = Observation(token_ids=context.renderer.encode_text("c"))
+        return Observation(token_ids=context.prompt_token_ids)
 
     async def step(self, completion):
         from streamrl.interfaces import Transition
 
         self.turns += 1
         {first}
-        return Transition(observation=self.codec.encode_text("c"), done=self.turns == 2)
+        return Transition(observation=self.again, done=self.turns == 2)
 """
 
 

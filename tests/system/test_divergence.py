@@ -15,7 +15,7 @@ def score(episode):
 """
 
 THREE_TRIES = """
-from streamrl.interfaces import Transition
+from streamrl.interfaces import Observation, Transition
 
 
 class ThreeTries:
@@ -23,7 +23,7 @@ class ThreeTries:
         self._num_tries = 0
 
     async def start(self, context):
-        self._again = context.prompt_token_ids
+        self._again = Observation(token_ids=context.prompt_token_ids)
         return self._again
 
     async def step(self, completion):

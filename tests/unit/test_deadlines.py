@@ -13,7 +13,7 @@ import pytest
 
 from actors.rewards.functions import FunctionReward
 from streamrl.errors import RolloutError
-from streamrl.interfaces import EnvironmentContext
+from streamrl.interfaces import EnvironmentContext, Observation
 from streamrl.types import FilesEndpoint, LoadReport, WeightUpdate
 from streamrl.weights import receiver as receiving
 from streamrl.weights.receiver import WeightReceiver
@@ -24,9 +24,12 @@ ROOT = Path(__file__).parents[2]
 
 
 class EndlessEnvironment:
-    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
+    async def start(self, context: EnvironmentContext) -> Observation:
         await asyncio.Event().wait()
         raise AssertionError
+
+    async def close(self) -> None:
+        pass
 
 
 @pytest.fixture

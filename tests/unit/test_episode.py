@@ -7,10 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from actors.episode import EpisodeRun
-from actors.rollout import GroupProgress
+from actors.episodes.episode import EpisodeRun
+from actors.episodes.rollout import GroupProgress
 from streamrl.errors import RolloutError
-from streamrl.interfaces import CompletionHandle, EnvironmentContext, Episode, Transition
+from streamrl.interfaces import (
+    CompletionHandle,
+    EnvironmentContext,
+    Episode,
+    Observation,
+    Transition,
+)
 from streamrl.types import Completion, FinishReason, SamplingParams, TrajectoryGroup
 from tests.records import lease_one
 from tests.unit.test_generator import CountingEnvironment, FakeEngine, FakeRenderer, Prompts, Run
@@ -126,7 +132,7 @@ async def test_what_was_sampled_in_earlier_turns_is_kept(at_stop: int):
         running._stop.set()
         rollout = await ending
     assert rollout.finish_reason is FinishReason.DEADLINE
-    ids = [s.token_ids.tolist() for s in rollout.segments]
+    ids = [s.token_ids.tolist() for s in rollout.segments[0].spans]
     assert ids == [[7], [1, 1], *([[9], [4, 4]] if at_stop else [])]
 
 
@@ -137,7 +143,7 @@ async def test_an_environment_that_hangs_in_a_step_ends_the_episode_with_what_wa
     assert rollout.finish_reason is FinishReason.DEADLINE
     assert [turn.finish_reason for turn in rollout.turns] == [FinishReason.STOP] * 2
     assert [turn.num_tool_calls for turn in rollout.turns] == [1, 0]
-    assert [s.token_ids.tolist() for s in rollout.segments] == [[7], [1, 1], [9], [4, 4]]
+    assert [s.token_ids.tolist() for s in rollout.segments[0].spans] == [[7], [1, 1], [9], [4, 4]]
 
 
 async def test_an_engine_that_does_not_answer_a_stop_costs_its_turn_alone():
@@ -161,12 +167,15 @@ async def test_no_turn_begins_after_the_deadline():
 
 async def test_an_episode_that_ends_at_its_deadline_by_itself_is_not_truncated():
     class EndingEnvironment:
-        async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
-            return context.prompt_token_ids
+        async def start(self, context: EnvironmentContext) -> Observation:
+            return Observation(token_ids=context.prompt_token_ids)
 
         async def step(self, completion: Completion) -> Transition:
             running._stop.set()
             return Transition(done=True)
+
+        async def close(self) -> None:
+            pass
 
     running = episode(FakeEngine(), EndingEnvironment)
     assert (await running.run(context(), SAMPLING)).finish_reason is FinishReason.STOP
@@ -176,7 +185,7 @@ async def test_an_episode_that_fills_the_context_is_truncated_whatever_its_last_
     rollout = await episode(FakeEngine(), max_model_len=7).run(context(), SAMPLING)
     assert rollout.turns[-1].finish_reason is FinishReason.STOP
     assert (rollout.finish_reason, len(rollout.turns)) == (FinishReason.LENGTH, 2)
-    trajectory = rollout.trajectory(0.0, {})
+    (trajectory,) = rollout.trajectories(0.0, {})
     assert trajectory.finish_reason is FinishReason.LENGTH
 
 

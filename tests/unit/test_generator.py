@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from actors.environments import make_environment
+from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
-from actors.rollout import GroupRunner
 from actors.version_gate import VersionGate
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
@@ -23,6 +23,7 @@ from streamrl.interfaces import (
     CompletionHandle,
     EnvironmentContext,
     Episode,
+    Observation,
     Prompt,
     Transition,
 )
@@ -514,12 +515,16 @@ class CountingEnvironment:
     def __init__(self) -> None:
         self._turn = 0
 
-    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
-        return context.prompt_token_ids
+    async def start(self, context: EnvironmentContext) -> Observation:
+        return Observation(token_ids=context.prompt_token_ids)
 
     async def step(self, completion: Completion) -> Transition:
         self._turn += 1
-        return Transition(observation=(9,), done=self._turn == 3, num_tool_calls=1)
+        again = Observation(token_ids=(9,))
+        return Transition(observation=again, done=self._turn == 3, num_tool_calls=1)
+
+    async def close(self) -> None:
+        pass
 
 
 async def test_the_greedy_reward_stands_with_every_sibling():

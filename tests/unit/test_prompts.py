@@ -7,10 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from actors.chat import PromptTooLongError, Renderer
 from actors.make_model import make_tokenizer
 from actors.prompts import open_held_out, open_prompts
 from actors.prompts.tasks import TASKS
+from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
@@ -195,10 +195,10 @@ async def test_reasoning_gym_prompts_score_their_own_answers():
 CHAT = "{% for m in messages %}<s>{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}a:"
 
 
-def make_renderer(**settings: object) -> Renderer:
+def make_renderer(**settings: object) -> ChatRenderer:
     tokenizer = make_tokenizer("abcdefghijklmnopqrstuvwxyz:?")
     data = DataSettings.model_validate({"source": "addition", **settings})
-    return Renderer(tokenizer, data)
+    return ChatRenderer(tokenizer, data)
 
 
 def test_a_prompt_that_cannot_be_rendered_is_named(tmp_path):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.chat import Renderer
 from actors.make_model import make_tokenizer
 from actors.prompts import open_prompts
+from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
 from actors.rewards.builtin import extract_number
 from streamrl.config.data import DataSettings
@@ -67,7 +67,7 @@ async def test_gsm8k_loads_renders_and_scores_its_own_answers(tmp_path):
     )
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
     characters = "".join(sorted({c for row in rows for c in row["question"]} | set("QA:\n ")))
-    renderer = Renderer(make_tokenizer(characters), data)
+    renderer = ChatRenderer(make_tokenizer(characters), data)
     prompts = open_prompts(data, seed=0)
     questions = [prompts[i] for i in range(len(rows))]
     assert all(

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.chat import Renderer
 from actors.daemon import make_runner
 from actors.environments import make_environment
 from actors.make_model import make_tokenizer
 from actors.prompts import open_held_out, open_prompts
+from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
 from learners.trainer import Trainer
 from streamrl.algorithms.objective import require_algorithm
@@ -53,7 +53,7 @@ def short(batch, settings):
 ACTOR = '''
 from dataclasses import dataclass
 
-from streamrl.interfaces import Prompt, Transition
+from streamrl.interfaces import Observation, Prompt, Transition
 
 
 def score(episode):
@@ -67,12 +67,12 @@ class Twice:
         self.turn = 0
 
     async def start(self, context):
-        self.again = context.codec.encode_text(context.prompt.answer)
-        return context.prompt_token_ids
+        self.again = context.renderer.encode_text(context.prompt.answer)
+        return Observation(token_ids=context.prompt_token_ids)
 
     async def step(self, completion):
         self.turn += 1
-        return Transition(observation=self.again, done=self.turn == 2)
+        return Transition(observation=Observation(token_ids=self.again), done=self.turn == 2)
 
 
 class Broken(Twice):
@@ -172,7 +172,7 @@ def actor_data(own: str) -> DataSettings:
     return DataSettings.model_validate(entries)
 
 
-async def sampled(own: str, environment: str, renderer: Renderer) -> TrajectoryGroup:
+async def sampled(own: str, environment: str, renderer: ChatRenderer) -> TrajectoryGroup:
     """One group of a generator whose environment, prompts and reward are the user's own."""
     run, data = Run(environment=f"{own}/own_actor.py:{environment}"), actor_data(own)
     config = run.config.model_copy(update={"data": data})
@@ -183,8 +183,8 @@ async def sampled(own: str, environment: str, renderer: Renderer) -> TrajectoryG
 
 
 @pytest.fixture
-def renderer(own: str) -> Renderer:
-    return Renderer(make_tokenizer("0123456789+="), actor_data(own))
+def renderer(own: str) -> ChatRenderer:
+    return ChatRenderer(make_tokenizer("0123456789+="), actor_data(own))
 
 
 async def test_a_group_is_sampled_with_everything_of_the_users_own(own, renderer):

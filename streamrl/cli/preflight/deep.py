@@ -15,13 +15,13 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import streamrl
-from actors.chat import PromptTooLongError, Renderer
 from actors.daemon import make_runner
 from actors.engines import make_engine
+from actors.episodes.rollout import GroupRunner, unbuffered_lease
 from actors.make_model import make_model
 from actors.prompts import open_prompts
+from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from actors.rewards import make_reward
-from actors.rollout import GroupRunner, unbuffered_lease
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
@@ -67,7 +67,7 @@ async def _sample(config: RunConfig) -> None:
     """Waits for the engine, the environment and the reward."""
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
-    renderer, prompts = Renderer.from_config(config), open_prompts(config.data, config.run.seed)
+    renderer, prompts = ChatRenderer.from_config(config), open_prompts(config.data, config.run.seed)
     reward = RecordingReward(make_reward(config.data))
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"generator": generator})
@@ -101,7 +101,7 @@ def _first_that_fits(runner: GroupRunner) -> int:
     raise ConfigError(f"data.max_prompt_length: none of the first {_TRIED} prompts fits")
 
 
-def _of_prompt(prompt: Prompt, renderer: Renderer) -> Iterator[str]:
+def _of_prompt(prompt: Prompt, renderer: ChatRenderer) -> Iterator[str]:
     token_ids = renderer.encode(prompt)
     origin = f" ({prompt.origin})" if prompt.origin else ""
     yield f"prompt{origin}, {len(token_ids)} tokens"
@@ -110,7 +110,7 @@ def _of_prompt(prompt: Prompt, renderer: Renderer) -> Iterator[str]:
     yield _indented(prompt.answer)
 
 
-def _of_group(group: TrajectoryGroup, renderer: Renderer) -> Iterator[str]:
+def _of_group(group: TrajectoryGroup, renderer: ChatRenderer) -> Iterator[str]:
     """Of an episode of several turns, all that follows the prompt."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
     for number, trajectory in enumerate(group.trajectories, 1):

@@ -3,7 +3,7 @@
 Invariant: the ids that the engine gets are the ids that are recorded; nothing is tokenized twice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -12,14 +12,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
-from streamrl.interfaces import Prompt
+from streamrl.interfaces import Message, Prompt, ToolSchema
 
 
 class PromptTooLongError(Exception):
     """The prompt exceeds `data.max_prompt_length` and `data.truncation` is `drop`."""
 
 
-class Renderer:
+class ChatRenderer:
     """A tokenizer with the run's chat template and length rules."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> None:
@@ -28,7 +28,7 @@ class Renderer:
         self._template = _template(tokenizer, data)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> "Renderer":
+    def from_config(cls, config: RunConfig) -> "ChatRenderer":
         model = config.model
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -73,34 +73,48 @@ class Renderer:
         """The text of a completion, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def encode_messages(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation up to the place where the policy's next turn begins.
+
+        Raises:
+            ConfigError: there is no template, or it cannot render them.
+        """
+        return self._rendered(messages, tools, "a conversation")
+
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         content = prompt.content
-        if self._template is None:
-            if not isinstance(content, str):
-                raise ConfigError(
-                    f"data.chat_template: {_place(prompt)} is a list of messages, but the "
-                    "tokenizer has no chat template; name a Jinja file"
-                )
+        if self._template is None and isinstance(content, str):
             text = f"{self._data.system_prompt or ''}{content}"
             return tuple(self._tokenizer(text)["input_ids"])
+        return self._rendered(self._messages(content), (), _place(prompt))
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], place: str
+    ) -> tuple[int, ...]:
+        if self._template is None:
+            raise ConfigError(
+                f"data.chat_template: {place} is a list of messages, but the "
+                "tokenizer has no chat template; name a Jinja file"
+            )
         try:
             rendered = self._tokenizer.apply_chat_template(
-                self._messages(content),
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,
                 add_generation_prompt=True,
                 tokenize=False,
             )
         except TemplateError as error:
-            raise ConfigError(
-                f"data.chat_template: it cannot render {_place(prompt)}: {error}"
-            ) from error
+            raise ConfigError(f"data.chat_template: it cannot render {place}: {error}") from error
         return self.encode_text(str(rendered))
 
-    def _messages(self, content: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    def _messages(self, content: str | Sequence[Message]) -> list[Message]:
         if not isinstance(content, str):
-            return [dict(turn) for turn in content]
+            return list(content)
         system = self._data.system_prompt
-        opening = [{"role": "system", "content": system}] if system else []
+        opening: list[Message] = [{"role": "system", "content": system}] if system else []
         return [*opening, {"role": "user", "content": content}]
 
 

@@ -6,13 +6,15 @@ whole group fails (RolloutError). A sibling that a limit cuts has not failed.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
-from actors.chat import Renderer
-from actors.episode import EpisodeRun, Rollout
+from actors.episodes.episode import EpisodeRun
+from actors.episodes.record import Rollout
+from actors.rendering.renderer import ChatRenderer
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     Engine,
@@ -23,7 +25,13 @@ from streamrl.interfaces import (
     PromptSource,
     Reward,
 )
-from streamrl.types import GREEDY_REWARD, Lease, SamplingParams, TrajectoryGroup
+from streamrl.types import (
+    GREEDY_REWARD,
+    Lease,
+    SamplingParams,
+    TrajectoryGroup,
+    episode_indices,
+)
 
 
 @dataclass(eq=False)
@@ -45,7 +53,7 @@ class GroupRunner:
 
     engine: Engine
     prompts: PromptSource
-    renderer: Renderer
+    renderer: ChatRenderer
     make_environment: Callable[[], Environment]
     environment: str
     reward: Reward
@@ -56,6 +64,8 @@ class GroupRunner:
     """Whether to score a greedy completion, too, and record its reward with every sibling."""
     deadline_s: float = 3600.0
     """`generator.group_deadline_s`."""
+    run_seed: int = 0
+    """`run.seed`."""
 
     async def run(self, lease: Lease, progress: GroupProgress | None = None) -> TrajectoryGroup:
         """The finished group of the lease's prompt; `progress` may be read meanwhile.
@@ -68,14 +78,16 @@ class GroupRunner:
         """
         progress = GroupProgress() if progress is None else progress
         prompt = self.prompts[lease.prompt_index]
-        context = EnvironmentContext(prompt, self.renderer.encode(prompt), self.renderer)
+        context = EnvironmentContext(
+            prompt, self.renderer.encode(prompt), self.renderer, self._seed(lease)
+        )
         samplings = [self.sampling] * self.group_size
         if self.with_greedy_reward:
             samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
         progress.episodes = [self._episode() for _ in samplings]
         rollouts = await _all_or_none(
-            episode.run(context, sampling)
-            for episode, sampling in zip(progress.episodes, samplings, strict=True)
+            episode.run(replace(context, episode_index=i), sampling)
+            for i, (episode, sampling) in enumerate(zip(progress.episodes, samplings, strict=True))
         )
         return await self._scored_group(lease, prompt, rollouts)
 
@@ -107,15 +119,22 @@ class GroupRunner:
                 "the reward has not scored the group within generator.group_deadline_s, which is "
                 f"{self.deadline_s:g} s"
             ) from error
+        episodes = [
+            rollout.trajectories(reward, metrics)
+            for rollout, reward in zip(siblings, rewards, strict=True)
+        ]
         return TrajectoryGroup(
             group_id=f"{lease.prompt_index}:{lease.lease_id}",
             prompt_index=lease.prompt_index,
             environment=self.environment,
-            trajectories=tuple(
-                rollout.trajectory(reward, metrics)
-                for rollout, reward in zip(siblings, rewards, strict=True)
-            ),
+            trajectories=tuple(t for segments in episodes for t in segments),
+            episode_indices=episode_indices(map(len, episodes)),
         )
+
+    def _seed(self, lease: Lease) -> int:
+        """Of the group: the same one if its prompt is leased again."""
+        entropy = np.random.SeedSequence([self.run_seed, lease.prompt_index])
+        return int(entropy.generate_state(1)[0])
 
     def origin(self, lease: Lease) -> str:
         """Where the lease's prompt is found; "" if nobody knows."""
@@ -128,6 +147,7 @@ class GroupRunner:
         return Episode(
             prompt=prompt,
             response=self.renderer.decode(rollout.last_response),
+            turn_rewards=tuple(turn.reward for turn in rollout.turns),
             num_response_tokens=sum(turn.num_completion_tokens for turn in rollout.turns),
             finish_reason=rollout.finish_reason,
             metrics=rollout.metrics,

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
-from streamrl.interfaces import Environment, EnvironmentContext, Transition
+from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
 from streamrl.types import Completion
 from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
@@ -20,11 +20,14 @@ from streamrl.user_code import attributed_to, is_user_code, load_user_code
 class SingleTurn:
     """One question, one answer."""
 
-    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
-        return context.prompt_token_ids
+    async def start(self, context: EnvironmentContext) -> Observation:
+        return Observation(token_ids=context.prompt_token_ids)
 
     async def step(self, completion: Completion) -> Transition:
         return Transition(done=True)
+
+    async def close(self) -> None:
+        """There is nothing to close."""
 
 
 class UserEnvironment:
@@ -42,13 +45,19 @@ class UserEnvironment:
         for method in ("start", "step"):
             _check_method(f"generator.environment: {name}", self._environment, method)
 
-    async def start(self, context: EnvironmentContext) -> tuple[int, ...]:
+    async def start(self, context: EnvironmentContext) -> Observation:
         with attributed_to(f"environment {self._name}", RolloutError):
-            return tuple(await self._environment.start(context))
+            return await self._environment.start(context)
 
     async def step(self, completion: Completion) -> Transition:
         with attributed_to(f"environment {self._name}", RolloutError):
             return await self._environment.step(completion)
+
+    async def close(self) -> None:
+        """Calls the user's own `close`, which it need not have."""
+        if close := getattr(self._environment, "close", None):
+            with attributed_to(f"environment {self._name}", RolloutError):
+                await close()
 
 
 def _check_method(owner: str, environment: object, name: str) -> None:

@@ -37,7 +37,7 @@ class DataSettings(Section):
     shuffle: bool = True
     """Read files in a new seeded order each epoch."""
     reward: str = "exact_match"
-    """exact_match, numeric_answer, regex, task (the scorer of reasoning_gym), or
-    PATH.py:FUNCTION."""
+    """exact_match, numeric_answer, regex, environment (the sum of what the environment gives for
+    each turn), task (the scorer of reasoning_gym), or PATH.py:FUNCTION."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reward."""

@@ -1,0 +1,152 @@
+"""What the policy read and sampled in one episode, token by token.
+
+    EpisodeRecord   grows by one completion at a time
+    Segment         one context of the episode; becomes one trajectory
+    Span            consecutive tokens of a segment, observed or sampled
+
+Invariant: a segment holds the very ids that the engine read and sampled, in their order. A
+completion whose prompt begins with the tokens of a segment continues that segment; any other one
+begins a segment of its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from msgspec import structs
+
+from streamrl.types import (
+    Completion,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    Trajectory,
+    Turn,
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens [n], observed (version -1) or sampled, with what is recorded of each."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    policy_versions: Int32Array
+    in_loss: bool = True
+
+    @classmethod
+    def observed(cls, token_ids: tuple[int, ...]) -> "Span":
+        ids = np.array(token_ids, dtype=np.int32)
+        return cls(ids, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
+
+    @classmethod
+    def sampled(cls, completion: Completion) -> "Span":
+        c = completion
+        return cls(c.token_ids, c.logprobs, c.policy_versions)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One context, whose tokens only ever got more."""
+
+    spans: tuple[Span, ...]
+    turns: tuple[Turn, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for span in self.spans for token in span.token_ids.tolist())
+
+    def trajectory(
+        self, reward: float, finish_reason: FinishReason, metrics: Mapping[str, float]
+    ) -> Trajectory:
+        """The flat record; see `streamrl.types.Trajectory`."""
+        spans = self.spans
+        response_mask = np.concatenate([s.policy_versions >= 0 for s in spans])
+        in_loss = np.concatenate([np.full(len(s.token_ids), s.in_loss) for s in spans])
+        is_whole = all(s.in_loss for s in spans)
+        return Trajectory(
+            token_ids=np.concatenate([s.token_ids for s in spans]),
+            response_mask=response_mask,
+            behavior_logprobs=np.concatenate([s.logprobs for s in spans]),
+            policy_versions=np.concatenate([s.policy_versions for s in spans]),
+            loss_mask=None if is_whole else response_mask & in_loss,
+            reward=reward,
+            finish_reason=finish_reason,
+            turns=self.turns,
+            metrics=dict(metrics),
+        )
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One episode's tokens in order, before it has a reward."""
+
+    segments: tuple[Segment, ...]
+    metrics: Mapping[str, float]
+    finish_reason: FinishReason
+    last_response: tuple[int, ...]
+    """The token ids that the policy sampled in its last turn."""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for segment in self.segments for turn in segment.turns)
+
+    def trajectories(self, reward: float, metrics: Mapping[str, float]) -> tuple[Trajectory, ...]:
+        """One for each segment, with these metrics beside its own."""
+        merged = {**metrics, **self.metrics}
+        return tuple(s.trajectory(reward, self.finish_reason, merged) for s in self.segments)
+
+
+class EpisodeRecord:
+    """Of one episode, while it runs."""
+
+    def __init__(self) -> None:
+        self.segments: tuple[Segment, ...] = ()
+        self._current = 0
+        self._last: Completion | None = None
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        turns = (turn for segment in self.segments for turn in segment.turns)
+        return sum(turn.num_completion_tokens for turn in turns)
+
+    def add(self, prompt_token_ids: tuple[int, ...], completion: Completion) -> None:
+        """The engine read these tokens, all of its context, and sampled the completion."""
+        known = self._continued(prompt_token_ids)
+        segment = Segment((), ()) if known is None else self.segments[known]
+        observed = prompt_token_ids[len(segment.token_ids) :]
+        turn = Turn(
+            num_observation_tokens=len(observed),
+            num_completion_tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+        )
+        spans = (*segment.spans, Span.observed(observed), Span.sampled(completion))
+        self._current = len(self.segments) if known is None else known
+        self._last = completion
+        self._set(Segment(spans, (*segment.turns, turn)))
+
+    def judge(self, *, reward: float = 0.0, num_tool_calls: int = 0, in_loss: bool = True) -> None:
+        """What the environment says of the completion that was added last."""
+        segment = self.segments[self._current]
+        *earlier, turn = segment.turns
+        turn = structs.replace(turn, reward=reward, num_tool_calls=num_tool_calls)
+        *spans, sampled = segment.spans
+        spans = [*spans, replace(sampled, in_loss=in_loss)]
+        self._set(Segment(tuple(spans), (*earlier, turn)))
+
+    def rollout(self, finish_reason: FinishReason, metrics: Mapping[str, float]) -> Rollout:
+        last = () if self._last is None else tuple(self._last.token_ids.tolist())
+        return Rollout(self.segments, metrics, finish_reason, last)
+
+    def _continued(self, prompt_token_ids: tuple[int, ...]) -> int | None:
+        """The longest segment that these tokens begin with."""
+        lengths = {
+            i: len(ids)
+            for i, segment in enumerate(self.segments)
+            if prompt_token_ids[: len(ids := segment.token_ids)] == ids
+        }
+        return max(lengths, key=lengths.__getitem__, default=None)
+
+    def _set(self, segment: Segment) -> None:
+        i = self._current
+        self.segments = (*self.segments[:i], segment, *self.segments[i + 1 :])

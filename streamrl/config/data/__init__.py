@@ -1,0 +1,5 @@
+"""`data`: the prompts, how they are rendered, and the reward of a response."""
+
+from streamrl.config.data.settings import DataSettings
+
+__all__ = ["DataSettings"]

@@ -1,0 +1,138 @@
+"""The buffer's interfaces: `GeneratorBuffer` for the generators, `LearnerBuffer` for the learner,
+because no caller needs both. A backend implements both as `TrajectoryBuffer`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    HeartbeatReply,
+    Lease,
+    Loan,
+    SchedulingState,
+    TrajectoryGroup,
+)
+
+
+class GeneratorBuffer(Protocol):
+    """The generators' side of the buffer. Every call may be repeated after a lost reply."""
+
+    async def lease(
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
+    ) -> tuple[Lease, ...]:
+        """Leases with these ids, each the right to generate one group: as many as are admitted.
+
+        Waits until one is admitted; () if none is within `wait_s`. The caller chooses the ids; a
+        repeated call with the same ids returns the same leases, and may add some. Where several
+        generators report, a call grants at most this one's share of what is admitted, rounded up.
+        A generator that is not active is granted no new lease.
+        """
+        ...
+
+    async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
+        """Store the finished group, which ends the lease.
+
+        Raises:
+            UnknownLeaseError: expired or never granted; the group is not stored.
+            DuplicateGroupError: another group was put under this lease.
+            CorruptMessageError: the group breaks a rule of its type; it is quarantined.
+        """
+        ...
+
+    async def release(self, lease_id: str, reason: DropReason) -> None:
+        """End the lease without a group; the reason decides if its prompt is granted again."""
+        ...
+
+    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
+        """Report a status, and renew the leases in it.
+
+        The first report of a new session ends the leases of the old one, which is fenced from then
+        on. A draining generator that leaves is active when it returns.
+        """
+        ...
+
+
+class LearnerBuffer(Protocol):
+    """The learner's side of the buffer; calls of a learner that was replaced are fenced."""
+
+    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
+        """Become the learner, at this version; groups trained later are buffered again.
+
+        `books` restores the position in the prompt stream in a buffer that has lost it. Later calls
+        raise FencedError once another learner has attached.
+        """
+        ...
+
+    async def take(
+        self,
+        num_groups: int,
+        policy_version: int,
+        wait_s: float,
+        *,
+        with_payloads: bool = False,
+        num_held: int | None = None,
+    ) -> Loan:
+        """A loan of the oldest groups, to be trained at `policy_version`.
+
+        Waits until there are `num_groups` and, under `buffer.overdue: wait`, those that are due are
+        among them; empty if that is not so after `wait_s`. A repeated call for the same version
+        returns the same loan.
+
+        A caller that holds the first `num_held` groups of the loan gets a part of it as soon as it
+        is longer: those that can be lent while groups that are due are still sampled. The payloads
+        are those of the new groups.
+        """
+        ...
+
+    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
+        """The payloads of taken groups, in this order; for a learner with several ranks.
+
+        Raises:
+            LedgerError: a group is not held.
+        """
+        ...
+
+    async def advance(self, policy_version: int) -> BufferStats:
+        """The optimizer step that made this version has used the loan; returns the new stats."""
+        ...
+
+    async def acknowledge(self, policy_version: int) -> None:
+        """A checkpoint of this version is durable; the groups it contains are deleted."""
+        ...
+
+    async def finish(self) -> None:
+        """The run has ended: no lease is granted any more, and generators leave."""
+        ...
+
+
+class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
+    """The whole buffer, which every backend implements."""
+
+    async def stats(self) -> BufferStats:
+        """The books, the generator registry and the sizes."""
+        ...
+
+    async def drain(self) -> None:
+        """Grant only the leases that complete the last batch, so that the groups in flight end.
+
+        Lasts until a learner attaches or the buffer loses its memory; may be repeated.
+        """
+        ...
+
+    async def set_scheduling_state(
+        self, generator_id: str, scheduling_state: SchedulingState
+    ) -> None:
+        """Set the scheduling state of a generator id; it outlasts the generator's process.
+
+        Raises:
+            UnknownGeneratorError: no generator of this id reports.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close sockets and tasks; leases stay valid until they are released or expire."""
+        ...

@@ -1,0 +1,58 @@
+"""The inference library behind one generator, and the weights' way to it is `Engine.load_weights`.
+
+An engine is made by `actors.engines.make_engine`; `actors.episodes` and `actors.gateway` call it.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from streamrl.types import Completion, LoadReport, SamplingParams, WeightUpdate
+
+
+@dataclass(eq=False)
+class CompletionHandle:
+    """What the caller of `Engine.generate` and the engine share while a completion is sampled."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the caller: the completion ends with the tokens that it has."""
+    num_tokens: int = -1
+    """Set by the engine: tokens sampled so far; stays -1 if it does not report them."""
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out. Every method may be called from the event loop at any time."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version that samples the next token."""
+        ...
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
+    ) -> Completion:
+        """One completion. Cancelling the call gives its slot back at the next token.
+
+        Once `handle.stop` is set it ends at the next token, as `FinishReason.DEADLINE`, with what
+        was sampled, which may be nothing. Requests that wait for a slot are stopped as well.
+
+        Raises:
+            RolloutError: this request cannot be served; others are not touched.
+        """
+        ...
+
+    async def load_weights(self, update: WeightUpdate) -> LoadReport:
+        """Receive and load an announced update between two tokens; requests in flight go on."""
+        ...
+
+    def gauges(self) -> Mapping[str, float]:
+        """Readings: `num_active`, `num_waiting`; running totals: `num_tokens`, `pause_s`."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; requests in flight fail with RolloutError."""
+        ...

@@ -1,0 +1,146 @@
+"""What an episode is made of: its prompt, the environment that answers the policy, its reward.
+
+A user's own prompt source, environment and reward keep these interfaces; `actors.episodes` calls
+them. A message is a mapping with a `role` and a `content`, as chat templates and the OpenAI API
+have it, and with what else a template knows (`tool_calls`, `reasoning_content`, `name`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from streamrl.types import Completion, FinishReason
+
+Message = Mapping[str, Any]
+ToolSchema = Mapping[str, Any]
+"""A tool's name, description and parameters, in the form of an OpenAI function tool."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the prompt stream: a string or chat messages, and what its reward may need.
+
+    `origin` is for messages: where the row is found, such as "row 17 of train.jsonl".
+    `environment` is the name of the entry of `environments` that plays it; "" where there is one.
+    """
+
+    content: str | tuple[Message, ...]
+    answer: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
+    environment: str = ""
+
+
+class PromptSource(Protocol):
+    """The prompt stream: a pure function of the prompt, so no position need be stored."""
+
+    def __getitem__(self, prompt_index: int) -> Prompt: ...
+
+
+class Renderer(Protocol):
+    """Between text or messages and token ids, as the run's tokenizer and chat template do it."""
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of the text as it stands, without a chat template or special tokens."""
+        ...
+
+    def encode_messages(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation up to the place where the policy's next turn begins."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a completion, without special tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class EnvironmentContext:
+    """What an episode starts from."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    """The prompt as the chat template renders it."""
+    renderer: Renderer
+    seed: int = 0
+    """The same one for every sibling of the group, and whenever the group is sampled again."""
+    episode_index: int = 0
+    """The place of the episode among its siblings, from 0."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy reads before its next turn: messages, which the renderer encodes, or token
+    ids as they stand."""
+
+    messages: tuple[Message, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    tools: tuple[ToolSchema, ...] = ()
+    """What the chat template describes to the policy; only of the first observation."""
+    is_new_context: bool = False
+    """Whether it takes the place of all that the policy has read so far, instead of following it:
+    a summary, or the conversation of a sub-agent."""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What an environment answers to a completion: what the policy reads next, or the end."""
+
+    observation: Observation = Observation()
+    done: bool = True
+    reward: float = 0.0
+    """Of this turn."""
+    in_loss: bool = True
+    """Whether the completion is trained on; what it led to is, either way."""
+    num_tool_calls: int = 0
+    """Those that the completion made."""
+    is_valid: bool = True
+    """Whether the completion had the form that the environment asks for."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the episode so far; a later transition's values replace an earlier one's."""
+
+
+class Environment(Protocol):
+    """One episode; used once."""
+
+    async def start(self, context: EnvironmentContext) -> Observation:
+        """What the policy reads first; usually `context.prompt_token_ids`."""
+        ...
+
+    async def step(self, completion: Completion) -> Transition:
+        """The world's answer to one completion."""
+        ...
+
+    async def close(self) -> None:
+        """Called once after the last step, also after an error or a limit."""
+        ...
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One finished run of an environment, as a reward sees it."""
+
+    prompt: Prompt
+    response: str
+    """The text of the last turn."""
+    num_response_tokens: int
+    """Tokens that the policy sampled, of all turns."""
+    finish_reason: FinishReason
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+    """The whole conversation, the prompt included."""
+    turn_rewards: tuple[float, ...] = ()
+    """Those of the environment, one for each turn."""
+
+
+class Reward(Protocol):
+    """Scores the siblings of one prompt together, so that it may compare them."""
+
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[float]:
+        """One finite number per episode, in order.
+
+        Raises:
+            RolloutError: the group cannot be scored; it is dropped and counted.
+        """
+        ...
