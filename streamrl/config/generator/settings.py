@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
+from streamrl.config.generator.tools import McpServerSettings, ToolSettings
 from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
 
@@ -19,6 +20,10 @@ class GeneratorSettings(Section):
     """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
     """What answers the policy, turn by turn: single_turn, or PATH.py:CLASS."""
+    tools: tuple[ToolSettings, ...] = ()
+    """What the policy may call in the environment `tools`."""
+    mcp_servers: tuple[McpServerSettings, ...] = ()
+    """MCP servers whose tools it may call as well."""
     group_size: Positive = 8
     """Trajectories per prompt."""
     max_new_tokens: Positive = 256
