@@ -50,6 +50,15 @@ class Renderer(Protocol):
         """Token ids of a conversation up to the place where the policy's next turn begins."""
         ...
 
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        completion_token_ids: Sequence[int],
+        tools: Sequence[ToolSchema] = (),
+    ) -> tuple[int, ...]:
+        """Token ids between the end of a completion and the place where the next one begins."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
         ...
