@@ -26,6 +26,7 @@ from streamrl.interfaces import (
     Prompt,
     PromptSource,
     Reward,
+    Score,
 )
 from streamrl.types import (
     GREEDY_REWARD,
@@ -129,10 +130,10 @@ class GroupRunner:
         metrics = _prompt_metrics(prompt)
         try:
             async with asyncio.timeout(self.deadline_s) as limit:
-                rewards = await self._score(prompt, siblings)
+                scores = await self._score(prompt, siblings)
                 if greedy:
-                    (greedy_reward,) = await self._score(prompt, greedy)
-                    metrics = {**metrics, GREEDY_REWARD: greedy_reward}
+                    (greedy_score,) = await self._score(prompt, greedy)
+                    metrics = {**metrics, GREEDY_REWARD: greedy_score.reward}
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -140,8 +141,11 @@ class GroupRunner:
                 "the reward has not scored the group within generator.group_deadline_s, which is "
                 f"{self.deadline_s:g} s"
             ) from error
-        kept = first_of_each(rewards, self.group_size)
-        episodes = [siblings[i].trajectories(rewards[i], metrics) for i in kept]
+        kept = first_of_each([score.reward for score in scores], self.group_size)
+        episodes = [
+            siblings[i].trajectories(scores[i].reward, {**metrics, **scores[i].metrics})
+            for i in kept
+        ]
         discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
         return TrajectoryGroup(
             group_id=f"{lease.prompt_index}:{lease.lease_id}",
@@ -161,13 +165,15 @@ class GroupRunner:
         """Where the lease's prompt is found; "" if nobody knows."""
         return self.prompts[lease.prompt_index].origin
 
-    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float]:
-        return await self.reward.score([self._scored(prompt, rollout) for rollout in rollouts])
+    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        episodes = [self._scored(prompt, rollout) for rollout in rollouts]
+        return [Score.of(score) for score in await self.reward.score(episodes)]
 
     def _scored(self, prompt: Prompt, rollout: Rollout) -> Episode:
         return Episode(
             prompt=prompt,
             response=self.renderer.decode(rollout.last_response),
+            response_token_ids=rollout.last_response,
             turn_rewards=tuple(turn.reward for turn in rollout.turns),
             num_response_tokens=rollout.num_sampled_tokens,
             finish_reason=rollout.finish_reason,
