@@ -70,6 +70,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
         runner = replace(
             make_runner(config, engine, renderer, prompts, reward),
             group_size=config.generator.group_size,
+            oversample=config.generator.oversample,
             with_greedy_reward=config.algorithm.needs_greedy_rewards,
         )
         generator = Generator(config, generator_id, runner, buffer)

@@ -141,13 +141,28 @@ class Episode:
     """The whole conversation, the prompt included."""
     turn_rewards: tuple[float, ...] = ()
     """Those of the environment, one for each turn."""
+    response_token_ids: tuple[int, ...] = ()
+    """The ids of `response`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The reward of an episode, with numbers that are recorded beside it."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, score: "float | Score") -> "Score":
+        """The score itself, or the number as one without metrics."""
+        return score if isinstance(score, Score) else cls(score)
 
 
 class Reward(Protocol):
     """Scores the siblings of one prompt together, so that it may compare them."""
 
-    async def score(self, episodes: Sequence[Episode]) -> Sequence[float]:
-        """One finite number per episode, in order.
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[float | Score]:
+        """One finite number, or a score with one, per episode, in order.
 
         Raises:
             RolloutError: the group cannot be scored; it is dropped and counted.
