@@ -21,6 +21,7 @@ from actors.generator import Generator
 from actors.prompts import open_prompts
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
+from actors.tools.toolset import Toolset
 from buffers.connect import connect
 from streamrl import service
 from streamrl.config import RunConfig
@@ -64,6 +65,8 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     make_environment(config.generator.environment)
     if config.generator.environment != "single_turn":
         renderer.require_replies()
+    if config.generator.environment == "tools":
+        renderer.require_tool_calls()
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:
@@ -92,7 +95,11 @@ def make_runner(
         engine=engine,
         prompts=prompts,
         renderer=renderer,
-        make_environment=partial(make_environment, config.generator.environment),
+        make_environment=partial(
+            make_environment,
+            config.generator.environment,
+            Toolset.from_settings(config.generator),
+        ),
         environment=config.generator.environment,
         reward=reward,
         sampling=sampling_params(config),

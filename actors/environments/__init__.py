@@ -11,6 +11,8 @@ never the daemon.
 import inspect
 from collections.abc import Callable, Mapping
 
+from actors.tools.environment import ToolEnvironment
+from actors.tools.toolset import Toolset
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
 from streamrl.types import Completion
@@ -76,11 +78,18 @@ def _check_method(owner: str, environment: object, name: str) -> None:
         raise ConfigError(f"{owner}: {name} is not `async def`, and it is awaited")
 
 
-BUILT_IN: Mapping[str, Callable[[], Environment]] = {"single_turn": SingleTurn}
+_NO_TOOLS = Toolset()
+BUILT_IN: Mapping[str, Callable[[Toolset], Environment]] = {
+    "single_turn": lambda toolset: SingleTurn(),
+    "tools": ToolEnvironment,
+}
 
 
-def make_environment(name: str) -> Environment:
+def make_environment(name: str, toolset: Toolset = _NO_TOOLS) -> Environment:
     """A fresh environment that `generator.environment` names.
+
+    Args:
+        toolset: of the generator, which its episodes share.
 
     Raises:
         ConfigError: the name is unknown, or a user's own cannot be loaded.
@@ -91,4 +100,4 @@ def make_environment(name: str) -> Environment:
         raise ConfigError(
             f"generator.environment: was {name!r}; PATH.py:NAME or {did_you_mean(name, BUILT_IN)}"
         )
-    return BUILT_IN[name]()
+    return BUILT_IN[name](toolset)

@@ -11,6 +11,7 @@ from typing import Any
 
 from actors.tools.tool import ToolError, ToolSession
 from streamrl.config.generator import CallLimits, ToolSettings
+from streamrl.errors import ConfigError
 from streamrl.interfaces import ToolSchema
 
 _MAX_LENGTH = 1000
@@ -56,7 +57,9 @@ class Calculator:
 
     schemas = (_SCHEMA,)
 
-    def __init__(self, settings: ToolSettings) -> None:
+    def __init__(self, settings: ToolSettings, setting: str) -> None:
+        if settings.kwargs:
+            raise ConfigError(f"{setting}.kwargs: calculator has no arguments")
         self.limits: CallLimits = settings
 
     async def open(self) -> ToolSession:

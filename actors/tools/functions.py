@@ -53,9 +53,6 @@ class UserTool:
             self._schema, made.call, getattr(made, "close", None), self._threads
         )
 
-    async def close(self) -> None:
-        """There is nothing that outlives an episode."""
-
     def _make_schema(self, settings: ToolSettings, setting: str) -> ToolSchema:
         if settings.function_schema is not None:
             return read_schema(settings.function_schema, f"{setting}.function_schema")

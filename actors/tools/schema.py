@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
-
 from streamrl.errors import ConfigError
 from streamrl.interfaces import ToolSchema
 
@@ -24,6 +18,13 @@ def schema_of(function: Callable[..., Any], setting: str) -> ToolSchema:
     Raises:
         ConfigError: the function lacks a type hint, or its docstring a description.
     """
+    # It takes seconds to load, and only a schema that is not given needs it.
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
     try:
         schema: ToolSchema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, ValueError) as error:

@@ -32,7 +32,7 @@ class ToolSession(Protocol):
 
 
 class ToolSource(Protocol):
-    """Where sessions come from; lives as long as its generator."""
+    """Where sessions come from; lives as long as its generator, whose end ends what it runs."""
 
     limits: CallLimits
 
@@ -41,10 +41,6 @@ class ToolSource(Protocol):
         Raises:
             RolloutError: its tools are out of reach.
         """
-        ...
-
-    async def close(self) -> None:
-        """Called once, with the generator's end."""
         ...
 
 
