@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from streamrl.errors import ConfigError
 from streamrl.interfaces import ToolSchema
 

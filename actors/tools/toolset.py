@@ -164,7 +164,12 @@ def make_sources(generator: GeneratorSettings) -> tuple[ToolSource, ...]:
     tools = [_make(tool, f"generator.tools.{i}") for i, tool in enumerate(generator.tools)]
     if not generator.mcp_servers:
         return tuple(tools)
-    from actors.tools.mcp import McpServer
+    try:
+        from actors.tools.mcp import McpServer
+    except ImportError as error:
+        raise ConfigError(
+            f"generator.mcp_servers: {error.name} is not installed: pip install 'streamrl[mcp]'"
+        ) from error
 
     places = enumerate(generator.mcp_servers)
     return (*tools, *(McpServer(s, f"generator.mcp_servers.{i}") for i, s in places))
