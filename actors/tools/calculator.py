@@ -123,7 +123,7 @@ def _check_size(op: ast.operator, a: Number, b: Number) -> None:
 
 def _real(number: Any) -> Number:
     if isinstance(number, complex):
-        raise OverflowError
+        raise ToolError("the result is no real number")
     result: Number = number
     return result
 

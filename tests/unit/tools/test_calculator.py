@@ -2,6 +2,7 @@
 
 import ast
 import operator
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -40,8 +41,8 @@ class TestCalls:
             ({"expression": "1/0"}, "division by zero"),
             ({"expression": "9**9**9"}, "too large"),
             ({"expression": "10.0**400"}, "too large"),
-            ({"expression": "(-8)**0.5"}, "too large"),
-            ({"expression": "9" * 900 + "*" + "9" * 99 + "*99"}, "1002 characters"),
+            ({"expression": "(-8)**0.5"}, "no real number"),
+            ({"expression": "9" * 900 + "*" + "9" * 99 + "*99"}, "1003 characters"),
             ({"expression": "(" * 500 + ")" * 500}, "is no arithmetic"),
             ({"expression": "__import__('os').system('true')"}, "is no arithmetic"),
             ({"expression": "True + 1"}, "is no arithmetic"),
@@ -57,11 +58,9 @@ class TestCalls:
             await calculator.call("calculator", arguments)
 
     @given(st.text(alphabet="0123456789+-*/%() .e", max_size=60))
-    def test_any_text_ends_with_a_number_or_a_sentence(self, text: str) -> None:
-        try:
+    def test_any_text_ends_with_a_number_or_a_refusal(self, text: str) -> None:
+        with suppress(ToolError):
             assert isinstance(evaluate(text), int | float)
-        except ToolError as error:
-            assert str(error)
 
     @given(st.integers(-999, 999), st.sampled_from("+-*"), st.integers(0, 999))
     def test_integers_are_exact(self, a: int, sign: str, b: int) -> None:
