@@ -136,6 +136,10 @@ class GroupRunner:
         entropy = np.random.SeedSequence([self.run_seed, lease.prompt_index])
         return int(entropy.generate_state(1)[0])
 
+    def num_episodes(self, lease: Lease) -> int:
+        """Of the lease's group that are trained on."""
+        return self.group_size
+
     def origin(self, lease: Lease) -> str:
         """Where the lease's prompt is found; "" if nobody knows."""
         return self.prompts[lease.prompt_index].origin

@@ -27,6 +27,11 @@ class ChatRenderer:
         self._data = data
         self._template = _template(tokenizer, data)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded; else there is text alone."""
+        return self._template is not None
+
     @classmethod
     def from_config(cls, config: RunConfig) -> "ChatRenderer":
         model = config.model

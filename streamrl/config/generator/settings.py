@@ -18,7 +18,11 @@ class GeneratorSettings(Section):
     engine: str = "hf"
     """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
-    """What answers the policy, turn by turn: single_turn, or PATH.py:CLASS."""
+    """What answers the policy, turn by turn: single_turn, frozen_lake, sokoban, calculator,
+    file_search, gymnasium:ID, textarena:ID, verifiers:ID, or PATH.py:CLASS; several stand in
+    `environments`."""
+    environment_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment."""
     group_size: Positive = 8
     """Trajectories per prompt."""
     max_new_tokens: Positive = 256
