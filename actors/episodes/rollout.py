@@ -14,6 +14,7 @@ from msgspec import structs
 
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.record import Rollout
+from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
@@ -54,7 +55,7 @@ class GroupRunner:
     engine: Engine
     prompts: PromptSource
     renderer: ChatRenderer
-    make_environment: Callable[[], Environment]
+    make_environment: Callable[[], Environment | Agent]
     environment: str
     reward: Reward
     sampling: SamplingParams

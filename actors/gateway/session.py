@@ -10,14 +10,15 @@ other; a conversation that does not extend an earlier one becomes a segment of i
 
 import asyncio
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from actors.episodes.record import EpisodeRecord
 from actors.gateway.conversations import Conversations, normalized
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import CompletionHandle, Engine, Message, Renderer, ToolSchema
-from streamrl.types import Completion, SamplingParams
+from streamrl.types import Completion, FinishReason, SamplingParams
 
 
 class SessionEndedError(StreamRLError):
@@ -37,6 +38,8 @@ class Reply:
     mapping, and `reasoning_content`."""
     completion: Completion
     num_prompt_tokens: int
+    reply_id: str
+    """Under which `Session.answered` has the messages up to and with this one."""
 
 
 class Session:
@@ -67,7 +70,12 @@ class Session:
         self._conversations = Conversations(renderer)
         self._handles: frozenset[CompletionHandle] = frozenset()
         self._last_change_s = time.monotonic()
+        self._last_num_tool_calls = 0
+        self._finish_reason = FinishReason.STOP
         self._end: str | None = None
+        self.num_invalid_turns = 0
+        """Completions whose tool calls cannot be read."""
+        self.answered: Mapping[str, Sequence[Message]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -81,8 +89,24 @@ class Session:
         """For how long no completion has been asked for; 0 while one is being sampled."""
         return 0.0 if self._handles else time.monotonic() - self._last_change_s
 
+    @property
+    def num_in_flight(self) -> int:
+        """Completions that are being sampled."""
+        return len(self._handles)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the episode, if it ends here."""
+        is_cut = self._stop.is_set() and self._end is None
+        return FinishReason.DEADLINE if is_cut else self._finish_reason
+
+    def judge(self, reward: float) -> None:
+        """Of the whole episode; recorded with the completion that ended last."""
+        self.record.judge(reward=reward, num_tool_calls=self._last_num_tool_calls)
+
     def end(self, reason: str) -> None:
         """Every further call is refused with the reason; what is being sampled is not recorded."""
+        self._finish_reason = self.finish_reason
         self._end = self._end or reason
         self._stop.set()
 
@@ -106,20 +130,45 @@ class Session:
         messages = [normalized(message) for message in messages]
         context = self._conversations.context(messages, tools)
         if len(context) >= self._max_model_len:
+            self._finish_reason = FinishReason.LENGTH
             raise ContextTooLongError(
                 f"the messages have {len(context)} tokens, and generator.max_model_len is "
                 f"{self._max_model_len}"
             )
         completion = await self._sampled(context, sampling or self.sampling)
         self._require_open()
-        sampled = tuple(completion.token_ids.tolist())
-        if not sampled:
+        if not len(completion.token_ids):
             raise SessionEndedError("the episode ended before a token was sampled")
-        message = normalized(self.renderer.parse(sampled, tools))
+        return self._recorded(messages, tools, context, completion)
+
+    def _recorded(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        context: tuple[int, ...],
+        completion: Completion,
+    ) -> Reply:
+        sampled = tuple(completion.token_ids.tolist())
+        message = self._parsed(sampled, tools)
         self.record.add(context, completion)
-        self.record.judge(num_tool_calls=len(message.get("tool_calls") or ()))
-        self._conversations.add([*messages, message], tools, context, sampled)
-        return Reply(message, completion, len(context))
+        self._last_num_tool_calls = len(message.get("tool_calls") or ())
+        self.record.judge(num_tool_calls=self._last_num_tool_calls)
+        self._finish_reason = completion.finish_reason
+        conversation = [*messages, message]
+        self._conversations.add(conversation, tools, context, sampled)
+        reply_id = uuid.uuid4().hex
+        self.answered = {**self.answered, reply_id: conversation}
+        return Reply(message, completion, len(context), reply_id)
+
+    def _parsed(self, token_ids: tuple[int, ...], tools: Sequence[ToolSchema]) -> Message:
+        """The policy's message, whose calls have ids."""
+        message = dict(self.renderer.parse(token_ids, tools))
+        self.num_invalid_turns += message.pop("parse_error", None) is not None
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            return message
+        named = [{"id": f"call_{uuid.uuid4().hex[:24]}", **call} for call in calls]
+        return normalized({**message, "tool_calls": named})
 
     async def _sampled(self, context: tuple[int, ...], sampling: SamplingParams) -> Completion:
         handle = CompletionHandle(self._stop)

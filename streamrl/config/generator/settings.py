@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
+from streamrl.config.generator.agent import AgentSettings
 from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
 
@@ -18,7 +19,10 @@ class GeneratorSettings(Section):
     engine: str = "hf"
     """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
-    """What answers the policy, turn by turn: single_turn, or PATH.py:CLASS."""
+    """What answers the policy, turn by turn: single_turn, or PATH.py:CLASS; agent: agents call the
+    policy (see `generator.agent`)."""
+    agent: AgentSettings = AgentSettings()
+    """Agents of environment agent."""
     group_size: Positive = 8
     """Trajectories per prompt."""
     max_new_tokens: Positive = 256

@@ -83,7 +83,7 @@ class PlainRenderer:
             return {"role": "assistant", "content": said, **thinking}
         name, _, argument = said.partition("(")
         function = {"name": name, "arguments": {"x": argument.rstrip(")")}}
-        call = {"id": f"call_{name}", "type": "function", "function": function}
+        call = {"type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call], **thinking}
 
     def decode(self, token_ids: Sequence[int]) -> str:
