@@ -4,11 +4,13 @@ Invariant: the ids that the engine gets are the ids that are recorded; nothing i
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.rendering.parsing import MessageParser
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
@@ -26,6 +28,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._data = data
         self._template = _template(tokenizer, data)
+        self._parser = MessageParser(tokenizer, self._template, data.tool_parser)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "ChatRenderer":
@@ -82,6 +85,37 @@ class ChatRenderer:
             ConfigError: there is no template, or it cannot render them.
         """
         return self._rendered(messages, tools, "a conversation")
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+        """What a completion says, as a message of the assistant; see `Renderer.parse`."""
+        return self._parser.parse(token_ids, tools, self._generation_prompt)
+
+    @property
+    def knows_tool_calls(self) -> bool:
+        """Whether `parse` finds tool calls: the chat template's convention is known."""
+        return self._parser.knows_tool_calls
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        """What the template puts in front of a completion."""
+        if self._template is None:
+            return ""
+        conversation = [{"role": "user", "content": "?"}]
+        try:
+            without, with_it = (
+                str(
+                    self._tokenizer.apply_chat_template(
+                        conversation,
+                        chat_template=self._template,
+                        add_generation_prompt=is_added,
+                        tokenize=False,
+                    )
+                )
+                for is_added in (False, True)
+            )
+        except TemplateError:
+            return ""
+        return with_it.removeprefix(without)
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         content = prompt.content
