@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
 from streamrl.config.generator.agent import AgentSettings
+from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
 
@@ -25,6 +26,8 @@ class GeneratorSettings(Section):
     """Agents of environment agent."""
     group_size: Positive = 8
     """Trajectories per prompt."""
+    oversample: OversampleSettings = OversampleSettings()
+    """Siblings that are sampled beyond these."""
     max_new_tokens: Positive = 256
     """Longest completion, in tokens."""
     min_new_tokens: NotNegative = 0
@@ -69,6 +72,11 @@ class GeneratorSettings(Section):
                 "does not get to see; give it to that server's command line"
             )
         return self
+
+    @property
+    def num_siblings(self) -> int:
+        """Trajectories that are sampled per prompt."""
+        return self.group_size + self.oversample.num_siblings
 
     @property
     def truncations(self) -> tuple[str, ...]:
