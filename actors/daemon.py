@@ -17,6 +17,7 @@ import torch
 from actors.engines import make_engine
 from actors.environments import make_environment
 from actors.episodes.rollout import GroupRunner
+from actors.gateway.start import AGENT, serving_agents
 from actors.generator import Generator
 from actors.prompts import open_prompts
 from actors.rendering.renderer import ChatRenderer
@@ -67,18 +68,23 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:
-        runner = replace(
-            make_runner(config, engine, renderer, prompts, reward),
-            group_size=config.generator.group_size,
-            oversample=config.generator.oversample,
-            with_greedy_reward=config.algorithm.needs_greedy_rewards,
-        )
-        generator = Generator(config, generator_id, runner, buffer)
-        log.info("%s serves %s with %s", generator_id, config.model.path, config.generator.engine)
-        signaled = asyncio.create_task(shutdown.requested.wait())
-        signaled.add_done_callback(lambda _: generator.stop())
-        await generator.run()
-        signaled.cancel()
+        async with serving_agents(config, generator_id, renderer) as agents:
+            runner = replace(
+                make_runner(config, engine, renderer, prompts, reward),
+                group_size=config.generator.group_size,
+                oversample=config.generator.oversample,
+                with_greedy_reward=config.algorithm.needs_greedy_rewards,
+            )
+            if config.generator.environment == AGENT:
+                runner = replace(runner, make_environment=lambda: agents)
+            generator = Generator(config, generator_id, runner, buffer)
+            log.info(
+                "%s serves %s with %s", generator_id, config.model.path, config.generator.engine
+            )
+            signaled = asyncio.create_task(shutdown.requested.wait())
+            signaled.add_done_callback(lambda _: generator.stop())
+            await generator.run()
+            signaled.cancel()
     finally:
         await engine.close()
         await buffer.close()

@@ -11,6 +11,8 @@ never the daemon.
 import inspect
 from collections.abc import Callable, Mapping
 
+from actors.gateway.agent import Agent
+from actors.gateway.start import AGENT, UnservedAgent
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
 from streamrl.types import Completion
@@ -76,10 +78,13 @@ def _check_method(owner: str, environment: object, name: str) -> None:
         raise ConfigError(f"{owner}: {name} is not `async def`, and it is awaited")
 
 
-BUILT_IN: Mapping[str, Callable[[], Environment]] = {"single_turn": SingleTurn}
+BUILT_IN: Mapping[str, Callable[[], Environment | Agent]] = {
+    "single_turn": SingleTurn,
+    AGENT: UnservedAgent,
+}
 
 
-def make_environment(name: str) -> Environment:
+def make_environment(name: str) -> Environment | Agent:
     """A fresh environment that `generator.environment` names.
 
     Raises:

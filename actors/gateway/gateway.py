@@ -21,10 +21,11 @@ from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.server import GatewayServer
 from actors.gateway.session import Session
 from actors.gateway.task_routes import TaskRoutes
+from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.config.generator.agent import AgentSettings
 from streamrl.errors import LostAgentError, RolloutError
-from streamrl.interfaces import EnvironmentContext, Message, Prompt, Renderer
+from streamrl.interfaces import EnvironmentContext
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +52,13 @@ class Gateway:
         """
         self._settings = config.generator.agent
         self._num_generators = config.generator.count
-        self._system_prompt = config.data.system_prompt
         self._needs_reward = config.data.reward == "environment"
         self._model = config.model.path
         self._agent = _started_agent(self._settings)
         self._places = asyncio.Semaphore(self._settings.max_agents)
         self._episodes = OpenEpisodes()
         self._url = ""
+        self._renderer: ChatRenderer | None = None
         tasks = TaskRoutes(
             self._episodes,
             self._task,
@@ -67,14 +68,15 @@ class Gateway:
         )
         self._server = GatewayServer(self._settings, self._episodes, tasks.routes, self._model)
 
-    async def start(self, renderer: Renderer) -> str:
+    async def start(self, renderer: ChatRenderer) -> str:
         """The URL at which the episodes are served.
 
         Raises:
-            ConfigError: the address cannot be used, or there is no chat template.
+            ConfigError: the address cannot be used, or the chat template renders no conversation.
             TransportError: other processes have the ports.
         """
         renderer.encode_messages([{"role": "user", "content": "?"}])
+        self._renderer = renderer
         self._url = await self._server.start(self._num_generators)
         if self._agent is None:
             log.info("agents ask for tasks at %s/sessions", self._url)
@@ -151,7 +153,8 @@ class Gateway:
 
     def _task(self, episode: OpenEpisode) -> Mapping[str, Any]:
         session_url = f"{self._url}/sessions/{episode.key}"
-        messages = opening_messages(episode.context.prompt, self._system_prompt)
+        assert self._renderer is not None, "it has started"
+        messages = self._renderer.messages(episode.context.prompt)
         return {
             "api_key": episode.key,
             "base_url": f"{self._url}/v1",
@@ -166,13 +169,3 @@ def _started_agent(settings: AgentSettings) -> StartedAgent | None:
     if settings.function is not None:
         return FunctionAgent(settings.function)
     return CommandAgent(settings.command) if settings.command is not None else None
-
-
-def opening_messages(prompt: Prompt, system_prompt: str | None) -> tuple[Message, ...]:
-    """What a conversation about the prompt begins with."""
-    if not isinstance(prompt.content, str):
-        return prompt.content
-    system: tuple[Message, ...] = ()
-    if system_prompt:
-        system = ({"role": "system", "content": system_prompt},)
-    return (*system, {"role": "user", "content": prompt.content})

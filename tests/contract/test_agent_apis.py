@@ -67,7 +67,7 @@ def config(**agent: object) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"path": "policy"},
-            "data": {"source": "copy", "system_prompt": "be kind"},
+            "data": {"source": "copy"},
             "generator": {"environment": "agent", "agent": agent},
         }
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamrl.interfaces import CompletionHandle, Message, ToolSchema
+from streamrl.interfaces import CompletionHandle, Message, Prompt, ToolSchema
 from streamrl.types import Completion, FinishReason, SamplingParams
 
 END = ord(";")
@@ -70,6 +70,10 @@ class PlainRenderer:
     ) -> tuple[int, ...]:
         end = () if completion_token_ids[-1] == END else (END,)
         return (*end, *self.encode_messages(messages))
+
+    def messages(self, prompt: Prompt) -> tuple[Message, ...]:
+        system = {"role": "system", "content": "be kind"}
+        return (system, {"role": "user", "content": str(prompt.content)})
 
     def _rendered(self, message: Message) -> str:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
