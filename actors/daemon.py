@@ -17,6 +17,7 @@ from actors.engines import make_engine
 from actors.environments import make_environment
 from actors.environments.runner import make_runner
 from actors.environments.stream import open_stream
+from actors.gateway.start import serving_agents
 from actors.generator import Generator
 from actors.rendering.renderer import ChatRenderer
 from buffers.connect import connect
@@ -58,16 +59,21 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     stream, renderer = open_stream(config), ChatRenderer.from_config(config)
     for entry in config.entries:
         make_environment(entry)
+    if any(entry.environment != "single_turn" for entry in config.entries):
+        renderer.require_replies()
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:
-        runner = make_runner(config, engine, renderer, stream)
-        generator = Generator(config, generator_id, runner, buffer)
-        log.info("%s serves %s with %s", generator_id, config.model.path, config.generator.engine)
-        signaled = asyncio.create_task(shutdown.requested.wait())
-        signaled.add_done_callback(lambda _: generator.stop())
-        await generator.run()
-        signaled.cancel()
+        async with serving_agents(config, generator_id, renderer) as agents:
+            runner = make_runner(config, engine, renderer, stream).played_by(agents)
+            generator = Generator(config, generator_id, runner, buffer)
+            log.info(
+                "%s serves %s with %s", generator_id, config.model.path, config.generator.engine
+            )
+            signaled = asyncio.create_task(shutdown.requested.wait())
+            signaled.add_done_callback(lambda _: generator.stop())
+            await generator.run()
+            signaled.cancel()
     finally:
         await engine.close()
         await buffer.close()

@@ -18,6 +18,7 @@ import math
 import time
 import uuid
 
+from actors.dynamic_sampling import UniformFilter
 from actors.environments.runner import MixedRunner
 from actors.episodes.rollout import GroupProgress, GroupRunner
 from actors.failure_limit import FailureLimit
@@ -79,11 +80,14 @@ class Generator:
         self._groups: dict[str, LeasedGroup] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
+        self._uniform_filter = UniformFilter(
+            config.algorithm.dynamic_sampling, config.learner.groups_per_step
+        )
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
         self._max_num_seqs = config.generator.max_num_seqs
-        self._largest_group = config.max_group_size
+        self._largest_group = config.max_group_size + config.generator.oversample.num_siblings
         self._last_report = (time.monotonic(), 0.0)
 
     def stop(self) -> None:
@@ -139,14 +143,14 @@ class Generator:
                 lease=lease,
                 task=task,
                 leased_at_s=time.monotonic(),
-                num_episodes=self._runner.num_episodes(lease),
+                num_siblings=self._runner.num_siblings_of(lease),
                 min_policy_version=lease.min_policy_version,
             )
 
     def _num_free(self) -> int:
         """Groups that the engine has room for; the last one may have to wait for some of it. Where
         groups differ in size, of the largest."""
-        num_held = sum(group.num_episodes for group in self._groups.values())
+        num_held = sum(group.num_siblings for group in self._groups.values())
         return math.ceil((self._max_num_seqs - num_held) / self._largest_group)
 
     def _is_current(self) -> bool:
@@ -157,8 +161,12 @@ class Generator:
         lease_id = lease.lease_id
         try:
             progress = await self._wait_for_turn(lease_id)
-            await self._put(lease_id, await self._runner.run(lease, progress))
+            group = await self._runner.run(lease, progress)
             self._failure_limit.on_success()
+            if self._uniform_filter.leaves_out(group):
+                await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
+            else:
+                await self._put(lease_id, group)
         except PromptTooLongError as error:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)

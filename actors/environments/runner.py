@@ -8,10 +8,12 @@ from typing import Any
 from actors.environments import make_environment
 from actors.environments.stream import Stream
 from actors.episodes.rollout import GroupProgress, GroupRunner
+from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
+from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.interfaces import Engine
 from streamrl.types import Lease, SamplingParams, TrajectoryGroup
 
@@ -36,18 +38,31 @@ class MixedRunner:
         """As `GroupRunner.origin`."""
         return self.of(lease.prompt_index).origin(lease)
 
-    def num_episodes(self, lease: Lease) -> int:
-        """As `GroupRunner.num_episodes`."""
-        return self.of(lease.prompt_index).num_episodes(lease)
+    def num_siblings_of(self, lease: Lease) -> int:
+        """As `GroupRunner.num_siblings_of`."""
+        return self.of(lease.prompt_index).num_siblings
 
     def single(self) -> "MixedRunner":
         """One response to each prompt, and none beside it."""
-        return self.changed(group_size=1, with_greedy_reward=False)
+        return self.changed(group_size=1, oversample=OversampleSettings(), with_greedy_reward=False)
+
+    def played_by(self, agents: Mapping[str, Agent]) -> "MixedRunner":
+        """With these agents, by the names of their entries, in the place of environments."""
+        played = {
+            name: replace(self.runners[name], make_environment=partial(_same, agent))
+            for name, agent in agents.items()
+        }
+        return replace(self, runners={**self.runners, **played})
 
     def changed(self, **fields: Any) -> "MixedRunner":
         """Every group runner with these fields."""
         runners = {name: replace(runner, **fields) for name, runner in self.runners.items()}
         return replace(self, runners=runners)
+
+
+def _same(agent: Agent) -> Agent:
+    """One agent plays any number of episodes."""
+    return agent
 
 
 def make_runner(
@@ -78,6 +93,7 @@ def _group_runner(
         reward=make_reward(entry.data),
         sampling=sampling_params(config),
         group_size=entry.group_size,
+        oversample=config.generator.oversample,
         max_model_len=config.max_model_len,
         deadline_s=config.generator.group_deadline_s,
         run_seed=config.run.seed,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # The renderer and the evaluation are one for all entries, and the reward has settings of its own.
 _OF_THE_RUN = (
     "chat_template",
+    "tool_parser",
     "system_prompt",
     "max_prompt_length",
     "truncation",
@@ -114,7 +115,7 @@ def _data(data: DataSettings, index: int, settings: EnvironmentSettings) -> Data
                 for key in unknown
             ]
         )
-    changed = {**data.model_dump(exclude_unset=True), **settings.data, **_reward(settings)}
+    changed = {**_inherited(data, settings), **settings.data, **_reward(settings)}
     try:
         return DataSettings.model_validate(changed)
     except ValidationError as error:
@@ -129,6 +130,14 @@ def _data(data: DataSettings, index: int, settings: EnvironmentSettings) -> Data
                 for detail in error.errors()
             ]
         ) from error
+
+
+def _inherited(data: DataSettings, settings: EnvironmentSettings) -> dict[str, Any]:
+    """What is set of `data`, without the rewards if the entry has rewards of its own."""
+    values = data.model_dump(exclude_unset=True)
+    if settings.reward is None and "rewards" not in settings.data:
+        return values
+    return {k: v for k, v in values.items() if k not in ("reward", "reward_kwargs", "rewards")}
 
 
 def _reward(settings: EnvironmentSettings) -> dict[str, Any]:
