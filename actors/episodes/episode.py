@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from actors.episodes.record import EpisodeRecord, Rollout
+from actors.gateway.agent import Agent, play
+from actors.gateway.session import Session
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     CompletionHandle,
@@ -32,7 +34,7 @@ class EpisodeRun:
     def __init__(
         self,
         engine: Engine,
-        make_environment: Callable[[], Environment],
+        make_environment: Callable[[], Environment | Agent],
         *,
         max_model_len: int,
         deadline_s: float,
@@ -45,10 +47,13 @@ class EpisodeRun:
         self._handle = CompletionHandle(self._stop)
         self._record = EpisodeRecord()
         self._metrics: Mapping[str, float] = {}
+        self._session: Session | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens sampled so far, as far as the engine has reported them; -1 if it has not."""
+        if self._session is not None:
+            return self._session.num_tokens
         sampled, now = self._record.num_sampled_tokens, self._handle.num_tokens
         return sampled + max(now, 0) if self._record.segments or now >= 0 else -1
 
@@ -80,6 +85,8 @@ class EpisodeRun:
     ) -> FinishReason:
         """Why the episode ended. Waits for the engine, then for the environment, turn by turn."""
         environment = self._make_environment()
+        if isinstance(environment, Agent):
+            return await self._attend(environment, start, sampling)
         try:
             observation = await environment.start(start)
             context: tuple[int, ...] = ()
@@ -105,6 +112,23 @@ class EpisodeRun:
                     return FinishReason.DEADLINE
         finally:
             await environment.close()
+
+    async def _attend(
+        self, agent: Agent, start: EnvironmentContext, sampling: SamplingParams
+    ) -> FinishReason:
+        """Why the episode ended. Waits for the agent, which asks for its turns by itself."""
+        self._session = session = Session(
+            self._engine,
+            start.renderer,
+            sampling,
+            max_model_len=self._max_model_len,
+            record=self._record,
+            stop=self._stop,
+        )
+        result = await play(agent, session, start)
+        invalid = {INVALID_TURNS: float(session.num_invalid_turns)}
+        self._metrics = {**result.metrics, **(invalid if session.num_invalid_turns else {})}
+        return session.finish_reason
 
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(

@@ -5,12 +5,14 @@ last of these counts as an invalid turn. The reward judges the last turn, or the
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from actors.tools.toolset import EpisodeTools, Toolset
 from streamrl.interfaces import EnvironmentContext, Message, Observation, Transition
 from streamrl.types import Completion, FinishReason
 
+TOOLS = "tools"
+"""Its name."""
 # More calls in one completion are answered with an error and not run.
 _MAX_CALLS = 32
 
@@ -18,15 +20,20 @@ _MAX_CALLS = 32
 class ToolEnvironment:
     """One episode with the tools of its generator."""
 
-    def __init__(self, toolset: Toolset) -> None:
+    def __init__(self, toolset: Toolset, tools: Sequence[str] = ()) -> None:
+        """
+        Args:
+            tools: names of those that may be called; none: all.
+        """
         self._toolset = toolset
+        self._names = tuple(tools)
         self._tools: EpisodeTools | None = None
         self._context: EnvironmentContext | None = None
 
     async def start(self, context: EnvironmentContext) -> Observation:
         """The prompt, with the tools as the chat template describes them. Waits for the tools."""
         self._context = context
-        self._tools = await self._toolset.open()
+        self._tools = await self._toolset.open(self._names)
         messages = context.renderer.messages(context.prompt)
         return Observation(messages=messages, tools=self._tools.schemas)
 

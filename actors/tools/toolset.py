@@ -69,18 +69,21 @@ class Toolset:
         """
         return cls(make_sources(generator))
 
-    async def open(self) -> "EpisodeTools":
+    async def open(self, names: Sequence[str] = ()) -> "EpisodeTools":
         """The tools of one episode. Waits for servers that have to be started or reached.
 
+        Args:
+            names: of those that may be called; none: all.
+
         Raises:
-            RolloutError: one is out of reach, or two tools have one name.
+            RolloutError: one is out of reach or unknown, or two tools have one name.
         """
         sessions: list[tuple[_Slots, ToolSession]] = []
         try:
             for slots in self._slots:
                 async with asyncio.timeout(slots.source.limits.time_limit_s):
                     sessions.append((slots, await slots.source.open()))
-            return EpisodeTools(sessions)
+            return EpisodeTools(sessions, names)
         except TimeoutError as error:
             await _close([session for _, session in sessions])
             raise RolloutError("a tool was not opened within its time limit") from error
@@ -93,23 +96,29 @@ class EpisodeTools:
     """The tools of one episode.
 
     Raises:
-        RolloutError: two tools have one name.
+        RolloutError: two tools have one name, or one that is asked for is not there.
     """
 
-    def __init__(self, sessions: Sequence[tuple[_Slots, ToolSession]]) -> None:
+    def __init__(
+        self, sessions: Sequence[tuple[_Slots, ToolSession]], names: Sequence[str] = ()
+    ) -> None:
         self._sessions = [session for _, session in sessions]
-        self.schemas: tuple[ToolSchema, ...] = tuple(
-            schema for session in self._sessions for schema in session.schemas
-        )
-        names = [name_of(schema) for schema in self.schemas]
-        if twice := [name for name in names if names.count(name) > 1]:
+        schemas = [schema for session in self._sessions for schema in session.schemas]
+        known = [name_of(schema) for schema in schemas]
+        if twice := [name for name in known if known.count(name) > 1]:
             raise RolloutError(f"generator.tools: two tools are called {twice[0]!r}")
+        if missing := [name for name in names if name not in known]:
+            hint = did_you_mean(missing[0], known)
+            raise RolloutError(f"generator.tools: there is no tool {missing[0]!r}; {hint}")
+        chosen = set(names or known)
+        self.schemas: tuple[ToolSchema, ...] = tuple(s for s in schemas if name_of(s) in chosen)
         self._tools = {
             name_of(schema): (slots, session)
             for slots, session in sessions
             for schema in session.schemas
+            if name_of(schema) in chosen
         }
-        self._counts: Mapping[str, ToolCounts] = {name: ToolCounts() for name in names}
+        self._counts: Mapping[str, ToolCounts] = dict.fromkeys(self._tools, ToolCounts())
         self._num_unknown = 0
 
     async def answer(self, call: Mapping[str, Any]) -> Message:
