@@ -8,18 +8,26 @@ Either is made anew for each episode, with the entry's arguments.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from actors.environments.arguments import check_arguments
 from actors.environments.single_turn import SingleTurn
 from actors.environments.user import UserEnvironment
-from actors.gateway.agent import Agent
-from actors.gateway.start import AGENT, UnservedAgent
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Environment
 from streamrl.user_code import is_user_code
 
-Make = Callable[..., Environment | Agent]
+if TYPE_CHECKING:
+    from actors.gateway.agent import Agent
+
+Make = Callable[..., "Environment | Agent"]
+
+
+def _agent() -> Make:
+    from actors.gateway.start import UnservedAgent
+
+    return UnservedAgent
 
 
 def _frozen_lake() -> Make:
@@ -48,7 +56,7 @@ def _textarena() -> Make:
 
 BUILT_IN: Mapping[str, Callable[[], Make]] = {
     "single_turn": lambda: SingleTurn,
-    AGENT: lambda: UnservedAgent,
+    "agent": _agent,
     "frozen_lake": _frozen_lake,
     "sokoban": _sokoban,
 }
@@ -59,7 +67,7 @@ BY_ID: Mapping[str, Callable[[], Make]] = {
 _EXTRAS = {"gymnasium": "gym", "textarena": "textarena", "verifiers": "verifiers"}
 
 
-def make_environment(entry: EnvironmentEntry) -> Environment | Agent:
+def make_environment(entry: EnvironmentEntry) -> "Environment | Agent":
     """A fresh environment of the entry.
 
     Raises:
