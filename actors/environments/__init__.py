@@ -8,12 +8,11 @@ Either is made anew for each episode, with the entry's arguments.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from actors.environments.arguments import check_arguments
 from actors.environments.single_turn import SingleTurn
 from actors.environments.user import UserEnvironment
-from actors.gateway.agent import Agent
-from actors.gateway.start import AGENT, UnservedAgent
 from actors.tools.environment import TOOLS, ToolEnvironment
 from actors.tools.toolset import Toolset
 from streamrl.config.environments import EnvironmentEntry
@@ -21,7 +20,16 @@ from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Environment
 from streamrl.user_code import is_user_code
 
-Make = Callable[..., Environment | Agent]
+if TYPE_CHECKING:
+    from actors.gateway.agent import Agent
+
+Make = Callable[..., "Environment | Agent"]
+
+
+def _agent() -> Make:
+    from actors.gateway.start import UnservedAgent
+
+    return UnservedAgent
 
 
 def _frozen_lake() -> Make:
@@ -51,7 +59,7 @@ def _textarena() -> Make:
 _NO_TOOLS = Toolset()
 BUILT_IN: Mapping[str, Callable[[], Make]] = {
     "single_turn": lambda: SingleTurn,
-    AGENT: lambda: UnservedAgent,
+    "agent": _agent,
     TOOLS: lambda: ToolEnvironment,
     "frozen_lake": _frozen_lake,
     "sokoban": _sokoban,
@@ -63,7 +71,9 @@ BY_ID: Mapping[str, Callable[[], Make]] = {
 _EXTRAS = {"gymnasium": "gym", "textarena": "textarena", "verifiers": "verifiers"}
 
 
-def make_environment(entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS) -> Environment | Agent:
+def make_environment(
+    entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS
+) -> "Environment | Agent":
     """A fresh environment of the entry.
 
     Args:

@@ -43,8 +43,8 @@ def check_user_code(config: RunConfig) -> Iterator[Finding]:
             yield from refusal(partial(find_user_code, field, name))
     for entry in config.entries:
         rewards = " + ".join(reward.reward for reward in entry.data.all_rewards)
-        yield from _placed(entry, iter([fact(f"data.reward: {rewards}")]))
-        yield fact(f"{entry.setting}: {entry.environment}")
+        looked_at = f"data.reward: {rewards}; {entry.setting}: {entry.environment}"
+        yield from _placed(entry, iter([fact(looked_at)]))
 
 
 def check_prompts(config: RunConfig) -> Iterator[Finding]:
