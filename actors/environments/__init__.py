@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 Make = Callable[..., "Environment | Agent"]
 
 
+def _calculator() -> Make:
+    from actors.environments.tasks.calculator import calculator
+
+    return calculator
+
+
+def _file_search() -> Make:
+    from actors.environments.tasks.file_search import file_search
+
+    return file_search
+
+
 def _agent() -> Make:
     from actors.gateway.start import UnservedAgent
 
@@ -61,6 +73,8 @@ BUILT_IN: Mapping[str, Callable[[], Make]] = {
     "single_turn": lambda: SingleTurn,
     "agent": _agent,
     TOOLS: lambda: ToolEnvironment,
+    "calculator": _calculator,
+    "file_search": _file_search,
     "frozen_lake": _frozen_lake,
     "sokoban": _sokoban,
 }
@@ -83,7 +97,7 @@ def make_environment(
         ConfigError: the name or an argument is unknown, a package is not installed, or a user's own
             cannot be loaded.
     """
-    if is_user_code(entry.environment) and not entry.environment.startswith("verifiers:"):
+    if is_user_code(entry.environment):
         return UserEnvironment(entry)
     kind, colon, own_id = entry.environment.partition(":")
     loads = BY_ID if colon else BUILT_IN

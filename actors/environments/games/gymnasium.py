@@ -113,7 +113,7 @@ def gymnasium_text(
             load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
         )
         modes = getattr(creator, "metadata", {}).get("render_modes", ())
-        shown = {"render_mode": "ansi"} if "ansi" in modes else {}
+        shown: dict[str, Any] = {"render_mode": "ansi"} if "ansi" in modes else {}
         env = gymnasium.make(env_id, disable_env_checker=True, **shown, **kwargs)
     game = GymnasiumGame(env, actions=actions, rules=rules)
     return GameEnvironment(game, instructions=instructions, max_moves=max_moves)
