@@ -162,6 +162,10 @@ class GroupRunner:
         entropy = np.random.SeedSequence([self.run_seed, lease.prompt_index])
         return int(entropy.generate_state(1)[0])
 
+    def num_siblings_of(self, lease: Lease) -> int:
+        """Those that are sampled for the lease."""
+        return self.num_siblings
+
     def origin(self, lease: Lease) -> str:
         """Where the lease's prompt is found; "" if nobody knows."""
         return self.prompts[lease.prompt_index].origin

@@ -5,7 +5,7 @@ runs/NAME/gateways/GENERATOR.json   where agents reach it, while it is there
 
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -40,15 +40,16 @@ class UnservedAgent:
 @asynccontextmanager
 async def serving_agents(
     config: RunConfig, generator_id: str, renderer: ChatRenderer
-) -> AsyncIterator[Agent]:
-    """What plays the episodes of environment `agent`.
+) -> AsyncIterator[Mapping[str, Agent]]:
+    """What plays the episodes of environment `agent`, by the names of the entries.
 
     Raises:
         ConfigError: the gateway cannot be started as it is configured.
         TransportError: other processes have its ports.
     """
-    if config.generator.environment != AGENT:
-        yield UnservedAgent()
+    names = [entry.name for entry in config.entries if entry.environment == AGENT]
+    if not names:
+        yield {}
         return
     gateway = _gateway(config)
     folder = config.run.path / "gateways"
@@ -57,7 +58,7 @@ async def serving_agents(
         url = await gateway.start(renderer)
         folder.mkdir(exist_ok=True)
         write_file(file, json.dumps({"url": url, "pid": os.getpid()}))
-        yield gateway
+        yield dict.fromkeys(names, gateway)
     finally:
         file.unlink(missing_ok=True)
         await gateway.close()

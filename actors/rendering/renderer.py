@@ -31,6 +31,11 @@ class ChatRenderer:
         self._template = _template(tokenizer, data)
         self._parser = MessageParser(tokenizer, self._template, data.tool_parser)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded; else there is text alone."""
+        return self._template is not None
+
     @classmethod
     def from_config(cls, config: RunConfig) -> "ChatRenderer":
         model = config.model

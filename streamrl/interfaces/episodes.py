@@ -40,6 +40,11 @@ class PromptSource(Protocol):
 class Renderer(Protocol):
     """Between text or messages and token ids, as the run's tokenizer and chat template do it."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded; else there is text alone."""
+        ...
+
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of the text as it stands, without a chat template or special tokens."""
         ...

@@ -20,8 +20,11 @@ class GeneratorSettings(Section):
     engine: str = "hf"
     """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
-    """What answers the policy, turn by turn: single_turn, or PATH.py:CLASS; agent: agents call the
-    policy (see `generator.agent`)."""
+    """What answers the policy, turn by turn: single_turn, frozen_lake, sokoban, calculator,
+    file_search, gymnasium:ID, textarena:ID, or PATH.py:CLASS; or what calls the policy: agent (see
+    `generator.agent`), verifiers:ID. Several stand in `environments`."""
+    environment_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment."""
     agent: AgentSettings = AgentSettings()
     """Agents of environment agent."""
     group_size: Positive = 8
