@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -58,7 +58,7 @@ class Episodes:
         episode = EpisodeRun(
             self.engine, lambda: self._gateway, max_model_len=max_model_len, deadline_s=deadline_s
         )
-        prompt = Prompt("what?", "a", {"id": 5}, origin="row 3 of x")
+        prompt = Prompt("what?", "a", {"id": 5}, origin="row 3 of x", environment="agent")
         async with asyncio.timeout(60):
             return await episode.run(EnvironmentContext(prompt, (), PlainRenderer()), SAMPLING)
 
@@ -252,7 +252,7 @@ def is_alive(pid: str) -> bool:
 
 class TestAgentsThatAsk:
     async def test_one_plays_over_http_alone(self):
-        async with serving(reward="environment") as episodes, httpx.AsyncClient() as http:
+        async with serving(reward="environment") as episodes, httpx2.AsyncClient() as http:
             running = asyncio.create_task(episodes.run())
             taken = await http.post(f"{episodes.url}/sessions", json={"agent": "me", "wait_s": 9})
             task = taken.json()
@@ -270,7 +270,7 @@ class TestAgentsThatAsk:
         assert rollout.metrics == {"steps": 4.0}
 
     async def test_one_that_falls_silent_is_lost_and_its_late_call_is_refused(self):
-        async with serving(silence_s=0.3) as episodes, httpx.AsyncClient() as http:
+        async with serving(silence_s=0.3) as episodes, httpx2.AsyncClient() as http:
             running = asyncio.create_task(episodes.run())
             taken = await http.post(f"{episodes.url}/sessions", json={"agent": "me", "wait_s": 9})
             with pytest.raises(
@@ -284,7 +284,7 @@ class TestAgentsThatAsk:
             assert late.json()["error"]["message"] == "the episode is over"
 
     async def test_waiting_for_a_completion_is_no_silence(self):
-        async with serving(silence_s=0.3) as episodes, httpx.AsyncClient() as http:
+        async with serving(silence_s=0.3) as episodes, httpx2.AsyncClient() as http:
             episodes.engine.open.clear()
             running = asyncio.create_task(episodes.run())
             taken = await http.post(f"{episodes.url}/sessions", json={"wait_s": 9})
@@ -299,7 +299,7 @@ class TestAgentsThatAsk:
             assert recorded(await running) == ["u:q;>a;"]
 
     async def test_one_may_give_up(self):
-        async with serving() as episodes, httpx.AsyncClient() as http:
+        async with serving() as episodes, httpx2.AsyncClient() as http:
             running = asyncio.create_task(episodes.run())
             taken = await http.post(f"{episodes.url}/sessions", json={"agent": "me", "wait_s": 9})
             await http.delete(taken.json()["session_url"])
@@ -307,7 +307,7 @@ class TestAgentsThatAsk:
                 await running
 
     async def test_without_a_task_there_is_no_content(self):
-        async with serving() as episodes, httpx.AsyncClient() as http:
+        async with serving() as episodes, httpx2.AsyncClient() as http:
             for wait_s in (0, 0.1):
                 nothing = await http.post(f"{episodes.url}/sessions", json={"wait_s": wait_s})
                 assert nothing.status_code == 204
@@ -315,7 +315,7 @@ class TestAgentsThatAsk:
             assert "wait_s: was 1e+09; it must be from 0 to 300" in wrong.text
 
     async def test_an_agent_that_goes_away_while_it_waits_gets_no_task(self):
-        async with serving() as episodes, httpx.AsyncClient() as http:
+        async with serving() as episodes, httpx2.AsyncClient() as http:
             first = http.post(f"{episodes.url}/sessions", json={"agent": "first", "wait_s": 60})
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.5):
@@ -329,7 +329,7 @@ class TestAgentsThatAsk:
                 await running
 
     async def test_a_canceled_episode_is_not_offered_any_more(self):
-        async with serving() as episodes, httpx.AsyncClient() as http:
+        async with serving() as episodes, httpx2.AsyncClient() as http:
             running = asyncio.create_task(episodes.run())
             await asyncio.sleep(0.05)
             running.cancel()
@@ -339,13 +339,13 @@ class TestAgentsThatAsk:
             assert nothing.status_code == 204
 
     async def test_an_agent_that_is_started_leaves_none_to_take(self, function):
-        async with serving(function=function("return 0")) as episodes, httpx.AsyncClient() as http:
+        async with serving(function=function("return 0")) as episodes, httpx2.AsyncClient() as http:
             refused = await http.post(f"{episodes.url}/sessions", json={})
             assert "generator.agent starts its agents itself" in refused.text
 
     async def test_a_token_is_asked_for(self, monkeypatch):
         monkeypatch.setenv("AGENTS", "tok")
-        async with serving(token_variable="AGENTS") as episodes, httpx.AsyncClient() as http:
+        async with serving(token_variable="AGENTS") as episodes, httpx2.AsyncClient() as http:
             url = f"{episodes.url}/sessions"
             for headers in ({}, {"Authorization": "Bearer other"}, {"x-api-key": "tök".encode()}):
                 refused = await http.post(url, json={"wait_s": 0}, headers=headers)
