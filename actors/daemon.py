@@ -20,6 +20,7 @@ from actors.environments.stream import open_stream
 from actors.gateway.start import serving_agents
 from actors.generator import Generator
 from actors.rendering.renderer import ChatRenderer
+from actors.tools.environment import TOOLS
 from buffers.connect import connect
 from streamrl import service
 from streamrl.config import RunConfig
@@ -61,6 +62,8 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
         make_environment(entry)
     if any(entry.environment != "single_turn" for entry in config.entries):
         renderer.require_replies()
+    if any(entry.environment == TOOLS for entry in config.entries):
+        renderer.require_tool_calls()
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:

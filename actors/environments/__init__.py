@@ -8,18 +8,40 @@ Either is made anew for each episode, with the entry's arguments.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from actors.environments.arguments import check_arguments
 from actors.environments.single_turn import SingleTurn
 from actors.environments.user import UserEnvironment
-from actors.gateway.agent import Agent
-from actors.gateway.start import AGENT, UnservedAgent
+from actors.tools.environment import TOOLS, ToolEnvironment
+from actors.tools.toolset import Toolset
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Environment
 from streamrl.user_code import is_user_code
 
-Make = Callable[..., Environment | Agent]
+if TYPE_CHECKING:
+    from actors.gateway.agent import Agent
+
+Make = Callable[..., "Environment | Agent"]
+
+
+def _calculator() -> Make:
+    from actors.environments.tasks.calculator import calculator
+
+    return calculator
+
+
+def _file_search() -> Make:
+    from actors.environments.tasks.file_search import file_search
+
+    return file_search
+
+
+def _agent() -> Make:
+    from actors.gateway.start import UnservedAgent
+
+    return UnservedAgent
 
 
 def _frozen_lake() -> Make:
@@ -46,9 +68,13 @@ def _textarena() -> Make:
     return textarena_game
 
 
+_NO_TOOLS = Toolset()
 BUILT_IN: Mapping[str, Callable[[], Make]] = {
     "single_turn": lambda: SingleTurn,
-    AGENT: lambda: UnservedAgent,
+    "agent": _agent,
+    TOOLS: lambda: ToolEnvironment,
+    "calculator": _calculator,
+    "file_search": _file_search,
     "frozen_lake": _frozen_lake,
     "sokoban": _sokoban,
 }
@@ -59,14 +85,19 @@ BY_ID: Mapping[str, Callable[[], Make]] = {
 _EXTRAS = {"gymnasium": "gym", "textarena": "textarena", "verifiers": "verifiers"}
 
 
-def make_environment(entry: EnvironmentEntry) -> Environment | Agent:
+def make_environment(
+    entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS
+) -> "Environment | Agent":
     """A fresh environment of the entry.
+
+    Args:
+        toolset: of the generator, which the episodes of environment `tools` share.
 
     Raises:
         ConfigError: the name or an argument is unknown, a package is not installed, or a user's own
             cannot be loaded.
     """
-    if is_user_code(entry.environment) and not entry.environment.startswith("verifiers:"):
+    if is_user_code(entry.environment):
         return UserEnvironment(entry)
     kind, colon, own_id = entry.environment.partition(":")
     loads = BY_ID if colon else BUILT_IN
@@ -85,6 +116,7 @@ def make_environment(entry: EnvironmentEntry) -> Environment | Agent:
             f"pip install 'streamrl[{_EXTRAS.get(package, package)}]'"
         ) from error
     make = partial(make, own_id) if colon else make
+    make = partial(make, toolset) if kind == TOOLS else make
     check_arguments(entry, make)
     try:
         return make(**entry.kwargs)

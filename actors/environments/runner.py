@@ -11,6 +11,7 @@ from actors.episodes.rollout import GroupProgress, GroupRunner
 from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
+from actors.tools.toolset import Toolset
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.config.generator.oversample import OversampleSettings
@@ -71,9 +72,13 @@ def make_runner(
     """Samples groups with the settings of `generator`.
 
     Raises:
-        ConfigError: an environment or a reward cannot be made.
+        ConfigError: an environment, a tool or a reward cannot be made.
     """
-    runners = {e.name: _group_runner(config, engine, renderer, stream, e) for e in stream.entries}
+    toolset = Toolset.from_settings(config.generator)
+    runners = {
+        entry.name: _group_runner(config, engine, renderer, stream, entry, toolset)
+        for entry in stream.entries
+    }
     return MixedRunner(engine, stream, runners)
 
 
@@ -83,12 +88,13 @@ def _group_runner(
     renderer: ChatRenderer,
     stream: Stream,
     entry: EnvironmentEntry,
+    toolset: Toolset,
 ) -> GroupRunner:
     return GroupRunner(
         engine=engine,
         prompts=stream,
         renderer=renderer,
-        make_environment=partial(make_environment, entry),
+        make_environment=partial(make_environment, entry, toolset),
         environment=entry.name,
         reward=make_reward(entry.data),
         sampling=sampling_params(config),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from actors.gateway.agent import Agent, AgentResult
 from actors.gateway.session import Session
-from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, RolloutError
@@ -19,6 +18,7 @@ from streamrl.interfaces import EnvironmentContext
 
 if TYPE_CHECKING:
     from actors.gateway.gateway import Gateway
+    from actors.rendering.renderer import ChatRenderer
 
 AGENT = "agent"
 """The name of the environment that agents play."""
@@ -46,7 +46,7 @@ class UnservedAgent:
 
 @asynccontextmanager
 async def serving_agents(
-    config: RunConfig, generator_id: str, renderer: ChatRenderer
+    config: RunConfig, generator_id: str, renderer: "ChatRenderer"
 ) -> AsyncIterator[Mapping[str, Agent]]:
     """What plays the episodes of environment `agent`, by the names of the entries.
 

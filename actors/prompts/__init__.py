@@ -70,8 +70,8 @@ def _open(
     if source not in TASKS:
         suffixes = ", ".join(SUFFIXES)
         raise ConfigError(
-            f"{field}: was {source!r}; a file ({suffixes}), environment, reasoning_gym:NAME, "
-            f"PATH.py:NAME or a task: "
+            f"{field}: was {source!r}; a file ({suffixes}), reasoning_gym:NAME, PATH.py:NAME, "
+            f"environment or a task: "
             f"{did_you_mean(source, TASKS)}"
         )
     return TaskPrompts(

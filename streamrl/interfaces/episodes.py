@@ -64,6 +64,10 @@ class Renderer(Protocol):
         """Token ids between the end of a completion and the place where the next one begins."""
         ...
 
+    def messages(self, prompt: Prompt) -> tuple[Message, ...]:
+        """The conversation that the prompt opens, with the run's system prompt."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
         ...

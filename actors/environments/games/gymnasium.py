@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Discrete, Text
 
 from actors.environments.games.game import GameEnvironment, Outcome, find_action
@@ -107,10 +108,13 @@ def gymnasium_text(
         ValueError: it is not played in text.
     """
     with attributed_to(f"environment gymnasium:{env_id}"):
-        try:
-            env = gymnasium.make(env_id, render_mode="ansi", disable_env_checker=True, **kwargs)
-        except (TypeError, ValueError, gymnasium.error.Error):
-            env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+        entry_point = gymnasium.spec(env_id).entry_point
+        creator: Any = (
+            load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+        )
+        modes = getattr(creator, "metadata", {}).get("render_modes", ())
+        shown: dict[str, Any] = {"render_mode": "ansi"} if "ansi" in modes else {}
+        env = gymnasium.make(env_id, disable_env_checker=True, **shown, **kwargs)
     game = GymnasiumGame(env, actions=actions, rules=rules)
     return GameEnvironment(game, instructions=instructions, max_moves=max_moves)
 
