@@ -19,6 +19,7 @@ from actors.environments import make_environment
 from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
 from actors.prompts import open_prompts
+from actors.prompts.fitting import fitting_rows
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
 from buffers.connect import connect
@@ -59,8 +60,10 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     require_model(config)
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
-    prompts, reward = open_prompts(config.data, config.run.seed), make_reward(config.data)
     renderer = ChatRenderer.from_config(config)
+    fitting = partial(fitting_rows, config, renderer)
+    prompts = open_prompts(config.data, config.run.seed, fitting)
+    reward = make_reward(config.data)
     make_environment(config.generator.environment)
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
