@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -68,9 +69,9 @@ def _by_workers(config: RunConfig, prompts: PromptRows) -> Iterator[NDArray[np.b
     num_workers = config.data.filter_workers
     chunks = _batches(_without_rows(prompts), _CHUNK)
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(num_workers, _start_worker, (config.model_dump_json(),)) as pool:
+    with ProcessPoolExecutor(num_workers, spawn, _start_worker, (config,)) as pool:
         for some in _batches(chunks, num_workers * _CHUNKS_A_WORKER):
-            yield from pool.map(_fit, some, chunksize=1)
+            yield from pool.map(_fit, some)
 
 
 def _batches(values: Iterable[Value], size: int) -> Iterator[tuple[Value, ...]]:
@@ -83,10 +84,10 @@ def _without_rows(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
     return (replace(prompt, row={}) for prompt in prompts)
 
 
-def _start_worker(config: str) -> None:
+def _start_worker(config: RunConfig) -> None:
     global _renderer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _renderer = ChatRenderer.from_config(RunConfig.model_validate_json(config))
+    _renderer = ChatRenderer.from_config(config)
 
 
 _renderer: ChatRenderer

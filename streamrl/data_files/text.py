@@ -87,9 +87,9 @@ def read_csv(setting: str, path: Path) -> ListedRows:
         lines = csv.reader(file, strict=True)
         try:
             names = next(lines, [])
-            rows = []
+            rows, begin = [], lines.line_num + 1
             for values in lines:
-                place = f"line {lines.line_num} of {path.name}"
+                place, begin = f"line {begin} of {path.name}", lines.line_num + 1
                 if values and len(values) != len(names):
                     raise ConfigError(
                         f"{setting}: {place} has {len(values)} values; there are {len(names)} "
