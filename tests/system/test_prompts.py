@@ -13,6 +13,7 @@ from actors.make_model import make_tokenizer
 from actors.prompts.fitting import fitting_rows
 from actors.prompts.streams import FirstPrompts
 from actors.rendering.renderer import ChatRenderer
+from streamrl.cli.main import main
 from streamrl.config import RunConfig
 from streamrl.interfaces import Prompt
 
@@ -66,3 +67,30 @@ def test_several_processes_filter_as_one_does(tmp_path):
     renderer = ChatRenderer.from_config(config)
     kept = fitting_rows(config, renderer, FirstPrompts(Lengths(), 1000), 0)
     assert kept.tolist() == np.flatnonzero(np.arange(1000) % 7 < 3).tolist()
+
+
+def test_groups_without_a_signal_are_left_out_of_a_run_on_several_sources(launch, tmp_path, capsys):
+    lines = (json.dumps({"prompt": f"c{n}=", "answer": str(n)}) for n in range(1, 4000, 37))
+    (tmp_path / "numbers.jsonl").write_text("\n".join(lines))
+    task = "{path: copy, weight: 3, kwargs: {min_length: 1, max_length: 2}}"
+    run = launch(
+        f"--set=data.source=[{task}, {{path: {tmp_path}/numbers.jsonl, weight: 1}}]",
+        "--set=data.source_kwargs={}",
+        "--set=data.max_prompt_length=5",
+        "--set=data.truncation=filter",
+        "--set=algorithm.dynamic_sampling={max_refills: 3}",
+        "--set=generator.oversample={num_siblings: 1}",
+        "--set=run.max_steps=6",
+    )
+    assert run.end() == 0, run.output
+    last = run.lines[-1]
+    assert last["learner/policy_version"] == 6
+    num_left_out = last["buffer/dropped_uniform"]
+    assert 0 < num_left_out <= 2 * 3 * 4 + 3 * last["buffer/granted"]
+    assert last["buffer/books_balanced"] == 1
+    assert last["fairness/dropped_uniform_tokens_frac"] > 0
+    assert last["fairness/discarded_tokens_frac"] > 0
+    assert all(line["reward/groups_alike_frac"] == 0 for line in run.lines)
+    assert "rows fit into data.max_prompt_length" in run.log("generator-0")
+    assert main(["buffer", "audit", str(run.folder)]) == 0
+    assert "dropped (uniform)" in capsys.readouterr().out
