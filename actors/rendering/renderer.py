@@ -10,6 +10,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.rendering.parsing import MessageParser
 from actors.rendering.reply import end_of_turn_text, reply_text, require_replies
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
@@ -28,6 +29,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._data = data
         self._template = _template(tokenizer, data)
+        self._parser = MessageParser(tokenizer, self._template, data.tool_parser)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "ChatRenderer":
@@ -135,6 +137,27 @@ class ChatRenderer:
 
     def _render(self, messages: Sequence[Message], is_open: bool) -> str:
         return self._text(messages, (), "a conversation", is_open=is_open)
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+        """What a completion says, as a message of the assistant; see `Renderer.parse`."""
+        return self._parser.parse(token_ids, tools, self._generation_prompt)
+
+    @property
+    def knows_tool_calls(self) -> bool:
+        """Whether `parse` finds tool calls: the chat template's convention is known."""
+        return self._parser.knows_tool_calls
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        """What the template puts in front of a completion."""
+        if self._template is None:
+            return ""
+        conversation = [{"role": "user", "content": "?"}]
+        try:
+            without, with_it = (self._render(conversation, is_open) for is_open in (False, True))
+        except ConfigError:
+            return ""
+        return with_it.removeprefix(without)
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         content = prompt.content

@@ -63,6 +63,19 @@ class Renderer(Protocol):
         """The text of a completion, without special tokens."""
         ...
 
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+        """The assistant's message that a completion is, by the convention of its chat template.
+
+        It has a `content`, and where they are there `reasoning_content` and `tool_calls`, whose
+        arguments are JSON objects. A call that cannot be read leaves none: the content is then the
+        whole text, and `parse_error` says why.
+
+        Args:
+            tools: those that it may call; their schemas give arguments that are written as text
+                their types.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class EnvironmentContext:
