@@ -202,10 +202,10 @@ class EpisodeRun:
         """What is recorded of every episode."""
         turns = [turn for segment in self._record.segments for turn in segment.turns]
         return {
-            "num_turns": len(turns),
-            "num_tool_calls": sum(turn.num_tool_calls for turn in turns),
-            "num_segments": len(self._record.segments),
-            "num_observation_tokens": sum(turn.num_observation_tokens for turn in turns),
+            "num_turns": float(len(turns)),
+            "num_tool_calls": float(sum(turn.num_tool_calls for turn in turns)),
+            "num_segments": float(len(self._record.segments)),
+            "num_observation_tokens": float(sum(t.num_observation_tokens for t in turns)),
             "environment_wait_s": self._environment_wait_s,
         }
 
