@@ -17,13 +17,16 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
         RolloutError: it is none, or holds what cannot be encoded.
     """
     if not isinstance(observation, Observation):
-        raise _wrong(method, observation, "an Observation")
+        raise _wrong(f"{method} returned", observation, "an Observation")
     for token in observation.token_ids:
         if not hasattr(token, "__index__"):
-            raise _wrong(f"{method}: observation.token_ids", token, "token ids")
-    for message in (*observation.messages, *observation.tools):
+            raise _wrong(f"{method}: one of observation.token_ids was", token, "an int")
+    for message in observation.messages:
         if not isinstance(message, Mapping):
-            raise _wrong(f"{method}: observation.messages and tools", message, "mappings")
+            raise _wrong(f"{method}: one of observation.messages was", message, "a mapping")
+    for tool in observation.tools:
+        if not isinstance(tool, Mapping):
+            raise _wrong(f"{method}: one of observation.tools was", tool, "a mapping")
     return observation
 
 
@@ -33,16 +36,16 @@ def checked_transition(transition: Any) -> Transition:
         RolloutError: it is none, or one of its numbers is none or not finite.
     """
     if not isinstance(transition, Transition):
-        raise _wrong("step", transition, "a Transition")
+        raise _wrong("step returned", transition, "a Transition")
     checked_observation(transition.observation, "step")
     if not isinstance(transition.metrics, Mapping):
-        raise _wrong("step: metrics", transition.metrics, "a mapping of numbers")
+        raise _wrong("step: metrics was", transition.metrics, "a mapping of numbers")
     calls = transition.num_tool_calls
     if not isinstance(calls, int) or calls < 0:
-        raise _wrong("step: num_tool_calls", calls, "a count")
+        raise _wrong("step: num_tool_calls was", calls, "a count")
     for name, value in {"reward": transition.reward, **transition.metrics}.items():
         if not _is_finite(value):
-            raise RolloutError(f"the environment's step: {name} was {value!r}; a finite number")
+            raise _wrong(f"step: {name} was", value, "a finite number")
     return transition
 
 
@@ -51,6 +54,5 @@ def _is_finite(value: Any) -> bool:
 
 
 def _wrong(place: str, value: object, expected: str) -> RolloutError:
-    return RolloutError(
-        f"the environment's {place} returned {type(value).__name__} {value!r:.60}; {expected}"
-    )
+    kind = type(value).__name__
+    return RolloutError(f"the environment's {place} {kind} {value!r:.60}; it must be {expected}")
