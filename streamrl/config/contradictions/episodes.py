@@ -36,7 +36,7 @@ def group_beyond_what_may_be_in_flight(c: "RunConfig") -> str | None:
         return None
     return (
         f"generator.episode.max_in_flight {most} cannot hold one group, which is sampled as "
-        f"{num_episodes} episodes (a group_size of {c.max_group_size} and what is "
+        f"{num_episodes} episodes (group_size {c.max_group_size} and what is "
         "sampled beside them)"
     )
 
