@@ -39,6 +39,7 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     episodes.truncated_of_nothing,
     environments.environment_twice,
     environments.one_name_for_two,
+    environments.agent_of_no_environment,
     environments.limit_below_a_group,
     environments.limits_leave_prompts,
 )
