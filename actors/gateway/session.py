@@ -13,11 +13,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from actors.episodes.record import EpisodeRecord
 from actors.gateway.conversations import Conversations, normalized
 from streamrl.errors import StreamRLError
-from streamrl.interfaces import CompletionHandle, Engine, Message, Renderer, ToolSchema
+from streamrl.interfaces import CompletionHandle, Message, Renderer, ToolSchema
 from streamrl.types import Completion, FinishReason, SamplingParams
 
 
@@ -42,12 +43,25 @@ class Reply:
     """Under which `Session.answered` has the messages up to and with this one."""
 
 
+class Sampler(Protocol):
+    """The part of an engine that a session uses."""
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
+    ) -> Completion:
+        """As `Engine.generate`."""
+        ...
+
+
 class Session:
     """Of one episode; `complete` may be called until `end`."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         renderer: Renderer,
         sampling: SamplingParams,
         *,

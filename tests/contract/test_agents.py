@@ -194,7 +194,7 @@ class TestCommands:
             rollout = await episodes.run()
         assert recorded(rollout) == ["u:q;>a;"]
         assert [turn.reward for turn in rollout.turns] == [2.0]
-        assert rollout.metrics == {"x": 3.0}
+        assert rollout.metrics.items() >= {"x": 3.0}.items()
 
     async def test_without_a_reward_its_answer_alone_is_scored(self, command):
         async with serving(command=command("ask(url, key)")) as episodes:
@@ -267,7 +267,7 @@ class TestAgentsThatAsk:
             assert (await http.post(f"{task['session_url']}/reward", json=good)).is_success
             rollout = await running
         assert [turn.reward for turn in rollout.turns] == [0.25]
-        assert rollout.metrics == {"steps": 4.0}
+        assert rollout.metrics.items() >= {"steps": 4.0}.items()
 
     async def test_one_that_falls_silent_is_lost_and_its_late_call_is_refused(self):
         async with serving(silence_s=0.3) as episodes, httpx2.AsyncClient() as http:
