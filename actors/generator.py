@@ -19,6 +19,7 @@ import time
 import uuid
 
 from actors.dynamic_sampling import UniformFilter
+from actors.environments.runner import MixedRunner
 from actors.episodes.rollout import GroupProgress, GroupRunner
 from actors.failure_limit import FailureLimit
 from actors.failures import FailureRecord
@@ -53,13 +54,14 @@ log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 SHUTDOWN_GRACE_S = 3.0
+Runner = MixedRunner | GroupRunner
 
 
 class Generator:
     """One generator; `run` returns when the run is over or `stop` was called."""
 
     def __init__(
-        self, config: RunConfig, generator_id: str, runner: GroupRunner, buffer: GeneratorBuffer
+        self, config: RunConfig, generator_id: str, runner: Runner, buffer: GeneratorBuffer
     ) -> None:
         self._config = config
         self._id = generator_id
@@ -84,6 +86,8 @@ class Generator:
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
+        self._max_num_seqs = config.generator.max_num_seqs
+        self._largest_group = config.max_group_size + config.generator.oversample.num_siblings
         self._last_report = (time.monotonic(), 0.0)
 
     def stop(self) -> None:
@@ -136,13 +140,18 @@ class Generator:
         else:
             task = tasks.create_task(self._generate(lease))
             self._groups[lease.lease_id] = LeasedGroup(
-                lease, task, time.monotonic(), lease.min_policy_version
+                lease=lease,
+                task=task,
+                leased_at_s=time.monotonic(),
+                num_siblings=self._runner.num_siblings_of(lease),
+                min_policy_version=lease.min_policy_version,
             )
 
     def _num_free(self) -> int:
-        """Groups that the engine has room for; the last one may have to wait for some of it."""
-        sizes = self._config.generator
-        return math.ceil(sizes.max_num_seqs / sizes.num_siblings) - len(self._groups)
+        """Groups that the engine has room for; the last one may have to wait for some of it. Where
+        groups differ in size, of the largest."""
+        num_held = sum(group.num_siblings for group in self._groups.values())
+        return math.ceil((self._max_num_seqs - num_held) / self._largest_group)
 
     def _is_current(self) -> bool:
         return self._version_gate.is_open(self._engine.policy_version)
@@ -292,4 +301,5 @@ class Generator:
             is_catching_up=not self._is_current(),
             last_failure=self._failure_record.last,
             failed_rows=self._failure_record.rows,
+            num_lost_agents=self._failure_record.num_lost_agents,
         )

@@ -15,6 +15,7 @@ from msgspec import structs
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.record import Rollout
 from actors.episodes.surplus import first_finished, first_of_each
+from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.errors import RolloutError
@@ -57,7 +58,7 @@ class GroupRunner:
     engine: Engine
     prompts: PromptSource
     renderer: ChatRenderer
-    make_environment: Callable[[], Environment]
+    make_environment: Callable[[], Environment | Agent]
     environment: str
     reward: Reward
     sampling: SamplingParams
@@ -160,6 +161,10 @@ class GroupRunner:
         """Of the group: the same one if its prompt is leased again."""
         entropy = np.random.SeedSequence([self.run_seed, lease.prompt_index])
         return int(entropy.generate_state(1)[0])
+
+    def num_siblings_of(self, lease: Lease) -> int:
+        """Those that are sampled for the lease."""
+        return self.num_siblings
 
     def origin(self, lease: Lease) -> str:
         """Where the lease's prompt is found; "" if nobody knows."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.prompts.epochs import Epochs
+from actors.prompts.levels import LevelPrompts
 from actors.prompts.mixture import Mixture
 from actors.prompts.rows import Columns, ConcatenatedPrompts, PromptRows, RowPrompts
 from actors.prompts.streams import FirstPrompts, NamedPrompts
@@ -127,6 +128,8 @@ def _open(
 def _open_task(
     data: DataSettings, setting: str, source: SourceSettings, seed: int, *, held_out: bool
 ) -> PromptSource:
+    if source.path == "environment":
+        return LevelPrompts(None if held_out else seed)
     kind, _, name = source.path.partition(":")
     if kind == "reasoning_gym":
         from actors.prompts.reasoning import ReasoningGymPrompts
@@ -136,7 +139,8 @@ def _open_task(
         suffixes = ", ".join(SUFFIXES)
         raise ConfigError(
             f"{setting}: was {source.path!r}; a file ({suffixes}), datasets:NAME, "
-            f"reasoning_gym:NAME, PATH.py:NAME or a task: {did_you_mean(source.path, TASKS)}"
+            f"reasoning_gym:NAME, PATH.py:NAME, environment or a task: "
+            f"{did_you_mean(source.path, TASKS)}"
         )
     num_eval_prompts = data.num_eval_prompts
     return TaskPrompts(

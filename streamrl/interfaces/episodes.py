@@ -40,6 +40,11 @@ class PromptSource(Protocol):
 class Renderer(Protocol):
     """Between text or messages and token ids, as the run's tokenizer and chat template do it."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded; else there is text alone."""
+        ...
+
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of the text as it stands, without a chat template or special tokens."""
         ...
@@ -50,8 +55,34 @@ class Renderer(Protocol):
         """Token ids of a conversation up to the place where the policy's next turn begins."""
         ...
 
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        completion_token_ids: Sequence[int],
+        tools: Sequence[ToolSchema] = (),
+    ) -> tuple[int, ...]:
+        """Token ids between the end of a completion and the place where the next one begins."""
+        ...
+
+    def messages(self, prompt: Prompt) -> tuple[Message, ...]:
+        """The conversation that the prompt opens, with the run's system prompt."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
+        ...
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+        """The assistant's message that a completion is, by the convention of its chat template.
+
+        It has a `content`, and where they are there `reasoning_content` and `tool_calls`, whose
+        arguments are JSON objects. A call that cannot be read leaves none: the content is then the
+        whole text, and `parse_error` says why.
+
+        Args:
+            tools: those that it may call; their schemas give arguments that are written as text
+                their types.
+        """
         ...
 
 

@@ -7,7 +7,7 @@ them all, so a person reads every sentence at once.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streamrl.config.contradictions import daemons, sizes, training
+from streamrl.config.contradictions import daemons, environments, sizes, training
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
@@ -33,4 +33,9 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     sizes.groups_too_large,
     daemons.one_address,
     training.evaluation_without_a_model,
+    environments.environment_twice,
+    environments.one_name_for_two,
+    environments.agent_of_no_environment,
+    environments.limit_below_a_group,
+    environments.limits_leave_prompts,
 )

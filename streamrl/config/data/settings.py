@@ -19,8 +19,8 @@ class DataSettings(Section):
     source: Sources
     """A file (.jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet) or a pattern of files such as
     train/*.parquet, a folder that the library datasets has saved, datasets:NAME of the Hugging Face
-    hub, the name of a procedural task (addition, reverse, copy, sort), reasoning_gym:NAME, or
-    PATH.py:NAME; or a list of these, or of records."""
+    hub, the name of a procedural task (addition, reverse, copy, sort), reasoning_gym:NAME,
+    PATH.py:NAME, or `environment`: it makes up its own levels. Or a list of these, or records."""
     source_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a procedural task, of reasoning_gym or of PATH.py:NAME."""
     eval_source: Sources | None = None
@@ -38,6 +38,10 @@ class DataSettings(Section):
     chat_template: Literal["native", "none"] | Path = "native"
     """`native` uses the tokenizer's template, if it has one; `none` feeds the prompt as it stands;
     a path names a Jinja file."""
+    tool_parser: str = "auto"
+    """How a completion writes its tool calls: hermes, qwen3_coder, llama3 or mistral, or a file
+    PATH.json with a response template of transformers; `auto` takes the tokenizer's own, or the one
+    of these that the chat template is written for."""
     system_prompt: str | None = None
     """Put in front of prompts that are strings."""
     max_prompt_length: Positive = 1024
