@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from actors.environments.mixture import Mixture
-from actors.prompts import Fitting, num_held_out, open_held_out, open_prompts
+from actors.prompts import num_held_out, open_held_out, open_prompts
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError
@@ -67,31 +67,23 @@ class HeldOutStream:
 Stream = TrainingStream | HeldOutStream
 
 
-def open_stream(config: RunConfig, renderer: "ChatRenderer | None" = None) -> TrainingStream:
+def open_stream(config: RunConfig, renderer: "ChatRenderer") -> TrainingStream:
     """
     Args:
-        renderer: measures the prompts where `data.truncation` is `filter`; without it, all are in
-            the stream.
+        renderer: measures the prompts where `data.truncation` is `filter`.
 
     Raises:
         ConfigError: the prompts of an entry cannot be opened, or it would play none of them.
     """
     entries, seed = config.entries, config.run.seed
-    sources = [
-        open_prompts(entry.data, seed, _fitting(config, entry, renderer)) for entry in entries
-    ]
-    return TrainingStream(entries, sources, shares(config))
-
-
-def _fitting(
-    config: RunConfig, entry: EnvironmentEntry, renderer: "ChatRenderer | None"
-) -> Fitting | None:
-    if renderer is None:
-        return None
     # It imports transformers, which a check of a configuration does without.
     from actors.prompts.fitting import fitting_rows
 
-    return partial(fitting_rows, config.model_copy(update={"data": entry.data}), renderer)
+    sources = []
+    for entry in entries:
+        own = config.model_copy(update={"data": entry.data})
+        sources.append(open_prompts(entry.data, seed, partial(fitting_rows, own, renderer)))
+    return TrainingStream(entries, sources, shares(config))
 
 
 def shares(config: RunConfig) -> Mixture:

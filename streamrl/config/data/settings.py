@@ -20,8 +20,7 @@ class DataSettings(Section):
     """A file (.jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet) or a pattern of files such as
     train/*.parquet, a folder that the library datasets has saved, datasets:NAME of the Hugging Face
     hub, the name of a procedural task (addition, reverse, copy, sort), reasoning_gym:NAME,
-    PATH.py:NAME, or `environment`: it makes up its own levels; or a list of these, or of
-    records."""
+    PATH.py:NAME, or `environment`: it makes up its own levels. Or a list of these, or records."""
     source_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a procedural task, of reasoning_gym or of PATH.py:NAME."""
     eval_source: Sources | None = None
