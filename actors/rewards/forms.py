@@ -17,7 +17,8 @@ import inspect
 import itertools
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,15 +81,23 @@ class BoundFunction:
         Raises:
             RolloutError: it raised, or answered something else than finite numbers.
         """
-        with attributed_to(self.title, RolloutError):
+        with self._attributed():
             answer = self._call(episodes)
         return self._read(answer, len(episodes))
 
     async def wait_for_score(self, episodes: Sequence[Episode]) -> list[Score | None]:
         """As `score`, for an async function. Waits for its answer."""
-        with attributed_to(self.title, RolloutError):
+        with self._attributed():
             answer = await self._call(episodes)
         return self._read(answer, len(episodes))
+
+    @contextmanager
+    def _attributed(self) -> Iterator[None]:
+        try:
+            with attributed_to(self.title, RolloutError):
+                yield
+        except SystemExit as error:
+            raise RolloutError(f"{self.title}: SystemExit: {error.code}") from error
 
     def _call(self, episodes: Sequence[Episode]) -> Any:
         args, named = self.form.arguments(episodes, self.data_source_key)

@@ -16,7 +16,7 @@ from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode, Prompt, Score
 from streamrl.types import FinishReason
 
-GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
+GSM8K = Path(__file__).parents[2] / "data" / "gsm8k" / "test.jsonl"
 
 
 def episode(response: str, answer: str = "42") -> Episode:
