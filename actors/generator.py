@@ -284,4 +284,5 @@ class Generator:
             is_catching_up=not self._is_current(),
             last_failure=self._failure_record.last,
             failed_rows=self._failure_record.rows,
+            failed_rewards=self._failure_record.rewards,
         )

@@ -12,15 +12,17 @@ PATH.py:NAME:
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-from actors.rewards.builtin import environment, exact_match, numeric_answer, regex, task
-from actors.rewards.checks import check_call, check_kwargs, checked
+from actors.rewards import builtin
+from actors.rewards.calls.isolated import Processes, WorkerSetup
+from actors.rewards.calls.limits import CallLimits
+from actors.rewards.calls.output import OutputLimit
+from actors.rewards.checks import check_call, check_kwargs, checked, prefixed
 from actors.rewards.forms import BoundFunction
 from actors.rewards.functions import FunctionReward
-from actors.rewards.isolated import Processes, WorkerSetup
-from actors.rewards.limits import CallLimits
-from actors.rewards.output import OutputLimit
+from actors.rewards.math_answer import math
 from actors.rewards.weighted import Rewards, WeightedReward
 from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
@@ -28,13 +30,22 @@ from streamrl.interfaces import Reward
 from streamrl.user_code import is_user_code, load_user_code
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {
-    "environment": environment,
-    "exact_match": exact_match,
-    "numeric_answer": numeric_answer,
-    "regex": regex,
-    "task": task,
+    "environment": builtin.environment,
+    "exact_match": builtin.exact_match,
+    "format": builtin.format_of_tags,
+    "length": builtin.length,
+    "math": math,
+    "numeric_answer": builtin.numeric_answer,
+    "regex": builtin.regex,
+    "task": builtin.task,
 }
-STATEFUL: Mapping[str, str] = {}
+STATEFUL: Mapping[str, str] = {
+    "code": "actors.rewards.code.reward:Code",
+    "http": "actors.rewards.remote.http:HttpReward",
+    "judge": "actors.rewards.remote.judge:Judge",
+    "reward_model": "actors.rewards.reward_model:RewardModel",
+    "sandbox_fusion": "actors.rewards.code.reward:SandboxFusion",
+}
 """MODULE:CLASS by name. The class has `Settings`, a section of its arguments, is made of them, and
 has an async `score(episode)` or `score(episodes)`."""
 _ISOLATED = frozenset({"math"})
@@ -111,8 +122,12 @@ def _function(
     if name in STATEFUL:
         module, _, kind = STATEFUL[name].partition(":")
         made = getattr(import_module(module), kind)
-        return made(checked(kwargs_field, made.Settings, kwargs)).score, {}
+        settings_of_it = checked(kwargs_field, made.Settings, kwargs)
+        with prefixed(kwargs_field):
+            return made(settings_of_it).score, {}
     function = function_of(name, field)
+    if name == "math" and find_spec("math_verify") is None:
+        raise ConfigError(f"{field}: math-verify is not installed: pip install 'streamrl[math]'")
     if is_user_code(name):
         check_call(field, name, function, kwargs)
     else:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from actors.rewards.calls.limits import FinalError
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Score
 from streamrl.user_code import attributed_to, defined_at
@@ -93,11 +94,19 @@ class BoundFunction:
 
     @contextmanager
     def _attributed(self) -> Iterator[None]:
-        try:
-            with attributed_to(self.title, RolloutError):
+        """Around a call: what it raises becomes a RolloutError that begins with the title."""
+        refusal: RolloutError | None = None
+        with attributed_to(self.title, RolloutError):
+            try:
                 yield
-        except SystemExit as error:
-            raise RolloutError(f"{self.title}: SystemExit: {error.code}") from error
+            except RolloutError as error:
+                kind = FinalError if isinstance(error, FinalError) else RolloutError
+                refusal = kind(f"{self.title}: {error}")
+                refusal.__cause__ = error.__cause__
+            except SystemExit as error:
+                refusal = RolloutError(f"{self.title}: SystemExit: {error.code}")
+        if refusal is not None:
+            raise refusal
 
     def _call(self, episodes: Sequence[Episode]) -> Any:
         args, named = self.form.arguments(episodes, self.data_source_key)

@@ -7,11 +7,11 @@ Invariant: a function that fails or answers nonsense costs its group (RolloutErr
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from actors.rewards.calls.isolated import Processes
+from actors.rewards.calls.limits import CallLimits, together
+from actors.rewards.calls.output import OutputLimit
+from actors.rewards.calls.threads import Threads
 from actors.rewards.forms import BoundFunction
-from actors.rewards.isolated import Processes
-from actors.rewards.limits import CallLimits, together
-from actors.rewards.output import OutputLimit
-from actors.rewards.threads import Threads
 from streamrl.interfaces import Episode, Score
 
 Scores = Sequence[Score | None]

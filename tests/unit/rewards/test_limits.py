@@ -11,9 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.rewards import make_reward, threads
-from actors.rewards.limits import CallLimits
-from actors.rewards.output import MAX_BYTES
+from actors.rewards import make_reward
+from actors.rewards.calls import threads
+from actors.rewards.calls.limits import CallLimits
+from actors.rewards.calls.output import MAX_BYTES
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RewardError, RolloutError
 from tests.unit.rewards.episodes import episode, values

@@ -2,7 +2,7 @@
 next call.
 
 A process reads requests from its standard input and answers through a pipe; what it prints is read
-from its output. `actors.rewards.isolated_worker` is what runs in it.
+from its output. `actors.rewards.calls.isolated_worker` is what runs in it.
 Invariant: a process serves one call at a time; after a call that did not end, it is gone with
 all that it has started.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from actors.rewards.output import OutputLimit
+from actors.rewards.calls.output import OutputLimit
 from streamrl.errors import RolloutError, StreamRLError
 from streamrl.interfaces import Episode, Score
 
@@ -58,7 +58,7 @@ class Processes:
             RolloutError: the function raised, answered nonsense, or ended its process.
         """
         try:
-            request = msgspec.msgpack.encode(list(episodes), enc_hook=_plain)
+            request = msgspec.msgpack.encode(list(episodes), enc_hook=plain)
         except (TypeError, ValueError, OverflowError) as error:
             raise RolloutError(
                 f"{self._title}: a row cannot be sent to its process ({error}); use isolation: "
@@ -107,7 +107,7 @@ class _Worker:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "actors.rewards.isolated_worker",
+                "actors.rewards.calls.isolated_worker",
                 str(writable),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -119,7 +119,7 @@ class _Worker:
         finally:
             os.close(writable)
         worker = cls(process, answers, output)
-        worker._send(msgspec.msgpack.encode(setup, enc_hook=_plain))
+        worker._send(msgspec.msgpack.encode(setup, enc_hook=plain))
         return worker
 
     async def ask(self, request: bytes) -> Answer:
@@ -160,7 +160,7 @@ def _how(code: int) -> str:
     return f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """An array or a number of numpy as plain data."""
     if hasattr(value, "tolist"):
         return value.tolist()

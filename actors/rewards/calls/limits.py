@@ -14,6 +14,10 @@ T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 
 
+class FinalError(RolloutError):
+    """A call that would fail again."""
+
+
 class CallLimits:
     """Of one reward, for all groups of this process."""
 
@@ -36,7 +40,7 @@ class CallLimits:
                 async with self._slots:
                     return await self._try(begin)
             except RolloutError as error:
-                if num_failed == self._retries:
+                if num_failed == self._retries or isinstance(error, FinalError):
                     tries = f" (tried {num_failed + 1} times)" if num_failed else ""
                     raise RolloutError(f"{error}{tries}") from error.__cause__
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_failed, _LONGEST_PAUSE_S))

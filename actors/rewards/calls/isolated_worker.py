@@ -1,8 +1,7 @@
 """The process of a reward with `isolation: process`: reads episodes, answers with scores.
 
-`python -m actors.rewards.isolated_worker DESCRIPTOR`; `actors.rewards.isolated` starts it. It ends
-with its standard input; while a function keeps it from reading, the kernel ends it with the process
-that started it.
+`actors.rewards.calls.isolated` starts it. It ends with its standard input; while a function keeps
+it from reading, the kernel ends it with the process that started it.
 """
 
 import ctypes
@@ -15,8 +14,8 @@ from typing import BinaryIO
 import msgspec
 
 from actors.rewards import function_of
+from actors.rewards.calls.isolated import LENGTH, Answer, WorkerSetup
 from actors.rewards.forms import BoundFunction
-from actors.rewards.isolated import LENGTH, Answer, WorkerSetup
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import Episode
 
