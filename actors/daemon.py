@@ -62,12 +62,15 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     prompts, reward = open_prompts(config.data, config.run.seed), make_reward(config.data)
     renderer = ChatRenderer.from_config(config)
     make_environment(config.generator.environment)
+    if config.generator.environment != "single_turn":
+        renderer.require_replies()
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:
         runner = replace(
             make_runner(config, engine, renderer, prompts, reward),
             group_size=config.generator.group_size,
+            oversample=config.generator.oversample,
             with_greedy_reward=config.algorithm.needs_greedy_rewards,
         )
         generator = Generator(config, generator_id, runner, buffer)

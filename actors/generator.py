@@ -18,6 +18,7 @@ import math
 import time
 import uuid
 
+from actors.dynamic_sampling import UniformFilter
 from actors.episodes.rollout import GroupProgress, GroupRunner
 from actors.failure_limit import FailureLimit
 from actors.failures import FailureRecord
@@ -77,6 +78,9 @@ class Generator:
         self._groups: dict[str, LeasedGroup] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
+        self._uniform_filter = UniformFilter(
+            config.algorithm.dynamic_sampling, config.learner.groups_per_step
+        )
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
@@ -138,7 +142,7 @@ class Generator:
     def _num_free(self) -> int:
         """Groups that the engine has room for; the last one may have to wait for some of it."""
         sizes = self._config.generator
-        return math.ceil(sizes.max_num_seqs / sizes.group_size) - len(self._groups)
+        return math.ceil(sizes.max_num_seqs / sizes.num_siblings) - len(self._groups)
 
     def _is_current(self) -> bool:
         return self._version_gate.is_open(self._engine.policy_version)
@@ -148,8 +152,12 @@ class Generator:
         lease_id = lease.lease_id
         try:
             progress = await self._wait_for_turn(lease_id)
-            await self._put(lease_id, await self._runner.run(lease, progress))
+            group = await self._runner.run(lease, progress)
             self._failure_limit.on_success()
+            if self._uniform_filter.leaves_out(group):
+                await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
+            else:
+                await self._put(lease_id, group)
         except PromptTooLongError as error:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)

@@ -166,7 +166,7 @@ class Learner:
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
                 **reward_metrics(stats, [r.label for r in self._config.data.all_rewards]),
-                **self._fairness.metrics(stats, step_s),
+                **self._fairness.metrics(stats, step_s, loan.headers),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,
                 "learner/step_s": step_s,

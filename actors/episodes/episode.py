@@ -17,6 +17,7 @@ from streamrl.interfaces import (
     Environment,
     EnvironmentContext,
     Observation,
+    Renderer,
     Transition,
 )
 from streamrl.types import INVALID_TURNS, FinishReason, SamplingParams
@@ -82,8 +83,9 @@ class EpisodeRun:
         try:
             observation = await environment.start(start)
             context: tuple[int, ...] = ()
+            sampled: tuple[int, ...] = ()
             while True:
-                context = _context(context, observation, start)
+                context = _context(context, sampled, observation, start.renderer)
                 if len(context) >= self._max_model_len and self._record.segments:
                     return FinishReason.LENGTH
                 completion = await self._engine.generate(context, sampling, self._handle)
@@ -95,7 +97,7 @@ class EpisodeRun:
                 self._handle = CompletionHandle(self._stop)
                 transition = await environment.step(completion)
                 self._on_transition(transition)
-                context = (*context, *completion.token_ids.tolist())
+                sampled = tuple(completion.token_ids.tolist())
                 observation = transition.observation
                 if transition.done:
                     return completion.finish_reason
@@ -117,10 +119,14 @@ class EpisodeRun:
 
 
 def _context(
-    context: tuple[int, ...], observation: Observation, start: EnvironmentContext
+    read: tuple[int, ...],
+    sampled: tuple[int, ...],
+    observation: Observation,
+    renderer: Renderer,
 ) -> tuple[int, ...]:
-    """All that the policy reads before its next turn."""
-    new = observation.token_ids
-    if observation.messages:
-        new = (*new, *start.renderer.encode_messages(observation.messages, observation.tools))
-    return new if observation.is_new_context else (*context, *new)
+    """All that the policy reads before its next turn, after what it read and sampled so far."""
+    new, messages, tools = observation.token_ids, observation.messages, observation.tools
+    if observation.is_new_context or not sampled:
+        return (*new, *renderer.encode_messages(messages, tools)) if messages else new
+    reply = renderer.encode_reply(messages, (*sampled, *new), tools) if messages else ()
+    return (*read, *sampled, *new, *reply)

@@ -50,8 +50,30 @@ class Renderer(Protocol):
         """Token ids of a conversation up to the place where the policy's next turn begins."""
         ...
 
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        completion_token_ids: Sequence[int],
+        tools: Sequence[ToolSchema] = (),
+    ) -> tuple[int, ...]:
+        """Token ids between the end of a completion and the place where the next one begins."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
+        ...
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+        """The assistant's message that a completion is, by the convention of its chat template.
+
+        It has a `content`, and where they are there `reasoning_content` and `tool_calls`, whose
+        arguments are JSON objects. A call that cannot be read leaves none: the content is then the
+        whole text, and `parse_error` says why.
+
+        Args:
+            tools: those that it may call; their schemas give arguments that are written as text
+                their types.
+        """
         ...
 
 

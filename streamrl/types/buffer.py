@@ -128,8 +128,8 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     tokens sampled so far by the longest sibling of each, -1 if its engine has reported none. `held`
     is sent to a buffer whose incarnation has changed, which may have forgotten these leases.
     `is_catching_up`: the generator requests no lease until it has loaded the version it needs.
-    `last_failure`, `failed_rows` and `failed_rewards` are of the groups that failed in this process,
-    the rows with most failures first, at most MAX_FAILED_ROWS.
+    `last_failure`, `failed_rows` and `failed_rewards` are of the groups that failed in this
+    process, the rows with most failures first, at most MAX_FAILED_ROWS.
     """
 
     generator_id: Name

@@ -28,6 +28,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     training.decay_within_warmup,
     training.warmup_without_a_critic,
     sizes.alone_in_its_group,
+    sizes.nothing_to_differ_from,
+    sizes.finished_before_the_greedy_one,
     sizes.groups_too_large,
     daemons.one_address,
     training.evaluation_without_a_model,

@@ -29,6 +29,10 @@ class DataSettings(Section):
     chat_template: Literal["native", "none"] | Path = "native"
     """`native` uses the tokenizer's template, if it has one; `none` feeds the prompt as it stands;
     a path names a Jinja file."""
+    tool_parser: str = "auto"
+    """How a completion writes its tool calls: hermes, qwen3_coder, llama3 or mistral, or a file
+    PATH.json with a response template of transformers; `auto` takes the tokenizer's own, or the one
+    of these that the chat template is written for."""
     system_prompt: str | None = None
     """Put in front of prompts that are strings."""
     max_prompt_length: Positive = 1024

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
+from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
 
@@ -21,6 +22,8 @@ class GeneratorSettings(Section):
     """What answers the policy, turn by turn: single_turn, or PATH.py:CLASS."""
     group_size: Positive = 8
     """Trajectories per prompt."""
+    oversample: OversampleSettings = OversampleSettings()
+    """Siblings that are sampled beyond these."""
     max_new_tokens: Positive = 256
     """Longest completion, in tokens."""
     min_new_tokens: NotNegative = 0
@@ -65,6 +68,11 @@ class GeneratorSettings(Section):
                 "does not get to see; give it to that server's command line"
             )
         return self
+
+    @property
+    def num_siblings(self) -> int:
+        """Trajectories that are sampled per prompt."""
+        return self.group_size + self.oversample.num_siblings
 
     @property
     def truncations(self) -> tuple[str, ...]:
