@@ -22,7 +22,6 @@ from actors.rewards.calls.output import OutputLimit
 from actors.rewards.checks import check_call, check_kwargs, checked, prefixed
 from actors.rewards.forms import BoundFunction
 from actors.rewards.functions import FunctionReward
-from actors.rewards.math_answer import math
 from actors.rewards.weighted import Rewards, WeightedReward
 from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
@@ -34,7 +33,6 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "exact_match": builtin.exact_match,
     "format": builtin.format_of_tags,
     "length": builtin.length,
-    "math": math,
     "numeric_answer": builtin.numeric_answer,
     "regex": builtin.regex,
     "task": builtin.task,
@@ -48,7 +46,8 @@ STATEFUL: Mapping[str, str] = {
 }
 """MODULE:CLASS by name. The class has `Settings`, a section of its arguments, is made of them, and
 has an async `score(episode)` or `score(episodes)`."""
-_ISOLATED = frozenset({"math"})
+ISOLATED: Mapping[str, str] = {"math": "actors.rewards.math_answer:math"}
+"""MODULE:FUNCTION by name, of those that run in processes of their own."""
 _MAX_CONCURRENT, _REMOTE_RETRIES = 64, 3
 
 
@@ -95,7 +94,10 @@ def function_of(name: str, field: str = "reward") -> Callable[..., Any]:
         return load_user_code(field, name)
     if name in BUILT_IN:
         return BUILT_IN[name]
-    hint = did_you_mean(name, [*BUILT_IN, *STATEFUL])
+    if name in ISOLATED:
+        function: Callable[..., Any] = _imported(ISOLATED[name])
+        return function
+    hint = did_you_mean(name, [*BUILT_IN, *ISOLATED, *STATEFUL])
     raise ConfigError(f"{field}: was {name!r}; PATH.py:FUNCTION or {hint}")
 
 
@@ -120,8 +122,7 @@ def _function(
     """What scores, with the arguments of a call."""
     name, kwargs = settings.reward, settings.kwargs
     if name in STATEFUL:
-        module, _, kind = STATEFUL[name].partition(":")
-        made = getattr(import_module(module), kind)
+        made = _imported(STATEFUL[name])
         settings_of_it = checked(kwargs_field, made.Settings, kwargs)
         with prefixed(kwargs_field):
             return made(settings_of_it).score, {}
@@ -135,6 +136,11 @@ def _function(
     return function, kwargs
 
 
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
 def _is_isolated(settings: RewardSettings, bound: BoundFunction, field: str) -> bool:
     if settings.isolation is not None and bound.is_async:
         raise ConfigError(
@@ -142,7 +148,7 @@ def _is_isolated(settings: RewardSettings, bound: BoundFunction, field: str) -> 
             "is canceled at its time-out"
         )
     if settings.isolation is None:
-        return settings.reward in _ISOLATED
+        return settings.reward in ISOLATED
     return settings.isolation == "process"
 
 

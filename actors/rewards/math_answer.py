@@ -6,8 +6,13 @@ holds the interpreter meanwhile.
 
 import logging
 
+from math_verify import parse, verify
+
 from actors.rewards.forms import ground_truth
 from streamrl.interfaces import Episode
+
+# It warns of being called without a limit.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def math(episode: Episode, *, strict: bool = True) -> float:
@@ -16,10 +21,6 @@ def math(episode: Episode, *, strict: bool = True) -> float:
     Args:
         strict: whether x = 1 differs from 1, and a set from its elements, as math-verify has it.
     """
-    from math_verify import parse, verify
-
-    # It warns of being called without a limit.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
     answer = str(ground_truth(episode))
     marked = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
     # The limits of the call end it, with its process; math-verify's own need the main thread.

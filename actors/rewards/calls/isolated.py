@@ -22,6 +22,7 @@ from actors.rewards.calls.output import OutputLimit
 from streamrl.errors import RolloutError, StreamRLError
 from streamrl.interfaces import Episode, Score
 
+_START_S = 120.0
 LENGTH = struct.Struct("<I")
 """Before each message."""
 
@@ -51,8 +52,22 @@ class Processes:
         self._output = output
         self._idle: list[_Worker] = []
 
+    async def prepare(self) -> None:
+        """Waits until a process is there that has loaded the function, `_START_S` at most.
+
+        Raises:
+            RolloutError: it has not started.
+        """
+        if self._idle:
+            return
+        try:
+            async with asyncio.timeout(_START_S):
+                self._idle.append(await _Worker.start(self._setup, self._output))
+        except (EndedError, TimeoutError, OSError) as error:
+            raise RolloutError(f"{self._title}: its process has not started: {error}") from error
+
     async def run(self, episodes: Sequence[Episode]) -> list[Score | None]:
-        """The scores. Waits for a process, which may have to start, and for its answer.
+        """The scores, by the process that was prepared. Waits for its answer.
 
         Raises:
             RolloutError: the function raised, answered nonsense, or ended its process.
@@ -64,7 +79,7 @@ class Processes:
                 f"{self._title}: a row cannot be sent to its process ({error}); use isolation: "
                 "thread"
             ) from error
-        worker = self._idle.pop() if self._idle else await _Worker.start(self._setup, self._output)
+        worker = self._idle.pop()
         try:
             answer = await worker.ask(request)
         except EndedError as error:
@@ -119,7 +134,11 @@ class _Worker:
         finally:
             os.close(writable)
         worker = cls(process, answers, output)
-        worker._send(msgspec.msgpack.encode(setup, enc_hook=plain))
+        try:
+            await worker.ask(msgspec.msgpack.encode(setup, enc_hook=plain))
+        except BaseException:
+            worker.kill()
+            raise
         return worker
 
     async def ask(self, request: bytes) -> Answer:

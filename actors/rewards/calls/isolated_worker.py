@@ -23,7 +23,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int) -> None:
-    """Waits for requests until standard input closes."""
+    """Answers once when the function is loaded, then each request. Waits for the next one until
+    standard input closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The function shall not read the requests.
@@ -34,11 +35,10 @@ def main(descriptor: int) -> None:
         bound = BoundFunction(
             function_of(setup.reward), setup.kwargs, setup.name, setup.data_source_key
         )
+        _send(answers, Answer())
         while request := _read(requests):
             episodes = msgspec.msgpack.decode(request, type=list[Episode])
-            content = msgspec.msgpack.encode(_answer(bound, episodes))
-            answers.write(LENGTH.pack(len(content)) + content)
-            answers.flush()
+            _send(answers, _answer(bound, episodes))
 
 
 def _answer(bound: BoundFunction, episodes: Sequence[Episode]) -> Answer:
@@ -46,6 +46,12 @@ def _answer(bound: BoundFunction, episodes: Sequence[Episode]) -> Answer:
         return Answer(scores=bound.score(episodes))
     except StreamRLError as error:
         return Answer(error=str(error))
+
+
+def _send(answers: BinaryIO, answer: Answer) -> None:
+    content = msgspec.msgpack.encode(answer)
+    answers.write(LENGTH.pack(len(content)) + content)
+    answers.flush()
 
 
 def _read(requests: BinaryIO) -> bytes:

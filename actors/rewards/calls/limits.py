@@ -29,8 +29,13 @@ class CallLimits:
         self._retries = retries
         self._slots = asyncio.Semaphore(max_concurrent)
 
-    async def call(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """The result. Waits for a slot, for the call, and before each further try.
+    async def call(
+        self,
+        begin: Callable[[], Awaitable[T]],
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """The result. Waits for a slot, for what the call needs, which is not its time, for the
+        call, and before each further try.
 
         Raises:
             RolloutError: the last try failed, or took longer than it may.
@@ -38,6 +43,8 @@ class CallLimits:
         for num_failed in range(self._retries + 1):
             try:
                 async with self._slots:
+                    if prepare is not None:
+                        await prepare()
                     return await self._try(begin)
             except RolloutError as error:
                 if num_failed == self._retries or isinstance(error, FinalError):

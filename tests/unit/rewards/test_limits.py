@@ -153,7 +153,7 @@ async def test_a_flood_is_suppressed_and_counted(reward, capfd, caplog, isolatio
 
 
 async def test_a_process_that_hangs_is_ended_and_the_next_call_has_a_new_one(reward):
-    isolated = reward("hangs_once", isolation="process", timeout_s=5, max_concurrent=1)
+    isolated = reward("hangs_once", isolation="process", timeout_s=0.5, max_concurrent=1)
     (first,) = values(await isolated.score([episode()]))
     assert first != os.getpid()
     assert values(await isolated.score([episode()])) == [first]
@@ -166,7 +166,7 @@ async def test_a_process_that_hangs_is_ended_and_the_next_call_has_a_new_one(rew
 
 async def test_what_an_ended_process_has_started_ends_with_it(reward, tmp_path):
     with pytest.raises(RewardError, match="timeout_s"):
-        await reward("spawns", isolation="process", timeout_s=4).score([episode(f"{tmp_path}/pid")])
+        await reward("spawns", isolation="process", timeout_s=1).score([episode(f"{tmp_path}/pid")])
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not psutil.pid_exists(pid) or is_zombie(pid))
 
