@@ -6,7 +6,9 @@ TRL = {
     "model_name_or_path": "model.path",
     "train_dataset": "data.source",
     "eval_dataset": "data.eval_source",
-    "reward_funcs": "data.reward",
+    "reward_funcs": "data.reward, or data.rewards for several",
+    "reward_weights": "data.rewards with weight of the entry",
+    "reward_processing_classes": "data.rewards with an entry reward_model, in kwargs tokenizer",
     "shuffle_dataset": "data.shuffle",
     "max_prompt_length": "data.max_prompt_length",
     # Generation.
