@@ -16,6 +16,7 @@ import torch
 
 from actors.engines import make_engine
 from actors.environments import make_environment
+from actors.environments.shared import open_group
 from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
 from actors.prompts import open_prompts
@@ -100,6 +101,8 @@ def make_runner(
         max_model_len=config.max_model_len,
         deadline_s=config.generator.group_deadline_s,
         run_seed=config.run.seed,
+        settings=config.generator.episode,
+        open_group=partial(open_group, config.generator.environment),
     )
 
 

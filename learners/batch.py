@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from learners.episode_metrics import Sums, add_up, episode_sums
 from learners.episodes import Episodes
 from learners.packing import pack_shares
 from learners.parallel.plan import owners
@@ -66,6 +67,8 @@ class TrainingBatch:
     """[R]"""
     staleness: torch.Tensor
     """[R] versions between sampling and training, as a distance."""
+    recorded: Sums
+    """By the environments, of all ranks."""
     is_in_loss: torch.Tensor
     """[R] bool, as the environment decided."""
     turn_rewards: torch.Tensor
@@ -112,6 +115,7 @@ class TrainingBatch:
             outcomes=ranks.sum(_among(own, outcomes)),
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
+            recorded=add_up(ranks.gather(episode_sums(groups), dict[str, tuple[float, int]])),
             is_in_loss=judged[:, 0] > 0,
             turn_rewards=judged[:, 1],
         )

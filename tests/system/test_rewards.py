@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.system.conftest import Launched
 from tests.system.test_launch import ONE, _set, assert_books_close, assert_every_step_once
 
@@ -54,6 +56,9 @@ def test_a_run_with_two_rewards_by_data_source_goes_on_with_a_hanging_one(
     last = lines[-1]
     assert last["buffer/dropped_failed"] > 0
     assert last["reward/hangs/num_failures"] > 0
+    assert all(0 <= line["reward/digits"] <= 1 and line["reward/slow"] == 0 for line in lines)
+    values = [line["reward/exact_match"] + 0.5 * line["reward/digits"] for line in lines]
+    assert values == pytest.approx([line["reward/mean"] for line in lines])
     assert last["reward/exact_match/num_failures"] == last["reward/digits/num_failures"] == 0
     sentence = f"reward {own}:hangs has not answered within timeout_s, which is 0.2 s"
     assert sentence in run.log("generator-0")
