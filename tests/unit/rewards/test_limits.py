@@ -2,13 +2,10 @@
 
 import asyncio
 import logging
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from actors.rewards import make_reward
@@ -28,20 +25,11 @@ def hangs(episode):
     over.wait(60)
     return 1.0
 
-def hangs_once(episode):
-    if episode.response == "hang":
-        while True:
-            pass
-    return os.getpid()
-
 def leaves(episode):
     sys.exit(3)
 
 async def leaves_async(episode):
     sys.exit(3)
-
-def crashes(episode):
-    os.abort()
 
 def endless(episodes):
     return itertools.repeat(1.0)
@@ -51,10 +39,6 @@ def floods(episode):
         print("x" * 1023)
     logging.getLogger("mine").warning("y" * 4096)
     return 1.0
-
-def spawns(episode):
-    os.system("sleep 600 & echo $! > " + episode.response)
-    time.sleep(600)
 
 fails = 0
 
@@ -138,9 +122,8 @@ async def test_no_more_calls_run_at_a_time_than_may():
     assert most == 3
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-async def test_a_flood_is_suppressed_and_counted(reward, capfd, caplog, isolation):
-    flooding = reward("floods", isolation=isolation)
+async def test_a_flood_is_suppressed_and_counted(reward, capfd, caplog):
+    flooding = reward("floods")
     with caplog.at_level(logging.WARNING):
         (score,) = await flooding.score([episode()])
     assert score.reward == 1.0
@@ -150,53 +133,6 @@ async def test_a_flood_is_suppressed_and_counted(reward, capfd, caplog, isolatio
     assert ":floods prints more than 64 KiB" in caplog.text
     print("the rest of the daemon may print")
     assert "the rest of the daemon" in capfd.readouterr().out
-
-
-async def test_a_process_that_hangs_is_ended_and_the_next_call_has_a_new_one(reward):
-    isolated = reward("hangs_once", isolation="process", timeout_s=0.5, max_concurrent=1)
-    (first,) = values(await isolated.score([episode()]))
-    assert first != os.getpid()
-    assert values(await isolated.score([episode()])) == [first]
-    with pytest.raises(RewardError, match="hangs_once has not answered within timeout_s"):
-        await isolated.score([episode("hang")])
-    (second,) = values(await isolated.score([episode()]))
-    assert second != first
-    wait_until(lambda: not psutil.pid_exists(int(first)) or is_zombie(int(first)))
-
-
-async def test_what_an_ended_process_has_started_ends_with_it(reward, tmp_path):
-    with pytest.raises(RewardError, match="timeout_s"):
-        await reward("spawns", isolation="process", timeout_s=1).score([episode(f"{tmp_path}/pid")])
-    pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not psutil.pid_exists(pid) or is_zombie(pid))
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [("crashes", "its process ended by SIGABRT"), ("leaves", "SystemExit")],
-)
-async def test_a_function_that_ends_its_process_fails_its_group(reward, name, sentence):
-    with pytest.raises(RewardError, match=f"{name}: .*{sentence}"):
-        await reward(name, isolation="process").score([episode()])
-
-
-async def test_rows_that_are_no_plain_data_cannot_be_isolated(reward):
-    with pytest.raises(RewardError, match=r"object is no plain data.*isolation: thread"):
-        await reward("leaves", isolation="process").score([episode(thing=object())])
 
 
 def test_isolation_of_an_async_function_is_refused(reward):
