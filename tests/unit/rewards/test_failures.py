@@ -4,7 +4,7 @@ from actors.failures import FailureRecord
 from streamrl.diagnosis.failures import failed_groups
 from streamrl.errors import RewardError, RolloutError
 from streamrl.metrics import reward_metrics
-from streamrl.types import Books, BufferStats, DropReason, GeneratorStatus
+from streamrl.types import Books, BufferStats, DropReason, GeneratorStatus, OverduePolicy
 
 
 def status(generator_id: str, *errors: RolloutError) -> GeneratorStatus:
@@ -22,7 +22,15 @@ def status(generator_id: str, *errors: RolloutError) -> GeneratorStatus:
 
 def stats(*generators: GeneratorStatus) -> BufferStats:
     books = Books(granted=4, acknowledged=1, dropped={DropReason.FAILED: 3})
-    return BufferStats(policy_version=0, incarnation="", books=books, generators=generators)
+    return BufferStats(
+        incarnation="",
+        policy_version=0,
+        groups_per_step=1,
+        max_staleness=1,
+        overdue=OverduePolicy.WAIT,
+        books=books,
+        generators=generators,
+    )
 
 
 def test_failures_are_counted_by_reward_over_all_generators():
