@@ -7,7 +7,7 @@ generator's heartbeats report all of it.
 
 from collections import Counter
 
-from streamrl.errors import RewardError
+from streamrl.errors import LostAgentError, RewardError
 from streamrl.types import MAX_FAILED_ROWS, FailedReward, FailedRow, GroupFailure
 from streamrl.types.failures import shortened
 
@@ -19,9 +19,12 @@ class FailureRecord:
         self._rows: Counter[str] = Counter()
         self._rewards: Counter[str] = Counter()
         self.last: GroupFailure | None = None
+        self.num_lost_agents = 0
+        """Groups whose agent disappeared."""
 
     def add(self, prompt_index: int, row: str, error: Exception) -> str:
         """Count the failure of a group of this prompt; the sentence for the log."""
+        self.num_lost_agents += isinstance(error, LostAgentError)
         self.last = GroupFailure(prompt_index=prompt_index, sentence=shortened(str(error)))
         if isinstance(error, RewardError):
             self._rewards[error.reward] += 1

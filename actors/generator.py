@@ -18,6 +18,7 @@ import time
 import uuid
 
 from actors.dynamic_sampling import UniformFilter
+from actors.environments.runner import MixedRunner
 from actors.episodes.progress import GroupProgress
 from actors.episodes.rollout import GroupRunner, TruncatedGroupError
 from actors.failure_limit import FailureLimit
@@ -53,13 +54,14 @@ log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 SHUTDOWN_GRACE_S = 3.0
+Runner = MixedRunner | GroupRunner
 
 
 class Generator:
     """One generator; `run` returns when the run is over or `stop` was called."""
 
     def __init__(
-        self, config: RunConfig, generator_id: str, runner: GroupRunner, buffer: GeneratorBuffer
+        self, config: RunConfig, generator_id: str, runner: Runner, buffer: GeneratorBuffer
     ) -> None:
         self._config = config
         self._id = generator_id
@@ -135,14 +137,13 @@ class Generator:
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:
             task = tasks.create_task(self._generate(lease))
-            progress, now_s = GroupProgress(on_slot_free=self._notify), time.monotonic()
-            oldest = lease.min_policy_version
-            self._groups[lease.lease_id] = LeasedGroup(lease, task, now_s, oldest, progress)
+            size, progress = self._runner.num_episodes_of(lease), GroupProgress((), self._notify)
+            self._groups[lease.lease_id] = LeasedGroup.of(lease, task, size, progress)
 
     def _num_free(self) -> int:
         """Groups that the engine has room for; the last one may have to wait for some of it."""
-        groups = self._groups.values()
-        return num_free_groups(groups, self._config.generator, self._runner.num_episodes)
+        groups, largest = self._groups.values(), self._config.max_num_episodes
+        return num_free_groups(groups, self._config.generator, largest)
 
     def _is_current(self) -> bool:
         return self._version_gate.is_open(self._engine.policy_version)
@@ -296,4 +297,5 @@ class Generator:
             last_failure=self._failure_record.last,
             failed_rows=self._failure_record.rows,
             failed_rewards=self._failure_record.rewards,
+            num_lost_agents=self._failure_record.num_lost_agents,
         )

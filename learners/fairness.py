@@ -31,7 +31,7 @@ SHORTER = 0.95
 class FairnessWindow:
     """The response lengths that a buffer counts, from the stats after each step."""
 
-    def __init__(self, stats: BufferStats, group_size: int) -> None:
+    def __init__(self, stats: BufferStats, group_size: float) -> None:
         """`stats` are those of the attach; nothing before them is counted."""
         self._group_size = group_size
         self.num_steps = max(NUM_STEPS, 10 * (stats.max_staleness + 1))
@@ -87,7 +87,7 @@ def _cause(window: ResponseLengths, overdue: OverduePolicy) -> str:
     return f"with groups that grew too old{hint}"
 
 
-def is_unfair(window: ResponseLengths, group_size: int) -> bool:
+def is_unfair(window: ResponseLengths, group_size: float) -> bool:
     """Whether responses are trained that are shorter than those sampled, because of drops.
 
     That is, by a twentieth in the mean, and what was dropped is not of the distribution of what was
@@ -97,5 +97,5 @@ def is_unfair(window: ResponseLengths, group_size: int) -> bool:
     trained, dropped = window.trained, window.all_dropped
     if trained.mean >= SHORTER * window.sampled.mean:
         return False
-    num_trained, num_dropped = (n.num_responses // group_size for n in (trained, dropped))
+    num_trained, num_dropped = (int(n.num_responses / group_size) for n in (trained, dropped))
     return distance_p_value(length_distance(trained, dropped), num_trained, num_dropped) < P_VALUE

@@ -70,7 +70,7 @@ class Learner:
     async def run(self) -> None:
         """Make steps until `run.max_steps` or until stopped, then save."""
         stats = await self._session.attach()
-        self._fairness = FairnessWindow(stats, self._config.generator.group_size)
+        self._fairness = FairnessWindow(stats, self._config.mean_group_size)
         if not await self._begin():
             return
         await self._publish()

@@ -71,6 +71,10 @@ class RolloutError(StreamRLError):
     """One rollout failed: recorded as data, its group dropped with a reason; never fatal."""
 
 
+class LostAgentError(RolloutError):
+    """An agent ended, or fell silent, before it closed its episode."""
+
+
 class RewardError(RolloutError):
     """A reward did not score a group; `reward` is its name."""
 

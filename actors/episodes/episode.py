@@ -10,7 +10,7 @@ environment is closed, however it ended.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import TypeVar
@@ -19,6 +19,8 @@ from actors.episodes.answers import checked_observation, checked_transition
 from actors.episodes.closing import closed_after
 from actors.episodes.conversation import Conversation
 from actors.episodes.record import EpisodeRecord, Rollout
+from actors.gateway.agent import Agent, play
+from actors.gateway.session import Session
 from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
@@ -52,7 +54,7 @@ class EpisodeRun:
     def __init__(
         self,
         engine: Engine,
-        make_environment: Callable[[], Environment],
+        make_environment: Callable[[], Environment | Agent],
         *,
         max_model_len: int,
         deadline_s: float,
@@ -76,12 +78,16 @@ class EpisodeRun:
         self._metrics: Mapping[str, float] = {}
         self._environment_wait_s = 0.0
         self.is_over = False
-        self.needs_slot = True
-        """Whether it is in the engine, waits for it or is about to, and not for its environment."""
+        self.num_slots = 1
+        """Slots of the engine that it has, waits for or is about to ask for; none while it waits
+        for its environment."""
+        self._session: Session | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens sampled so far, as far as the engine has reported them; -1 if it has not."""
+        if self._session is not None:
+            return self._session.num_tokens
         sampled, now = self._record.num_sampled_tokens, self._handle.num_tokens
         return sampled + max(now, 0) if self._record.segments or now >= 0 else -1
 
@@ -91,28 +97,26 @@ class EpisodeRun:
         Raises:
             RolloutError: the engine or the environment failed, or not a token was sampled in time.
         """
-        environment, conversation = self._make_environment(), Conversation(start)
+        player, conversation = self._make_environment(), Conversation(start)
         try:
-            async with closed_after(environment.close):
-                finish_reason = await self._run(environment, conversation, start, sampling)
+            if isinstance(player, Agent):
+                finish_reason = await self._run(self._attend(player, start, sampling))
+            else:
+                async with closed_after(player.close):
+                    turns = self._take_turns(player, conversation, start, sampling)
+                    finish_reason = await self._run(turns)
         finally:
-            self.is_over, self.needs_slot = True, False
+            self.is_over, self.num_slots = True, 0
         await self._on_slot_free()
         record = self._record
         rollout = record.rollout(finish_reason, {**self._counts(), **self._metrics})
         return rollout.with_messages(conversation.messages)
 
-    async def _run(
-        self,
-        environment: Environment,
-        conversation: Conversation,
-        start: EnvironmentContext,
-        sampling: SamplingParams,
-    ) -> FinishReason:
+    async def _run(self, playing: Awaitable[FinishReason]) -> FinishReason:
         """Why the episode ended. Waits as `run` does."""
         try:
             async with self._within(self._deadline_s):
-                finish_reason = await self._take_turns(environment, conversation, start, sampling)
+                finish_reason = await playing
         except _DeadlineError:
             finish_reason = FinishReason.DEADLINE
         if self._record.segments:
@@ -162,12 +166,12 @@ class EpisodeRun:
     async def _ask(self, answer: Awaitable[Answer]) -> Answer:
         """What the environment answers. Waits for it; meanwhile another episode has the slot."""
         began_s = perf_counter()
-        self.needs_slot = False
+        self.num_slots = 0
         try:
             await self._on_slot_free()
             return await answer
         finally:
-            self.needs_slot = True
+            self.num_slots = 1
             self._environment_wait_s += perf_counter() - began_s
 
     @asynccontextmanager
@@ -208,6 +212,38 @@ class EpisodeRun:
             "num_observation_tokens": float(sum(t.num_observation_tokens for t in turns)),
             "environment_wait_s": self._environment_wait_s,
         }
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
+    ) -> Completion:
+        """A completion that the agent of this episode asks for. Waits for the engine."""
+        self.num_slots += 1
+        try:
+            return await self._engine.generate(prompt_token_ids, sampling, handle)
+        finally:
+            self.num_slots -= 1
+            await self._on_slot_free()
+
+    async def _attend(
+        self, agent: Agent, start: EnvironmentContext, sampling: SamplingParams
+    ) -> FinishReason:
+        """Why the episode ended. Waits for the agent, which asks for its turns by itself."""
+        self.num_slots = 0
+        self._session = session = Session(
+            self,
+            start.renderer,
+            sampling,
+            max_model_len=self._max_model_len,
+            record=self._record,
+            stop=self._stop,
+        )
+        result = await play(agent, session, start)
+        invalid = {INVALID_TURNS: float(session.num_invalid_turns)}
+        self._metrics = {**result.metrics, **(invalid if session.num_invalid_turns else {})}
+        return session.finish_reason
 
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(

@@ -17,6 +17,7 @@ from actors.episodes.episode import EpisodeRun
 from actors.episodes.progress import GroupProgress
 from actors.episodes.record import Rollout
 from actors.episodes.surplus import first_finished, first_of_each
+from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.config.generator.oversample import OversampleSettings
@@ -59,7 +60,7 @@ class GroupRunner:
     engine: Engine
     prompts: PromptSource
     renderer: ChatRenderer
-    make_environment: Callable[[], Environment]
+    make_environment: Callable[[], Environment | Agent]
     environment: str
     reward: Reward
     sampling: SamplingParams
@@ -130,11 +131,6 @@ class GroupRunner:
         """Those that are sampled."""
         return self.group_size + self.oversample.num_siblings
 
-    @property
-    def num_episodes(self) -> int:
-        """Those of a group."""
-        return self.num_siblings + self.with_greedy_reward
-
     def _episode(self, progress: GroupProgress) -> EpisodeRun:
         return EpisodeRun(
             self.engine,
@@ -200,6 +196,10 @@ class GroupRunner:
         """Of the group: the same one if its prompt is leased again."""
         entropy = np.random.SeedSequence([self.run_seed, lease.prompt_index])
         return int(entropy.generate_state(1)[0])
+
+    def num_episodes_of(self, lease: Lease) -> int:
+        """Those that are sampled for the lease."""
+        return self.num_siblings + self.with_greedy_reward
 
     def origin(self, lease: Lease) -> str:
         """Where the lease's prompt is found; "" if nobody knows."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from actors.rendering.parsing import MessageParser
+from actors.rendering.parsing import CONVENTIONS, MessageParser
 from actors.rendering.reply import end_of_turn_text, reply_text, require_replies
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
@@ -30,6 +30,11 @@ class ChatRenderer:
         self._data = data
         self._template = _template(tokenizer, data)
         self._parser = MessageParser(tokenizer, self._template, data.tool_parser)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded; else there is text alone."""
+        return self._template is not None
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "ChatRenderer":
@@ -142,22 +147,27 @@ class ChatRenderer:
         """What a completion says, as a message of the assistant; see `Renderer.parse`."""
         return self._parser.parse(token_ids, tools, self._generation_prompt)
 
-    @property
-    def knows_tool_calls(self) -> bool:
-        """Whether `parse` finds tool calls: the chat template's convention is known."""
-        return self._parser.knows_tool_calls
+    def require_tool_calls(self) -> None:
+        """
+        Raises:
+            ConfigError: `parse` would find no tool calls.
+        """
+        if not self._parser.knows_tool_calls:
+            raise ConfigError(
+                "data.tool_parser: the chat template has no convention of tool calls that is "
+                f"known; name one of {', '.join(CONVENTIONS)}, or PATH.json"
+            )
 
     @cached_property
     def _generation_prompt(self) -> str:
         """What the template puts in front of a completion."""
         if self._template is None:
             return ""
-        conversation = [{"role": "user", "content": "?"}]
+        opening = [{"role": "user", "content": "?"}]
         try:
-            without, with_it = (self._render(conversation, is_open) for is_open in (False, True))
+            return self._render(opening, True).removeprefix(self._render(opening, False))
         except ConfigError:
             return ""
-        return with_it.removeprefix(without)
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         content = prompt.content

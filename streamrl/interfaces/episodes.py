@@ -40,6 +40,11 @@ class PromptSource(Protocol):
 class Renderer(Protocol):
     """Between text or messages and token ids, as the run's tokenizer and chat template do it."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded; else there is text alone."""
+        ...
+
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of the text as it stands, without a chat template or special tokens."""
         ...
@@ -57,6 +62,10 @@ class Renderer(Protocol):
         tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...]:
         """Token ids between the end of a completion and the place where the next one begins."""
+        ...
+
+    def messages(self, prompt: Prompt) -> tuple[Message, ...]:
+        """The conversation that the prompt opens, with the run's system prompt."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ them all, so a person reads every sentence at once.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streamrl.config.contradictions import daemons, episodes, sizes, training
+from streamrl.config.contradictions import daemons, environments, episodes, sizes, training
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
@@ -37,4 +37,9 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     episodes.turn_deadline_after_that_of_the_episode,
     episodes.group_beyond_what_may_be_in_flight,
     episodes.truncated_of_nothing,
+    environments.environment_twice,
+    environments.one_name_for_two,
+    environments.agent_of_no_environment,
+    environments.limit_below_a_group,
+    environments.limits_leave_prompts,
 )

@@ -15,7 +15,7 @@ class DataSettings(Section):
 
     source: str
     """A .jsonl, .json or .parquet file, the name of a procedural task (addition, reverse, copy,
-    sort), reasoning_gym:NAME, or PATH.py:NAME."""
+    sort), reasoning_gym:NAME, PATH.py:NAME, or `environment`: it makes up its own levels."""
     source_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a procedural task, of reasoning_gym or of PATH.py:NAME."""
     eval_source: str | None = None

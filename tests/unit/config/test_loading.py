@@ -155,7 +155,7 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
         ),
         (
             ["generator.episode.max_in_flight=7"],
-            ["generator.episode.max_in_flight 7", "generator.group_size 8"],
+            ["generator.episode.max_in_flight 7", "group_size 8"],
         ),
         (
             ["generator.episode.truncated=drop", "algorithm.reward.truncated=mask"],

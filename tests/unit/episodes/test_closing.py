@@ -198,10 +198,11 @@ def sharing(folder: Path, failing: int = -1) -> str:
 
 
 async def group_of(name: str, **changes: object):
+    (entry,) = Run(environment=name).config.entries
     runner = dataclasses.replace(
         Run().runner,
-        make_environment=partial(make_environment, name),
-        open_group=partial(open_group, name),
+        make_environment=partial(make_environment, entry),
+        open_group=partial(open_group, entry),
         group_size=3,
         **changes,
     )

@@ -196,5 +196,6 @@ class TestRefusals:
             make(CHATML, str(tmp_path / "x.json"))
 
     def test_a_template_without_a_convention_knows_no_calls(self) -> None:
-        assert not make(CHATML).knows_tool_calls
-        assert make(HERMES).knows_tool_calls
+        make(HERMES).require_tool_calls()
+        with pytest.raises(ConfigError, match=r"data.tool_parser: the chat template has no"):
+            make(CHATML).require_tool_calls()
