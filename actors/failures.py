@@ -1,13 +1,14 @@
-"""The groups that failed in this generator: the last error, and the rows that fail again.
+"""The groups that failed in this generator: the last error, the rows that fail again, and the
+rewards that did not score them.
 
 Invariant: a row is counted under its place in the file, over the epochs that repeat it. The
-generator's heartbeats report both.
+generator's heartbeats report all of it.
 """
 
 from collections import Counter
 
-from streamrl.errors import LostAgentError
-from streamrl.types import MAX_FAILED_ROWS, FailedRow, GroupFailure
+from streamrl.errors import LostAgentError, RewardError
+from streamrl.types import MAX_FAILED_ROWS, FailedReward, FailedRow, GroupFailure
 from streamrl.types.failures import shortened
 
 
@@ -16,6 +17,7 @@ class FailureRecord:
 
     def __init__(self) -> None:
         self._rows: Counter[str] = Counter()
+        self._rewards: Counter[str] = Counter()
         self.last: GroupFailure | None = None
         self.num_lost_agents = 0
         """Groups whose agent disappeared."""
@@ -24,6 +26,8 @@ class FailureRecord:
         """Count the failure of a group of this prompt; the sentence for the log."""
         self.num_lost_agents += isinstance(error, LostAgentError)
         self.last = GroupFailure(prompt_index=prompt_index, sentence=shortened(str(error)))
+        if isinstance(error, RewardError):
+            self._rewards[error.reward] += 1
         if not row:
             return f"prompt {prompt_index} failed: {error}"
         self._rows[row] += 1
@@ -36,3 +40,9 @@ class FailureRecord:
         """Those that failed most, at most MAX_FAILED_ROWS."""
         most = self._rows.most_common(MAX_FAILED_ROWS)
         return tuple(FailedRow(row=shortened(row), num_failures=count) for row, count in most)
+
+    @property
+    def rewards(self) -> tuple[FailedReward, ...]:
+        """Those that failed."""
+        counts = self._rewards.items()
+        return tuple(FailedReward(reward=name, num_failures=count) for name, count in counts)

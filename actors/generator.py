@@ -296,5 +296,6 @@ class Generator:
             is_catching_up=not self._is_current(),
             last_failure=self._failure_record.last,
             failed_rows=self._failure_record.rows,
+            failed_rewards=self._failure_record.rewards,
             num_lost_agents=self._failure_record.num_lost_agents,
         )

@@ -9,17 +9,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from streamrl.types import TrajectoryGroup
 
 Sums = Mapping[str, tuple[float, int]]
-"""Under `episode/ENVIRONMENT/NAME`: the sum of the metric NAME, and over how many episodes."""
+"""Under `episode/ENVIRONMENT/NAME`, or NAME for `reward/...`: the sum of the metric NAME, and over
+how many episodes."""
 
 
 def episode_sums(groups: Sequence[TrajectoryGroup]) -> Sums:
     """Of the groups' `Trajectory.metrics`; an environment of one's own is named without folders."""
     return add_up(
-        {f"episode/{group.environment.rpartition('/')[2]}/{name}": (value, 1)}
+        {_name_of(name, group.environment): (value, 1)}
         for group in groups
         for metrics in _of_episodes(group)
         for name, value in metrics.items()
     )
+
+
+def _name_of(metric: str, environment: str) -> str:
+    """The values of the run's rewards are the same in every environment."""
+    if metric.startswith("reward/"):
+        return metric
+    return f"episode/{environment.rpartition('/')[2]}/{metric}"
 
 
 def add_up(parts: Iterable[Sums]) -> Sums:

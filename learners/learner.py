@@ -28,7 +28,7 @@ from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, TransportError
-from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
+from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
 from streamrl.types import BufferStats, LearnerActivity, Loan
 from streamrl.weights.sender import WeightSender
 
@@ -165,6 +165,7 @@ class Learner:
                 **staleness_metrics(loan.headers, self._version - 1),
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
+                **reward_metrics(stats, [r.label for r in self._config.data.all_rewards]),
                 **self._fairness.metrics(stats, step_s, loan.headers),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,

@@ -5,7 +5,7 @@ lengths those of a window of steps.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from streamrl.types import (
     Books,
@@ -46,6 +46,17 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
         **{f"generator/{g.generator_id}/tokens_per_s": _tokens_per_s(g) for g in generators},
         **{f"generator/{g.generator_id}/policy_version": g.policy_version for g in generators},
     }
+
+
+def reward_metrics(stats: BufferStats, rewards: Iterable[str]) -> dict[str, float]:
+    """Groups that each of these rewards did not score, in the generators that report now, each
+    since it was started."""
+    failed = {reward: 0 for reward in rewards}
+    for generator in stats.generators:
+        for found in generator.failed_rewards:
+            count = failed.get(found.reward, 0) + found.num_failures
+            failed = {**failed, found.reward: count}
+    return {f"reward/{reward}/num_failures": count for reward, count in failed.items()}
 
 
 def _tokens_per_s(generator: GeneratorStatus) -> float:

@@ -12,15 +12,16 @@ PATH.py:NAME:
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-from actors.rewards.builtin import environment, exact_match, numeric_answer, regex, task
-from actors.rewards.checks import check_call, check_kwargs, checked
+from actors.rewards import builtin
+from actors.rewards.calls.isolated import Processes, WorkerSetup
+from actors.rewards.calls.limits import CallLimits
+from actors.rewards.calls.output import OutputLimit
+from actors.rewards.checks import check_call, check_kwargs, checked, prefixed
 from actors.rewards.forms import BoundFunction
 from actors.rewards.functions import FunctionReward
-from actors.rewards.isolated import Processes, WorkerSetup
-from actors.rewards.limits import CallLimits
-from actors.rewards.output import OutputLimit
 from actors.rewards.weighted import Rewards, WeightedReward
 from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
@@ -28,16 +29,25 @@ from streamrl.interfaces import Reward
 from streamrl.user_code import is_user_code, load_user_code
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {
-    "environment": environment,
-    "exact_match": exact_match,
-    "numeric_answer": numeric_answer,
-    "regex": regex,
-    "task": task,
+    "environment": builtin.environment,
+    "exact_match": builtin.exact_match,
+    "format": builtin.format_of_tags,
+    "length": builtin.length,
+    "numeric_answer": builtin.numeric_answer,
+    "regex": builtin.regex,
+    "task": builtin.task,
 }
-STATEFUL: Mapping[str, str] = {}
+STATEFUL: Mapping[str, str] = {
+    "code": "actors.rewards.code.reward:Code",
+    "http": "actors.rewards.remote.http:HttpReward",
+    "judge": "actors.rewards.remote.judge:Judge",
+    "reward_model": "actors.rewards.reward_model:RewardModel",
+    "sandbox_fusion": "actors.rewards.code.reward:SandboxFusion",
+}
 """MODULE:CLASS by name. The class has `Settings`, a section of its arguments, is made of them, and
 has an async `score(episode)` or `score(episodes)`."""
-_ISOLATED = frozenset({"math"})
+ISOLATED: Mapping[str, str] = {"math": "actors.rewards.math_answer:math"}
+"""MODULE:FUNCTION by name, of those that run in processes of their own."""
 _MAX_CONCURRENT, _REMOTE_RETRIES = 64, 3
 
 
@@ -84,7 +94,10 @@ def function_of(name: str, field: str = "reward") -> Callable[..., Any]:
         return load_user_code(field, name)
     if name in BUILT_IN:
         return BUILT_IN[name]
-    hint = did_you_mean(name, [*BUILT_IN, *STATEFUL])
+    if name in ISOLATED:
+        function: Callable[..., Any] = _imported(ISOLATED[name])
+        return function
+    hint = did_you_mean(name, [*BUILT_IN, *ISOLATED, *STATEFUL])
     raise ConfigError(f"{field}: was {name!r}; PATH.py:FUNCTION or {hint}")
 
 
@@ -109,15 +122,23 @@ def _function(
     """What scores, with the arguments of a call."""
     name, kwargs = settings.reward, settings.kwargs
     if name in STATEFUL:
-        module, _, kind = STATEFUL[name].partition(":")
-        made = getattr(import_module(module), kind)
-        return made(checked(kwargs_field, made.Settings, kwargs)).score, {}
+        made = _imported(STATEFUL[name])
+        settings_of_it = checked(kwargs_field, made.Settings, kwargs)
+        with prefixed(kwargs_field):
+            return made(settings_of_it).score, {}
     function = function_of(name, field)
+    if name == "math" and find_spec("math_verify") is None:
+        raise ConfigError(f"{field}: math-verify is not installed: pip install 'streamrl[math]'")
     if is_user_code(name):
         check_call(field, name, function, kwargs)
     else:
         check_kwargs(kwargs_field, name, function, kwargs)
     return function, kwargs
+
+
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _is_isolated(settings: RewardSettings, bound: BoundFunction, field: str) -> bool:
@@ -127,7 +148,7 @@ def _is_isolated(settings: RewardSettings, bound: BoundFunction, field: str) -> 
             "is canceled at its time-out"
         )
     if settings.isolation is None:
-        return settings.reward in _ISOLATED
+        return settings.reward in ISOLATED
     return settings.isolation == "process"
 
 

@@ -1,6 +1,7 @@
 """Built-in rewards: by a rule, 1.0 where the response is right, else 0.0; or the environment's."""
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 
 from streamrl.interfaces import Episode
@@ -10,9 +11,20 @@ _MARKED = re.compile(rf"(?:####|\\boxed\{{)\s*\$?({_NUMBER})")
 _ANY = re.compile(_NUMBER)
 
 
-def exact_match(episode: Episode) -> float:
-    """The response is the answer, but for white space around it."""
-    return float(episode.response.strip() == episode.prompt.answer.strip())
+def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "") -> float:
+    """The response is the answer, but for white space around it.
+
+    With a pattern, what its last match in the response has in its first group, or all of the match.
+    """
+    given, answer = episode.response, episode.prompt.answer
+    if pattern:
+        found = list(re.finditer(pattern, given, re.DOTALL))
+        if not found:
+            return 0.0
+        given = found[-1][1 if found[-1].re.groups else 0] or ""
+    if ignore_case:
+        given, answer = given.casefold(), answer.casefold()
+    return float(given.strip() == answer.strip())
 
 
 def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> float:
@@ -27,6 +39,27 @@ def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> float:
 def regex(episode: Episode, *, pattern: str) -> float:
     """The whole response has the format `pattern`; `.` matches line ends too."""
     return float(re.fullmatch(pattern, episode.response.strip(), re.DOTALL) is not None)
+
+
+def format_of_tags(episode: Episode, *, tags: Sequence[str] = ("think", "answer")) -> float:
+    """The response consists of these elements, such as <think>...</think><answer>...</answer>, in
+    this order, each once and not empty; white space may stand between them."""
+    elements = (rf"<{tag}>(?P<{tag}>.*?)</{tag}>" for tag in tags)
+    found = re.fullmatch(r"\s*".join(elements), episode.response.strip(), re.DOTALL)
+    if found is None or not all(found[tag].strip() for tag in tags):
+        return 0.0
+    marks = (mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>"))
+    return float(all(episode.response.count(mark) == 1 for mark in marks))
+
+
+def length(
+    episode: Episode, *, max_tokens: int, min_tokens: int = 0, decay_tokens: int = 0
+) -> float:
+    """1 for a response of `min_tokens` to `max_tokens`; beyond, it falls to 0 over
+    `decay_tokens`."""
+    num_tokens = episode.num_response_tokens
+    excess = max(num_tokens - max_tokens, min_tokens - num_tokens, 0)
+    return max(0.0, 1.0 - excess / decay_tokens) if decay_tokens else float(excess == 0)
 
 
 def task(episode: Episode) -> float:

@@ -5,7 +5,8 @@ Called when a generator starts and by `streamrl check`.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -64,6 +65,15 @@ def checked(field: str, section: type[Settings], kwargs: Mapping[str, Any]) -> S
     except ValidationError as error:
         sentences = str(explain(error, section)).splitlines()
         raise ConfigError("\n".join(f"{field}.{sentence}" for sentence in sentences)) from error
+
+
+@contextmanager
+def prefixed(field: str) -> Iterator[None]:
+    """Around what refuses a setting below the field by its own name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{field}.{error}") from error
 
 
 def _arguments(

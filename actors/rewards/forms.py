@@ -17,11 +17,13 @@ import inspect
 import itertools
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from actors.rewards.calls.limits import FinalError
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Score
 from streamrl.user_code import attributed_to, defined_at
@@ -80,15 +82,31 @@ class BoundFunction:
         Raises:
             RolloutError: it raised, or answered something else than finite numbers.
         """
-        with attributed_to(self.title, RolloutError):
+        with self._attributed():
             answer = self._call(episodes)
         return self._read(answer, len(episodes))
 
     async def wait_for_score(self, episodes: Sequence[Episode]) -> list[Score | None]:
         """As `score`, for an async function. Waits for its answer."""
-        with attributed_to(self.title, RolloutError):
+        with self._attributed():
             answer = await self._call(episodes)
         return self._read(answer, len(episodes))
+
+    @contextmanager
+    def _attributed(self) -> Iterator[None]:
+        """Around a call: what it raises becomes a RolloutError that begins with the title."""
+        refusal: RolloutError | None = None
+        with attributed_to(self.title, RolloutError):
+            try:
+                yield
+            except RolloutError as error:
+                kind = FinalError if isinstance(error, FinalError) else RolloutError
+                refusal = kind(f"{self.title}: {error}")
+                refusal.__cause__ = error.__cause__
+            except SystemExit as error:
+                refusal = RolloutError(f"{self.title}: SystemExit: {error.code}")
+        if refusal is not None:
+            raise refusal
 
     def _call(self, episodes: Sequence[Episode]) -> Any:
         args, named = self.form.arguments(episodes, self.data_source_key)

@@ -5,13 +5,14 @@ Invariant: a function that fails or answers nonsense costs its group (RolloutErr
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
+from actors.rewards.calls.isolated import Processes
+from actors.rewards.calls.limits import CallLimits, together
+from actors.rewards.calls.output import OutputLimit
+from actors.rewards.calls.threads import Threads
 from actors.rewards.forms import BoundFunction
-from actors.rewards.isolated import Processes
-from actors.rewards.limits import CallLimits, together
-from actors.rewards.output import OutputLimit
-from actors.rewards.threads import Threads
 from streamrl.interfaces import Episode, Score
 
 Scores = Sequence[Score | None]
@@ -56,19 +57,21 @@ class FunctionReward:
         takes_group = self._bound.form.takes_group
         groups = [episodes] if takes_group else [[episode] for episode in episodes]
         try:
-            each = await together(self._limits.call(self._caller(group)) for group in groups)
+            each = await together(self._limits.call(*self._caller(group)) for group in groups)
         finally:
             num_suppressed = self._output.take_suppressed()
         scores = [score for scores in each for score in scores]
         return [_with_suppressed(score, num_suppressed / len(scores)) for score in scores]
 
-    def _caller(self, episodes: Sequence[Episode]) -> Callable[[], Awaitable[Scores]]:
+    def _caller(
+        self, episodes: Sequence[Episode]
+    ) -> tuple[Callable[[], Awaitable[Scores]], Callable[[], Awaitable[None]] | None]:
+        """What calls the function, and what has to be there before."""
         if self._processes is not None:
-            processes = self._processes
-            return lambda: processes.run(episodes)
+            return partial(self._processes.run, episodes), self._processes.prepare
         if self._bound.is_async:
-            return lambda: self._await(episodes)
-        return lambda: self._threads.run(lambda: self._call(episodes))
+            return partial(self._await, episodes), None
+        return partial(self._threads.run, partial(self._call, episodes)), None
 
     async def _await(self, episodes: Sequence[Episode]) -> Scores:
         with self._output.applied():

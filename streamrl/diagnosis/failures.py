@@ -17,7 +17,12 @@ def failed_groups(stats: BufferStats) -> str:
     if not num_failed:
         return ""
     return "; ".join(
-        [f"{num_failed} of {stats.books.ended} groups failed", *_last(stats), *_rows(stats)]
+        [
+            f"{num_failed} of {stats.books.ended} groups failed",
+            *_last(stats),
+            *_rewards(stats),
+            *_rows(stats),
+        ]
     )
 
 
@@ -25,6 +30,15 @@ def _last(stats: BufferStats) -> list[str]:
     reported = [g.last_failure for g in stats.generators if g.last_failure is not None]
     last = max(reported, key=lambda failure: failure.prompt_index, default=None)
     return [] if last is None else [f"the last one, prompt {last.prompt_index}: {last.sentence}"]
+
+
+def _rewards(stats: BufferStats) -> list[str]:
+    """Where there are several, those that failed, over all generators."""
+    counts: Counter[str] = Counter()
+    for generator in stats.generators:
+        counts.update({failed.reward: failed.num_failures for failed in generator.failed_rewards})
+    several = counts.most_common(_NAMED) if len(counts) > 1 else []
+    return [f"reward {reward} failed {n} times" for reward, n in several]
 
 
 def _rows(stats: BufferStats) -> list[str]:

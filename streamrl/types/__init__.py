@@ -24,7 +24,7 @@ from streamrl.types.buffer import (
     admission_capacity,
 )
 from streamrl.types.checks import BoolArray, Float32Array, Int32Array
-from streamrl.types.failures import MAX_FAILED_ROWS, FailedRow, GroupFailure
+from streamrl.types.failures import MAX_FAILED_ROWS, FailedReward, FailedRow, GroupFailure
 from streamrl.types.index_ranges import IndexRanges, ranges_of
 from streamrl.types.lengths import (
     LengthHistogram,
@@ -91,6 +91,7 @@ __all__ = [
     "CudaMemory",
     "DropReason",
     "Endpoint",
+    "FailedReward",
     "FailedRow",
     "FilesEndpoint",
     "FinishReason",

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from streamrl.types.failures import FailedRow, GroupFailure
+from streamrl.types.failures import FailedReward, FailedRow, GroupFailure
 from streamrl.types.index_ranges import IndexRanges, members
 from streamrl.types.lengths import ResponseLengths
 from streamrl.types.ranges import (
@@ -128,9 +128,9 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     tokens sampled so far by the longest sibling of each, -1 if its engine has reported none. `held`
     is sent to a buffer whose incarnation has changed, which may have forgotten these leases.
     `is_catching_up`: the generator requests no lease until it has loaded the version it needs.
-    `last_failure` and `failed_rows` are of the groups that failed in this process, the rows with
-    most failures first, at most MAX_FAILED_ROWS; `num_lost_agents` are those of them whose agent
-    disappeared.
+    `last_failure`, `failed_rows` and `failed_rewards` are of the groups that failed in this
+    process, the rows with most failures first, at most MAX_FAILED_ROWS; `num_lost_agents` are those
+    of them whose agent disappeared.
     """
 
     generator_id: Name
@@ -149,6 +149,7 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     is_catching_up: bool = False
     last_failure: GroupFailure | None = None
     failed_rows: Annotated[tuple[FailedRow, ...], Meta(max_length=MAX_NAMES)] = ()
+    failed_rewards: Annotated[tuple[FailedReward, ...], Meta(max_length=MAX_NAMES)] = ()
     num_lost_agents: Count = 0
 
 

@@ -5,7 +5,7 @@ Invariant: a report is short, however long the message of an exception is.
 
 from msgspec import Struct
 
-from streamrl.types.ranges import Count, PromptIndex
+from streamrl.types.ranges import Count, Name, PromptIndex
 
 MAX_FAILURE_CHARACTERS = 300
 MAX_FAILED_ROWS = 8
@@ -29,6 +29,13 @@ class FailedRow(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_length("row", self.row)
+
+
+class FailedReward(Struct, frozen=True, kw_only=True):
+    """A reward, by its name in metrics, that has not scored groups."""
+
+    reward: Name
+    num_failures: Count
 
 
 def shortened(text: str) -> str:

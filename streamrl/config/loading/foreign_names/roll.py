@@ -32,7 +32,11 @@ ROLL = {
     "infer_batch_size": "generator.max_num_seqs",
     # The model, the data, generation.
     "pretrain": "model.path",
-    "reward_pretrain": "(there is no reward model; data.reward is a function)",
+    "reward_pretrain": "data.rewards with an entry reward_model, in kwargs path",
+    "judge_model_name": "data.rewards with an entry judge, in kwargs model",
+    "judge_api_url": "data.rewards with an entry judge, in kwargs url",
+    "judge_prompt": "data.rewards with an entry judge, in kwargs prompt",
+    "tag_included": "data.rewards with data_source of the entry",
     "model_args.disable_gradient_checkpointing": "learner.gradient_checkpointing",
     "model_args.dtype": "learner.dtype",
     "data_args.file_name": "data.source",

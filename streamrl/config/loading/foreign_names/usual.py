@@ -31,7 +31,7 @@ USUAL = {
     "reward_fn": "data.reward",
     "reward_func": "data.reward",
     "reward_function": "data.reward",
-    "reward_model": "(data.reward is a function, which may ask a model)",
+    "reward_model": "data.rewards with an entry reward_model",
     # Generation.
     "n": "generator.group_size",
     "num_samples": "generator.group_size",

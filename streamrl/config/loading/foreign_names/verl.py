@@ -6,6 +6,7 @@ _MODEL = "actor_rollout_ref.model"
 _MINI_BATCH = "learner.groups_per_step, divided by learner.updates_per_batch"
 _PER_MICRO_BATCH = "learner.max_tokens_per_micro_batch"
 _PER_FORWARD_PASS = "learner.max_tokens_per_forward_pass"
+_REWARD_MODEL = "data.rewards with an entry reward_model, in kwargs"
 
 VERL = {
     # Data and rewards.
@@ -15,7 +16,9 @@ VERL = {
     "data.max_prompt_length": "data.max_prompt_length",
     "data.max_response_length": "generator.max_new_tokens",
     "data.prompt_key": "data.prompt_key",
-    "data.reward_fn_key": "data.reward",
+    "data.reward_fn_key": "data.data_source_key",
+    "data.return_raw_chat": "(rewards always get the messages of an episode)",
+    "data.return_raw_input_ids": "(a reward model has its own chat template)",
     "data.shuffle": "data.shuffle",
     "data.seed": "run.seed",
     "data.truncation": "data.truncation",
@@ -32,7 +35,20 @@ VERL = {
     "data.trust_remote_code": "model.trust_remote_code",
     "custom_reward_function.path": "data.reward: PATH.py:FUNCTION",
     "custom_reward_function.name": "data.reward: PATH.py:FUNCTION",
-    "reward_model.reward_manager": "data.reward",
+    "custom_reward_function.reward_kwargs": "data.reward_kwargs",
+    "reward_model.reward_manager": "data.rewards",
+    "reward_model.enable": "data.rewards with an entry reward_model",
+    "reward_model.strategy": "(a reward model runs in each generator, or behind the URL of http)",
+    "reward_model.model.path": f"{_REWARD_MODEL} path",
+    "reward_model.model.input_tokenizer": "(a reward model reads the messages, not their tokens)",
+    "reward_model.model.trust_remote_code": f"{_REWARD_MODEL} trust_remote_code",
+    "reward_model.micro_batch_size_per_gpu": f"{_REWARD_MODEL} max_tokens_per_batch",
+    "reward_model.forward_max_token_len_per_gpu": f"{_REWARD_MODEL} max_tokens_per_batch",
+    "reward_model.use_dynamic_bsz": "(batches of a reward model are always filled by tokens)",
+    "reward_model.max_length": f"{_REWARD_MODEL} max_length",
+    "reward_model.launch_reward_fn_async": "(rewards are always asynchronous)",
+    "reward_model.sandbox_fusion.url": "data.rewards with an entry sandbox_fusion, in kwargs url",
+    "reward_model.sandbox_fusion.max_concurrent": "data.rewards with max_concurrent of the entry",
     # The model and the batch of a step.
     f"{_MODEL}.path": "model.path",
     f"{_MODEL}.trust_remote_code": "model.trust_remote_code",

@@ -53,8 +53,6 @@ class Threads:
                 result = work()
             except Exception as error:
                 failure = error
-            except BaseException as error:
-                failure = RuntimeError(f"{type(error).__name__}({error}), which ends a thread")
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(conclude, result, failure)
 

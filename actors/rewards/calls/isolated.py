@@ -2,7 +2,7 @@
 next call.
 
 A process reads requests from its standard input and answers through a pipe; what it prints is read
-from its output. `actors.rewards.isolated_worker` is what runs in it.
+from its output. `actors.rewards.calls.isolated_worker` is what runs in it.
 Invariant: a process serves one call at a time; after a call that did not end, it is gone with
 all that it has started.
 """
@@ -18,10 +18,11 @@ from typing import Any
 
 import msgspec
 
-from actors.rewards.output import OutputLimit
+from actors.rewards.calls.output import OutputLimit
 from streamrl.errors import RolloutError, StreamRLError
 from streamrl.interfaces import Episode, Score
 
+_START_S = 120.0
 LENGTH = struct.Struct("<I")
 """Before each message."""
 
@@ -51,20 +52,34 @@ class Processes:
         self._output = output
         self._idle: list[_Worker] = []
 
+    async def prepare(self) -> None:
+        """Waits until a process is there that has loaded the function, `_START_S` at most.
+
+        Raises:
+            RolloutError: it has not started.
+        """
+        if self._idle:
+            return
+        try:
+            async with asyncio.timeout(_START_S):
+                self._idle.append(await _Worker.start(self._setup, self._output))
+        except (EndedError, TimeoutError, OSError) as error:
+            raise RolloutError(f"{self._title}: its process has not started: {error}") from error
+
     async def run(self, episodes: Sequence[Episode]) -> list[Score | None]:
-        """The scores. Waits for a process, which may have to start, and for its answer.
+        """The scores, by the process that was prepared. Waits for its answer.
 
         Raises:
             RolloutError: the function raised, answered nonsense, or ended its process.
         """
         try:
-            request = msgspec.msgpack.encode(list(episodes), enc_hook=_plain)
+            request = msgspec.msgpack.encode(list(episodes), enc_hook=plain)
         except (TypeError, ValueError, OverflowError) as error:
             raise RolloutError(
                 f"{self._title}: a row cannot be sent to its process ({error}); use isolation: "
                 "thread"
             ) from error
-        worker = self._idle.pop() if self._idle else await _Worker.start(self._setup, self._output)
+        worker = self._idle.pop()
         try:
             answer = await worker.ask(request)
         except EndedError as error:
@@ -107,7 +122,7 @@ class _Worker:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "actors.rewards.isolated_worker",
+                "actors.rewards.calls.isolated_worker",
                 str(writable),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -119,7 +134,11 @@ class _Worker:
         finally:
             os.close(writable)
         worker = cls(process, answers, output)
-        worker._send(msgspec.msgpack.encode(setup, enc_hook=_plain))
+        try:
+            await worker.ask(msgspec.msgpack.encode(setup, enc_hook=plain))
+        except BaseException:
+            worker.kill()
+            raise
         return worker
 
     async def ask(self, request: bytes) -> Answer:
@@ -160,7 +179,7 @@ def _how(code: int) -> str:
     return f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """An array or a number of numpy as plain data."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -1,8 +1,7 @@
 """The process of a reward with `isolation: process`: reads episodes, answers with scores.
 
-`python -m actors.rewards.isolated_worker DESCRIPTOR`; `actors.rewards.isolated` starts it. It ends
-with its standard input; while a function keeps it from reading, the kernel ends it with the process
-that started it.
+`actors.rewards.calls.isolated` starts it. It ends with its standard input; while a function keeps
+it from reading, the kernel ends it with the process that started it.
 """
 
 import ctypes
@@ -15,8 +14,8 @@ from typing import BinaryIO
 import msgspec
 
 from actors.rewards import function_of
+from actors.rewards.calls.isolated import LENGTH, Answer, WorkerSetup
 from actors.rewards.forms import BoundFunction
-from actors.rewards.isolated import LENGTH, Answer, WorkerSetup
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import Episode
 
@@ -24,7 +23,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int) -> None:
-    """Waits for requests until standard input closes."""
+    """Answers once when the function is loaded, then each request. Waits for the next one until
+    standard input closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The function shall not read the requests.
@@ -35,11 +35,10 @@ def main(descriptor: int) -> None:
         bound = BoundFunction(
             function_of(setup.reward), setup.kwargs, setup.name, setup.data_source_key
         )
+        _send(answers, Answer())
         while request := _read(requests):
             episodes = msgspec.msgpack.decode(request, type=list[Episode])
-            content = msgspec.msgpack.encode(_answer(bound, episodes))
-            answers.write(LENGTH.pack(len(content)) + content)
-            answers.flush()
+            _send(answers, _answer(bound, episodes))
 
 
 def _answer(bound: BoundFunction, episodes: Sequence[Episode]) -> Answer:
@@ -47,6 +46,12 @@ def _answer(bound: BoundFunction, episodes: Sequence[Episode]) -> Answer:
         return Answer(scores=bound.score(episodes))
     except StreamRLError as error:
         return Answer(error=str(error))
+
+
+def _send(answers: BinaryIO, answer: Answer) -> None:
+    content = msgspec.msgpack.encode(answer)
+    answers.write(LENGTH.pack(len(content)) + content)
+    answers.flush()
 
 
 def _read(requests: BinaryIO) -> bytes:

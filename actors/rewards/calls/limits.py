@@ -14,6 +14,10 @@ T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 
 
+class FinalError(RolloutError):
+    """A call that would fail again."""
+
+
 class CallLimits:
     """Of one reward, for all groups of this process."""
 
@@ -25,8 +29,13 @@ class CallLimits:
         self._retries = retries
         self._slots = asyncio.Semaphore(max_concurrent)
 
-    async def call(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """The result. Waits for a slot, for the call, and before each further try.
+    async def call(
+        self,
+        begin: Callable[[], Awaitable[T]],
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """The result. Waits for a slot, for what the call needs, which is not its time, for the
+        call, and before each further try.
 
         Raises:
             RolloutError: the last try failed, or took longer than it may.
@@ -34,9 +43,11 @@ class CallLimits:
         for num_failed in range(self._retries + 1):
             try:
                 async with self._slots:
+                    if prepare is not None:
+                        await prepare()
                     return await self._try(begin)
             except RolloutError as error:
-                if num_failed == self._retries:
+                if num_failed == self._retries or isinstance(error, FinalError):
                     tries = f" (tried {num_failed + 1} times)" if num_failed else ""
                     raise RolloutError(f"{error}{tries}") from error.__cause__
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_failed, _LONGEST_PAUSE_S))

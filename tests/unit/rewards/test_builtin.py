@@ -11,12 +11,13 @@ from actors.prompts import open_prompts
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
 from actors.rewards.builtin import extract_number
+from actors.rewards.math_answer import math
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode, Prompt, Score
 from streamrl.types import FinishReason
 
-GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
+GSM8K = Path(__file__).parents[2] / "data" / "gsm8k" / "test.jsonl"
 
 
 def episode(response: str, answer: str = "42") -> Episode:
@@ -34,6 +35,48 @@ async def rewards_of(data: DataSettings, episodes: list[Episode]) -> list[float]
 
 async def test_exact_match():
     assert await scores("exact_match", "42", " 42\n", "42.", "4 2") == [1, 1, 0, 0]
+
+
+async def test_exact_match_of_a_part():
+    kwargs = {"pattern": "<answer>(.*?)</answer>", "ignore_case": True}
+    given = ("<answer>PARIS</answer>", "Paris", "<answer>Paris</answer><answer>Rome</answer>")
+    assert await scores("exact_match", *given, answer="Paris", **kwargs) == [1, 0, 0]
+
+
+async def test_format_asks_for_each_element_once_in_order():
+    right = ["<think>a</think><answer>b</answer>", " <think>a\nb</think>\n<answer>7</answer>\n"]
+    wrong = [
+        "<answer>b</answer><think>a</think>",
+        "<think>a</think>x<answer>b</answer>",
+        "<think> </think><answer>b</answer>",
+        "<think>a</think><answer>b</answer><answer>c</answer>",
+        "<think><think>a</think><answer>b</answer>",
+    ]
+    assert await scores("format", *right) == [1, 1]
+    assert await scores("format", *wrong) == [0] * 5
+    assert await scores("format", "<a>x</a>", tags=["a"]) == [1]
+
+
+async def test_length_falls_beyond_its_limits():
+    kwargs = {"max_tokens": 4, "min_tokens": 2}
+    assert await scores("length", "a", "ab", "abcd", "abcde", **kwargs) == [0, 1, 1, 0]
+    kwargs["decay_tokens"] = 4
+    assert await scores("length", "a", "abcd", "abcde", "a" * 9, **kwargs) == [0.75, 1, 0.75, 0]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"So \boxed{\frac{1}{2}}.", "0.5", 1),
+        ("therefore $x = 2$", "2", 1),
+        (r"\boxed{1+x}", "$x+1$", 1),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1),
+        (r"\boxed{\frac{1}{3}}", "0.5", 0),
+        ("nothing", "2", 0),
+    ],
+)
+def test_math_is_equality_of_expressions(response, answer, reward):
+    assert math(episode(response, answer)) == reward
 
 
 async def test_numeric_answer():

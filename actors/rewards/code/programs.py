@@ -1,0 +1,117 @@
+"""The program that runs a test on a solution, and whether what it printed passes.
+
+Invariant: what a function should return and a program should print is compared here and is not part
+of the program, so that a solution cannot read it.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from actors.rewards.code.tests import AssertTest, CallTest, ProgramTest, Test
+
+_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# What solutions in the style of LeetCode use without importing it.
+_PRELUDE = (
+    "import bisect, collections, functools, heapq, itertools, json, math, operator, random, re, "
+    "string, sys\n"
+    "from collections import *\nfrom functools import *\nfrom heapq import *\n"
+    "from itertools import *\nfrom math import inf\nfrom typing import *\n"
+)
+_CALL = """
+def _call_of_the_test():
+    import json, sys
+    name, arguments = json.loads(sys.stdin.read())
+    owner = globals().get("Solution")
+    function = getattr(owner(), name) if owner is not None else globals()[name]
+    print("\\n{mark}" + json.dumps(function(*arguments)))
+_call_of_the_test()
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Code, what it reads, and the mark before its result, if it has one."""
+
+    code: str
+    stdin: str = ""
+    mark: str = ""
+
+
+def solution_of(response: str) -> str:
+    """The last block of code in the response, or all of it.
+
+    >>> solution_of("So:\\n```python\\nprint(1)\\n```")
+    'print(1)\\n'
+    """
+    blocks: list[str] = _FENCE.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def program_of(solution: str, test: Test, header: str = "") -> Program:
+    """
+    Args:
+        header: of a function whose body the solution may be.
+    """
+    mark = secrets.token_hex(16)
+    match test:
+        case ProgramTest():
+            return Program(_PRELUDE + solution, test.stdin)
+        case CallTest():
+            stdin = json.dumps([test.function, list(test.arguments)])
+            return Program(f"{_PRELUDE}{solution}\n{_CALL.replace('{mark}', mark)}", stdin, mark)
+        case AssertTest():
+            code = f"{_PRELUDE}{header}{solution}\n{test.code}\nprint('\\n{mark}')\n"
+            return Program(code, mark=mark)
+
+
+def passes(test: Test, program: Program, stdout: str) -> bool:
+    """Whether the output of a program that ended with success passes its test."""
+    match test:
+        case ProgramTest():
+            return same_output(stdout, test.expected)
+        case CallTest():
+            last = stdout.rpartition(f"\n{program.mark}")
+            return bool(last[1]) and same_value(_json(last[2]), test.expected)
+        case AssertTest():
+            return stdout.endswith(f"\n{program.mark}\n")
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Line by line, but for white space at the ends; numbers by their value."""
+    given, wanted = _lines(printed), _lines(expected)
+    return len(given) == len(wanted) and all(map(_same_line, given, wanted))
+
+
+def same_value(given: Any, expected: Any) -> bool:
+    """APPS puts what a function returns into a list of one."""
+    return bool(given == expected or [given] == expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def _same_line(given: str, wanted: str) -> bool:
+    if given == wanted:
+        return True
+    first, second = _numbers(given.split()), _numbers(wanted.split())
+    return first is not None and first == second
+
+
+def _numbers(words: Sequence[str]) -> list[Decimal] | None:
+    try:
+        return [Decimal(word) for word in words]
+    except InvalidOperation:
+        return None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

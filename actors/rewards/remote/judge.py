@@ -1,0 +1,154 @@
+"""The reward `judge`: a language model behind the OpenAI API reads the response and scores it.
+
+Invariant: a score outside the scale, or none, is no reward: the judge is asked again, and in the
+end the group fails.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Struct
+from pydantic import AfterValidator, Field
+
+from actors.rewards.forms import conversation, ground_truth
+from actors.rewards.remote.requests import Service, ServiceSettings
+from streamrl.config.numbers import Positive
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import Episode
+
+PROMPT = """Judge how well the response answers the prompt.
+
+Prompt:
+{prompt}
+
+Reference answer:
+{answer}
+
+Response:
+{response}
+
+Explain your judgment in a few sentences. End with a line "Score: N", N from 0 (useless) to 10."""
+
+
+class Message(Struct, frozen=True):
+    """Of the judge."""
+
+    content: str | None = None
+
+
+class Choice(Struct, frozen=True):
+    """One of the answers."""
+
+    message: Message
+
+
+class ChatAnswer(Struct, frozen=True):
+    """What `chat/completions` answers."""
+
+    choices: list[Choice]
+
+
+def _pattern(text: str) -> str:
+    try:
+        compiled = re.compile(text)
+    except re.error as error:
+        raise ValueError(f"was {text!r}, which is no regular expression: {error}") from error
+    if compiled.groups != 1:
+        raise ValueError(f"was {text!r}; it needs one group, which is the score")
+    return text
+
+
+class Judge:
+    """Asks once for each episode."""
+
+    class Settings(ServiceSettings):
+        """Arguments of `judge`; `url` is that of the API, such as http://host:8000/v1."""
+
+        model: str
+        """The model, as the service names it."""
+        prompt: str = PROMPT
+        """What the judge reads, or a file of it that ends in .txt or .md. `{prompt}`, `{response}`,
+        `{answer}`, `{conversation}` and the names of columns in braces are replaced."""
+        system: str = ""
+        """System message, if there is one."""
+        score_pattern: Annotated[str, AfterValidator(_pattern)] = (
+            r"(?i)score\W{0,9}(-?\d+(?:\.\d+)?)"
+        )
+        """Regular expression with one group, the number; the last match counts. The default reads
+        "Score: 7" and JSON such as {"score": 7}."""
+        scale: tuple[float, float] = (0.0, 10.0)
+        """Scores that become the rewards 0 and 1."""
+        temperature: Annotated[float, Field(ge=0)] = 0.0
+        """Of the judge."""
+        max_tokens: Positive = 1024
+        """Of the judge's answer."""
+        extra_body: dict[str, Any] = Field(default_factory=dict)
+        """Further fields of the request."""
+
+    def __init__(self, settings: Settings) -> None:
+        low, high = settings.scale
+        if low >= high:
+            raise ConfigError(f"scale: was {list(settings.scale)}; the first is the lower one")
+        self._settings = settings
+        self._service = Service(settings)
+        self._prompt = _read(str(settings.prompt))
+
+    async def score(self, episode: Episode) -> float:
+        """Waits for the judge.
+
+        Raises:
+            RolloutError: it does not answer, or gives no score.
+        """
+        settings = self._settings
+        system = [{"role": "system", "content": settings.system}] if settings.system else []
+        question = {"role": "user", "content": filled(self._prompt, episode)}
+        request = {
+            "model": settings.model,
+            "messages": [*system, question],
+            "temperature": settings.temperature,
+            "max_tokens": settings.max_tokens,
+            **settings.extra_body,
+        }
+        answer = await self._service.post("/chat/completions", request, ChatAnswer)
+        return self._reward("".join(c.message.content or "" for c in answer.choices[:1]))
+
+    def _reward(self, text: str) -> float:
+        low, high = self._settings.scale
+        found = re.findall(self._settings.score_pattern, text)
+        try:
+            score = float(found[-1]) if found else None
+        except ValueError:
+            score = None
+        if score is None or not low <= score <= high:
+            ending = " ".join(text.split())[-80:]
+            raise RolloutError(f"gave no score from {low:g} to {high:g}; it ended with {ending!r}")
+        return (score - low) / (high - low)
+
+
+def filled(template: str, episode: Episode) -> str:
+    """The template with what the names in braces stand for; other braces stay."""
+    values: Mapping[str, Any] = {
+        **episode.prompt.row,
+        "prompt": _text(episode.prompt.content),
+        "response": episode.response,
+        "answer": ground_truth(episode),
+        "conversation": _text(conversation(episode)),
+    }
+    return re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), template)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n\n".join(f"{message['role']}: {message.get('content')}" for message in content)
+
+
+def _read(prompt: str) -> str:
+    if "\n" in prompt or not prompt.endswith((".txt", ".md")):
+        return prompt
+    try:
+        return Path(prompt).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"prompt: cannot read {prompt}: {error.strerror}") from error

@@ -1,0 +1,120 @@
+"""Rewards in processes of their own: whatever one does, it costs its group and its process."""
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from actors.rewards import make_reward
+from actors.rewards.calls.output import MAX_BYTES
+from streamrl.config.data import DataSettings
+from streamrl.errors import RewardError, RolloutError
+from tests.unit.rewards.episodes import episode, values
+
+CODE = """
+import os, sys, time
+
+def hangs_once(episode):
+    if episode.response == "hang":
+        while True:
+            pass
+    return os.getpid()
+
+def leaves(episode):
+    sys.exit(3)
+
+def crashes(episode):
+    os.abort()
+
+def floods(episode):
+    for _ in range(4096):
+        print("x" * 1023)
+    return 1.0
+
+def spawns(episode):
+    os.system("sleep 600 & echo $! > " + episode.response)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def reward(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE)
+
+    def make(name: str, **settings: Any):
+        entry = {"reward": f"{file}:{name}", "isolation": "process", **settings}
+        return make_reward(DataSettings.model_validate({"source": "addition", "rewards": [entry]}))
+
+    return make
+
+
+async def test_a_flood_is_suppressed_and_counted(reward, capfd, caplog):
+    with caplog.at_level(logging.WARNING):
+        (score,) = await reward("floods").score([episode()])
+    assert score.reward == 1.0
+    assert score.metrics["reward/floods/suppressed_bytes"] > 3 * 2**20
+    captured = capfd.readouterr()
+    assert 0 < len(captured.out) + len(captured.err) <= 2 * MAX_BYTES
+    assert ":floods prints more than 64 KiB" in caplog.text
+
+
+async def test_a_process_that_hangs_is_ended_and_the_next_call_has_a_new_one(reward):
+    isolated = reward("hangs_once", timeout_s=0.5, max_concurrent=1)
+    (first,) = values(await isolated.score([episode()]))
+    assert first != os.getpid()
+    assert values(await isolated.score([episode()])) == [first]
+    with pytest.raises(RewardError, match="hangs_once has not answered within timeout_s"):
+        await isolated.score([episode("hang")])
+    (second,) = values(await isolated.score([episode()]))
+    assert second != first
+    wait_until(lambda: not psutil.pid_exists(int(first)) or is_zombie(int(first)))
+
+
+async def test_what_an_ended_process_has_started_ends_with_it(reward, tmp_path):
+    with pytest.raises(RewardError, match="timeout_s"):
+        await reward("spawns", timeout_s=1).score([episode(f"{tmp_path}/pid")])
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not psutil.pid_exists(pid) or is_zombie(pid))
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("crashes", "its process ended by SIGABRT"), ("leaves", "SystemExit")],
+)
+async def test_a_function_that_ends_its_process_fails_its_group(reward, name, sentence):
+    with pytest.raises(RewardError, match=f"{name}: .*{sentence}"):
+        await reward(name).score([episode()])
+
+
+async def test_rows_that_are_no_plain_data_cannot_be_isolated(reward):
+    with pytest.raises(RewardError, match=r"object is no plain data.*isolation: thread"):
+        await reward("leaves").score([episode(thing=object())])
+
+
+async def test_math_runs_in_a_process_so_that_a_power_tower_costs_its_group_alone():
+    """Big powers are computed in C, which holds the interpreter of its process."""
+    entry = {"reward": "math", "timeout_s": 5.0, "max_concurrent": 1}
+    reward = make_reward(DataSettings.model_validate({"source": "addition", "rewards": [entry]}))
+    with pytest.raises(RolloutError, match="reward math has not answered within timeout_s"):
+        await reward.score([episode(r"\boxed{9^{9^{9^9}}}")])
+    (score,) = await reward.score([episode(r"\boxed{42.0}")])
+    assert score.reward == 1.0

@@ -1,0 +1,125 @@
+"""Code that the policy wrote, scored by the tests of a row in a real sandbox."""
+
+import json
+
+import pytest
+
+from actors.rewards import make_reward
+from actors.rewards.code.programs import same_output, solution_of
+from actors.sandbox.isolation import find_isolation
+from streamrl.config.data import DataSettings
+from streamrl.errors import RewardError
+from tests.unit.rewards.episodes import episode
+
+needs_sandbox = pytest.mark.skipif(find_isolation() is None, reason="no isolation here")
+
+
+async def score(response: str, answer: str = "", *, kwargs: dict | None = None, **row: object):
+    entry = {"reward": "code", "kwargs": {"time_s": 20.0, **(kwargs or {})}}
+    reward = make_reward(DataSettings.model_validate({"source": "addition", "rewards": [entry]}))
+    (found,) = await reward.score([episode(response, answer, **row)])
+    return found.reward
+
+
+def block(code: str) -> str:
+    return f"Here:\n```python\n{code}\n```\nDone."
+
+
+PAIRS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
+CASES = json.dumps([{"input": "[1, 2]\n3", "output": "[1, 2, 3]", "testtype": "functional"}])
+HUMAN_EVAL = {
+    "prompt": "def add(a, b):\n",
+    "entry_point": "add",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+}
+ADD = "def add(a, b):\n    return a + b"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("code", "answer", "row"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + b)", PAIRS, {}),
+        ("a, b = map(int, input().split())\nprint(a + b)", "", {"input_output": PAIRS}),
+        (ADD, "", {"input_output": json.dumps(CALLS)}),
+        (ADD, "", {"tests": CALLS}),
+        (
+            "class Solution:\n    def put(self, a: List[int], b):\n        return (*a, b)",
+            "",
+            {"public_test_cases": CASES, "metadata": '{"func_name": "put"}'},
+        ),
+        (
+            ADD,
+            "",
+            {"test_list": ["assert add(1, 2) == 3", "assert add(0, x) == 9"]}
+            | {"test_setup_code": "x = 9"},
+        ),
+        (ADD, "", HUMAN_EVAL),
+        ("    return a + b", "", HUMAN_EVAL),
+        (ADD, "assert add(2, 2) == 4", {}),
+    ],
+)
+async def test_a_right_solution_passes_the_tests_of_each_form(code, answer, row):
+    assert await score(block(code), answer, **row) == 1.0
+    wrong = code.replace("a + b", "a - b").replace("(*a, b)", "a")
+    assert await score(block(wrong), answer, **row) == 0.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True:\n    pass",
+        "import sys; sys.exit(0)",
+        "print('\\n')\nimport os; os._exit(0)",
+        "def add(a, b):\n    return a + b\nimport atexit\nraise SystemExit(0)",
+        "x = bytearray(10**10)",
+        "no python",
+    ],
+)
+async def test_code_that_fails_or_hangs_or_leaves_early_scores_nothing(code):
+    assert await score(block(code), "assert add(2, 2) == 4", kwargs={"time_s": 2.0}) == 0.0
+
+
+@needs_sandbox
+async def test_the_share_of_tests_counts_where_it_is_asked_for():
+    code, row = "def add(a, b):\n    return 3", {"tests": CALLS}
+    assert await score(block(code), **row) == 0.0
+    assert await score(block(code), **row, kwargs={"partial": True}) == 0.5
+    assert await score(block(code), **row, kwargs={"max_tests": 1}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"tests": []}, "has no tests"),
+        ({"tests": {"inputs": ["1"]}}, r"the tests of the row \(tests\) cannot be read: KeyError"),
+        ({"tests": {"inputs": ["1"], "outputs": []}}, "cannot be read: ValueError"),
+        ({"tests": 7}, "cannot be read: TypeError"),
+    ],
+)
+async def test_rows_without_tests_fail_their_group(row, sentence):
+    with pytest.raises(RewardError, match=f"reward code: .*{sentence}"):
+        await score("x", **row, kwargs={"tests_key": "tests"})
+
+
+def test_the_last_block_is_the_solution():
+    assert solution_of("```\na\n```\ntext\n```py\nb\n```") == "b\n"
+    assert solution_of("```python\ncut off") == "cut off"
+    assert solution_of("bare") == "bare"
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "is_same"),
+    [
+        ("1 \n2\n\n", "1\n2", True),
+        ("1.50", "1.5", True),
+        ("a b", "a  b", False),
+        ("1\n2", "1 2", False),
+        ("yes", "Yes", False),
+        ("1e3", "1000", True),
+    ],
+)
+def test_outputs_are_compared_line_by_line(printed, expected, is_same):
+    assert same_output(printed, expected) is is_same

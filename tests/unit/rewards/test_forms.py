@@ -1,0 +1,124 @@
+"""Functions written for verl and TRL score unchanged, as those of StreamRL do."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.rewards import make_reward, make_reward_of
+from streamrl.config.data import DataSettings, RewardSettings
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import Episode, Prompt, Score
+from streamrl.types import FinishReason
+from tests.unit.rewards.episodes import episode
+
+# As the documentation of verl has it.
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert extra_info["index"] == 3
+    if data_source != "gsm8k":
+        raise NotImplementedError(data_source)
+    return {"score": float(solution_str.strip() == ground_truth), "acc": True, "pred": "text"}
+"""
+VERL_BATCH = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(s == g) for s, g in zip(solution_strs, ground_truths)]
+"""
+# As the documentation of TRL has them.
+TRL_TEXT = """
+def reward_func(completions, ground_truth, **kwargs):
+    assert all(len(column) == len(completions) for column in kwargs.values())
+    assert kwargs["prompts"] == ["question"] * len(completions)
+    return [1.0 if c == gt else 0.0 for c, gt in zip(completions, ground_truth)]
+"""
+TRL_CHAT = """
+async def reward_func(prompts, completions, completion_ids, task=None, **kwargs):
+    assert prompts[0] == [{"role": "user", "content": "hi"}]
+    assert completion_ids == [[1, 2]] * len(prompts)
+    contents = [completion[0]["content"] for completion in completions]
+    return [None if t != "math" else float(len(c)) for c, t in zip(contents, task)]
+"""
+SCORE = """
+from streamrl.interfaces import Score
+def score(episode):
+    return Score(2.0, {"steps": 3.0})
+"""
+
+
+def made(tmp_path: Path, text: str, function: str, **settings: Any):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    entry = {"reward": f"{file}:{function}", **settings}
+    return make_reward(DataSettings.model_validate({"source": "addition", "rewards": [entry]}))
+
+
+async def test_verls_function_gets_the_columns_of_its_rows_and_its_dict_is_recorded(tmp_path):
+    reward = made(tmp_path, VERL, "compute_score")
+    row = {
+        "data_source": "gsm8k",
+        "reward_model": {"ground_truth": "7"},
+        "extra_info": {"index": 3},
+    }
+    right, wrong = await reward.score([episode("7", **row), episode("8", **row)])
+    assert right == Score(1.0, {"reward/compute_score": 1.0, "reward/compute_score/acc": 1.0})
+    assert wrong.reward == 0.0
+    with pytest.raises(RolloutError, match=r"compute_score: NotImplementedError: other \(mine.py"):
+        await reward.score([episode("7", **{**row, "data_source": "other"})])
+
+
+async def test_verls_batch_function_falls_back_on_the_answer_of_the_row(tmp_path):
+    reward = made(tmp_path, VERL_BATCH, "compute_score")
+    assert [s.reward for s in await reward.score([episode("42"), episode("4")])] == [1.0, 0.0]
+
+
+async def test_trls_function_gets_columns_as_lists(tmp_path):
+    reward = made(tmp_path, TRL_TEXT, "reward_func")
+    episodes = [episode(text, ground_truth="7", level=2) for text in ("7", "8")]
+    assert [s.reward for s in await reward.score(episodes)] == [1.0, 0.0]
+
+
+def chat(task: str, *messages: dict[str, str]) -> Episode:
+    prompt = Prompt(({"role": "user", "content": "hi"},), "", {"task": task})
+    found = Episode(prompt, "abc", 2, FinishReason.STOP, response_token_ids=(1, 2))
+    return dataclasses.replace(found, messages=messages)
+
+
+async def test_trls_completions_are_messages_after_messages_and_none_is_not_applicable(tmp_path):
+    reward = made(tmp_path, TRL_CHAT, "reward_func")
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "four"}]
+    scores = await reward.score([chat("math"), chat("math", *turns)])
+    assert [s.reward for s in scores] == [3.0, 4.0]
+    with pytest.raises(RolloutError, match="reward reward_func applies to no episode"):
+        await reward.score([chat("code")])
+
+
+async def test_none_of_one_reward_leaves_the_others(tmp_path):
+    (tmp_path / "mine.py").write_text(TRL_CHAT)
+    entries = [f"{tmp_path}/mine.py:reward_func", {"reward": "length", "weight": 2}]
+    entries[1] = {"reward": f"{tmp_path}/own.py:one", "weight": 2}
+    (tmp_path / "own.py").write_text("def one(episode):\n    return 1\n")
+    reward = make_reward(DataSettings.model_validate({"source": "addition", "rewards": entries}))
+    (score,) = await reward.score([chat("code")])
+    assert score == Score(2.0, {"reward/one": 1.0})
+
+
+async def test_a_score_of_ones_own_has_metrics(tmp_path):
+    (score,) = await made(tmp_path, SCORE, "score", name="mine").score([episode()])
+    assert score == Score(2.0, {"reward/mine": 2.0, "reward/mine/steps": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def f(solution_str, needed):\n    return 1", "missing a required argument: 'needed'"),
+        ("def f(completions, trainer_state):\n    return 1", "argument: 'trainer_state'"),
+        ("def f(solution_str, ground_truth):\n    return 1", "unexpected keyword argument 'bonus'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_at_the_start(tmp_path, text, sentence):
+    (tmp_path / "mine.py").write_text(text)
+    kwargs = {"bonus": 1} if "bonus" in sentence else {}
+    entry = RewardSettings(reward=f"{tmp_path}/mine.py:f", kwargs=kwargs)
+    with pytest.raises(ConfigError, match=rf"environments\[0\]\.reward: .*{sentence}"):
+        make_reward_of(entry, "environments[0].reward")

@@ -1,0 +1,96 @@
+"""Several rewards: weights, data sources, and whose failure it was."""
+
+import pytest
+
+from actors.rewards import make_reward
+from streamrl.config.data import DataSettings
+from streamrl.errors import ConfigError, RewardError, RolloutError
+from streamrl.interfaces import Score
+from tests.unit.rewards.episodes import episode
+
+
+def data(*rewards: object, **settings: object) -> DataSettings:
+    return DataSettings.model_validate({"source": "addition", "rewards": rewards, **settings})
+
+
+async def test_the_reward_is_the_weighted_sum_and_each_value_is_recorded():
+    settings = data(
+        {"reward": "exact_match", "weight": 2},
+        {"reward": "regex", "name": "form", "weight": 0.5, "kwargs": {"pattern": "[0-9]+"}},
+        {"reward": "numeric_answer", "weight": 0},
+    )
+    right, digits, text = await make_reward(settings).score(map_episodes("42", "41", "= 42"))
+    assert right == Score(
+        2.5, {"reward/exact_match": 1, "reward/form": 1, "reward/numeric_answer": 1}
+    )
+    assert (digits.reward, text.reward, text.metrics["reward/numeric_answer"]) == (0.5, 0.0, 1.0)
+
+
+def map_episodes(*responses: str, **row: object) -> list:
+    return [episode(response, **row) for response in responses]
+
+
+async def test_rewards_score_the_rows_of_their_data_sources():
+    settings = data(
+        {"reward": "exact_match", "data_source": ["words"]},
+        {"reward": "numeric_answer", "data_source": ["gsm8k", "math"]},
+        data_source_key="origin",
+    )
+    reward = make_reward(settings)
+    (score,) = await reward.score(map_episodes("= 42", origin="math"))
+    assert score == Score(1.0, {"reward/numeric_answer": 1.0})
+    (score,) = await reward.score(map_episodes("= 42", origin="words"))
+    assert score == Score(0.0, {"reward/exact_match": 0.0})
+    with pytest.raises(
+        RolloutError, match="none of exact_match, numeric_answer has the origin 'x'"
+    ):
+        await reward.score(map_episodes("42", origin="x"))
+
+
+async def test_an_error_names_its_reward_and_cancels_the_others(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import asyncio\nis_canceled = False\n"
+        "def broken(episode):\n    raise KeyError('label')\n"
+        "async def endless(episodes):\n    global is_canceled\n    try:\n"
+        "        await asyncio.Event().wait()\n    finally:\n        is_canceled = True\n"
+        "def canceled(episode):\n    return is_canceled\n"
+    )
+    own = f"{tmp_path}/mine.py"
+    settings = data(f"{own}:endless", {"reward": f"{own}:broken", "name": "labels"})
+    with pytest.raises(
+        RewardError, match=r"reward labels \(.*mine.py:broken\): KeyError"
+    ) as caught:
+        await make_reward(settings).score(map_episodes("a", "b"))
+    assert caught.value.reward == "labels"
+    (score,) = await make_reward(data(f"{own}:canceled")).score(map_episodes("a"))
+    assert score.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sentence"),
+    [
+        (["exact_match", "exact_match"], "two are called 'exact_match'"),
+        ([{"reward": "a.py:mean"}], "reward/mean is another metric"),
+        ([{"reward": "regex", "name": "a b"}], "pattern"),
+    ],
+)
+def test_names_of_rewards_are_their_own(rewards, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        data(*rewards)
+
+
+def test_one_reward_beside_several_is_refused():
+    with pytest.raises(ValueError, match=r"reward: has no effect beside data\.rewards"):
+        data("exact_match", reward="regex")
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ("exact_macth", r"data\.rewards\[0\]\.reward: was 'exact_macth'; .*'exact_match'"),
+        ({"reward": "regex"}, r"data\.rewards\[0\]\.kwargs: regex needs 'pattern'"),
+    ],
+)
+def test_a_refusal_names_the_entry(reward, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        make_reward(data(reward))
