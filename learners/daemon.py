@@ -28,6 +28,7 @@ from learners.policy.policy import Policy
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
+from learners.validations import Validations
 from streamrl import service
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.checkpoints.steps_left import require_steps_left
@@ -87,15 +88,16 @@ async def _lead(
 ) -> None:
     """The first rank: the loop, and all that the learner does beside it."""
     sender = _make_sender(config, trainer.policy)
-    records = RunRecords(config, start)
+    records = RunRecords(config, start, sender.validating)
     reporter = StatusReporter(config, buffer, sender)
+    validations = Validations(config, sender, records, reporter)
     rank = LearnerRank(
         trainer, place.data, fetch=buffer.fetch, save=records.save, snapshot=sender.snapshot
     )
     lockstep = Lockstep(rank, place.all, place.liveness)
     fetch = lockstep.fetch if place.all.count > 1 else None
     session = LearnerSession(config, buffer, reporter, state, fetch)
-    learner = Learner(config, lockstep, session, sender, records, reporter)
+    learner = Learner(config, lockstep, session, sender, records, reporter, validations)
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
     try:

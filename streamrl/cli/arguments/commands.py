@@ -33,6 +33,7 @@ _RUN = {
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
     "generator": Command("actors.daemon:main", "start one generator", options.generator),
     "learner": Command("learners.daemon:main", "start the learner", options.learner),
+    "validator": Command("actors.validation.daemon:main", "start the validator", options.config),
     "make-model": Command(
         "streamrl.cli.make_model:main",
         "make the small local model that model.recipe describes",

@@ -7,7 +7,7 @@ them all, so a person reads every sentence at once.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streamrl.config.contradictions import daemons, sizes, training
+from streamrl.config.contradictions import daemons, sizes, training, validation
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
@@ -31,4 +31,10 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     sizes.groups_too_large,
     daemons.one_address,
     training.evaluation_without_a_model,
+    validation.alike_samples,
+    validation.never_published,
+    validation.more_prompts_than_held_out,
+    validation.bad_generator,
+    validation.early_stop_without_validation,
+    validation.best_without_validation,
 )
