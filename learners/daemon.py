@@ -25,6 +25,7 @@ from learners.parallel.place import Place, join
 from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from learners.samples import SampleWriter
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
@@ -91,8 +92,14 @@ async def _lead(
     records = RunRecords(config, start, sender.validating)
     reporter = StatusReporter(config, buffer, sender)
     validations = Validations(config, sender, records, reporter)
+    samples = SampleWriter(config, state.policy_version, records.log_samples)
     rank = LearnerRank(
-        trainer, place.data, fetch=buffer.fetch, save=records.save, snapshot=sender.snapshot
+        trainer,
+        place.data,
+        fetch=buffer.fetch,
+        save=records.save,
+        snapshot=sender.snapshot,
+        show=samples.add,
     )
     lockstep = Lockstep(rank, place.all, place.liveness)
     fetch = lockstep.fetch if place.all.count > 1 else None
@@ -111,6 +118,7 @@ async def _lead(
     finally:
         signaled.cancel()
         sender.close()
+        samples.close()
         records.close()
 
 

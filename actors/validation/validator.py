@@ -28,7 +28,7 @@ from actors.validation.answers import AnswerOf
 from actors.validation.scores import PREFIX, PromptResult, scores
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
-from streamrl.samples.files import write_validation
+from streamrl.samples.files import validation_file, write_validation
 from streamrl.samples.record import Decode, Sample, sample_of
 from streamrl.types import (
     LoadReport,
@@ -71,7 +71,9 @@ class Validator:
         self._answer_of = answer_of
         self._decode = decode
         self._num_prompts = num_held_out(config.data, runner.prompts)
-        self._has_first = self._settings.at_start and not config.generator.lacks_weights
+        is_done = validation_file(config.run.path, 0).exists()
+        lacks_weights = config.generator.lacks_weights
+        self._has_first = self._settings.at_start and not is_done and not lacks_weights
         self._status = ValidatorStatus(
             next_version=0 if self._settings.at_start else self._settings.every,
             is_busy=self._has_first,

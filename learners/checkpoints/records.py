@@ -101,6 +101,11 @@ class RunRecords:
         self._validations.log(metrics, policy_version)
         self._trackers.log_validation(metrics, policy_version)
 
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """To the trackers that show tables."""
+        if self._trackers is not None:
+            self._trackers.log_samples(samples, step)
+
     def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
         """The checkpoint of this state, after the lines of its steps, written in a thread.
 

@@ -59,7 +59,7 @@ async def test_the_run_ends_once_its_validations_do_not_get_better(caplog):
         run.sender.report(report(version, mean))
     await lend_batch(run)
     await until(run, lambda: run.records.lines)
-    run.sender.report(report(6, 0.65))
+    run.sender.report(report(6, 0.63))
     await lend_batch(run)
     await run.end()
     assert [line["step"] for line in run.records.lines] == [1, 2]

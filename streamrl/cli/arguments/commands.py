@@ -56,6 +56,11 @@ _LOOK = {
         "print the summary of a run folder and draw report.png",
         options.run_folder,
     ),
+    "samples": Command(
+        "streamrl.cli.samples.command:main",
+        "read what the policy wrote, and its rewards",
+        options.samples,
+    ),
     "generators": Command(
         "streamrl.cli.generators:show",
         "list the generators of a running buffer",

@@ -41,7 +41,7 @@ def check_user_code(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_prompts(config: RunConfig) -> Iterator[Finding]:
-    """The prompts of training, those held out if the run ends with an evaluation, the template."""
+    """The prompts of training, those held out if they are scored, the template."""
     data = config.data
     if isinstance(data.chat_template, Path):
         yield from refusal(partial(_read, "data.chat_template", data.chat_template))
@@ -49,7 +49,7 @@ def check_prompts(config: RunConfig) -> Iterator[Finding]:
         yield from _check_gym(data.source.removeprefix(_GYM))
         return
     yield from _check_training(config)
-    if config.run.evaluate:
+    if config.run.evaluate or config.validation.every:
         yield from _check_held_out(config)
 
 
@@ -79,7 +79,8 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
     try:
         held_out = open_held_out(config.data)
     except ConfigError as error:
-        hint = "; or set run.evaluate: false" if config.data.eval_source is None else ""
+        off = "validation.every: 0" if config.validation.every else "run.evaluate: false"
+        hint = f"; or set {off}" if config.data.eval_source is None else ""
         yield problem(f"{error}{hint}")
         return
     size, wanted = num_held_out(config.data, held_out), config.data.num_eval_prompts
