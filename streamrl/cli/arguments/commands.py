@@ -53,7 +53,7 @@ _LOOK = {
     ),
     "report": Command(
         "streamrl.cli.report:main",
-        "print the summary of a run folder and draw report.png",
+        "print the summary of a run folder, write report.html and draw report.png",
         options.run_folder,
     ),
     "samples": Command(

@@ -19,21 +19,22 @@ def summary(config: RunConfig) -> Table:
     folder = config.run.path
     lines = read_metrics(folder / "metrics.jsonl")
     table = Table(title=f"{config.run.name}: summary", show_header=False)
-    for name, value in summary_rows(lines, config):
+    for name, value in summary_rows(lines, folder, validation_text(config)):
         table.add_row(name, value)
     table.add_row("run folder", str(folder))
     return table
 
 
-def summary_rows(lines: Sequence[Mapping[str, Any]], config: RunConfig) -> list[tuple[str, str]]:
+def summary_rows(
+    lines: Sequence[Mapping[str, Any]], folder: Path, validated: str = ""
+) -> list[tuple[str, str]]:
     """Name and value of each row; those that were not measured are left out."""
-    folder = config.run.path
     if not lines:
         return [("steps", "0")]
     rows = [("steps", str(lines[-1]["step"]))]
     if change := reward_change(lines):
         rows.append(("training reward", change))
-    if validated := validation_text(config):
+    if validated:
         rows.append(("validation", validated))
     if held_out := held_out_reward(folder):
         rows.append(("held-out reward", held_out))
