@@ -96,13 +96,8 @@ class Learner:
 
     def _is_complete(self) -> bool:
         """Whether all steps are made, or validations end the run before."""
-        if self._version >= self._config.run.max_steps:
-            return True
-        reason = self._validations.stop_reason(self._version)
-        if reason:
-            log.info("%s", reason)
-            self._reporter.update(ended_early=reason)
-        return bool(reason)
+        is_last = self._version >= self._config.run.max_steps
+        return is_last or bool(self._validations.stop_reason(self._version))
 
     async def _begin(self) -> bool:
         """Begin the records of the run; whether that was done before the learner was stopped."""
@@ -196,6 +191,13 @@ class Learner:
             written: Future[Path] = await self._lockstep.run(Save(state))
         return written
 
+    def _explain_end(self) -> None:
+        """If it is before the last step."""
+        if self._version < self._config.run.max_steps:
+            reason = self._validations.stop_reason(self._version)
+            log.info("%s", reason)
+            self._reporter.update(ended_early=reason)
+
     async def _publish_last(self) -> None:
         """Publish the last version for validators, however early it comes for them."""
         if not self._config.validation.needs_last_version:
@@ -208,6 +210,7 @@ class Learner:
         """Save the last version and notify the buffer, if it is still there."""
         is_complete = self._is_complete()
         if is_complete:
+            self._explain_end()
             await self._publish_last()
         is_saved = await self._saver.finish()
         if is_complete:

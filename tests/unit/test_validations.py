@@ -58,7 +58,7 @@ async def test_the_run_ends_once_its_validations_do_not_get_better(caplog):
     for version, mean in ((0, 0.5), (2, 0.6), (4, 0.64)):
         run.sender.report(report(version, mean))
     await lend_batch(run)
-    await until(run, lambda: run.records.lines)
+    await until(run, lambda: run.records.lines and len(run.buffer.held) > 1)
     run.sender.report(report(6, 0.63))
     await lend_batch(run)
     await run.end()
@@ -69,7 +69,8 @@ async def test_the_run_ends_once_its_validations_do_not_get_better(caplog):
         "stopped early at version 2 of 9: validation/mean@1 has not become better than 0.6, that "
         "of version 2, in 2 validations"
     )
-    assert sentence in caplog.messages
+    assert caplog.messages.count(sentence) == 1
+    assert run.reporter.fields["ended_early"] == sentence
 
 
 async def test_the_last_version_is_sent_and_waited_for_after_its_checkpoint():
