@@ -8,7 +8,6 @@ import asyncio
 import logging
 import uuid
 import zlib
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,19 +15,18 @@ import torch
 
 from actors.engines import make_engine
 from actors.environments import make_environment
-from actors.episodes.rollout import GroupRunner
+from actors.environments.runner import make_runner
+from actors.environments.stream import open_stream
+from actors.gateway.start import serving_agents
 from actors.generator import Generator
-from actors.prompts import open_prompts
 from actors.rendering.renderer import ChatRenderer
-from actors.rewards import make_reward
+from actors.tools.environment import TOOLS
 from buffers.connect import connect
 from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
-from streamrl.interfaces import Engine, PromptSource, Reward
 from streamrl.service import Shutdown
-from streamrl.types import SamplingParams
 from streamrl.types.ids import check_id
 
 log = logging.getLogger(__name__)
@@ -59,59 +57,29 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     require_model(config)
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
-    prompts, reward = open_prompts(config.data, config.run.seed), make_reward(config.data)
-    renderer = ChatRenderer.from_config(config)
-    make_environment(config.generator.environment)
+    stream, renderer = open_stream(config), ChatRenderer.from_config(config)
+    for entry in config.entries:
+        make_environment(entry)
+    if any(entry.environment != "single_turn" for entry in config.entries):
+        renderer.require_replies()
+    if any(entry.environment == TOOLS for entry in config.entries):
+        renderer.require_tool_calls()
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:
-        runner = replace(
-            make_runner(config, engine, renderer, prompts, reward),
-            group_size=config.generator.group_size,
-            with_greedy_reward=config.algorithm.needs_greedy_rewards,
-        )
-        generator = Generator(config, generator_id, runner, buffer)
-        log.info("%s serves %s with %s", generator_id, config.model.path, config.generator.engine)
-        signaled = asyncio.create_task(shutdown.requested.wait())
-        signaled.add_done_callback(lambda _: generator.stop())
-        await generator.run()
-        signaled.cancel()
+        async with serving_agents(config, generator_id, renderer) as agents:
+            runner = make_runner(config, engine, renderer, stream).played_by(agents)
+            generator = Generator(config, generator_id, runner, buffer)
+            log.info(
+                "%s serves %s with %s", generator_id, config.model.path, config.generator.engine
+            )
+            signaled = asyncio.create_task(shutdown.requested.wait())
+            signaled.add_done_callback(lambda _: generator.stop())
+            await generator.run()
+            signaled.cancel()
     finally:
         await engine.close()
         await buffer.close()
-
-
-def make_runner(
-    config: RunConfig, engine: Engine, renderer: ChatRenderer, prompts: PromptSource, reward: Reward
-) -> GroupRunner:
-    """Samples one response to a prompt with the settings of `generator`."""
-    return GroupRunner(
-        engine=engine,
-        prompts=prompts,
-        renderer=renderer,
-        make_environment=partial(make_environment, config.generator.environment),
-        environment=config.generator.environment,
-        reward=reward,
-        sampling=sampling_params(config),
-        group_size=1,
-        max_model_len=config.max_model_len,
-        deadline_s=config.generator.group_deadline_s,
-        run_seed=config.run.seed,
-    )
-
-
-def sampling_params(config: RunConfig) -> SamplingParams:
-    """The sampling settings of `generator`."""
-    generator = config.generator
-    return SamplingParams(
-        max_new_tokens=generator.max_new_tokens,
-        min_new_tokens=generator.min_new_tokens,
-        temperature=generator.temperature,
-        top_p=generator.top_p,
-        top_k=generator.top_k,
-        stop_token_ids=generator.stop_token_ids,
-        ignore_eos=generator.ignore_eos,
-    )
 
 
 def require_model(config: RunConfig) -> None:

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,13 +16,13 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from actors.daemon import make_runner, require_model
+from actors.daemon import require_model
 from actors.engines import make_engine
-from actors.episodes.rollout import GroupRunner, unbuffered_lease
+from actors.environments.runner import MixedRunner, make_runner, sampling_params
+from actors.environments.stream import open_held_out_stream
+from actors.episodes.rollout import unbuffered_lease
 from actors.locality import weight_locality
-from actors.prompts import num_held_out, open_held_out
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
-from actors.rewards import make_reward
 from streamrl.checkpoints.find import Checkpoint, is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, WeightTransferError
@@ -79,7 +78,7 @@ def _model_in(checkpoint: Checkpoint) -> Path:
 async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
     """Mean reward of greedy completions of `data.num_eval_prompts` held-out prompts."""
     groups = await greedy_groups(config, model)
-    num_too_long = num_held_out(config.data, open_held_out(config.data)) - len(groups)
+    num_too_long = len(open_held_out_stream(config)) - len(groups)
     too_long = {"num_too_long": num_too_long} if num_too_long else {}
     return {"model": str(model), "num_prompts": len(groups), **too_long, **_summary(groups)}
 
@@ -98,10 +97,10 @@ async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]
     config = config.model_copy(update={"model": section, "generator": generator})
     require_model(config)
     engine = make_engine(config, seed=config.run.seed)
-    renderer, prompts = ChatRenderer.from_config(config), open_held_out(config.data)
-    runner = make_runner(config, engine, renderer, prompts, make_reward(config.data))
-    greedy = replace(runner, sampling=structs.replace(runner.sampling, temperature=0.0))
-    numbers = range(num_held_out(config.data, prompts))
+    renderer, stream = ChatRenderer.from_config(config), open_held_out_stream(config)
+    sampling = structs.replace(sampling_params(config), temperature=0.0)
+    greedy = make_runner(config, engine, renderer, stream).single().changed(sampling=sampling)
+    numbers = range(len(stream))
     try:
         if generator.url is not None:
             await _send_weights(config, engine)
@@ -117,7 +116,7 @@ async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]
     return fitting
 
 
-async def _group(runner: GroupRunner, number: int) -> TrajectoryGroup | None:
+async def _group(runner: MixedRunner, number: int) -> TrajectoryGroup | None:
     """None for a prompt that training drops, too. Waits for the engine."""
     try:
         return await runner.run(unbuffered_lease("evaluation", number))

@@ -18,6 +18,8 @@ import math
 import time
 import uuid
 
+from actors.dynamic_sampling import UniformFilter
+from actors.environments.runner import MixedRunner
 from actors.episodes.rollout import GroupProgress, GroupRunner
 from actors.failure_limit import FailureLimit
 from actors.failures import FailureRecord
@@ -52,13 +54,14 @@ log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 SHUTDOWN_GRACE_S = 3.0
+Runner = MixedRunner | GroupRunner
 
 
 class Generator:
     """One generator; `run` returns when the run is over or `stop` was called."""
 
     def __init__(
-        self, config: RunConfig, generator_id: str, runner: GroupRunner, buffer: GeneratorBuffer
+        self, config: RunConfig, generator_id: str, runner: Runner, buffer: GeneratorBuffer
     ) -> None:
         self._config = config
         self._id = generator_id
@@ -77,9 +80,14 @@ class Generator:
         self._groups: dict[str, LeasedGroup] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
+        self._uniform_filter = UniformFilter(
+            config.algorithm.dynamic_sampling, config.learner.groups_per_step
+        )
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
+        self._max_num_seqs = config.generator.max_num_seqs
+        self._largest_group = config.max_group_size + config.generator.oversample.num_siblings
         self._last_report = (time.monotonic(), 0.0)
 
     def stop(self) -> None:
@@ -132,13 +140,18 @@ class Generator:
         else:
             task = tasks.create_task(self._generate(lease))
             self._groups[lease.lease_id] = LeasedGroup(
-                lease, task, time.monotonic(), lease.min_policy_version
+                lease=lease,
+                task=task,
+                leased_at_s=time.monotonic(),
+                num_siblings=self._runner.num_siblings_of(lease),
+                min_policy_version=lease.min_policy_version,
             )
 
     def _num_free(self) -> int:
-        """Groups that the engine has room for; the last one may have to wait for some of it."""
-        sizes = self._config.generator
-        return math.ceil(sizes.max_num_seqs / sizes.group_size) - len(self._groups)
+        """Groups that the engine has room for; the last one may have to wait for some of it. Where
+        groups differ in size, of the largest."""
+        num_held = sum(group.num_siblings for group in self._groups.values())
+        return math.ceil((self._max_num_seqs - num_held) / self._largest_group)
 
     def _is_current(self) -> bool:
         return self._version_gate.is_open(self._engine.policy_version)
@@ -148,8 +161,12 @@ class Generator:
         lease_id = lease.lease_id
         try:
             progress = await self._wait_for_turn(lease_id)
-            await self._put(lease_id, await self._runner.run(lease, progress))
+            group = await self._runner.run(lease, progress)
             self._failure_limit.on_success()
+            if self._uniform_filter.leaves_out(group):
+                await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
+            else:
+                await self._put(lease_id, group)
         except PromptTooLongError as error:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)

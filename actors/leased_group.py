@@ -19,6 +19,7 @@ class LeasedGroup:
     lease: Lease
     task: asyncio.Task[None]
     leased_at_s: float
+    num_siblings: int
     min_policy_version: int
     has_begun: bool = False
     progress: GroupProgress = field(default_factory=GroupProgress)

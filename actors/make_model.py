@@ -44,7 +44,7 @@ def make_model(config: RunConfig) -> None:
     tokenizer = make_tokenizer(recipe.alphabet)
     model = LlamaForCausalLM(_architecture(recipe, config.max_model_len, tokenizer))
     log.info("a Llama of %.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
-    accuracy = _warm_start(model, tokenizer, open_prompts(config.data, config.run.seed), recipe)
+    accuracy = _warm_start(model, tokenizer, _examples(config, recipe), recipe)
     log.info("warm start ends: %.2f of sampled answers are right", accuracy)
     path = Path(config.model.path)
     unfinished = path.with_name(path.name + ".unfinished")
@@ -52,6 +52,14 @@ def make_model(config: RunConfig) -> None:
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(path)
+
+
+def _examples(config: RunConfig, recipe: RecipeSettings) -> PromptSource:
+    """Prompts with their answers."""
+    if recipe.warm_start_source is None:
+        return open_prompts(config.data, config.run.seed)
+    own = {"source": recipe.warm_start_source, "source_kwargs": {}}
+    return open_prompts(config.data.model_copy(update=own), config.run.seed)
 
 
 def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from actors.daemon import make_runner, require_model
+from actors.daemon import require_model
 from actors.engines import make_engine
-from actors.episodes.rollout import GroupRunner, unbuffered_lease
-from actors.prompts import open_prompts
+from actors.environments.runner import MixedRunner, make_runner
+from actors.environments.stream import open_stream
+from actors.episodes.rollout import unbuffered_lease
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -28,8 +29,8 @@ async def sample(config: RunConfig) -> ParitySamples:
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"generator": generator})
     engine = make_engine(config, seed=config.run.seed)
-    renderer, prompts = ChatRenderer.from_config(config), open_prompts(config.data, config.run.seed)
-    runner = make_runner(config, engine, renderer, prompts, _Unscored())
+    runner = make_runner(config, engine, ChatRenderer.from_config(config), open_stream(config))
+    runner = runner.single().changed(reward=_Unscored())
     try:
         numbers = range(config.parity.num_prompts)
         sampled = await asyncio.gather(*(_group(runner, number) for number in numbers))
@@ -46,7 +47,7 @@ async def sample(config: RunConfig) -> ParitySamples:
     )
 
 
-async def _group(runner: GroupRunner, prompt_index: int) -> TrajectoryGroup | None:
+async def _group(runner: MixedRunner, prompt_index: int) -> TrajectoryGroup | None:
     """None for a prompt that a run drops too. Waits for the engine."""
     try:
         return await runner.run(unbuffered_lease("parity", prompt_index))

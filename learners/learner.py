@@ -73,7 +73,7 @@ class Learner:
     async def run(self) -> None:
         """Make steps until `run.max_steps` or until stopped, then save."""
         stats = await self._session.attach()
-        self._fairness = FairnessWindow(stats, self._config.generator.group_size)
+        self._fairness = FairnessWindow(stats, self._config.mean_group_size)
         if not await self._begin():
             return
         self._validations.begin()
@@ -175,7 +175,7 @@ class Learner:
                 **staleness_metrics(loan.headers, self._version - 1),
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
-                **self._fairness.metrics(stats, step_s),
+                **self._fairness.metrics(stats, step_s, loan.headers),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,
                 "learner/step_s": step_s,

@@ -1,94 +1,124 @@
 """Environments: what answers the policy's completions.
 
-A built-in environment is a class (see `streamrl.interfaces.Environment`) and a line in `BUILT_IN`;
-a user's own is a class in a file, named as PATH.py:NAME. Either is made without arguments, once per
-episode.
-
-Invariant: a user's environment that fails costs its group (RolloutError, counted as `failed`),
-never the daemon.
+A built-in environment is a function in `BUILT_IN` that imports and returns what makes one, so that
+a package which is not installed is missed only where it is used. With a colon (`gymnasium:ID`) the
+rest of the name is its first argument. A user's own is a class in a file, named as PATH.py:CLASS.
+Either is made anew for each episode, with the entry's arguments.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
-from streamrl.errors import ConfigError, RolloutError, did_you_mean
-from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
-from streamrl.types import Completion
-from streamrl.user_code import attributed_to, is_user_code, load_user_code
+from actors.environments.arguments import check_arguments
+from actors.environments.single_turn import SingleTurn
+from actors.environments.user import UserEnvironment
+from actors.tools.environment import TOOLS, ToolEnvironment
+from actors.tools.toolset import Toolset
+from streamrl.config.environments import EnvironmentEntry
+from streamrl.errors import ConfigError, did_you_mean
+from streamrl.interfaces import Environment
+from streamrl.user_code import is_user_code
+
+if TYPE_CHECKING:
+    from actors.gateway.agent import Agent
+
+Make = Callable[..., "Environment | Agent"]
 
 
-class SingleTurn:
-    """One question, one answer."""
+def _calculator() -> Make:
+    from actors.environments.tasks.calculator import calculator
 
-    async def start(self, context: EnvironmentContext) -> Observation:
-        return Observation(token_ids=context.prompt_token_ids)
-
-    async def step(self, completion: Completion) -> Transition:
-        return Transition(done=True)
-
-    async def close(self) -> None:
-        """There is nothing to close."""
+    return calculator
 
 
-class UserEnvironment:
-    """A user's own, whose errors become those of its rollout.
+def _file_search() -> Make:
+    from actors.environments.tasks.file_search import file_search
+
+    return file_search
+
+
+def _agent() -> Make:
+    from actors.gateway.start import UnservedAgent
+
+    return UnservedAgent
+
+
+def _frozen_lake() -> Make:
+    from actors.environments.games.frozen_lake import frozen_lake
+
+    return frozen_lake
+
+
+def _sokoban() -> Make:
+    from actors.environments.games.sokoban import sokoban
+
+    return sokoban
+
+
+def _gymnasium() -> Make:
+    from actors.environments.games.gymnasium import gymnasium_text
+
+    return gymnasium_text
+
+
+def _textarena() -> Make:
+    from actors.environments.games.textarena import textarena_game
+
+    return textarena_game
+
+
+_NO_TOOLS = Toolset()
+BUILT_IN: Mapping[str, Callable[[], Make]] = {
+    "single_turn": lambda: SingleTurn,
+    "agent": _agent,
+    TOOLS: lambda: ToolEnvironment,
+    "calculator": _calculator,
+    "file_search": _file_search,
+    "frozen_lake": _frozen_lake,
+    "sokoban": _sokoban,
+}
+BY_ID: Mapping[str, Callable[[], Make]] = {
+    "gymnasium": _gymnasium,
+    "textarena": _textarena,
+}
+_EXTRAS = {"gymnasium": "gym", "textarena": "textarena", "verifiers": "verifiers"}
+
+
+def make_environment(
+    entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS
+) -> "Environment | Agent":
+    """A fresh environment of the entry.
+
+    Args:
+        toolset: of the generator, which the episodes of environment `tools` share.
 
     Raises:
-        ConfigError: it cannot be made without arguments, or lacks a method.
+        ConfigError: the name or an argument is unknown, a package is not installed, or a user's own
+            cannot be loaded.
     """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        make = load_user_code("generator.environment", name)
-        with attributed_to(f"generator.environment: {name}"):
-            self._environment: Environment = make()
-        for method in ("start", "step"):
-            _check_method(f"generator.environment: {name}", self._environment, method)
-
-    async def start(self, context: EnvironmentContext) -> Observation:
-        with attributed_to(f"environment {self._name}", RolloutError):
-            return await self._environment.start(context)
-
-    async def step(self, completion: Completion) -> Transition:
-        with attributed_to(f"environment {self._name}", RolloutError):
-            return await self._environment.step(completion)
-
-    async def close(self) -> None:
-        """Calls the user's own `close`, which it need not have."""
-        if close := getattr(self._environment, "close", None):
-            with attributed_to(f"environment {self._name}", RolloutError):
-                await close()
-
-
-def _check_method(owner: str, environment: object, name: str) -> None:
-    """Whether `await environment.name(argument)` can work."""
-    method = getattr(environment, name, None)
-    if not callable(method):
-        raise ConfigError(f"{owner}: has no method {name!r}; start(context) and step(completion)")
-    try:
-        inspect.signature(method).bind(object())
-    except TypeError as error:
+    if is_user_code(entry.environment):
+        return UserEnvironment(entry)
+    kind, colon, own_id = entry.environment.partition(":")
+    loads = BY_ID if colon else BUILT_IN
+    if kind not in loads or (colon and not own_id):
+        known = (*BUILT_IN, *(f"{name}:ID" for name in BY_ID))
         raise ConfigError(
-            f"{owner}: {name} takes {inspect.signature(method)}, but is called with one argument: "
-            f"{error}"
-        ) from error
-    if inspect.ismethod(method) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
-        raise ConfigError(f"{owner}: {name} is not `async def`, and it is awaited")
-
-
-BUILT_IN: Mapping[str, Callable[[], Environment]] = {"single_turn": SingleTurn}
-
-
-def make_environment(name: str) -> Environment:
-    """A fresh environment that `generator.environment` names.
-
-    Raises:
-        ConfigError: the name is unknown, or a user's own cannot be loaded.
-    """
-    if is_user_code(name):
-        return UserEnvironment(name)
-    if name not in BUILT_IN:
-        raise ConfigError(
-            f"generator.environment: was {name!r}; PATH.py:NAME or {did_you_mean(name, BUILT_IN)}"
+            f"{entry.setting}: was {entry.environment!r}; PATH.py:NAME or "
+            f"{did_you_mean(entry.environment, known)}"
         )
-    return BUILT_IN[name]()
+    try:
+        make = loads[kind]()
+    except ImportError as error:
+        package = str(error.name).partition(".")[0]
+        raise ConfigError(
+            f"{entry.setting}: {entry.environment} needs {package}, which is not installed: "
+            f"pip install 'streamrl[{_EXTRAS.get(package, package)}]'"
+        ) from error
+    make = partial(make, own_id) if colon else make
+    make = partial(make, toolset) if kind == TOOLS else make
+    check_arguments(entry, make)
+    try:
+        return make(**entry.kwargs)
+    except ValueError as error:
+        raise ConfigError(f"{entry.kwargs_setting}: {entry.environment}: {error}") from error

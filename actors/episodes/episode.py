@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from actors.episodes.record import EpisodeRecord, Rollout
+from actors.gateway.agent import Agent, play
+from actors.gateway.session import Session
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     CompletionHandle,
@@ -17,6 +19,7 @@ from streamrl.interfaces import (
     Environment,
     EnvironmentContext,
     Observation,
+    Renderer,
     Transition,
 )
 from streamrl.types import INVALID_TURNS, FinishReason, SamplingParams
@@ -31,7 +34,7 @@ class EpisodeRun:
     def __init__(
         self,
         engine: Engine,
-        make_environment: Callable[[], Environment],
+        make_environment: Callable[[], Environment | Agent],
         *,
         max_model_len: int,
         deadline_s: float,
@@ -44,10 +47,13 @@ class EpisodeRun:
         self._handle = CompletionHandle(self._stop)
         self._record = EpisodeRecord()
         self._metrics: Mapping[str, float] = {}
+        self._session: Session | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens sampled so far, as far as the engine has reported them; -1 if it has not."""
+        if self._session is not None:
+            return self._session.num_tokens
         sampled, now = self._record.num_sampled_tokens, self._handle.num_tokens
         return sampled + max(now, 0) if self._record.segments or now >= 0 else -1
 
@@ -79,11 +85,14 @@ class EpisodeRun:
     ) -> FinishReason:
         """Why the episode ended. Waits for the engine, then for the environment, turn by turn."""
         environment = self._make_environment()
+        if isinstance(environment, Agent):
+            return await self._attend(environment, start, sampling)
         try:
             observation = await environment.start(start)
             context: tuple[int, ...] = ()
+            sampled: tuple[int, ...] = ()
             while True:
-                context = _context(context, observation, start)
+                context = _context(context, sampled, observation, start.renderer)
                 if len(context) >= self._max_model_len and self._record.segments:
                     return FinishReason.LENGTH
                 completion = await self._engine.generate(context, sampling, self._handle)
@@ -95,7 +104,7 @@ class EpisodeRun:
                 self._handle = CompletionHandle(self._stop)
                 transition = await environment.step(completion)
                 self._on_transition(transition)
-                context = (*context, *completion.token_ids.tolist())
+                sampled = tuple(completion.token_ids.tolist())
                 observation = transition.observation
                 if transition.done:
                     return completion.finish_reason
@@ -103,6 +112,23 @@ class EpisodeRun:
                     return FinishReason.DEADLINE
         finally:
             await environment.close()
+
+    async def _attend(
+        self, agent: Agent, start: EnvironmentContext, sampling: SamplingParams
+    ) -> FinishReason:
+        """Why the episode ended. Waits for the agent, which asks for its turns by itself."""
+        self._session = session = Session(
+            self._engine,
+            start.renderer,
+            sampling,
+            max_model_len=self._max_model_len,
+            record=self._record,
+            stop=self._stop,
+        )
+        result = await play(agent, session, start)
+        invalid = {INVALID_TURNS: float(session.num_invalid_turns)}
+        self._metrics = {**result.metrics, **(invalid if session.num_invalid_turns else {})}
+        return session.finish_reason
 
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(
@@ -117,10 +143,14 @@ class EpisodeRun:
 
 
 def _context(
-    context: tuple[int, ...], observation: Observation, start: EnvironmentContext
+    read: tuple[int, ...],
+    sampled: tuple[int, ...],
+    observation: Observation,
+    renderer: Renderer,
 ) -> tuple[int, ...]:
-    """All that the policy reads before its next turn."""
-    new = observation.token_ids
-    if observation.messages:
-        new = (*new, *start.renderer.encode_messages(observation.messages, observation.tools))
-    return new if observation.is_new_context else (*context, *new)
+    """All that the policy reads before its next turn, after what it read and sampled so far."""
+    new, messages, tools = observation.token_ids, observation.messages, observation.tools
+    if observation.is_new_context or not sampled:
+        return (*new, *renderer.encode_messages(messages, tools)) if messages else new
+    reply = renderer.encode_reply(messages, (*sampled, *new), tools) if messages else ()
+    return (*read, *sampled, *new, *reply)

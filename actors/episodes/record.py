@@ -91,6 +91,10 @@ class Rollout:
     def turns(self) -> tuple[Turn, ...]:
         return tuple(turn for segment in self.segments for turn in segment.turns)
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(turn.num_completion_tokens for turn in self.turns)
+
     def trajectories(self, reward: float, metrics: Mapping[str, float]) -> tuple[Trajectory, ...]:
         """One for each segment, with these metrics beside its own."""
         merged = {**metrics, **self.metrics}

@@ -6,7 +6,7 @@ whole group fails (RolloutError). A sibling that a limit cuts has not failed.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,10 @@ from msgspec import structs
 
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.record import Rollout
+from actors.episodes.surplus import first_finished, first_of_each
+from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
+from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     Engine,
@@ -24,6 +27,7 @@ from streamrl.interfaces import (
     Prompt,
     PromptSource,
     Reward,
+    Score,
 )
 from streamrl.types import (
     GREEDY_REWARD,
@@ -54,12 +58,14 @@ class GroupRunner:
     engine: Engine
     prompts: PromptSource
     renderer: ChatRenderer
-    make_environment: Callable[[], Environment]
+    make_environment: Callable[[], Environment | Agent]
     environment: str
     reward: Reward
     sampling: SamplingParams
     group_size: int
     max_model_len: int
+    oversample: OversampleSettings = field(default_factory=OversampleSettings)
+    """`generator.oversample`."""
     with_greedy_reward: bool = False
     """Whether to score a greedy completion, too, and record its reward with every sibling."""
     deadline_s: float = 3600.0
@@ -81,15 +87,30 @@ class GroupRunner:
         context = EnvironmentContext(
             prompt, self.renderer.encode(prompt), self.renderer, self._seed(lease)
         )
-        samplings = [self.sampling] * self.group_size
+        samplings = [self.sampling] * self.num_siblings
         if self.with_greedy_reward:
             samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
         progress.episodes = [self._episode() for _ in samplings]
-        rollouts = await _all_or_none(
+        running = [
             episode.run(replace(context, episode_index=i), sampling)
             for i, (episode, sampling) in enumerate(zip(progress.episodes, samplings, strict=True))
-        )
-        return await self._scored_group(lease, prompt, rollouts)
+        ]
+        if self.oversample.num_siblings and self.oversample.keep == "first_finished":
+            finished = await first_finished(running, self.group_size)
+        else:
+            finished = await _all_or_none(running)
+        rollouts = [rollout for rollout in finished if rollout is not None]
+        canceled = [
+            max(0, episode.num_tokens)
+            for episode, rollout in zip(progress.episodes, finished, strict=True)
+            if rollout is None
+        ]
+        return await self._scored_group(lease, prompt, rollouts, canceled)
+
+    @property
+    def num_siblings(self) -> int:
+        """Those that are sampled."""
+        return self.group_size + self.oversample.num_siblings
 
     def _episode(self) -> EpisodeRun:
         return EpisodeRun(
@@ -100,18 +121,20 @@ class GroupRunner:
         )
 
     async def _scored_group(
-        self, lease: Lease, prompt: Prompt, rollouts: Sequence[Rollout]
+        self, lease: Lease, prompt: Prompt, rollouts: Sequence[Rollout], canceled: Sequence[int]
     ) -> TrajectoryGroup:
-        """The record of a group, of which a greedy rollout is not part. Waits for the reward, or
-        for as long as the episodes had."""
-        siblings, greedy = rollouts[: self.group_size], rollouts[self.group_size :]
+        """The record of a group, of which a greedy rollout is not part; `canceled` are the tokens
+        of other siblings. Waits for the reward, or for as long as the episodes had."""
+        num_greedy = int(self.with_greedy_reward)
+        siblings = rollouts[: len(rollouts) - num_greedy]
+        greedy = rollouts[len(siblings) :]
         metrics = _prompt_metrics(prompt)
         try:
             async with asyncio.timeout(self.deadline_s) as limit:
-                rewards = await self._score(prompt, siblings)
+                scores = await self._score(prompt, siblings)
                 if greedy:
-                    (greedy_reward,) = await self._score(prompt, greedy)
-                    metrics = {**metrics, GREEDY_REWARD: greedy_reward}
+                    (greedy_score,) = await self._score(prompt, greedy)
+                    metrics = {**metrics, GREEDY_REWARD: greedy_score.reward}
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -119,16 +142,19 @@ class GroupRunner:
                 "the reward has not scored the group within generator.group_deadline_s, which is "
                 f"{self.deadline_s:g} s"
             ) from error
+        kept = first_of_each([score.reward for score in scores], self.group_size)
         episodes = [
-            rollout.trajectories(reward, metrics)
-            for rollout, reward in zip(siblings, rewards, strict=True)
+            siblings[i].trajectories(scores[i].reward, {**metrics, **scores[i].metrics})
+            for i in kept
         ]
+        discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
         return TrajectoryGroup(
             group_id=f"{lease.prompt_index}:{lease.lease_id}",
             prompt_index=lease.prompt_index,
             environment=self.environment,
             trajectories=tuple(t for segments in episodes for t in segments),
             episode_indices=episode_indices(map(len, episodes)),
+            discarded_lengths=(*discarded, *canceled),
         )
 
     def _seed(self, lease: Lease) -> int:
@@ -136,19 +162,25 @@ class GroupRunner:
         entropy = np.random.SeedSequence([self.run_seed, lease.prompt_index])
         return int(entropy.generate_state(1)[0])
 
+    def num_siblings_of(self, lease: Lease) -> int:
+        """Those that are sampled for the lease."""
+        return self.num_siblings
+
     def origin(self, lease: Lease) -> str:
         """Where the lease's prompt is found; "" if nobody knows."""
         return self.prompts[lease.prompt_index].origin
 
-    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float]:
-        return await self.reward.score([self._scored(prompt, rollout) for rollout in rollouts])
+    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        episodes = [self._scored(prompt, rollout) for rollout in rollouts]
+        return [Score.of(score) for score in await self.reward.score(episodes)]
 
     def _scored(self, prompt: Prompt, rollout: Rollout) -> Episode:
         return Episode(
             prompt=prompt,
             response=self.renderer.decode(rollout.last_response),
+            response_token_ids=rollout.last_response,
             turn_rewards=tuple(turn.reward for turn in rollout.turns),
-            num_response_tokens=sum(turn.num_completion_tokens for turn in rollout.turns),
+            num_response_tokens=rollout.num_sampled_tokens,
             finish_reason=rollout.finish_reason,
             metrics=rollout.metrics,
         )
@@ -171,7 +203,7 @@ def _prompt_metrics(prompt: Prompt) -> dict[str, float]:
     return {"difficulty": float(difficulty)} if isinstance(difficulty, int | float) else {}
 
 
-async def _all_or_none(siblings: Iterable[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
+async def _all_or_none(siblings: Iterable[Coroutine[Any, Any, Rollout]]) -> list[Rollout | None]:
     """Every sibling's rollout; the first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -7,6 +7,7 @@ from collections.abc import Sized
 from pathlib import Path
 
 from actors.prompts.files import FilePrompts
+from actors.prompts.levels import LevelPrompts
 from actors.prompts.tasks import TASKS, TaskPrompts
 from actors.prompts.user import UserPrompts
 from streamrl.config.data import DataSettings
@@ -57,6 +58,8 @@ def _open(
             answer_key=data.answer_key,
             seed=seed if data.shuffle else None,
         )
+    if source == "environment":
+        return LevelPrompts(None if held_out else seed)
     if is_user_code(source):
         return UserPrompts(field, source, data.source_kwargs, seed)
     kind, _, name = source.partition(":")
@@ -67,8 +70,8 @@ def _open(
     if source not in TASKS:
         suffixes = ", ".join(SUFFIXES)
         raise ConfigError(
-            f"{field}: was {source!r}; a file ({suffixes}), reasoning_gym:NAME, PATH.py:NAME "
-            f"or a task: "
+            f"{field}: was {source!r}; a file ({suffixes}), reasoning_gym:NAME, PATH.py:NAME, "
+            f"environment or a task: "
             f"{did_you_mean(source, TASKS)}"
         )
     return TaskPrompts(

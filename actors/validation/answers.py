@@ -4,7 +4,7 @@ A reward that reads an answer out of the response compares that; of any other on
 is the answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from actors.rewards.builtin import extract_number
@@ -12,13 +12,9 @@ from actors.rewards.builtin import extract_number
 AnswerOf: TypeAlias = Callable[[str], str]
 
 
-def answer_of(reward: str) -> AnswerOf:
-    """That of `data.reward`."""
-    match reward:
-        case "numeric_answer":
-            return _number
-        case _:
-            return str.strip
+def answer_of(rewards: Collection[str]) -> AnswerOf:
+    """That of the rewards of a prompt, by their names."""
+    return _number if "numeric_answer" in rewards else str.strip
 
 
 def _number(response: str) -> str:

@@ -7,17 +7,15 @@ import argparse
 import asyncio
 import contextlib
 import logging
-from dataclasses import replace
 from functools import partial
 
 import torch
 
-from actors.daemon import make_runner, require_model
+from actors.daemon import require_model
 from actors.engines import make_engine
-from actors.prompts import open_held_out
+from actors.environments.runner import make_runner
+from actors.environments.stream import open_held_out_stream
 from actors.rendering.renderer import ChatRenderer
-from actors.rewards import make_reward
-from actors.validation.answers import answer_of
 from actors.validation.validator import Validator
 from buffers.connect import connect
 from buffers.try_stats import try_stats
@@ -52,16 +50,14 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
     require_model(config)
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
-    prompts, reward = open_held_out(config.data), make_reward(config.data)
+    stream = open_held_out_stream(config)
     renderer, decode = ChatRenderer.from_config(config), open_decoder(config.model)
     engine = make_engine(config, seed=config.run.seed)
     buffer = connect(config)
     try:
-        runner = replace(
-            make_runner(config, engine, renderer, prompts, reward),
-            group_size=config.validation.num_samples,
-        )
-        validator = Validator(config, NAME, runner, answer_of(config.data.reward), decode)
+        runner = make_runner(config, engine, renderer, stream).single()
+        several = runner.changed(group_size=config.validation.num_samples)
+        validator = Validator(config, NAME, several, len(stream), decode)
         log.info("%s serves %s with %s", NAME, config.model.path, config.generator.engine)
         await _run_until_over(validator, buffer, shutdown)
     finally:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from actors.episodes.rollout import GroupRunner, unbuffered_lease
+from actors.environments.runner import MixedRunner
+from actors.episodes.rollout import unbuffered_lease
 from actors.locality import weight_locality
-from actors.prompts import num_held_out
 from actors.rendering.renderer import PromptTooLongError
-from actors.validation.answers import AnswerOf
+from actors.validation.answers import answer_of
 from actors.validation.scores import PREFIX, PromptResult, scores
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
@@ -61,16 +61,15 @@ class Validator:
         self,
         config: RunConfig,
         name: str,
-        runner: GroupRunner,
-        answer_of: AnswerOf,
+        runner: MixedRunner,
+        num_prompts: int,
         decode: Decode,
     ) -> None:
         self._config = config
         self._settings = config.validation
         self._runner = runner
-        self._answer_of = answer_of
         self._decode = decode
-        self._num_prompts = num_held_out(config.data, runner.prompts)
+        self._num_prompts = num_prompts
         is_done = validation_file(config.run.path, 0).exists()
         lacks_weights = config.generator.lacks_weights
         self._has_first = self._settings.at_start and not is_done and not lacks_weights
@@ -80,7 +79,7 @@ class Validator:
             num_prompts=self._num_prompts,
         )
         self._loaded: asyncio.Queue[WeightUpdate] = asyncio.Queue()
-        num_groups = math.ceil(config.generator.max_num_seqs / runner.group_size)
+        num_groups = math.ceil(config.generator.max_num_seqs / self._settings.num_samples)
         self._room = asyncio.Semaphore(num_groups)
         self._receiver = WeightReceiver(
             config.weights.address,
@@ -175,9 +174,12 @@ class Validator:
         return self._scored(policy_version, number, group)
 
     def _scored(self, policy_version: int, number: int, group: TrajectoryGroup) -> PromptOutcome:
-        prompt = self._runner.prompts[number]
-        source = prompt.row.get("data_source") or prompt.environment
-        source = str(source or "")[:64]
+        prompt, data = self._runner.stream[number], self._runner.stream.entry_at(number).data
+        source = prompt.row.get("data_source")
+        if source is None and self._config.environments:
+            source = prompt.environment
+        source = "" if source is None else str(source)[:64]
+        read = answer_of([reward.reward for reward in data.all_rewards])
         episodes = _episodes(group)
         samples = tuple(
             sample_of(
@@ -196,15 +198,15 @@ class Validator:
         result = PromptResult(
             data_source=source,
             rewards=tuple(segments[-1].reward for segments in episodes),
-            answers=tuple(self._answer_of(self._response(segments[-1])) for segments in episodes),
+            answers=tuple(read(self._response(number, segments[-1])) for segments in episodes),
         )
         return PromptOutcome(result, samples, group.trajectories)
 
-    def _response(self, trajectory: Trajectory) -> str:
+    def _response(self, number: int, trajectory: Trajectory) -> str:
         """The last turn of the policy, as the reward reads it."""
         sampled = trajectory.token_ids[trajectory.response_mask].tolist()
         num_last = trajectory.turns[-1].num_completion_tokens if trajectory.turns else len(sampled)
-        return self._runner.renderer.decode(sampled[len(sampled) - num_last :])
+        return self._runner.of(number).renderer.decode(sampled[len(sampled) - num_last :])
 
     def _write(self, policy_version: int, samples: Sequence[Sample]) -> None:
         """Scores count without the file of what was written."""

@@ -21,6 +21,8 @@ class RecipeSettings(Section):
     """Attention heads."""
     alphabet: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?"
     """Characters of the tokenizer; one token each."""
+    warm_start_source: str | None = None
+    """Prompts and answers of the supervised steps, as data.source; unset: those of data."""
     warm_start_steps: NotNegative = 400
     """Upper bound of supervised steps; 0 leaves the model random."""
     warm_start_accuracy: Probability = 0.3

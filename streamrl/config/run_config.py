@@ -13,6 +13,7 @@ from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.contradictions import CONTRADICTIONS
 from streamrl.config.data import DataSettings
+from streamrl.config.environments import EnvironmentEntry, EnvironmentSettings, entries_of
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.learner import LearnerSettings
 from streamrl.config.model import ModelSettings
@@ -38,6 +39,8 @@ class RunConfig(Section):
     """Prompts and rewards."""
     generator: GeneratorSettings = GeneratorSettings()
     """Sampling."""
+    environments: tuple[EnvironmentSettings, ...] = ()
+    """Several environments, mixed by weight; empty: the one of `generator`."""
     buffer: BufferSettings = BufferSettings()
     """Where trajectory groups wait."""
     learner: LearnerSettings = LearnerSettings()
@@ -82,12 +85,30 @@ class RunConfig(Section):
         data = self.data.model_copy(update={"num_eval_prompts": wanted})
         return self.model_copy(update={"generator": generator, "data": data})
 
+    @property
+    def entries(self) -> tuple[EnvironmentEntry, ...]:
+        """The environments of the run; the one of `generator` where `environments` is empty."""
+        return entries_of(self)
+
+    @property
+    def max_group_size(self) -> int:
+        """Episodes of the largest group."""
+        return max(entry.group_size for entry in self.entries)
+
+    @property
+    def mean_group_size(self) -> float:
+        """Episodes of a group, over the prompts of the stream as far as weights tell."""
+        total = sum(entry.weight for entry in self.entries)
+        return sum(entry.weight * entry.group_size for entry in self.entries) / total
+
     def group_bytes(self, num_tokens: int) -> int:
-        """Bytes of a group whose trajectories have so many tokens each, without a few of names."""
-        return self.generator.group_size * num_tokens * _TOKEN_BYTES
+        """Bytes of the largest group whose trajectories have so many tokens each, without a few of
+        names."""
+        return self.max_group_size * num_tokens * _TOKEN_BYTES
 
     @model_validator(mode="after")
     def _has_no_contradiction(self) -> "RunConfig":
+        _ = self.entries  # raises where `data` of an entry is refused
         if sentences := [sentence for find in CONTRADICTIONS if (sentence := find(self))]:
             raise ValueError("\n".join(sentences))
         if refused := list(refusals(self.algorithm, self.learner.num_updates)):

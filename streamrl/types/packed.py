@@ -38,6 +38,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         np.concatenate([t.policy_versions for t in members]),
         _loss_mask(members),
         group.episode_indices,
+        group.discarded_lengths,
     )
 
 
@@ -75,6 +76,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     policy_versions: Int32Array
     loss_mask: BoolArray | None = None
     episode_indices: tuple[Count, ...] = ()
+    discarded_lengths: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         check_group(self.facts, self.prompt_index, self.episode_indices)
@@ -100,6 +102,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
                 for facts, tokens in zip(self.facts, self._siblings(), strict=True)
             ),
             episode_indices=self.episode_indices,
+            discarded_lengths=self.discarded_lengths,
         )
 
     def header(self, num_bytes: int) -> GroupHeader:
@@ -117,6 +120,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             rewards=tuple(facts.reward for facts in self.facts),
             num_bytes=num_bytes,
             episode_indices=self.episode_indices,
+            discarded_lengths=self.discarded_lengths,
         )
 
     def _siblings(self) -> Iterator[slice]:

@@ -130,6 +130,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
 
     A sibling is one trajectory, unless its context was rewritten: then each context is one.
     `episode_indices` says which sibling each trajectory is of; () if each is one of its own.
+    `discarded_lengths` are the tokens that the policy sampled in each sibling that is not kept.
     """
 
     group_id: Name
@@ -137,6 +138,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     environment: Text
     trajectories: tuple[Trajectory, ...]
     episode_indices: tuple[Count, ...] = ()
+    discarded_lengths: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         check_group(self.trajectories, self.prompt_index, self.episode_indices)
@@ -152,12 +154,18 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         return sum(t.num_tokens for t in self.trajectories)
 
+    @property
+    def sampled_lengths(self) -> tuple[int, ...]:
+        """Tokens that the policy sampled, in each trajectory and in what is not kept."""
+        kept = (t.num_response_tokens for t in self.trajectories)
+        return (*kept, *self.discarded_lengths)
+
 
 class GroupHeader(Struct, frozen=True, kw_only=True):
     """The facts of a group that the ledger and the learner's planning need, without payload.
 
     `lengths` are the tokens of each trajectory, `response_lengths` those that the policy sampled;
-    `episode_indices` are the group's.
+    `episode_indices` and `discarded_lengths` are the group's.
     """
 
     group_id: Name
@@ -169,6 +177,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
     rewards: tuple[float, ...]
     num_bytes: Count = 0
     episode_indices: tuple[Count, ...] = ()
+    discarded_lengths: tuple[Count, ...] = ()
 
     @classmethod
     def of(cls, group: TrajectoryGroup, num_bytes: int = 0) -> "GroupHeader":
@@ -182,6 +191,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
             rewards=tuple(t.reward for t in group.trajectories),
             num_bytes=num_bytes,
             episode_indices=group.episode_indices,
+            discarded_lengths=group.discarded_lengths,
         )
 
 

@@ -148,7 +148,7 @@ TRAPS = [
     (["generator.environment=singel_turn"], r"generator\.environment: .*mean 'single_turn'"),
     (["generator.environment=own.py:Plain"], r"generator\.environment: .*start is not `async def`"),
     (["generator.environment=own.py:OneMethod"], r"generator\.environment: .*no method 'step'"),
-    (["generator.environment=own.py:Needs"], r"generator\.environment: .*missing 1 required"),
+    (["generator.environment=own.py:Needs"], r"generator\.environment_kwargs: own.py:Needs needs"),
     (["generator.engine=vlm"], r"generator\.engine: was 'vlm'; did you mean 'vllm'"),
     (["algorithm.loss=own.py:loss"], r"algorithm\.loss: own\.py has no function 'loss'"),
     (["algorithm.advantage=no.py:f"], r"algorithm\.advantage: there is no file no\.py"),
@@ -177,7 +177,7 @@ TRAPS = [
     ),
     (
         ["algorithm.reward.format_penalty=0.5"],
-        r"algorithm\.reward\.format_penalty: was 0\.5, .* single_turn counts no invalid turns",
+        r"algorithm\.reward\.format_penalty: was 0\.5, .* single_turn has no form",
     ),
     (
         ["algorithm.reward.agentic={grouping: inductive}"],

@@ -91,7 +91,7 @@ def test_import_and_help_cost_little_more_than_python_itself():
 GROUPS = {
     "run": [
         *("launch", "check", "buffer", "generator", "learner", "validator"),
-        *("make-model", "keys new"),
+        *("make-model", "new", "keys new"),
     ],
     "look": ["status", "watch", "report", "samples", "generators", "buffer inspect"],
     "operate": [

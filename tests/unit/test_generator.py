@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import pytest
 
-from actors.environments import make_environment
+from actors.environments.single_turn import SingleTurn
 from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
 from actors.version_gate import VersionGate
@@ -155,7 +155,7 @@ class Run:
             engine=self.engine,
             prompts=Prompts(),
             renderer=FakeRenderer(),
-            make_environment=lambda: make_environment("single_turn"),
+            make_environment=SingleTurn,
             environment="single_turn",
             reward=LengthReward(),
             sampling=SamplingParams(max_new_tokens=4),

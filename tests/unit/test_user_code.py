@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.daemon import make_runner
 from actors.environments import make_environment
+from actors.environments.runner import make_runner
+from actors.environments.stream import open_stream
 from actors.make_model import make_tokenizer
 from actors.prompts import open_held_out, open_prompts
 from actors.rendering.renderer import ChatRenderer
-from actors.rewards import make_reward
 from learners.trainer import Trainer
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.algorithm.losses import UserLossSettings
 from streamrl.config.data import DataSettings
+from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Lease, TrajectoryGroup
 from streamrl.user_code import load_user_code
@@ -167,6 +168,11 @@ def test_what_the_users_own_returns_is_checked(own, field, name, sentence):
         Trainer(config, make_policy()).step(make_batch())
 
 
+def entry(**settings: object) -> EnvironmentEntry:
+    generator = {"data": {"source": "copy"}, "model": {"path": "unused"}, "generator": settings}
+    return RunConfig.model_validate(generator).entries[0]
+
+
 def actor_data(own: str) -> DataSettings:
     entries = {"source": f"{own}/own_actor.py:Riddles", "reward": f"{own}/own_actor.py:score"}
     return DataSettings.model_validate(entries)
@@ -176,8 +182,9 @@ async def sampled(own: str, environment: str, renderer: ChatRenderer) -> Traject
     """One group of a generator whose environment, prompts and reward are the user's own."""
     run, data = Run(environment=f"{own}/own_actor.py:{environment}"), actor_data(own)
     config = run.config.model_copy(update={"data": data})
-    prompts = open_prompts(data, seed=3)
-    runner = make_runner(config, FakeEngine(), renderer, prompts, make_reward(data))
+    seeded = config.run.model_copy(update={"seed": 3})
+    config = config.model_copy(update={"run": seeded})
+    runner = make_runner(config, FakeEngine(), renderer, open_stream(config))
     lease = Lease(lease_id="a", prompt_index=0, min_policy_version=0, expires_at_s=0.0)
     return await runner.run(lease)
 
@@ -204,10 +211,10 @@ async def test_an_environment_that_fails_costs_its_group_alone(own, renderer):
 
 
 def test_an_environment_that_cannot_be_made_is_refused(own):
-    with pytest.raises(ConfigError, match=r"generator.environment: .*missing 1 required"):
-        make_environment(f"{own}/own_actor.py:Unmade")
+    with pytest.raises(ConfigError, match=r"generator.environment_kwargs: .*needs 'level'"):
+        make_environment(entry(environment=f"{own}/own_actor.py:Unmade"))
     with pytest.raises(ConfigError, match="did you mean 'single_turn'"):
-        make_environment("single_trun")
+        make_environment(entry(environment="single_trun"))
 
 
 def test_prompts_of_the_users_own_get_seed_and_arguments(own):

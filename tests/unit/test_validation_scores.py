@@ -63,7 +63,7 @@ def test_a_report_of_any_number_of_sources_fits_into_a_message(num_samples):
 
 
 def test_answers_of_a_numeric_reward_are_numbers():
-    numeric, exact = answer_of("numeric_answer"), answer_of("exact_match")
+    numeric, exact = answer_of({"numeric_answer", "format"}), answer_of(["exact_match"])
     assert numeric("so 1,007.0") == numeric("#### 1007")
     assert numeric("none ") == "none"
     assert exact(" so 7 ") == "so 7"

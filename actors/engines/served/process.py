@@ -13,7 +13,7 @@ from streamrl.run_folder import last_log_line
 
 _GRACE_S = 15.0
 # As a file, so that it imports nothing and watches the owner from the first moment on.
-_GUARD = Path(__file__).with_name("process_guard.py")
+GUARD = Path(__file__).with_name("process_guard.py")
 
 
 class ServerProcess:
@@ -26,7 +26,7 @@ class ServerProcess:
         self._log_file = log_file
         with log_file.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_GUARD), *command],
+                [sys.executable, "-I", str(GUARD), *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

@@ -6,17 +6,20 @@ import torch.
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from actors.environments import make_environment
+from actors.environments.stream import shares
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.rewards import make_reward
 from actors.rewards.builtin import extract_number
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.cli.preflight.model import local_folder
 from streamrl.config import RunConfig
+from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt, PromptSource
 from streamrl.user_code import attributed_to, find_user_code, is_user_code
@@ -27,24 +30,43 @@ _GYM = "reasoning_gym:"
 
 def check_user_code(config: RunConfig) -> Iterator[Finding]:
     """Reward, environment, loss and advantage."""
-    yield from refusal(lambda: make_reward(config.data))
-    yield from refusal(lambda: make_environment(config.generator.environment))
+    for entry in config.entries:
+        yield from _placed(entry, refusal(partial(make_reward, entry.data)))
+        yield from refusal(partial(make_environment, entry))
     for field, name in (
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),
     ):
         if is_user_code(name):
             yield from refusal(partial(find_user_code, field, name))
-    yield fact(
-        f"data.reward: {config.data.reward}; generator.environment: {config.generator.environment}"
-    )
+    for entry in config.entries:
+        rewards = " + ".join(reward.reward for reward in entry.data.all_rewards)
+        looked_at = f"data.reward: {rewards}; {entry.setting}: {entry.environment}"
+        yield from _placed(entry, iter([fact(looked_at)]))
 
 
 def check_prompts(config: RunConfig) -> Iterator[Finding]:
     """The prompts of training, those held out if they are scored, the template."""
+    template = config.data.chat_template
+    if isinstance(template, Path):
+        yield from refusal(partial(_read, "data.chat_template", template))
+    for entry in config.entries:
+        own = config.model_copy(update={"data": entry.data})
+        yield from _placed(entry, _check_source(own))
+    if config.environments:
+        yield from refusal(partial(shares, config))
+
+
+def _placed(entry: EnvironmentEntry, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """What is found about `data` of one entry of several names the setting of the entry."""
+    for finding in findings:
+        sentence = f"{entry.place}{finding.sentence}"
+        sentence = re.sub(r"^(environments\.\d+)\.data\.(reward)", r"\1.\2", sentence)
+        yield replace(finding, sentence=sentence)
+
+
+def _check_source(config: RunConfig) -> Iterator[Finding]:
     data = config.data
-    if isinstance(data.chat_template, Path):
-        yield from refusal(partial(_read, "data.chat_template", data.chat_template))
     if data.source.startswith(_GYM):
         yield from _check_gym(data.source.removeprefix(_GYM))
         return
@@ -91,7 +113,8 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
 def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
     """What the first prompt tells of all: the form of a source's prompts is one."""
     data = config.data
-    if data.reward == "task" and "dataset" not in prompt.row:
+    rewards = {reward.reward for reward in data.all_rewards if not reward.data_source}
+    if "task" in rewards and "dataset" not in prompt.row:
         yield problem(
             f"data.reward: task is the scorer of reasoning_gym, and data.source {data.source} has "
             "none; use exact_match, numeric_answer, regex or PATH.py:FUNCTION"
@@ -102,9 +125,9 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"algorithm.sample_weight.difficulty: {_shown(prompt)} has no number in a column "
             "difficulty, and every prompt would weigh the same"
         )
-    if data.reward == "exact_match" and not prompt.answer.strip():
+    if "exact_match" in rewards and not prompt.answer.strip():
         yield warning(f"data.reward: exact_match, and the answer to {_shown(prompt)} is empty")
-    if data.reward == "numeric_answer" and extract_number(prompt.answer) is None:
+    if "numeric_answer" in rewards and extract_number(prompt.answer) is None:
         yield warning(
             f"data.reward: numeric_answer, and the answer {prompt.answer!r} to {_shown(prompt)} "
             "holds no number: its reward is always 0"

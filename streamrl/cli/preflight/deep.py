@@ -15,17 +15,16 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import streamrl
-from actors.daemon import make_runner
 from actors.engines import make_engine
-from actors.episodes.rollout import GroupRunner, unbuffered_lease
+from actors.environments.runner import MixedRunner, make_runner
+from actors.environments.stream import open_stream
+from actors.episodes.rollout import unbuffered_lease
 from actors.make_model import make_model
-from actors.prompts import open_prompts
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
-from actors.rewards import make_reward
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
-from streamrl.interfaces import Episode, Prompt, Reward
+from streamrl.interfaces import Episode, Prompt, Reward, Score
 from streamrl.types import TrajectoryGroup
 
 _TRIED = 32
@@ -39,7 +38,7 @@ class RecordingReward:
     reward: Reward
     episodes: Sequence[Episode] = field(default=())
 
-    async def score(self, episodes: Sequence[Episode]) -> Sequence[float]:
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[float | Score]:
         self.episodes = tuple(episodes)
         return await self.reward.score(episodes)
 
@@ -67,18 +66,16 @@ async def _sample(config: RunConfig) -> None:
     """Waits for the engine, the environment and the reward."""
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
-    renderer, prompts = ChatRenderer.from_config(config), open_prompts(config.data, config.run.seed)
-    reward = RecordingReward(make_reward(config.data))
+    renderer, stream = ChatRenderer.from_config(config), open_stream(config)
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"generator": generator})
     engine = make_engine(config, seed=config.run.seed)
     try:
-        runner = replace(
-            make_runner(config, engine, renderer, prompts, reward),
-            group_size=config.generator.group_size,
-        )
-        prompt_index = _first_that_fits(runner)
-        print("\n".join(_of_prompt(prompts[prompt_index], renderer)))
+        mixed = make_runner(config, engine, renderer, stream)
+        prompt_index = _first_that_fits(mixed)
+        print("\n".join(_of_prompt(stream[prompt_index], renderer)))
+        reward = RecordingReward(mixed.of(prompt_index).reward)
+        runner = replace(mixed.of(prompt_index), reward=reward, with_greedy_reward=False)
         try:
             group = await runner.run(unbuffered_lease("check", prompt_index))
         except RolloutError:
@@ -91,8 +88,9 @@ async def _sample(config: RunConfig) -> None:
         await engine.close()
 
 
-def _first_that_fits(runner: GroupRunner) -> int:
+def _first_that_fits(mixed: MixedRunner) -> int:
     for prompt_index in range(_TRIED):
+        runner = mixed.of(prompt_index)
         try:
             runner.renderer.encode(runner.prompts[prompt_index])
         except PromptTooLongError:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from streamrl.cli.preflight.findings import Finding, problem
 from streamrl.config import RunConfig
-from streamrl.user_code import is_user_code
 
 
 def check_effects(config: RunConfig) -> Iterator[Finding]:
@@ -15,14 +14,16 @@ def check_effects(config: RunConfig) -> Iterator[Finding]:
             f"generator.device: was {generator.device!r}, and {generator.engine} takes the devices "
             "that it finds; CUDA_VISIBLE_DEVICES limits them"
         )
-    if reward.format_penalty and not is_user_code(generator.environment):
+    environments = {entry.environment for entry in config.entries}
+    if reward.format_penalty and environments == {"single_turn"}:
         yield problem(
-            f"algorithm.reward.format_penalty: was {reward.format_penalty:g}, and "
-            f"generator.environment {generator.environment} counts no invalid turns; one of your "
-            "own that returns the metric num_invalid_turns does"
+            f"algorithm.reward.format_penalty: was {reward.format_penalty:g}, and environment "
+            "single_turn has no form that a turn could break, so it counts no invalid turns; the "
+            "others do"
         )
-    if reward.agentic is not None and reward.agentic.grouping == "inductive":
+    is_alone = len(config.entries) == 1
+    if is_alone and reward.agentic is not None and reward.agentic.grouping == "inductive":
         yield problem(
             "algorithm.reward.agentic.grouping: was 'inductive', which compares the episodes of "
-            "one environment, and a run has one: batch does the same"
+            "one environment, and this run has one: batch does the same"
         )

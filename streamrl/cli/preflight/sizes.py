@@ -30,7 +30,8 @@ def check_sizes(config: RunConfig) -> Iterator[Finding]:
 def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
     """Of several turns; those of one turn are bounded by the prompt and one completion."""
     limit = config.learner.max_tokens_per_micro_batch
-    if config.generator.environment != "single_turn" and config.max_model_len > limit:
+    environments = {entry.environment for entry in config.entries}
+    if environments != {"single_turn"} and config.max_model_len > limit:
         yield warning(
             f"learner.max_tokens_per_micro_batch: was {limit}, and generator.max_model_len allows "
             f"trajectories of {config.max_model_len} tokens: those above the limit are trained "

@@ -7,7 +7,7 @@ them all, so a person reads every sentence at once.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streamrl.config.contradictions import daemons, sizes, training, validation
+from streamrl.config.contradictions import daemons, environments, sizes, training, validation
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
@@ -28,6 +28,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     training.decay_within_warmup,
     training.warmup_without_a_critic,
     sizes.alone_in_its_group,
+    sizes.nothing_to_differ_from,
+    sizes.finished_before_the_greedy_one,
     sizes.groups_too_large,
     daemons.one_address,
     training.evaluation_without_a_model,
@@ -37,4 +39,9 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     validation.bad_generator,
     validation.early_stop_without_validation,
     validation.best_without_validation,
+    validation.agents_of_others,
+    environments.environment_twice,
+    environments.one_name_for_two,
+    environments.limit_below_a_group,
+    environments.limits_leave_prompts,
 )

@@ -60,7 +60,7 @@ def groups_too_large(c: "RunConfig") -> str | None:
         return None
     return (
         f"buffer.max_group_bytes {c.buffer.max_group_bytes} refuses every group: with "
-        f"generator.group_size {c.generator.group_size} the smallest has {smallest} bytes, and one "
+        f"groups of {c.max_group_size} the smallest has {smallest} bytes, and one "
         f"of generator.max_model_len {c.max_model_len} tokens {c.group_bytes(c.max_model_len)}"
     )
 
@@ -74,10 +74,32 @@ def greedy_siblings(c: "RunConfig") -> str | None:
     )
 
 
-def alone_in_its_group(c: "RunConfig") -> str | None:
-    if c.generator.group_size > 1 or c.algorithm.advantage not in _COMPARE_SIBLINGS:
+def nothing_to_differ_from(c: "RunConfig") -> str | None:
+    if c.algorithm.dynamic_sampling is None or c.generator.num_siblings > 1:
         return None
     return (
+        "algorithm.dynamic_sampling leaves out groups whose siblings are alike, and with "
+        "generator.group_size 1 every group would be; use a group, or null"
+    )
+
+
+def finished_before_the_greedy_one(c: "RunConfig") -> str | None:
+    oversample = c.generator.oversample
+    is_cut = oversample.num_siblings > 0 and oversample.keep == "first_finished"
+    if not is_cut or not c.algorithm.needs_greedy_rewards:
+        return None
+    return (
+        f"algorithm.advantage {c.algorithm.advantage} needs a greedy completion of each prompt, "
+        "which generator.oversample.keep first_finished may cancel; use each_reward"
+    )
+
+
+def alone_in_its_group(c: "RunConfig") -> str | None:
+    alone = [entry for entry in c.entries if entry.group_size == 1]
+    if not alone or c.algorithm.advantage not in _COMPARE_SIBLINGS:
+        return None
+    setting = alone[0].group_size_setting
+    return (
         f"algorithm.advantage {c.algorithm.advantage} compares siblings, and with "
-        "generator.group_size 1 every advantage would be 0; use reinforce_plus_plus, or a group"
+        f"{setting} 1 every advantage would be 0; use reinforce_plus_plus, or a group"
     )

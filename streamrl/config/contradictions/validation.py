@@ -84,6 +84,16 @@ def best_without_validation(c: "RunConfig") -> str | None:
     )
 
 
+def agents_of_others(c: "RunConfig") -> str | None:
+    agents = [entry.setting for entry in c.entries if entry.environment == "agent"]
+    if not c.validation.every or not agents:
+        return None
+    return (
+        f"validation.every {c.validation.every} cannot validate {agents[0]} agent: agents from "
+        "elsewhere come to generators, not to a validator; set validation.every=0"
+    )
+
+
 def _own(name: str) -> str:
     return "num_samples" if name == "group_size" else name
 

@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
+from streamrl.config.generator.agent import AgentSettings
+from streamrl.config.generator.oversample import OversampleSettings
+from streamrl.config.generator.tools import McpServerSettings, ToolSettings
 from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
 
@@ -18,9 +21,21 @@ class GeneratorSettings(Section):
     engine: str = "hf"
     """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
-    """What answers the policy, turn by turn: single_turn, or PATH.py:CLASS."""
+    """What answers the policy, turn by turn: single_turn, tools (see `tools`), frozen_lake,
+    sokoban, calculator, file_search, gymnasium:ID, textarena:ID, or PATH.py:CLASS; or what calls
+    the policy: agent (see `agent`), verifiers:ID. Several stand in `environments`."""
+    environment_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment."""
+    agent: AgentSettings = AgentSettings()
+    """Agents of environment agent."""
+    tools: tuple[ToolSettings, ...] = ()
+    """What the policy may call in the environment `tools`."""
+    mcp_servers: tuple[McpServerSettings, ...] = ()
+    """MCP servers whose tools it may call as well."""
     group_size: Positive = 8
     """Trajectories per prompt."""
+    oversample: OversampleSettings = OversampleSettings()
+    """Siblings that are sampled beyond these."""
     max_new_tokens: Positive = 256
     """Longest completion, in tokens."""
     min_new_tokens: NotNegative = 0
@@ -65,6 +80,11 @@ class GeneratorSettings(Section):
                 "does not get to see; give it to that server's command line"
             )
         return self
+
+    @property
+    def num_siblings(self) -> int:
+        """Trajectories that are sampled per prompt."""
+        return self.group_size + self.oversample.num_siblings
 
     @property
     def truncations(self) -> tuple[str, ...]:

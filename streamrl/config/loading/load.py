@@ -13,7 +13,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from streamrl.config.loading.epochs import with_steps
 from streamrl.config.loading.explain import explain
@@ -90,7 +90,7 @@ def _usable(tree: Mapping[str, Any], refused: Sequence[tuple[int | str, ...]]) -
     rest = reduce(_without, refused, tree)
     try:
         sections = {
-            name: field.annotation.model_validate(rest.get(name, {}))  # type: ignore[union-attr]
+            name: TypeAdapter[Any](field.annotation).validate_python(rest.get(name, field.default))  # type: ignore[arg-type]
             for name, field in RunConfig.model_fields.items()
         }
     except ValidationError:

@@ -1,0 +1,124 @@
+"""An episode of a game: the policy reads a state, answers with an action, and reads what follows.
+
+A game knows nothing of tokens and templates; `GameEnvironment` makes one an environment.
+
+Invariant: the level is a pure function of the seed, which the siblings of a group share, and every
+answer is a turn, also one that names no action.
+"""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from streamrl.interfaces import EnvironmentContext, Observation, Renderer, Transition
+from streamrl.types import Completion
+
+SEED = "seed"
+"""The column of a prompt's row that chooses the level; without it the group's seed does."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an answer led to."""
+
+    text: str
+    """What the policy reads next."""
+    reward: float = 0.0
+    done: bool = False
+    is_valid: bool = True
+    """Whether the answer named an action that is allowed."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Game(Protocol):
+    """One episode's; its methods may block, and are called in a thread."""
+
+    @property
+    def instructions(self) -> str:
+        """The rules, and how an answer names an action."""
+        ...
+
+    def reset(self, seed: int) -> str:
+        """Begin the level of the seed; what the policy reads first."""
+        ...
+
+    def step(self, answer: str) -> Outcome:
+        """What the answer leads to."""
+        ...
+
+    def close(self) -> None:
+        """Called once, also after an error."""
+        ...
+
+
+class GameEnvironment:
+    """The conversation about a game.
+
+    Args:
+        instructions: in front of the first state; None: those of the game, "": none.
+        max_moves: answers, those that name no action included; 0: no limit but the game's own.
+    """
+
+    def __init__(self, game: Game, *, instructions: str | None, max_moves: int) -> None:
+        if max_moves < 0:
+            raise ValueError(f"max_moves was {max_moves}; it must be 0 or more")
+        self._game = game
+        self._instructions = game.instructions if instructions is None else instructions
+        self._max_moves = max_moves
+        self._num_moves = 0
+        self._renderer: Renderer | None = None
+
+    async def start(self, context: EnvironmentContext) -> Observation:
+        """Waits for the game."""
+        self._renderer = context.renderer
+        seed = int(context.prompt.row.get(SEED, context.seed))
+        state = await asyncio.to_thread(self._game.reset, seed)
+        opening = f"{self._instructions}\n\n{state}" if self._instructions else state
+        return said(context.renderer, opening)
+
+    async def step(self, completion: Completion) -> Transition:
+        """Waits for the game."""
+        renderer = self._renderer
+        assert renderer is not None, "start comes before step"
+        answer = renderer.decode(completion.token_ids.tolist())
+        outcome = await asyncio.to_thread(self._game.step, answer)
+        self._num_moves += 1
+        is_last = outcome.done or self._num_moves == self._max_moves
+        return Transition(
+            observation=Observation() if is_last else said(renderer, self._next(outcome)),
+            done=is_last,
+            reward=outcome.reward,
+            is_valid=outcome.is_valid,
+            metrics={**outcome.metrics, "num_moves": float(self._num_moves)},
+        )
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._game.close)
+
+    def _next(self, outcome: Outcome) -> str:
+        if outcome.is_valid or not self._instructions:
+            return outcome.text
+        return f"Your answer names no action that is allowed.\n\n{outcome.text}"
+
+
+def said(renderer: Renderer, text: str) -> Observation:
+    """A user's message; without a chat template a line of its own."""
+    if renderer.has_chat_template:
+        return Observation(messages=({"role": "user", "content": text},))
+    return Observation(token_ids=renderer.encode_text(f"{text}\n"))
+
+
+def find_action(answer: str, names: Sequence[str]) -> int | None:
+    """The place of the action that the answer names last, after any reasoning; None: it names none.
+
+    >>> find_action("<think>up?</think>Not up, but Left.", ["left", "up"])
+    0
+    """
+    spoken = answer.rpartition("</think>")[2]
+    longest_first = sorted(names, key=len, reverse=True)
+    pattern = "|".join(re.escape(name) for name in longest_first)
+    found = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", spoken, re.IGNORECASE)
+    places = {name.lower(): i for i, name in enumerate(names)}
+    return places[found[-1].lower()] if found else None

@@ -1,0 +1,121 @@
+"""Runs each group in the environment that plays its prompt."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from actors.environments import make_environment
+from actors.environments.stream import Stream
+from actors.episodes.rollout import GroupProgress, GroupRunner
+from actors.gateway.agent import Agent
+from actors.rendering.renderer import ChatRenderer
+from actors.rewards import make_reward
+from actors.tools.toolset import Toolset
+from streamrl.config import RunConfig
+from streamrl.config.environments import EnvironmentEntry
+from streamrl.config.generator.oversample import OversampleSettings
+from streamrl.interfaces import Engine
+from streamrl.types import Lease, SamplingParams, TrajectoryGroup
+
+
+@dataclass(frozen=True)
+class MixedRunner:
+    """The group runner of every entry of the stream, by name."""
+
+    engine: Engine
+    stream: Stream
+    runners: Mapping[str, GroupRunner]
+
+    def of(self, prompt_index: int) -> GroupRunner:
+        """The one of the entry that plays the prompt."""
+        return self.runners[self.stream.entry_at(prompt_index).name]
+
+    async def run(self, lease: Lease, progress: GroupProgress | None = None) -> TrajectoryGroup:
+        """As `GroupRunner.run`."""
+        return await self.of(lease.prompt_index).run(lease, progress)
+
+    def origin(self, lease: Lease) -> str:
+        """As `GroupRunner.origin`."""
+        return self.of(lease.prompt_index).origin(lease)
+
+    def num_siblings_of(self, lease: Lease) -> int:
+        """As `GroupRunner.num_siblings_of`."""
+        return self.of(lease.prompt_index).num_siblings
+
+    def single(self) -> "MixedRunner":
+        """One response to each prompt, and none beside it."""
+        return self.changed(group_size=1, oversample=OversampleSettings(), with_greedy_reward=False)
+
+    def played_by(self, agents: Mapping[str, Agent]) -> "MixedRunner":
+        """With these agents, by the names of their entries, in the place of environments."""
+        played = {
+            name: replace(self.runners[name], make_environment=partial(_same, agent))
+            for name, agent in agents.items()
+        }
+        return replace(self, runners={**self.runners, **played})
+
+    def changed(self, **fields: Any) -> "MixedRunner":
+        """Every group runner with these fields."""
+        runners = {name: replace(runner, **fields) for name, runner in self.runners.items()}
+        return replace(self, runners=runners)
+
+
+def _same(agent: Agent) -> Agent:
+    """One agent plays any number of episodes."""
+    return agent
+
+
+def make_runner(
+    config: RunConfig, engine: Engine, renderer: ChatRenderer, stream: Stream
+) -> MixedRunner:
+    """Samples groups with the settings of `generator`.
+
+    Raises:
+        ConfigError: an environment, a tool or a reward cannot be made.
+    """
+    toolset = Toolset.from_settings(config.generator)
+    runners = {
+        entry.name: _group_runner(config, engine, renderer, stream, entry, toolset)
+        for entry in stream.entries
+    }
+    return MixedRunner(engine, stream, runners)
+
+
+def _group_runner(
+    config: RunConfig,
+    engine: Engine,
+    renderer: ChatRenderer,
+    stream: Stream,
+    entry: EnvironmentEntry,
+    toolset: Toolset,
+) -> GroupRunner:
+    return GroupRunner(
+        engine=engine,
+        prompts=stream,
+        renderer=renderer,
+        make_environment=partial(make_environment, entry, toolset),
+        environment=entry.name,
+        reward=make_reward(entry.data),
+        sampling=sampling_params(config),
+        group_size=entry.group_size,
+        oversample=config.generator.oversample,
+        max_model_len=config.max_model_len,
+        deadline_s=config.generator.group_deadline_s,
+        run_seed=config.run.seed,
+        with_greedy_reward=config.algorithm.needs_greedy_rewards,
+    )
+
+
+def sampling_params(config: RunConfig) -> SamplingParams:
+    """The sampling settings of `generator`."""
+    generator = config.generator
+    return SamplingParams(
+        max_new_tokens=generator.max_new_tokens,
+        min_new_tokens=generator.min_new_tokens,
+        temperature=generator.temperature,
+        top_p=generator.top_p,
+        top_k=generator.top_k,
+        stop_token_ids=generator.stop_token_ids,
+        ignore_eos=generator.ignore_eos,
+    )

@@ -1,0 +1,108 @@
+"""The prompts of all environments of a run, in one stream.
+
+Invariant: which environment plays a prompt, and which of its own prompts it reads, is a pure
+function of (seed, prompt index).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from actors.environments.mixture import Mixture
+from actors.prompts import num_held_out, open_held_out, open_prompts
+from streamrl.config import RunConfig
+from streamrl.config.environments import EnvironmentEntry
+from streamrl.errors import ConfigError
+from streamrl.interfaces import Prompt, PromptSource
+
+
+@dataclass(frozen=True)
+class TrainingStream:
+    """The prompts of training; each names its entry."""
+
+    entries: Sequence[EnvironmentEntry]
+    sources: Sequence[PromptSource]
+    """The prompts of each entry."""
+    mixture: Mixture
+
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        entry, own_index = self.mixture.place(prompt_index)
+        return replace(self.sources[entry][own_index], environment=self.entries[entry].name)
+
+    def entry_at(self, prompt_index: int) -> EnvironmentEntry:
+        return self.entries[self.mixture.place(prompt_index)[0]]
+
+
+@dataclass(frozen=True)
+class HeldOutStream:
+    """The held-out prompts of one entry after those of another."""
+
+    entries: Sequence[EnvironmentEntry]
+    sources: Sequence[PromptSource]
+    sizes: Sequence[int]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        entry, own_index = self._place(prompt_index)
+        return replace(self.sources[entry][own_index], environment=self.entries[entry].name)
+
+    def entry_at(self, prompt_index: int) -> EnvironmentEntry:
+        return self.entries[self._place(prompt_index)[0]]
+
+    def _place(self, prompt_index: int) -> tuple[int, int]:
+        first = 0
+        for entry, size in enumerate(self.sizes):
+            if prompt_index < first + size:
+                return entry, prompt_index - first
+            first += size
+        raise IndexError(f"there are {first} held-out prompts, and not one numbered {prompt_index}")
+
+
+Stream = TrainingStream | HeldOutStream
+
+
+def open_stream(config: RunConfig) -> TrainingStream:
+    """
+    Raises:
+        ConfigError: the prompts of an entry cannot be opened, or it would play none of them.
+    """
+    entries, seed = config.entries, config.run.seed
+    sources = [open_prompts(entry.data, seed) for entry in entries]
+    return TrainingStream(entries, sources, shares(config))
+
+
+def shares(config: RunConfig) -> Mixture:
+    """Which entry plays which prompt.
+
+    Raises:
+        ConfigError: an entry would play none.
+    """
+    entries = config.entries
+    mixture = Mixture(
+        [entry.weight for entry in entries],
+        [entry.max_groups for entry in entries],
+        config.learner.groups_per_step,
+        config.run.seed,
+    )
+    for i, (entry, num_played) in enumerate(zip(entries, mixture.num_played, strict=True)):
+        if not num_played:
+            raise ConfigError(
+                f"environments.{i}.weight: was {entry.weight:g}, too little beside the others for "
+                f"{entry.name} to play one prompt in {1000 * config.learner.groups_per_step}"
+            )
+    return mixture
+
+
+def open_held_out_stream(config: RunConfig) -> HeldOutStream:
+    """`data.num_eval_prompts` of each entry, or as many as it has.
+
+    Raises:
+        ConfigError: an entry has no held-out prompts.
+    """
+    entries = config.entries
+    sources = [open_held_out(entry.data) for entry in entries]
+    sizes = [
+        num_held_out(entry.data, source) for entry, source in zip(entries, sources, strict=True)
+    ]
+    return HeldOutStream(entries, sources, sizes)

@@ -1,0 +1,61 @@
+"""A user's own environment, named as PATH.py:CLASS.
+
+Invariant: one that fails costs its group (RolloutError, counted as `failed`), never the daemon.
+"""
+
+import inspect
+
+from actors.environments.arguments import check_arguments
+from streamrl.config.environments import EnvironmentEntry
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
+from streamrl.types import Completion
+from streamrl.user_code import attributed_to, load_user_code
+
+
+class UserEnvironment:
+    """A user's own, whose errors become those of its rollout.
+
+    Raises:
+        ConfigError: it cannot be made with the entry's arguments, or lacks a method.
+    """
+
+    def __init__(self, entry: EnvironmentEntry) -> None:
+        self._name = entry.environment
+        make = load_user_code(entry.setting, self._name)
+        check_arguments(entry, make)
+        owner = f"{entry.setting}: {self._name}"
+        with attributed_to(owner):
+            self._environment: Environment = make(**entry.kwargs)
+        for method in ("start", "step"):
+            _check_method(owner, self._environment, method)
+
+    async def start(self, context: EnvironmentContext) -> Observation:
+        with attributed_to(f"environment {self._name}", RolloutError):
+            return await self._environment.start(context)
+
+    async def step(self, completion: Completion) -> Transition:
+        with attributed_to(f"environment {self._name}", RolloutError):
+            return await self._environment.step(completion)
+
+    async def close(self) -> None:
+        """Calls the user's own `close`, which it need not have."""
+        if close := getattr(self._environment, "close", None):
+            with attributed_to(f"environment {self._name}", RolloutError):
+                await close()
+
+
+def _check_method(owner: str, environment: object, name: str) -> None:
+    """Whether `await environment.name(argument)` can work."""
+    method = getattr(environment, name, None)
+    if not callable(method):
+        raise ConfigError(f"{owner}: has no method {name!r}; start(context) and step(completion)")
+    try:
+        inspect.signature(method).bind(object())
+    except TypeError as error:
+        raise ConfigError(
+            f"{owner}: {name} takes {inspect.signature(method)}, but is called with one argument: "
+            f"{error}"
+        ) from error
+    if inspect.ismethod(method) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
+        raise ConfigError(f"{owner}: {name} is not `async def`, and it is awaited")

@@ -1,0 +1,192 @@
+"""Anthropic's messages."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from actors.gateway.apis.chat import json_text
+from actors.gateway.apis.requests import (
+    Answer,
+    Api,
+    Json,
+    Request,
+    RequestError,
+    converted,
+    offered_tools,
+    only_text,
+    require_messages,
+)
+from actors.gateway.session import Session
+from streamrl.interfaces import Message
+from streamrl.types import FinishReason
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stop_sequences": ([],),
+    "thinking": ({"type": "disabled"},),
+    "mcp_servers": ([],),
+    "metadata": (),
+    "service_tier": (),
+    "cache_control": (),
+    "inference_geo": (),
+}
+# Blocks of an answer that say nothing to the policy.
+_THOUGHTS = ("thinking", "redacted_thinking")
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+
+
+class _Message(Struct):
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class _Tool(Struct):
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str = ""
+    type: str = "custom"
+
+
+class _Body(Struct, forbid_unknown_fields=True):
+    max_tokens: int
+    messages: list[_Message]
+    model: str = ""
+    system: str | list[dict[str, Any]] = ""
+    tools: list[_Tool] = []
+    tool_choice: Any = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool = False
+
+
+def _read(body: Json, session: Session) -> Request:
+    asked = converted(body, _Body, _NEUTRAL)
+    system = only_text(asked.system, ("text",), "system")
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = [read for message in asked.messages for read in _messages(message)]
+    return Request(
+        messages=require_messages([*opening, *messages]),
+        tools=offered_tools([_tool(tool) for tool in asked.tools], asked.tool_choice),
+        max_new_tokens=asked.max_tokens,
+        sampling={name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")},
+        model=asked.model,
+        is_streamed=asked.stream,
+    )
+
+
+def _tool(tool: _Tool) -> Mapping[str, Any]:
+    if tool.type != "custom" or tool.input_schema is None:
+        raise RequestError(
+            f"tools: {tool.name} is of type {tool.type!r}, which is served by Anthropic alone; "
+            "allowed: custom, with an input_schema"
+        )
+    described = {"description": tool.description} if tool.description else {}
+    function = {"name": tool.name, **described, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _messages(message: _Message) -> Iterator[Message]:
+    """Results of tools first, each a message of its own; then what the rest of it says."""
+    if message.role not in ("user", "assistant"):
+        raise RequestError(f"messages: role was {message.role!r}; allowed: user, assistant")
+    blocks = message.content
+    if isinstance(blocks, str):
+        yield {"role": message.role, "content": blocks}
+        return
+    results = [block for block in blocks if block.get("type") == "tool_result"]
+    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
+    apart = ("tool_result", "tool_use", *_THOUGHTS)
+    said = [block for block in blocks if block.get("type") not in apart]
+    for result in results:
+        content = only_text(result.get("content"), ("text",), "messages: tool_result: content")
+        called = result.get("tool_use_id", "")
+        yield {"role": "tool", "tool_call_id": called, "content": content}
+    if said or calls:
+        content = only_text(said, ("text",), "messages: content")
+        called_by = {"tool_calls": calls} if calls else {}
+        yield {"role": message.role, "content": content, **called_by}
+
+
+def _call(block: Json) -> Json:
+    function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+    return {"id": block.get("id", ""), "type": "function", "function": function}
+
+
+def _write(answer: Answer) -> Json:
+    return {
+        "id": f"msg_{answer.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.request.model,
+        "content": _blocks(answer),
+        "stop_reason": _stop_reason(answer),
+        "stop_sequence": None,
+        "usage": _usage(answer),
+    }
+
+
+def _blocks(answer: Answer) -> list[Json]:
+    message = answer.reply.message
+    calls = [
+        {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": call["function"]["name"],
+            "input": call["function"]["arguments"],
+        }
+        for call in message.get("tool_calls") or ()
+    ]
+    content = message.get("content") or ""
+    said = [{"type": "text", "text": content}] if content or not calls else []
+    return [*said, *calls]
+
+
+def _stop_reason(answer: Answer) -> str:
+    if answer.reply.completion.finish_reason is not FinishReason.STOP:
+        return "max_tokens"
+    return "tool_use" if answer.reply.message.get("tool_calls") else "end_turn"
+
+
+def _usage(answer: Answer) -> Json:
+    sampled = len(answer.reply.completion.token_ids)
+    return {"input_tokens": answer.reply.num_prompt_tokens, "output_tokens": sampled}
+
+
+def _stream(answer: Answer) -> Iterator[tuple[str, Json]]:
+    whole = _write(answer)
+    begun = {
+        **whole,
+        "content": [],
+        "stop_reason": None,
+        "usage": {**_usage(answer), "output_tokens": 0},
+    }
+    yield _event("message_start", message=begun)
+    for i, block in enumerate(whole["content"]):
+        if block["type"] == "text":
+            empty = {**block, "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json_text(block["input"])}
+        yield _event("content_block_start", index=i, content_block=empty)
+        yield _event("content_block_delta", index=i, delta=delta)
+        yield _event("content_block_stop", index=i)
+    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield _event("message_delta", delta=end, usage=_usage(answer))
+    yield _event("message_stop")
+
+
+def _event(name: str, **fields: Any) -> tuple[str, Json]:
+    return name, {"type": name, **fields}
+
+
+def _write_error(error: RequestError) -> Json:
+    server = "api_error" if error.status >= 500 else "invalid_request_error"
+    return {
+        "type": "error",
+        "error": {"type": _ERRORS.get(error.status, server), "message": str(error)},
+    }
+
+
+MESSAGES = Api(_read, _write, _stream, _write_error)

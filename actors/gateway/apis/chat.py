@@ -1,0 +1,217 @@
+"""OpenAI's chat completions."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from actors.gateway.apis.requests import (
+    Answer,
+    Api,
+    Json,
+    Request,
+    RequestError,
+    converted,
+    offered_tools,
+    only_text,
+    require_messages,
+)
+from actors.gateway.session import Session
+from streamrl.interfaces import Message
+from streamrl.types import FinishReason
+
+# Fields that would change nothing with these values; () where none would.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "stop": ([], ""),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "top_logprobs": (0,),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "parallel_tool_calls": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "seed": (),
+    "user": (),
+    "metadata": (),
+    "store": (),
+    "service_tier": (),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "safety_identifier": (),
+}
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+class _Function(Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _ToolCall(Struct):
+    function: _Function
+    id: str = ""
+    type: str = "function"
+
+
+class _Message(Struct):
+    role: str
+    content: Any = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Tool(Struct):
+    function: dict[str, Any]
+    type: str = "function"
+
+
+class _StreamOptions(Struct, frozen=True):
+    include_usage: bool = False
+
+
+class _Body(Struct, forbid_unknown_fields=True):
+    messages: list[_Message]
+    model: str = ""
+    tools: list[_Tool] = []
+    tool_choice: Any = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+
+
+def _read(body: Json, session: Session) -> Request:
+    asked = converted(body, _Body, _NEUTRAL)
+    tools = [{"type": "function", "function": tool.function} for tool in asked.tools]
+    return Request(
+        messages=require_messages([_message(message) for message in asked.messages]),
+        tools=offered_tools(tools, asked.tool_choice),
+        max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
+        sampling={name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")},
+        model=asked.model,
+        is_streamed=asked.stream,
+        with_logprobs=asked.logprobs,
+        with_usage=asked.stream_options.include_usage,
+    )
+
+
+def _message(message: _Message) -> Message:
+    role = _ROLES.get(message.role, message.role)
+    if role not in ("system", "user", "assistant", "tool"):
+        raise RequestError(f"messages: role was {role!r}; allowed: system, user, assistant, tool")
+    content = only_text(message.content, ("text", "refusal"), "messages: content")
+    given = {
+        name: value for name, value in msgspec.to_builtins(message).items() if value is not None
+    }
+    return {**given, "role": role, "content": content}
+
+
+def _write(answer: Answer) -> Json:
+    choice = {
+        "index": 0,
+        "message": _written(answer),
+        "finish_reason": _finish_reason(answer),
+        "logprobs": _logprobs(answer) if answer.request.with_logprobs else None,
+    }
+    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+
+def _stream(answer: Answer) -> Iterator[tuple[str, Json]]:
+    head = _head(answer, "chat.completion.chunk")
+    message = dict(_written(answer))
+    calls = message.pop("tool_calls", ())
+    logprobs = _logprobs(answer) if answer.request.with_logprobs else None
+    first = {"index": 0, "delta": message, "finish_reason": None, "logprobs": logprobs}
+    yield "", {**head, "choices": [first]}
+    for i, call in enumerate(calls):
+        delta = {"tool_calls": [{"index": i, **call}]}
+        yield "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    last = {"index": 0, "delta": {}, "finish_reason": _finish_reason(answer)}
+    yield "", {**head, "choices": [last]}
+    if answer.request.with_usage:
+        yield "", {**head, "choices": [], "usage": _usage(answer)}
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{answer.number}",
+        "object": kind,
+        "created": answer.created_s,
+        "model": answer.request.model,
+    }
+
+
+def _written(answer: Answer) -> Json:
+    message = answer.reply.message
+    calls = [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json_text(call["function"]["arguments"]),
+            },
+        }
+        for call in message.get("tool_calls") or ()
+    ]
+    content = message.get("content") or (None if calls else "")
+    written = {"role": "assistant", "content": content}
+    reasoning = message.get("reasoning_content")
+    return {
+        **written,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def json_text(value: Any) -> str:
+    """JSON as the APIs carry the arguments of a call."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _finish_reason(answer: Answer) -> str:
+    if answer.reply.completion.finish_reason is not FinishReason.STOP:
+        return "length"
+    return "tool_calls" if answer.reply.message.get("tool_calls") else "stop"
+
+
+def _logprobs(answer: Answer) -> Json:
+    completion, renderer = answer.reply.completion, answer.session.renderer
+    tokens = [renderer.decode([token]) for token in completion.token_ids.tolist()]
+    content = [
+        {
+            "token": token,
+            "logprob": logprob,
+            "bytes": list(token.encode()),
+            "top_logprobs": [],
+        }
+        for token, logprob in zip(tokens, completion.logprobs.tolist(), strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _usage(answer: Answer) -> Json:
+    sampled = len(answer.reply.completion.token_ids)
+    read = answer.reply.num_prompt_tokens
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+
+
+def write_error(error: RequestError) -> Json:
+    """In the form of OpenAI's APIs."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+
+CHAT = Api(_read, _write, _stream, write_error, ends_with="data: [DONE]\n\n")

@@ -1,0 +1,135 @@
+"""What the APIs have in common: a request as the session takes it, and its refusal."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from actors.gateway.session import Reply, Session
+from streamrl.interfaces import Message, ToolSchema
+
+Json = Mapping[str, Any]
+Body = TypeVar("Body")
+
+
+class RequestError(Exception):
+    """A request that is refused, with its HTTP status and, where there is one, OpenAI's code."""
+
+    def __init__(self, sentence: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request for a completion."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema]
+    max_new_tokens: int | None = None
+    sampling: Mapping[str, float | None] = field(default_factory=dict)
+    """`temperature`, `top_p` and `top_k`, each None if it was left out."""
+    model: str = ""
+    is_streamed: bool = False
+    with_logprobs: bool = False
+    with_usage: bool = False
+    """Whether a stream ends with what it has cost."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy said to a request."""
+
+    request: Request
+    reply: Reply
+    session: Session
+    created_s: int
+
+    @property
+    def number(self) -> str:
+        """For the API's ids: one of its own for every answer."""
+        return self.reply.reply_id
+
+
+@dataclass(frozen=True)
+class Api:
+    """One API, of one route."""
+
+    read: Callable[[Json, Session], Request]
+    """Raises RequestError."""
+    write: Callable[[Answer], Json]
+    stream: Callable[[Answer], Iterable[tuple[str, Json]]]
+    """Events, each with its name, or "" where the API gives events none."""
+    write_error: Callable[[RequestError], Json]
+    ends_with: str = ""
+    """The line after the last event."""
+
+
+def converted(body: Json, form: type[Body], neutral: Mapping[str, Sequence[Any]]) -> Body:
+    """The body as the form, without fields that would change nothing.
+
+    Args:
+        neutral: fields outside the form, each with the values by which it does nothing; with ()
+            any value does.
+
+    Raises:
+        RequestError: a field is unknown, has the wrong type, or asks for what is not supported.
+    """
+    for name, allowed in neutral.items():
+        if allowed and name in body and body[name] not in (*allowed, None):
+            raise RequestError(f"{name}: was {body[name]!r}, which is not supported")
+    left = {name: value for name, value in body.items() if name not in neutral}
+    given = {name: value for name, value in left.items() if value is not None}
+    try:
+        return msgspec.convert(given, form)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{str(error).replace('$.', '')}") from error
+
+
+def only_text(parts: Any, kinds: Sequence[str], place: str) -> str:
+    """The text of a content, which is a string or a list of parts of these kinds.
+
+    Raises:
+        RequestError: a part is of another kind.
+    """
+    if parts is None or isinstance(parts, str):
+        return parts or ""
+    if not isinstance(parts, list):
+        raise RequestError(f"{place}: was {type(parts).__name__}; it must be a string or a list")
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise RequestError(f"{place}: has a part of type {kind!r}; allowed: {', '.join(kinds)}")
+    return "".join(part["text"] for part in parts)
+
+
+def offered_tools(tools: Sequence[ToolSchema], choice: Any) -> Sequence[ToolSchema]:
+    """The tools that the policy is told of.
+
+    Raises:
+        RequestError: the choice forces a call, which cannot be sampled.
+    """
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    match kind:
+        case None | "auto":
+            return tools
+        case "none":
+            return ()
+        case _:
+            raise RequestError(f"tool_choice: was {kind!r}; allowed: auto, none")
+
+
+def require_messages(messages: Sequence[Message]) -> Sequence[Message]:
+    """
+    Raises:
+        RequestError: there is none, or the policy would have to go on with a message of its own.
+    """
+    if not messages:
+        raise RequestError("messages: is empty; there must be one at least")
+    if messages[-1].get("role") == "assistant":
+        raise RequestError(
+            "messages: the last one is the assistant's; going on with it is not supported"
+        )
+    return messages

@@ -1,0 +1,118 @@
+"""`generator.agent.command`: a process of its own plays an episode.
+
+Its environment names the episode: OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+ANTHROPIC_API_KEY, and STREAMRL_SESSION_URL, where the task is read and the reward is posted.
+
+Invariant: the process and all that it started end with the episode, and with this process.
+"""
+
+import asyncio
+import os
+import re
+import shlex
+import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Sequence
+
+from actors.engines.served.process import GUARD
+from actors.gateway.agent import AgentResult
+from actors.gateway.apis.requests import Json
+from actors.gateway.open_episodes import OpenEpisode
+from streamrl.config.secrets import REDIS_PASSWORD
+from streamrl.errors import LostAgentError
+
+_TAIL_BYTES = 2000
+_DRAIN_S = 1.0
+
+
+class CommandAgent:
+    """A command line, whose {prompt}, {answer} and {column} stand for those of the task."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+
+    async def run(self, episode: OpenEpisode, task: Json) -> AgentResult:
+        """Waits for the process. Canceling ends it, and what it has started.
+
+        Raises:
+            LostAgentError: it could not be started, or ended with another exit code than 0.
+        """
+        name = f"agent `{shlex.join(self._command)}`"
+        episode.take(name)
+        # The guard's standard input is a pipe from this process, by which it notices its end.
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", str(GUARD), *filled(self._command, task)),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            start_new_session=True,
+            env=_environment(task),
+        )
+        output = _Output()
+        reading = asyncio.create_task(output.read(process))
+        try:
+            code = await process.wait()
+            # What has left the group of the process may hold its output open.
+            await asyncio.wait({reading}, timeout=_DRAIN_S)
+        finally:
+            reading.cancel()
+            assert process.stdin is not None, "it was started with a pipe"
+            process.stdin.close()
+        if code:
+            num_turns = sum(len(segment.turns) for segment in episode.session.record.segments)
+            raise LostAgentError(
+                f"{name} ended {_how(code)} after {num_turns} completions ({episode.place}): "
+                f"{output.last_line}"
+            )
+        return AgentResult()
+
+
+class _Output:
+    """The end of what a process writes."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    async def read(self, process: Process) -> None:
+        """Waits for the process to write, until it has closed its output."""
+        assert process.stdout is not None, "it was started with a pipe"
+        while data := await process.stdout.read(2**16):
+            self._tail = (self._tail + data)[-_TAIL_BYTES:]
+
+    @property
+    def last_line(self) -> str:
+        lines = self._tail.decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+
+
+def filled(command: Sequence[str], task: Json) -> list[str]:
+    """The words with the task's texts in place of their names; other braces stay.
+
+    >>> filled(["{question}?", "{}"], {"row": {"question": "why"}, "messages": [], "answer": ""})
+    ['why?', '{}']
+    """
+    last = task["messages"][-1]["content"] if task["messages"] else ""
+    values = {**task["row"], "prompt": last, "answer": task["answer"]}
+
+    def value(match: re.Match[str]) -> str:
+        return str(values.get(match[1], match[0]))
+
+    return [re.sub(r"\{(\w+)\}", value, word) for word in command]
+
+
+def _environment(task: Json) -> dict[str, str]:
+    """That of this process, without what an agent need not know."""
+    own = {name: value for name, value in os.environ.items() if name != REDIS_PASSWORD}
+    return {
+        **own,
+        "OPENAI_BASE_URL": task["base_url"],
+        "OPENAI_API_KEY": task["api_key"],
+        "ANTHROPIC_BASE_URL": task["anthropic_base_url"],
+        "ANTHROPIC_API_KEY": task["api_key"],
+        "STREAMRL_SESSION_URL": task["session_url"],
+    }
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,0 +1,171 @@
+"""The gateway of one generator: it hands the episodes of environment `agent` to agents.
+
+    function   called in a thread for each episode
+    command    started for each episode
+    neither    agents ask for tasks
+
+Invariant: an agent that fails, falls silent or disappears costs its group, never the generator. An
+episode's key is served for as long as `play` waits, and no longer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from actors.gateway.agent import AgentResult
+from actors.gateway.apis.requests import Json
+from actors.gateway.command_agent import CommandAgent
+from actors.gateway.function_agent import FunctionAgent
+from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
+from actors.gateway.server import GatewayServer
+from actors.gateway.session import Session
+from actors.gateway.task_routes import TaskRoutes
+from actors.rendering.renderer import ChatRenderer
+from streamrl.config import RunConfig
+from streamrl.config.generator.agent import AgentSettings
+from streamrl.errors import LostAgentError, RolloutError
+from streamrl.interfaces import EnvironmentContext
+
+log = logging.getLogger(__name__)
+
+# A process that has its reward may still have something to write.
+_LINGER_S = 5.0
+_NOBODY_ASKS_S = 60.0
+
+
+class StartedAgent(Protocol):
+    """An agent that the gateway starts."""
+
+    async def run(self, episode: OpenEpisode, task: Json) -> AgentResult:
+        """Plays the episode; a result without a reward is that which was posted."""
+        ...
+
+
+class Gateway:
+    """Plays any number of episodes at a time, between `start` and `close`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """
+        Raises:
+            ConfigError: the function cannot be loaded, or the token is missing.
+        """
+        self._settings = config.generator.agent
+        self._num_generators = config.generator.count
+        self._needs_reward = config.data.reward == "environment"
+        self._model = config.model.path
+        self._agent = _started_agent(self._settings)
+        self._places = asyncio.Semaphore(self._settings.max_agents)
+        self._episodes = OpenEpisodes()
+        self._url = ""
+        self._renderer: ChatRenderer | None = None
+        tasks = TaskRoutes(
+            self._episodes,
+            self._task,
+            token=self._settings.token,
+            is_pulled=self._agent is None,
+            needs_reward=self._needs_reward,
+        )
+        self._server = GatewayServer(self._settings, self._episodes, tasks.routes, self._model)
+
+    async def start(self, renderer: ChatRenderer) -> str:
+        """The URL at which the episodes are served.
+
+        Raises:
+            ConfigError: the address cannot be used, or the chat template renders no conversation.
+            TransportError: other processes have the ports.
+        """
+        renderer.encode_messages([{"role": "user", "content": "?"}])
+        self._renderer = renderer
+        self._url = await self._server.start(self._num_generators)
+        if self._agent is None:
+            log.info("agents ask for tasks at %s/sessions", self._url)
+        return self._url
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
+        """See `actors.gateway.agent.Agent`. Waits for an agent to take the episode, and to end it
+        or fall silent."""
+        episode = OpenEpisode(session, context)
+        self._episodes.add(episode)
+        try:
+            if self._agent is None:
+                await self._offered(episode)
+                return await self._ended(episode, None)
+            async with self._places:
+                running = asyncio.create_task(self._agent.run(episode, self._task(episode)))
+                return await self._ended(episode, running)
+        finally:
+            self._episodes.close(episode, "the episode is over")
+
+    async def _offered(self, episode: OpenEpisode) -> None:
+        """Waits until an agent has taken the episode."""
+        loop = asyncio.get_running_loop()
+        warning = loop.call_later(_NOBODY_ASKS_S, self._warn_that_nobody_asks)
+        try:
+            await self._episodes.offer(episode)
+        finally:
+            warning.cancel()
+
+    def _warn_that_nobody_asks(self) -> None:
+        log.warning(
+            "%d episodes wait for agents: none has asked for a task at %s/sessions for %g s",
+            *(self._episodes.num_offered, self._url, _NOBODY_ASKS_S),
+        )
+
+    async def _ended(
+        self, episode: OpenEpisode, running: asyncio.Task[AgentResult] | None
+    ) -> AgentResult:
+        """Waits for the agent's result, for its end, or until it has been silent for too long.
+
+        Raises:
+            RolloutError: it failed, or disappeared.
+        """
+        limit_s = self._settings.silence_s
+        silence = asyncio.create_task(episode.wait_for_silence(limit_s))
+        started = [] if running is None else [running]
+        waiting: list[asyncio.Future[Any]] = [silence, episode.result, *started]
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if episode.result in done:
+                if started:
+                    await asyncio.wait(started, timeout=_LINGER_S)
+                return episode.result.result()
+            if running is not None and running in done:
+                return self._checked(running.result(), episode)
+            raise LostAgentError(
+                f"{episode.agent} has asked for nothing for generator.agent.silence_s, which is "
+                f"{limit_s:g} s ({episode.place})"
+            )
+        finally:
+            for task in (silence, *started):
+                task.cancel()
+            await asyncio.gather(silence, *started, return_exceptions=True)
+
+    def _checked(self, result: AgentResult, episode: OpenEpisode) -> AgentResult:
+        if result.reward is None and self._needs_reward:
+            raise RolloutError(
+                f"{episode.agent} ended without a reward, and data.reward is environment"
+            )
+        return result
+
+    def _task(self, episode: OpenEpisode) -> Mapping[str, Any]:
+        session_url = f"{self._url}/sessions/{episode.key}"
+        assert self._renderer is not None, "it has started"
+        messages = self._renderer.messages(episode.context.prompt)
+        return {
+            "api_key": episode.key,
+            "base_url": f"{self._url}/v1",
+            "anthropic_base_url": self._url,
+            "session_url": session_url,
+            "model": self._model,
+            **episode.task(messages),
+        }
+
+
+def _started_agent(settings: AgentSettings) -> StartedAgent | None:
+    if settings.function is not None:
+        return FunctionAgent(settings.function)
+    return CommandAgent(settings.command) if settings.command is not None else None

@@ -1,0 +1,142 @@
+"""The episodes that agents play in this generator, by the keys that agents name them with.
+
+    offered   waits for an agent to ask for it
+    open      an agent plays it
+    closed    remembered for a while, so that a late call is told what has become of it
+
+Invariant: a key is secret, belongs to one episode, and is never used again.
+"""
+
+import asyncio
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
+
+from actors.gateway.agent import AgentResult
+from actors.gateway.session import Session, SessionEndedError
+from streamrl.errors import RolloutError
+from streamrl.interfaces import EnvironmentContext, Message
+
+_NUM_REMEMBERED = 4096
+
+
+class OpenEpisode:
+    """One episode and its agent; `result` is set once the agent has closed it."""
+
+    def __init__(self, session: Session, context: EnvironmentContext) -> None:
+        self.session = session
+        self.context = context
+        self.key = f"sk-{secrets.token_urlsafe(24)}"
+        self.agent = "an agent"
+        """Who plays it, for sentences."""
+        self.result: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
+        self.taken = asyncio.Event()
+        self._taken_at_s = 0.0
+
+    @property
+    def place(self) -> str:
+        """For sentences."""
+        origin = self.context.prompt.origin
+        row = f"{origin}, " if origin else ""
+        return f"{row}episode {self.context.episode_index}"
+
+    def take(self, agent: str) -> None:
+        """The agent plays it from here on."""
+        self.agent = agent
+        self._taken_at_s = time.monotonic()
+        self.taken.set()
+
+    def close(self, result: AgentResult) -> None:
+        """The agent has ended the episode; the first result stands."""
+        if not self.result.done():
+            self.result.set_result(result)
+
+    def fail(self, error: RolloutError) -> None:
+        """The agent will not go on."""
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def task(self, messages: tuple[Message, ...]) -> Mapping[str, Any]:
+        """What the agent is to do."""
+        prompt = self.context.prompt
+        return {
+            "messages": messages,
+            "row": dict(prompt.row),
+            "answer": prompt.answer,
+            "environment": prompt.environment,
+            "seed": self.context.seed,
+            "episode_index": self.context.episode_index,
+        }
+
+    async def wait_for_silence(self, limit_s: float) -> None:
+        """Returns once the agent has asked for nothing for so long."""
+        while True:
+            if (left_s := limit_s - self._silent_s) <= 0:
+                return
+            await asyncio.sleep(left_s)
+
+    @property
+    def _silent_s(self) -> float:
+        return min(self.session.silent_s, time.monotonic() - self._taken_at_s)
+
+
+class OpenEpisodes:
+    """Those of one generator."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenEpisode] = {}
+        self._offered: deque[OpenEpisode] = deque()
+        self._changed = asyncio.Condition()
+        self._closed: OrderedDict[str, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_offered(self) -> int:
+        """Episodes that wait for an agent."""
+        return len(self._offered)
+
+    def add(self, episode: OpenEpisode) -> None:
+        """Calls with its key are served from here on."""
+        self._open[episode.key] = episode
+
+    async def offer(self, episode: OpenEpisode) -> None:
+        """Waits until an agent has asked for it."""
+        async with self._changed:
+            self._offered.append(episode)
+            self._changed.notify()
+        await episode.taken.wait()
+
+    async def take(self, agent: str, wait_s: float) -> OpenEpisode | None:
+        """The episode that has been offered for longest. Waits so long for one, or returns None."""
+        try:
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(lambda: self._offered)
+                episode = self._offered.popleft()
+        except TimeoutError:
+            return None
+        episode.take(agent)
+        return episode
+
+    def close(self, episode: OpenEpisode, reason: str) -> None:
+        """A call with its key is answered with the reason from here on."""
+        del self._open[episode.key]
+        if episode in self._offered:
+            self._offered.remove(episode)
+        episode.session.end(reason)
+        self._closed[episode.key] = reason
+        while len(self._closed) > _NUM_REMEMBERED:
+            self._closed.popitem(last=False)
+
+    def find(self, key: str) -> OpenEpisode:
+        """
+        Raises:
+            SessionEndedError: it has been closed.
+            KeyError: no episode has this key.
+        """
+        if key in self._closed:
+            raise SessionEndedError(self._closed[key])
+        return self._open[key]

@@ -1,0 +1,184 @@
+"""One episode of an agent: it asks the policy for completions, and what it gets is recorded.
+
+An agent is code of the user's that calls the policy, instead of answering it as an environment
+does. `actors.episodes` makes a session for each of its episodes; the gateway, or an adapter in this
+process, calls `complete` on the agent's behalf.
+
+Invariant: what the engine read and sampled is recorded token by token. Calls may run beside each
+other; a conversation that does not extend an earlier one becomes a segment of its own.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from actors.episodes.record import EpisodeRecord
+from actors.gateway.conversations import Conversations, normalized
+from streamrl.errors import StreamRLError
+from streamrl.interfaces import CompletionHandle, Engine, Message, Renderer, ToolSchema
+from streamrl.types import Completion, FinishReason, SamplingParams
+
+
+class SessionEndedError(StreamRLError):
+    """The episode is over: by its reward, a limit, or since its agent was given up."""
+
+
+class ContextTooLongError(StreamRLError):
+    """The messages leave no room for a completion."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy answered."""
+
+    message: Message
+    """Of the assistant, with `content` and what else it holds: `tool_calls`, with arguments as a
+    mapping, and `reasoning_content`."""
+    completion: Completion
+    num_prompt_tokens: int
+    reply_id: str
+    """Under which `Session.answered` has the messages up to and with this one."""
+
+
+class Session:
+    """Of one episode; `complete` may be called until `end`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        sampling: SamplingParams,
+        *,
+        max_model_len: int,
+        record: EpisodeRecord | None = None,
+        stop: asyncio.Event | None = None,
+    ) -> None:
+        """
+        Args:
+            sampling: of every completion, unless a call has its own.
+            record: what to record in.
+            stop: ends the completions that are being sampled, when it is set.
+        """
+        self.renderer = renderer
+        self.sampling = sampling
+        self.record = EpisodeRecord() if record is None else record
+        self._engine = engine
+        self._max_model_len = max_model_len
+        self._stop = asyncio.Event() if stop is None else stop
+        self._conversations = Conversations(renderer)
+        self._handles: frozenset[CompletionHandle] = frozenset()
+        self._last_change_s = time.monotonic()
+        self._last_num_tool_calls = 0
+        self._finish_reason = FinishReason.STOP
+        self._end: str | None = None
+        self.num_invalid_turns = 0
+        """Completions whose tool calls cannot be read."""
+        self.answered: Mapping[str, Sequence[Message]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled so far, as far as the engine has reported them; -1 if it has not."""
+        now = [handle.num_tokens for handle in self._handles if handle.num_tokens >= 0]
+        is_reported = bool(self.record.segments or now)
+        return self.record.num_sampled_tokens + sum(now) if is_reported else -1
+
+    @property
+    def silent_s(self) -> float:
+        """For how long no completion has been asked for; 0 while one is being sampled."""
+        return 0.0 if self._handles else time.monotonic() - self._last_change_s
+
+    @property
+    def num_in_flight(self) -> int:
+        """Completions that are being sampled."""
+        return len(self._handles)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the episode, if it ends here."""
+        is_cut = self._stop.is_set() and self._end is None
+        return FinishReason.DEADLINE if is_cut else self._finish_reason
+
+    def judge(self, reward: float) -> None:
+        """Of the whole episode; recorded with the completion that ended last."""
+        self.record.judge(reward=reward, num_tool_calls=self._last_num_tool_calls)
+
+    def end(self, reason: str) -> None:
+        """Every further call is refused with the reason; what is being sampled is not recorded."""
+        self._finish_reason = self.finish_reason
+        self._end = self._end or reason
+        self._stop.set()
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        sampling: SamplingParams | None = None,
+    ) -> Reply:
+        """The policy's answer to the messages, which is recorded. Waits for the engine.
+
+        Raises:
+            SessionEndedError: the episode is over, or ended before a token was sampled.
+            ContextTooLongError: the messages fill `max_model_len`.
+            RolloutError: the engine cannot serve the request.
+            ConfigError: the chat template cannot render the messages.
+        """
+        self._require_open()
+        if self._stop.is_set():
+            raise SessionEndedError("the episode has reached generator.group_deadline_s")
+        messages = [normalized(message) for message in messages]
+        context = self._conversations.context(messages, tools)
+        if len(context) >= self._max_model_len:
+            self._finish_reason = FinishReason.LENGTH
+            raise ContextTooLongError(
+                f"the messages have {len(context)} tokens, and generator.max_model_len is "
+                f"{self._max_model_len}"
+            )
+        completion = await self._sampled(context, sampling or self.sampling)
+        self._require_open()
+        if not len(completion.token_ids):
+            raise SessionEndedError("the episode ended before a token was sampled")
+        return self._recorded(messages, tools, context, completion)
+
+    def _recorded(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        context: tuple[int, ...],
+        completion: Completion,
+    ) -> Reply:
+        sampled = tuple(completion.token_ids.tolist())
+        message = self._parsed(sampled, tools)
+        self.record.add(context, completion)
+        self._last_num_tool_calls = len(message.get("tool_calls") or ())
+        self.record.judge(num_tool_calls=self._last_num_tool_calls)
+        self._finish_reason = completion.finish_reason
+        conversation = [*messages, message]
+        self._conversations.add(conversation, tools, context, sampled)
+        reply_id = uuid.uuid4().hex
+        self.answered = {**self.answered, reply_id: conversation}
+        return Reply(message, completion, len(context), reply_id)
+
+    def _parsed(self, token_ids: tuple[int, ...], tools: Sequence[ToolSchema]) -> Message:
+        """The policy's message, whose calls have ids."""
+        message = dict(self.renderer.parse(token_ids, tools))
+        self.num_invalid_turns += message.pop("parse_error", None) is not None
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            return message
+        named = [{"id": f"call_{uuid.uuid4().hex[:24]}", **call} for call in calls]
+        return normalized({**message, "tool_calls": named})
+
+    async def _sampled(self, context: tuple[int, ...], sampling: SamplingParams) -> Completion:
+        handle = CompletionHandle(self._stop)
+        self._handles |= {handle}
+        try:
+            return await self._engine.generate(context, sampling, handle)
+        finally:
+            self._handles -= {handle}
+            self._last_change_s = time.monotonic()
+
+    def _require_open(self) -> None:
+        if self._end is not None:
+            raise SessionEndedError(self._end)

@@ -1,0 +1,79 @@
+"""The gateway of a generator, if an environment of its run is `agent`.
+
+runs/NAME/gateways/GENERATOR.json   where agents reach it, while it is there
+"""
+
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from actors.gateway.agent import Agent, AgentResult
+from actors.gateway.session import Session
+from streamrl.config import RunConfig
+from streamrl.durable_files import write_file
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import EnvironmentContext
+
+if TYPE_CHECKING:
+    from actors.gateway.gateway import Gateway
+    from actors.rendering.renderer import ChatRenderer
+
+AGENT = "agent"
+"""The name of the environment that agents play."""
+
+
+class UnservedAgent:
+    """Stands for the environment where no gateway serves it."""
+
+    async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
+        """
+        Raises:
+            RolloutError: always.
+        """
+        raise RolloutError(
+            "generator.environment: is agent, and agents play in the generators of a run alone"
+        )
+
+
+@asynccontextmanager
+async def serving_agents(
+    config: RunConfig, generator_id: str, renderer: "ChatRenderer"
+) -> AsyncIterator[Mapping[str, Agent]]:
+    """What plays the episodes of environment `agent`, by the names of the entries.
+
+    Raises:
+        ConfigError: the gateway cannot be started as it is configured.
+        TransportError: other processes have its ports.
+    """
+    names = [entry.name for entry in config.entries if entry.environment == AGENT]
+    if not names:
+        yield {}
+        return
+    gateway = _gateway(config)
+    folder = config.run.path / "gateways"
+    file = folder / f"{generator_id}.json"
+    try:
+        url = await gateway.start(renderer)
+        folder.mkdir(exist_ok=True)
+        write_file(file, json.dumps({"url": url, "pid": os.getpid()}))
+        yield dict.fromkeys(names, gateway)
+    finally:
+        file.unlink(missing_ok=True)
+        await gateway.close()
+
+
+def _gateway(config: RunConfig) -> "Gateway":
+    """
+    Raises:
+        ConfigError: the package that serves HTTP is not installed.
+    """
+    try:
+        from actors.gateway.gateway import Gateway
+    except ImportError as error:
+        raise ConfigError(
+            f"generator.environment: agent needs {error.name}, which is not installed: pip install "
+            "'streamrl[gateway]'"
+        ) from error
+    return Gateway(config)

@@ -1,0 +1,160 @@
+"""Tools of the user's own: a function, or a class that is made anew for each episode.
+
+A class has `async def call(self, **arguments)` and, where it wants, `async def close(self)`; what
+it keeps in between is one episode's state.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from actors.tools.schema import check_arguments, read_schema, schema_of
+from actors.tools.tool import ToolError, ToolSession, name_of
+from streamrl.config.generator import CallLimits, ToolSettings
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import ToolSchema
+from streamrl.user_code import attributed_to, load_user_code
+
+# A thread cannot be ended from outside: calls that never return pile up to this many.
+_MAX_ABANDONED = 64
+
+
+class UserTool:
+    """The tool at PATH.py:NAME.
+
+    Raises:
+        ConfigError: it cannot be loaded, or no schema can be made of it.
+    """
+
+    def __init__(self, settings: ToolSettings, setting: str) -> None:
+        self.limits: CallLimits = settings
+        self._owner = f"{setting}.tool: {settings.tool}"
+        self._loaded = load_user_code(f"{setting}.tool", settings.tool)
+        self._is_class = inspect.isclass(self._loaded)
+        self._kwargs = settings.kwargs
+        if self._kwargs and not self._is_class:
+            raise ConfigError(
+                f"{setting}.kwargs: was {settings.kwargs!r}, and {settings.tool} is a function, "
+                "whose arguments are the model's"
+            )
+        self._schema = self._make_schema(settings, setting)
+        self._threads = _Threads(settings.tool.rpartition(":")[2])
+
+    async def open(self) -> ToolSession:
+        if not self._is_class:
+            return _FunctionSession(self._schema, self._loaded, None, self._threads)
+        with attributed_to(self._owner, RolloutError):
+            made = self._loaded(**self._kwargs)
+        return _FunctionSession(
+            self._schema, made.call, getattr(made, "close", None), self._threads
+        )
+
+    def _make_schema(self, settings: ToolSettings, setting: str) -> ToolSchema:
+        if settings.function_schema is not None:
+            return read_schema(settings.function_schema, f"{setting}.function_schema")
+        if not self._is_class:
+            return schema_of(self._loaded, self._owner)
+        call = getattr(self._loaded, "call", None)
+        if not inspect.isfunction(call):
+            raise ConfigError(f"{self._owner}: the class has no method call(self, ...)")
+        schema = schema_of(_without_self(call), self._owner)
+        name = settings.tool.rpartition(":")[2]
+        return {**schema, "function": {**schema["function"], "name": name}}
+
+
+class _FunctionSession:
+    """One function for one episode."""
+
+    def __init__(
+        self,
+        schema: ToolSchema,
+        function: Callable[..., Any],
+        close: Callable[[], Any] | None,
+        threads: "_Threads",
+    ) -> None:
+        self.schemas = (schema,)
+        self._function = function
+        self._close = close
+        self._threads = threads
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if error := check_arguments(self._function, arguments):
+            raise ToolError(error)
+        if not inspect.iscoroutinefunction(inspect.unwrap(self._function)):
+            return as_text(await self._threads.run(self._function, arguments))
+        with attributed_to(name, ToolError):
+            return as_text(await self._function(**arguments))
+
+    async def close(self) -> None:
+        if self._close is None:
+            return
+        with attributed_to(name_of(self.schemas[0]), RolloutError):
+            if inspect.isawaitable(closing := self._close()):
+                await closing
+
+
+class _Threads:
+    """Runs functions that block, each in a thread that does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._num_abandoned = 0
+
+    async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Waits for the function; canceling leaves its thread to itself.
+
+        Raises:
+            ToolError: too many calls were left that have not returned.
+        """
+        if self._num_abandoned >= _MAX_ABANDONED:
+            raise ToolError(f"{self._num_abandoned} earlier calls have not returned")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def work() -> None:
+            result, failure = None, None
+            try:
+                with attributed_to(self._name, ToolError):
+                    result = function(**arguments)
+            except ToolError as error:
+                failure = error
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+                loop.call_soon_threadsafe(self._finish, done, result, failure)
+
+        threading.Thread(target=work, name=self._name, daemon=True).start()
+        try:
+            return await done
+        except asyncio.CancelledError:
+            self._num_abandoned += 1
+            raise
+
+    def _finish(self, done: "asyncio.Future[Any]", result: Any, error: ToolError | None) -> None:
+        if done.cancelled():
+            self._num_abandoned -= 1
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+
+def as_text(result: object) -> str:
+    """What the policy reads of a result: text as it stands, anything else as JSON."""
+    return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose signature and docstring are the method's, for the schema."""
+
+    def function() -> None:
+        """Never called."""
+
+    signature = inspect.signature(method)
+    parameters = list(signature.parameters.values())[1:]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = dict(method.__annotations__)
+    function.__doc__ = method.__doc__
+    return function

@@ -1,0 +1,192 @@
+"""The tools of an MCP server, by the official `mcp` package.
+
+    McpServer     the server of the settings: which tools it has, and one session or many
+    Connection    a session, in a task of its own; begun when it is needed, and again when it broke
+
+Invariant: a server that dies costs the calls that wait for it, which are answered with an error;
+the next call starts it, or reaches for it, again.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx2
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import CONNECTION_CLOSED, CallToolResult, Tool
+
+from actors.tools.tool import ToolError, ToolSession
+from streamrl.config.generator import CallLimits, McpServerSettings
+from streamrl.errors import RolloutError, did_you_mean
+from streamrl.interfaces import ToolSchema
+from streamrl.user_code import attributed_to
+
+log = logging.getLogger(__name__)
+
+
+class McpServer:
+    """The server of one entry of `generator.mcp_servers`."""
+
+    def __init__(self, settings: McpServerSettings, setting: str) -> None:
+        self.limits: CallLimits = settings
+        self._settings = settings
+        self._setting = setting
+        self._shared = Connection(settings)
+        self._schemas: tuple[ToolSchema, ...] | None = None
+
+    async def open(self) -> ToolSession:
+        """Waits for the server only while nobody knows which tools it has.
+
+        Raises:
+            RolloutError: it does not start, cannot be reached, or lacks a tool of the settings.
+        """
+        is_shared = self._settings.session == "generator"
+        connection = self._shared if is_shared else Connection(self._settings)
+        if self._schemas is None:
+            with attributed_to(f"{self._setting}: {connection.name}", RolloutError):
+                tools = await _list_tools(await connection.client())
+            self._schemas = self._chosen(tools)
+        return _McpSession(self._schemas, connection, is_shared)
+
+    def _chosen(self, tools: list[Tool]) -> tuple[ToolSchema, ...]:
+        known = {tool.name: _schema(tool) for tool in tools}
+        for name in self._settings.tools:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise RolloutError(f"{self._setting}.tools: it has no tool {name!r}; {hint}")
+        return tuple(known[name] for name in self._settings.tools or known)
+
+
+class Connection:
+    """One session with a server."""
+
+    def __init__(self, settings: McpServerSettings) -> None:
+        self._settings = settings
+        self._beginning = asyncio.Lock()
+        self._ending = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._client: Client | None = None
+
+    @property
+    def name(self) -> str:
+        return self._settings.url or " ".join(self._settings.command)
+
+    async def client(self) -> Client:
+        """Waits for the session to begin, if there is none. Raises whatever keeps it from that."""
+        async with self._beginning:
+            if self._client is None or self._task is None or self._task.done():
+                await self.close()
+                begun: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+                self._ending = asyncio.Event()
+                self._task = asyncio.create_task(self._serve(begun, self._ending))
+                either: set[asyncio.Future[Any]] = {begun, self._task}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not begun.done():
+                    raise _innermost(self._task)
+                self._client = begun.result()
+            return self._client
+
+    async def close(self) -> None:
+        """Ends the session, and the server that was started for it. Waits for its end."""
+        if self._task is None:
+            return
+        self._ending.set()
+        if self._client is None:  # It is broken, or has not begun.
+            self._task.cancel()
+        self._client = None
+        await asyncio.wait([self._task])
+        if not self._task.cancelled() and (error := self._task.exception()):
+            log.info("the session with the MCP server %s ended with: %s", self.name, error)
+        self._task = None
+
+    def forget(self) -> None:
+        """The session is broken: the next call begins another one."""
+        self._client = None
+
+    async def _serve(self, begun: asyncio.Future[Client], ending: asyncio.Event) -> None:
+        """The session from its beginning to its end, in one task, as the package demands."""
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(await self._make_client(stack))
+            begun.set_result(client)
+            await ending.wait()
+
+    async def _make_client(self, stack: AsyncExitStack) -> Client:
+        settings = self._settings
+        if settings.url is None:
+            program, *arguments = settings.command
+            parameters = {"args": arguments, "env": settings.environment}
+            return Client(StdioServerParameters(command=program, **parameters))
+        http = await stack.enter_async_context(httpx2.AsyncClient(headers=settings.headers))
+        return Client(streamable_http_client(settings.url, http_client=http))
+
+
+class _McpSession:
+    """The server's tools, as one episode has them."""
+
+    def __init__(
+        self, schemas: tuple[ToolSchema, ...], connection: Connection, is_shared: bool
+    ) -> None:
+        self.schemas = schemas
+        self._connection = connection
+        self._is_shared = is_shared
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        try:
+            with attributed_to(f"the MCP server of {name}", ToolError):
+                client = await self._connection.client()
+                result = await client.call_tool(name, dict(arguments))
+        except ToolError as error:
+            cause = error.__cause__
+            if not isinstance(cause, MCPError):
+                self._connection.forget()
+                raise
+            if cause.code == CONNECTION_CLOSED:
+                self._connection.forget()
+            raise ToolError(cause.message) from cause
+        return _text(result)
+
+    async def close(self) -> None:
+        if not self._is_shared:
+            await self._connection.close()
+
+
+def _innermost(task: asyncio.Task[None]) -> BaseException:
+    """Why the task ended, without the groups in which the package wraps it."""
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error or ConnectionError("the session ended")
+
+
+async def _list_tools(client: Client) -> list[Tool]:
+    """Of all pages."""
+    page = await client.list_tools()
+    tools = [*page.tools]
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools = [*tools, *page.tools]
+    return tools
+
+
+def _schema(tool: Tool) -> ToolSchema:
+    function = {"name": tool.name, "description": tool.description or ""}
+    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
+
+
+def _text(result: CallToolResult) -> str:
+    """The texts of a result; other contents are named.
+
+    Raises:
+        ToolError: the result is an error.
+    """
+    parts = [getattr(part, "text", f"({part.type})") for part in result.content]
+    text = "\n".join(parts)
+    if result.is_error:
+        raise ToolError(text)
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content)
+    return text

@@ -1,0 +1,48 @@
+"""What a tool is to an episode. A new kind of tool is a `ToolSource` and a line in `toolset`."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from streamrl.config.generator import CallLimits
+from streamrl.errors import StreamRLError
+from streamrl.interfaces import ToolSchema
+
+
+class ToolError(StreamRLError):
+    """A call that has no result; the policy reads the sentence."""
+
+
+class ToolSession(Protocol):
+    """The tools of one source, as one episode has them."""
+
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]: ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The result of one of its tools; called by several at a time.
+
+        Raises:
+            ToolError: there is none.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Called once, with the episode's end."""
+        ...
+
+
+class ToolSource(Protocol):
+    """Where sessions come from; lives as long as its generator, whose end ends what it runs."""
+
+    limits: CallLimits
+
+    async def open(self) -> ToolSession:
+        """
+        Raises:
+            RolloutError: its tools are out of reach.
+        """
+        ...
+
+
+def name_of(schema: ToolSchema) -> str:
+    return str(schema["function"]["name"])

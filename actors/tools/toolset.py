@@ -1,0 +1,210 @@
+"""All tools of a generator, and the calls of one episode.
+
+    Toolset        made from `generator.tools` and `generator.mcp_servers`; lives with its generator
+    EpisodeTools   one episode's sessions; runs its calls, and counts them by tool
+
+Invariant: a call is answered within its wait for a slot and its time limit, by a result or by a
+sentence that begins with "error:".
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+from actors.tools.calculator import Calculator
+from actors.tools.functions import UserTool
+from actors.tools.python import PythonTool
+from actors.tools.tool import ToolError, ToolSession, ToolSource, name_of
+from streamrl.config.generator import GeneratorSettings, ToolSettings
+from streamrl.errors import ConfigError, RolloutError, did_you_mean
+from streamrl.interfaces import Message, ToolSchema
+from streamrl.user_code import is_user_code
+
+log = logging.getLogger(__name__)
+
+BUILT_IN: Mapping[str, Callable[[ToolSettings, str], ToolSource]] = {
+    "calculator": Calculator,
+    "python": PythonTool,
+}
+
+
+@dataclass(frozen=True)
+class ToolCounts:
+    """What the calls of one tool came to in an episode."""
+
+    num_calls: int = 0
+    num_errors: int = 0
+    time_s: float = 0.0
+
+    def metrics(self, name: str) -> Mapping[str, float]:
+        return {
+            f"tool/{name}/num_calls": self.num_calls,
+            f"tool/{name}/num_errors": self.num_errors,
+            f"tool/{name}/time_s": self.time_s,
+        }
+
+
+class _Slots:
+    """A source and the calls that it may have at a time, of all episodes."""
+
+    def __init__(self, source: ToolSource) -> None:
+        self.source = source
+        self.semaphore = asyncio.Semaphore(source.limits.max_concurrent)
+
+
+class Toolset:
+    """The tools of one generator."""
+
+    def __init__(self, sources: Sequence[ToolSource] = ()) -> None:
+        self._slots = [_Slots(source) for source in sources]
+
+    @classmethod
+    def from_settings(cls, generator: GeneratorSettings) -> "Toolset":
+        """
+        Raises:
+            ConfigError: a tool is unknown, or cannot be made.
+        """
+        return cls(make_sources(generator))
+
+    async def open(self, names: Sequence[str] = ()) -> "EpisodeTools":
+        """The tools of one episode. Waits for servers that have to be started or reached.
+
+        Args:
+            names: of those that may be called; none: all.
+
+        Raises:
+            RolloutError: one is out of reach or unknown, or two tools have one name.
+        """
+        sessions: list[tuple[_Slots, ToolSession]] = []
+        try:
+            for slots in self._slots:
+                async with asyncio.timeout(slots.source.limits.time_limit_s):
+                    sessions.append((slots, await slots.source.open()))
+            return EpisodeTools(sessions, names)
+        except TimeoutError as error:
+            await _close([session for _, session in sessions])
+            raise RolloutError("a tool was not opened within its time limit") from error
+        except RolloutError:
+            await _close([session for _, session in sessions])
+            raise
+
+
+class EpisodeTools:
+    """The tools of one episode.
+
+    Raises:
+        RolloutError: two tools have one name, or one that is asked for is not there.
+    """
+
+    def __init__(
+        self, sessions: Sequence[tuple[_Slots, ToolSession]], names: Sequence[str] = ()
+    ) -> None:
+        self._sessions = [session for _, session in sessions]
+        schemas = [schema for session in self._sessions for schema in session.schemas]
+        known = [name_of(schema) for schema in schemas]
+        if twice := [name for name in known if known.count(name) > 1]:
+            raise RolloutError(f"generator.tools: two tools are called {twice[0]!r}")
+        if missing := [name for name in names if name not in known]:
+            hint = did_you_mean(missing[0], known)
+            raise RolloutError(f"generator.tools: there is no tool {missing[0]!r}; {hint}")
+        chosen = set(names or known)
+        self.schemas: tuple[ToolSchema, ...] = tuple(s for s in schemas if name_of(s) in chosen)
+        self._tools = {
+            name_of(schema): (slots, session)
+            for slots, session in sessions
+            for schema in session.schemas
+            if name_of(schema) in chosen
+        }
+        self._counts: Mapping[str, ToolCounts] = dict.fromkeys(self._tools, ToolCounts())
+        self._num_unknown = 0
+
+    async def answer(self, call: Mapping[str, Any]) -> Message:
+        """The message of the role `tool` that answers a call of `Renderer.parse`."""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if name not in self._tools:
+            self._num_unknown += 1
+            content = f"error: there is no tool {name!r}; {did_you_mean(name, self._tools)}"
+        else:
+            content = await self._result(name, arguments)
+        return {"role": "tool", "name": name, "content": content}
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Number, errors and time of the calls so far, by tool."""
+        known = {k: v for name, c in self._counts.items() for k, v in c.metrics(name).items()}
+        return {**known, "tool/num_unknown": self._num_unknown}
+
+    async def close(self) -> None:
+        await _close(self._sessions)
+
+    async def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Waits for a slot, then for the result or the time limit."""
+        slots, session = self._tools[name]
+        limits = slots.source.limits
+        async with slots.semaphore:
+            begun = monotonic()
+            try:
+                async with asyncio.timeout(limits.time_limit_s):
+                    content, is_error = await session.call(name, arguments), False
+            except ToolError as error:
+                log.debug("%s", error)
+                content, is_error = f"error: {error}", True
+            except TimeoutError:
+                content, is_error = f"error: no answer within {limits.time_limit_s:g} s", True
+            counts = self._counts[name]
+            counts = replace(
+                counts,
+                num_calls=counts.num_calls + 1,
+                num_errors=counts.num_errors + is_error,
+                time_s=counts.time_s + monotonic() - begun,
+            )
+        self._counts = {**self._counts, name: counts}
+        return cut(content, limits.max_result_length)
+
+
+def make_sources(generator: GeneratorSettings) -> tuple[ToolSource, ...]:
+    """
+    Raises:
+        ConfigError: a tool is unknown, or cannot be made.
+    """
+    tools = [_make(tool, f"generator.tools.{i}") for i, tool in enumerate(generator.tools)]
+    if not generator.mcp_servers:
+        return tuple(tools)
+    try:
+        from actors.tools.mcp import McpServer
+    except ImportError as error:
+        raise ConfigError(
+            f"generator.mcp_servers: {error.name} is not installed: pip install 'streamrl[mcp]'"
+        ) from error
+
+    places = enumerate(generator.mcp_servers)
+    return (*tools, *(McpServer(s, f"generator.mcp_servers.{i}") for i, s in places))
+
+
+def _make(settings: ToolSettings, setting: str) -> ToolSource:
+    if is_user_code(settings.tool):
+        return UserTool(settings, setting)
+    if settings.tool not in BUILT_IN:
+        hint = did_you_mean(settings.tool, BUILT_IN)
+        raise ConfigError(f"{setting}.tool: was {settings.tool!r}; PATH.py:NAME or {hint}")
+    if settings.function_schema is not None:
+        raise ConfigError(f"{setting}.function_schema: {settings.tool} has its own")
+    return BUILT_IN[settings.tool](settings, setting)
+
+
+def cut(text: str, longest: int) -> str:
+    """The text, or its beginning and how much it is of the whole."""
+    if len(text) <= longest:
+        return text
+    return f"{text[:longest]}\n(cut: the first {longest} of {len(text)} characters)"
+
+
+async def _close(sessions: Sequence[ToolSession]) -> None:
+    """Closes all, then raises the first error."""
+    closed = await asyncio.gather(*(s.close() for s in sessions), return_exceptions=True)
+    for outcome in closed:
+        if isinstance(outcome, BaseException):
+            raise outcome

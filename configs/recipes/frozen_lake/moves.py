@@ -1,0 +1,57 @@
+"""Games that were begun, and a next move: what the model is warm-started on.
+
+A move is a good one with the chance `skill`, and any other one else, so that the model learns the
+form of a game and some of its sense, and reinforcement learning has a reward to raise.
+"""
+
+import numpy as np
+
+from actors.environments.games.frozen_lake import FrozenLakeGame
+from streamrl.interfaces import Prompt
+
+MOVES = "LDRU"
+END = "</s>"
+
+
+class Moves:
+    def __init__(self, seed, size=4, skill=0.5, max_moves=8):
+        self.seed, self.size, self.skill, self.max_moves = seed, size, skill, max_moves
+
+    def __getitem__(self, prompt_index):
+        """The states and moves of a game up to a state, and the move that follows."""
+        rng = np.random.default_rng([self.seed, prompt_index])
+        game = FrozenLakeGame(
+            size=self.size, frozen=0.8, is_slippery=False, actions=MOVES, separator=""
+        )
+        text = game.reset(int(rng.integers(2**31))) + "\n"
+        turns = []
+        for _ in range(int(rng.integers(1, self.max_moves + 1))):
+            move = self.move(game.text(None), rng)
+            turns.append((text, move))
+            outcome = game.step(move)
+            if outcome.done:
+                break
+            text += f"{move}{END}{outcome.text}\n"
+        return Prompt(*turns[-1])
+
+    def move(self, text, rng):
+        good = good_moves(text.split("\n"))
+        return str(rng.choice(good if rng.random() < self.skill else list(MOVES)))
+
+
+def good_moves(rows):
+    """The moves after which the goal is nearer."""
+    size = len(rows)
+    cells = {(i, j): rows[i][j] for i in range(size) for j in range(size)}
+    goal = next(cell for cell, kind in cells.items() if kind == "G")
+    distances, edge = {goal: 0}, [goal]
+    while edge:
+        row, column = edge.pop(0)
+        for near in ((row, column - 1), (row + 1, column), (row, column + 1), (row - 1, column)):
+            if near not in distances and cells.get(near, "O") not in "OX":
+                distances[near] = distances[row, column] + 1
+                edge.append(near)
+    row, column = next(cell for cell, kind in cells.items() if kind == "P")
+    steps = ((row, column - 1), (row + 1, column), (row, column + 1), (row - 1, column))
+    here = distances[row, column]
+    return [move for move, to in zip(MOVES, steps, strict=True) if distances.get(to, here) < here]

@@ -1,0 +1,192 @@
+"""FrozenLake, Sokoban and any other Gymnasium environment, turn by turn."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from actors.environments import make_environment
+from actors.environments.games.frozen_lake import ACTIONS
+from actors.environments.games.game import GameEnvironment, find_action
+from actors.environments.games.gymnasium import plain
+from actors.environments.games.sokoban import Room, SokobanGame, draw_room
+from actors.make_model import make_tokenizer
+from actors.rendering.renderer import ChatRenderer
+from streamrl.config import RunConfig
+from streamrl.config.data import DataSettings
+from streamrl.config.environments import EnvironmentEntry
+from streamrl.errors import ConfigError
+from streamrl.interfaces import EnvironmentContext, Prompt, Transition
+from streamrl.types import Completion, FinishReason
+
+ALPHABET = "PXOG_!#VS \nLDRUabcdefghijklmnopqrstuvwxyzY.,:ANW0123456789"
+
+
+def entry(environment: str, **kwargs: object) -> EnvironmentEntry:
+    sections = {
+        "model": {"path": "unused"},
+        "data": {"source": "environment"},
+        "generator": {"environment": environment, "environment_kwargs": kwargs},
+    }
+    return RunConfig.model_validate(sections).entries[0]
+
+
+def renderer() -> ChatRenderer:
+    return ChatRenderer(make_tokenizer(ALPHABET), DataSettings(source="copy"))
+
+
+class Played:
+    """A game, turn by turn, as the policy reads it."""
+
+    def __init__(self, environment: GameEnvironment) -> None:
+        self.environment, self.renderer = environment, renderer()
+
+    async def start(self, seed: int) -> str:
+        prompt = Prompt("", "", {"seed": seed})
+        observation = await self.environment.start(EnvironmentContext(prompt, (), self.renderer))
+        return self.renderer.decode(observation.token_ids)
+
+    async def answer(self, text: str) -> tuple[str, Transition]:
+        ids = np.array(self.renderer.encode_text(text), np.int32)
+        completion = Completion(
+            token_ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            policy_versions=np.zeros(len(ids), np.int32),
+            finish_reason=FinishReason.STOP,
+        )
+        transition = await self.environment.step(completion)
+        return self.renderer.decode(transition.observation.token_ids), transition
+
+
+def lake(**kwargs: object) -> Played:
+    settings = {"actions": list("LDRU"), "separator": "", "instructions": "", **kwargs}
+    return Played(make_environment(entry("frozen_lake", **settings)))
+
+
+async def test_frozen_lake_is_played_to_the_goal():
+    played = lake()
+    assert await played.start(5) == "PO__\n____\n_O__\n_OOG\n"
+    for move, state in (("D", "_O__\nP___"), ("R", "_O__\n_P__"), ("R", "_O__\n__P_")):
+        text, transition = await played.answer(move)
+        assert text.startswith(state)
+        assert (transition.done, transition.is_valid, transition.reward) == (False, True, 0.0)
+    await played.answer("R")
+    await played.answer("D")
+    text, transition = await played.answer("D")
+    assert (text, transition.done, transition.reward) == ("", True, 1.0)
+    assert transition.metrics == {"return": 1.0, "success": 1.0, "num_moves": 6.0}
+
+
+async def test_a_hole_ends_the_game_without_a_reward():
+    played = lake()
+    await played.start(5)
+    _, transition = await played.answer("R")
+    assert (transition.done, transition.reward) == (True, 0.0)
+    assert transition.metrics["success"] == 0.0
+
+
+async def test_an_answer_without_an_action_is_an_invalid_turn_and_moves_nothing():
+    played = lake(max_moves=2)
+    first = await played.start(5)
+    text, transition = await played.answer("Y")
+    assert (text, transition.is_valid, transition.done) == (first, False, False)
+    text, transition = await played.answer("Y")
+    assert (text, transition.is_valid, transition.done) == ("", False, True)
+
+
+async def test_the_seed_of_the_row_chooses_the_map():
+    first, again, other = [await lake().start(seed) for seed in (5, 5, 6)]
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("answer", "action"),
+    [
+        ("left", 0),
+        ("I go LEFT, then right", 2),
+        ("<think>up</think>down!", 1),
+        ("<think>up</think> hm", None),
+        ("leftover", None),
+        ("", None),
+    ],
+)
+def test_the_action_named_last_is_taken(answer, action):
+    assert find_action(answer, ACTIONS) == action
+
+
+def solution(room: Room) -> list[int] | None:
+    """The shortest way to solve the room, by breadth-first search."""
+    seen, edge = {(room.player, room.boxes)}, deque([(room, [])])
+    while edge:
+        here, path = edge.popleft()
+        if here.is_solved:
+            return path
+        for action in range(4):
+            there = here.pushed(action)
+            if (there.player, there.boxes) not in seen:
+                seen.add((there.player, there.boxes))
+                edge.append((there, [*path, action]))
+    return None
+
+
+@pytest.mark.parametrize("num_boxes", [1, 2])
+def test_every_room_can_be_solved_and_solving_it_gives_one(num_boxes):
+    settings = {"size": 6, "num_boxes": num_boxes, "num_steps": 30}
+    for seed in range(20):
+        path = solution(draw_room(seed, **settings))
+        assert path
+        game = SokobanGame(actions=list("UDLR"), separator="", **settings)
+        game.reset(seed)
+        outcomes = [game.step("UDLR"[action]) for action in path]
+        assert sum(outcome.reward for outcome in outcomes) == pytest.approx(1.0)
+        assert [outcome.done for outcome in outcomes] == [False] * (len(path) - 1) + [True]
+
+
+def test_a_box_is_pushed_and_not_through_a_wall():
+    room = Room(5, frozenset({(1, 4)}), frozenset({(3, 3)}), frozenset({(1, 2)}), (1, 1))
+    pushed = room.pushed(3)
+    assert (pushed.player, pushed.boxes) == ((1, 2), {(1, 3)})
+    assert pushed.pushed(3) is pushed
+    assert pushed.text("").splitlines()[1] == "__PX#"
+
+
+async def test_any_gymnasium_environment_with_text_is_played_by_named_actions():
+    names = ["south", "north", "east", "west", "pick", "drop"]
+    environment = entry("gymnasium:Taxi-v4", actions=names, instructions="")
+    played = Played(make_environment(environment))
+    played.renderer = ChatRenderer(
+        make_tokenizer(ALPHABET + "+-|()[]BT" + "".join(map(chr, range(65, 91)))),
+        DataSettings(source="copy"),
+    )
+    first = await played.start(3)
+    _, transition = await played.answer("south")
+    assert (transition.reward, transition.is_valid) == (-1.0, True)
+    for illegal in ("drop", "fly"):
+        _, transition = await played.answer(illegal)
+        assert (transition.reward, transition.is_valid) == (0.0, False)
+    assert "|" in first
+
+
+def test_terminal_colors_become_brackets():
+    assert plain("S\x1b[41mF\x1b[0mG\n\x1b[1mx") == "S[F]G\nx"
+
+
+@pytest.mark.parametrize(
+    ("environment", "kwargs", "sentence"),
+    [
+        ("frozen_lake", {"sise": 3}, r"generator\.environment_kwargs: .*mean 'size'"),
+        ("frozen_lake", {"size": 1}, r"environment_kwargs: frozen_lake: size 1"),
+        ("frozen_lake", {"actions": ["up"]}, "1 names were given for 4 actions"),
+        ("frozen_lake", {"max_moves": -1}, "max_moves was -1"),
+        ("sokoban", {"size": 3}, "size 3 is too small"),
+        ("single_turn", {"x": 1}, "single_turn takes no 'x'; it takes none"),
+        ("frozenlake", {}, "generator.environment: was 'frozenlake'; .*mean 'frozen_lake'"),
+        ("gymnasium:CartPole-v1", {}, "it renders no text"),
+        ("gymnasium:Pendulum-v1", {}, "its actions are Box"),
+        ("gymnasium:Taksi-v3", {}, "environment gymnasium:Taksi-v3: .*"),
+        ("gymnasium:", {}, "generator.environment: was 'gymnasium:'"),
+    ],
+)
+def test_a_bad_environment_or_argument_is_refused(environment, kwargs, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        make_environment(entry(environment, **kwargs))

@@ -1,0 +1,283 @@
+"""Calls are answered, whatever the tool does: errors, no answer, floods, unknown names."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.sandbox.isolation import find_isolation
+from actors.tools.tool import name_of
+from actors.tools.toolset import EpisodeTools, Toolset
+from streamrl.config.generator import GeneratorSettings, ToolSettings
+from streamrl.errors import ConfigError, RolloutError
+
+OWN = '''
+import asyncio, threading, time
+
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: The first number.
+        b: The second one.
+    """
+    return a + b
+
+async def later(text: str) -> dict:
+    """Answers later.
+
+    Args:
+        text: What to answer.
+    """
+    await asyncio.sleep(0.01)
+    return {"text": text}
+
+def fail(reason: str) -> str:
+    """Fails.
+
+    Args:
+        reason: Why.
+    """
+    raise ValueError(reason)
+
+def flood(count: int) -> str:
+    """Answers at length.
+
+    Args:
+        count: Characters.
+    """
+    return "x" * count
+
+async def hang() -> str:
+    """Never answers."""
+    await asyncio.Event().wait()
+
+released = threading.Event()
+
+def block() -> str:
+    """Never answers, and cannot be canceled."""
+    released.wait(60)
+
+def untyped(a):
+    """Lacks a type."""
+
+class Notes:
+    def __init__(self, first="none"):
+        self.notes = [first]
+        self.is_closed = False
+
+    async def call(self, note: str) -> str:
+        """Keeps a note, and returns all.
+
+        Args:
+            note: The note.
+        """
+        self.notes.append(note)
+        return ",".join(self.notes)
+
+    async def close(self) -> None:
+        closed.append(self.notes)
+
+closed = []
+running = most = 0
+
+async def counted() -> str:
+    """Counts how many run at a time."""
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.01)
+    running -= 1
+    return str(most)
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / f"tools_{tmp_path.name[-12:].replace('-', '_')}.py"
+    path.write_text(OWN)
+    return path
+
+
+def call(tool: str, /, **arguments: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool, "arguments": arguments}}
+
+
+async def open_tools(*tools: str | ToolSettings) -> EpisodeTools:
+    return await Toolset.from_settings(GeneratorSettings(tools=tools)).open()  # type: ignore[arg-type]
+
+
+async def answer(tools: EpisodeTools, tool: str, /, **arguments: object) -> str:
+    message = await tools.answer(call(tool, **arguments))
+    assert (message["role"], message["name"]) == ("tool", tool)
+    return str(message["content"])
+
+
+class TestFunctions:
+    async def test_a_function_and_its_schema(self, own: Path) -> None:
+        tools = await open_tools(f"{own}:add")
+        (schema,) = tools.schemas
+        assert schema["function"]["parameters"]["required"] == ["a"]
+        assert schema["function"]["parameters"]["properties"]["b"] == {
+            "type": "integer",
+            "description": "The second one.",
+        }
+        assert await answer(tools, "add", a=2, b=3) == "5"
+
+    async def test_a_coroutine_and_a_result_that_is_no_text(self, own: Path) -> None:
+        tools = await open_tools(f"{own}:later")
+        assert json.loads(await answer(tools, "later", text="soon")) == {"text": "soon"}
+
+    async def test_a_class_keeps_the_state_of_one_episode(self, own: Path) -> None:
+        settings = ToolSettings(tool=f"{own}:Notes", kwargs={"first": "one"})
+        toolset = Toolset.from_settings(GeneratorSettings(tools=(settings,)))
+        a, b = await toolset.open(), await toolset.open()
+        assert await answer(a, "Notes", note="two") == "one,two"
+        assert await answer(b, "Notes", note="three") == "one,three"
+        assert await answer(a, "Notes", note="four") == "one,two,four"
+        await a.close()
+        import sys
+
+        assert sys.modules[own.stem].closed == [["one", "two", "four"]]
+
+    @pytest.mark.parametrize("suffix", ["yaml", "json"])
+    async def test_a_schema_from_a_file(self, own: Path, suffix: str) -> None:
+        schema = {"type": "function", "function": {"name": "plus", "description": "Adds."}}
+        path = own.with_suffix(f".{suffix}")
+        path.write_text(json.dumps({"tool_schema": schema}))
+        tools = await open_tools(ToolSettings(tool=f"{own}:add", function_schema=path))
+        assert tools.schemas[0]["function"]["name"] == "plus"
+        assert await answer(tools, "plus", a=1) == "2"
+
+
+class TestAnswers:
+    async def test_an_exception(self, own: Path) -> None:
+        tools = await open_tools(f"{own}:fail")
+        text = await answer(tools, "fail", reason="no luck")
+        assert text.startswith("error: fail: ValueError: no luck (tools_")
+
+    @pytest.mark.parametrize("arguments", [{}, {"a": 1, "c": 2}, {"self": 1}])
+    async def test_wrong_arguments(self, own: Path, arguments: dict[str, int]) -> None:
+        tools = await open_tools(f"{own}:add")
+        assert "argument" in await answer(tools, "add", **arguments)
+
+    async def test_an_unknown_tool(self, own: Path) -> None:
+        tools = await open_tools(f"{own}:add")
+        assert await answer(tools, "ad") == "error: there is no tool 'ad'; did you mean 'add'?"
+        assert tools.metrics["tool/num_unknown"] == 1
+
+    @pytest.mark.parametrize("name", ["hang", "block"])
+    async def test_no_answer(self, own: Path, name: str) -> None:
+        tools = await open_tools(ToolSettings(tool=f"{own}:{name}", time_limit_s=0.05))
+        assert await answer(tools, name) == "error: no answer within 0.05 s"
+        assert tools.metrics[f"tool/{name}/num_errors"] == 1
+        assert tools.metrics[f"tool/{name}/time_s"] >= 0.05
+        import sys
+
+        sys.modules[own.stem].released.set()
+
+    async def test_functions_that_never_return_do_not_pile_up(
+        self, own: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("actors.tools.functions._MAX_ABANDONED", 2)
+        tools = await open_tools(ToolSettings(tool=f"{own}:block", time_limit_s=0.02))
+        answers = [await answer(tools, "block") for _ in range(3)]
+        assert answers[2] == "error: 2 earlier calls have not returned"
+        import sys
+
+        sys.modules[own.stem].released.set()
+
+    async def test_a_flood_is_cut(self, own: Path) -> None:
+        tools = await open_tools(ToolSettings(tool=f"{own}:flood", max_result_length=10))
+        text = await answer(tools, "flood", count=10**6)
+        assert text == "xxxxxxxxxx\n(cut: the first 10 of 1000000 characters)"
+
+    async def test_so_many_calls_at_a_time(self, own: Path) -> None:
+        tools = await open_tools(ToolSettings(tool=f"{own}:counted", max_concurrent=3))
+        answers = await asyncio.gather(*(answer(tools, "counted") for _ in range(10)))
+        assert max(map(int, answers)) == 3
+
+    async def test_calls_are_counted_by_tool(self, own: Path) -> None:
+        tools = await open_tools(f"{own}:add", f"{own}:fail")
+        await answer(tools, "add", a=1)
+        await answer(tools, "fail", reason="x")
+        await answer(tools, "fail", reason="y")
+        counts = {k: v for k, v in tools.metrics.items() if not k.endswith("time_s")}
+        assert counts == {
+            "tool/add/num_calls": 1,
+            "tool/add/num_errors": 0,
+            "tool/fail/num_calls": 2,
+            "tool/fail/num_errors": 2,
+            "tool/num_unknown": 0,
+        }
+
+
+@pytest.mark.skipif(find_isolation() is None, reason="no isolation on this machine")
+class TestPython:
+    async def test_output_and_errors(self) -> None:
+        tools = await open_tools("python")
+        assert await answer(tools, "python", code="print(6 * 7)") == "42\n"
+        assert await answer(tools, "python", code="x = 1") == "(no output)"
+        text = await answer(tools, "python", code="print('a'); 1 / 0")
+        assert text.startswith("error: a\nTraceback")
+        assert text.endswith("ZeroDivisionError: division by zero\nit ended with exit code 1")
+
+    @pytest.mark.parametrize(
+        ("code", "reason"),
+        [
+            ("while True: pass", "it was ended after 1 s"),
+            ("while True: print('x' * 999)", "bytes"),
+            ("x = bytearray(10**11)", "MemoryError"),
+            ("import socket; socket.create_connection(('127.0.0.1', 80))", "PermissionError"),
+            ("import os\nwhile True: os.fork()", "ended"),
+        ],
+    )
+    async def test_a_program_that_attacks_is_an_answer(self, code: str, reason: str) -> None:
+        settings = ToolSettings(tool="python", time_limit_s=1.0, max_result_length=100_000)
+        tools = await open_tools(settings)
+        text = await answer(tools, "python", code=code)
+        assert text.startswith("error: ")
+        assert reason in text
+        assert tools.metrics["tool/python/num_errors"] == 1
+
+    async def test_limits_of_its_own(self) -> None:
+        settings = ToolSettings(tool="python", kwargs={"output_bytes": 5})
+        text = await answer(await open_tools(settings), "python", code="print('1234567890')")
+        assert text == "error: 12345\nit was ended after writing more than 5 bytes"
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("settings", "sentence"),
+        [
+            ({"tool": "calculater"}, r"generator.tools.0.tool: was 'calculater'.*'calculator'"),
+            ({"tool": "none.py:f"}, r"generator.tools.0.tool: there is no file none.py"),
+            ({"tool": "OWN:ad"}, r"has no function 'ad'; did you mean 'add'"),
+            ({"tool": "OWN:untyped"}, r"OWN:untyped: .*type hint"),
+            ({"tool": "OWN:add", "kwargs": {"a": 1}}, r"tools.0.kwargs: was .* is a function"),
+            ({"tool": "OWN:add", "function_schema": {"a": 1}}, r"function_schema: is no function"),
+            ({"tool": "OWN:add", "function_schema": "x.yaml"}, r"x.yaml: No such file"),
+            ({"tool": "python", "kwargs": {"memory": 1}}, r"python has no limit 'memory'"),
+            ({"tool": "python", "kwargs": {"num_files": -1}}, r"num_files was -1"),
+            ({"tool": "calculator", "function_schema": {}}, r"calculator has its own"),
+        ],
+    )
+    def test_what_is_no_tool(self, own: Path, settings: dict[str, Any], sentence: str) -> None:
+        given = {**settings, "tool": settings["tool"].replace("OWN", str(own))}
+        generator = GeneratorSettings(tools=(given,))
+        with pytest.raises(ConfigError, match=sentence.replace("OWN", str(own))):
+            Toolset.from_settings(generator)
+
+    async def test_one_name_for_two(self) -> None:
+        with pytest.raises(RolloutError, match="two tools are called 'calculator'"):
+            await open_tools("calculator", "calculator")
+
+    async def test_a_class_that_cannot_be_made(self, own: Path) -> None:
+        with pytest.raises(RolloutError, match=r"Notes: TypeError"):
+            await open_tools(ToolSettings(tool=f"{own}:Notes", kwargs={"last": 1}))
+
+    async def test_names_of_schemas(self) -> None:
+        tools = await open_tools("calculator", "python")
+        assert [name_of(schema) for schema in tools.schemas] == ["calculator", "python"]
