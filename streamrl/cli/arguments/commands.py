@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamrl.cli.arguments import options
+from streamrl.cli.arguments.sample_options import samples
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ _LOOK = {
     "samples": Command(
         "streamrl.cli.samples.command:main",
         "read what the policy wrote, and its rewards",
-        options.samples,
+        samples,
     ),
     "generators": Command(
         "streamrl.cli.generators:show",

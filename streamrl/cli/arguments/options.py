@@ -69,28 +69,6 @@ def run_folder(parser: ArgumentParser) -> None:
     )
 
 
-def samples(parser: ArgumentParser) -> None:
-    run_folder(parser)
-    parser.add_argument("--step", metavar="N[-M]", help="of this step, or of these")
-    parser.add_argument(
-        "--validation",
-        metavar="VERSION",
-        nargs="?",
-        const="newest",
-        help="of the validation of this version, or of the newest, instead of training",
-    )
-    parser.add_argument("--min-reward", type=float, metavar="R", help="with this reward or more")
-    parser.add_argument("--max-reward", type=float, metavar="R", help="with this reward or less")
-    parser.add_argument("--environment", metavar="NAME", help="of this environment")
-    parser.add_argument("--data-source", metavar="NAME", help="of this data source")
-    parser.add_argument("--grep", metavar="REGEX", help="with a text that this matches")
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument("--best", action="store_true", help="highest rewards first, not the newest")
-    order.add_argument("--worst", action="store_true", help="lowest rewards first")
-    parser.add_argument("--limit", type=_count, default=20, metavar="N", help="default: 20")
-    parser.add_argument("--json", action="store_true", help="print JSON Lines")
-
-
 def export(parser: ArgumentParser) -> None:
     run_folder(parser)
     parser.add_argument(
@@ -257,7 +235,7 @@ def score(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tokens-per-micro-batch",
-        type=_count,
+        type=count,
         default=8192,
         metavar="N",
         help="of one forward pass; default: 8192",
@@ -282,7 +260,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
         raise ArgumentTypeError(f"was {text!r}; it must be a whole number, 1 or more")
