@@ -42,6 +42,7 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     validation.agents_of_others,
     environments.environment_twice,
     environments.one_name_for_two,
+    environments.agent_of_no_environment,
     environments.limit_below_a_group,
     environments.limits_leave_prompts,
 )
