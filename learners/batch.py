@@ -175,7 +175,7 @@ class TrainingBatch:
 
     def micro_batch(self, members: Sequence[int], device: torch.device) -> "MicroBatch":
         """The trajectories with these indices, packed."""
-        chosen = [self.trajectories[self._places[i]] for i in members]
+        chosen = [self.trajectories[self.places[i]] for i in members]
         # Without any, one token keeps the forward pass of the other ranks company.
         ids = np.concatenate([t.token_ids for t in chosen] or [np.zeros(1, np.int32)])
         is_response = np.concatenate([t.response_mask for t in chosen] or [np.zeros(1, np.bool_)])
@@ -202,7 +202,7 @@ class TrainingBatch:
         return torch.cat([torch.zeros(0, dtype=torch.int64), *spans])
 
     @cached_property
-    def _places(self) -> dict[int, int]:
+    def places(self) -> dict[int, int]:
         """Where in `trajectories` this rank has each of its own."""
         own = (i for i, owner in enumerate(self.owners) if owner == self.rank)
         return {i: place for place, i in enumerate(own)}

@@ -25,9 +25,11 @@ from learners.parallel.place import Place, join
 from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from learners.samples import SampleWriter
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
+from learners.validations import Validations
 from streamrl import service
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.checkpoints.steps_left import require_steps_left
@@ -87,15 +89,22 @@ async def _lead(
 ) -> None:
     """The first rank: the loop, and all that the learner does beside it."""
     sender = _make_sender(config, trainer.policy)
-    records = RunRecords(config, start)
+    records = RunRecords(config, start, sender.validating)
     reporter = StatusReporter(config, buffer, sender)
+    validations = Validations(config, sender, records, reporter)
+    samples = SampleWriter(config, state.policy_version, records.log_samples)
     rank = LearnerRank(
-        trainer, place.data, fetch=buffer.fetch, save=records.save, snapshot=sender.snapshot
+        trainer,
+        place.data,
+        fetch=buffer.fetch,
+        save=records.save,
+        snapshot=sender.snapshot,
+        show=samples.add,
     )
     lockstep = Lockstep(rank, place.all, place.liveness)
     fetch = lockstep.fetch if place.all.count > 1 else None
     session = LearnerSession(config, buffer, reporter, state, fetch)
-    learner = Learner(config, lockstep, session, sender, records, reporter)
+    learner = Learner(config, lockstep, session, sender, records, reporter, validations)
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
     try:
@@ -109,6 +118,7 @@ async def _lead(
     finally:
         signaled.cancel()
         sender.close()
+        samples.close()
         records.close()
 
 

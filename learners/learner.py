@@ -26,6 +26,7 @@ from learners.parallel.lockstep import Lockstep
 from learners.profiling.times import StepTimes
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
+from learners.validations import Validations
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, TransportError
 from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
@@ -48,6 +49,7 @@ class Learner:
         sender: WeightSender,
         records: RunRecords,
         reporter: StatusReporter,
+        validations: Validations,
     ) -> None:
         self._config = config
         self._lockstep = lockstep
@@ -55,6 +57,7 @@ class Learner:
         self._sender = sender
         self._records = records
         self._reporter = reporter
+        self._validations = validations
         self._version = session.state.policy_version
         self._published_version = -1
         self._logged_s = time.perf_counter()
@@ -73,10 +76,11 @@ class Learner:
         self._fairness = FairnessWindow(stats, self._config.mean_group_size)
         if not await self._begin():
             return
+        self._validations.begin()
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
         self._logged_s = time.perf_counter()
-        while self._version < self._config.run.max_steps:
+        while not self._is_complete():
             step = await self._train()
             if step is None:
                 break
@@ -89,6 +93,11 @@ class Learner:
             self._log(loan, metrics, stats)
             await self._saver.keep_up()
         await self._finish()
+
+    def _is_complete(self) -> bool:
+        """Whether all steps are made, or validations end the run before."""
+        is_last = self._version >= self._config.run.max_steps
+        return is_last or bool(self._validations.stop_reason(self._version))
 
     async def _begin(self) -> bool:
         """Begin the records of the run; whether that was done before the learner was stopped."""
@@ -162,6 +171,7 @@ class Learner:
                 **metrics,
                 # Of the save after the step before, if there was one.
                 **self._times.take("snapshot", "save"),
+                **self._validations.take(),
                 **staleness_metrics(loan.headers, self._version - 1),
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
@@ -182,13 +192,34 @@ class Learner:
             written: Future[Path] = await self._lockstep.run(Save(state))
         return written
 
+    def _explain_end(self) -> None:
+        """If it is before the last step."""
+        if self._version < self._config.run.max_steps:
+            reason = self._validations.stop_reason(self._version)
+            log.info("%s", reason)
+            self._reporter.update(ended_early=reason)
+
+    async def _publish_last(self) -> None:
+        """Publish the last version for validators, however early it comes for them."""
+        if not self._config.validation.needs_last_version:
+            return
+        if self._published_version < self._version:
+            await self._publish()
+        self._sender.send_last()
+
     async def _finish(self) -> None:
         """Save the last version and notify the buffer, if it is still there."""
+        is_complete = self._is_complete()
+        if is_complete:
+            self._explain_end()
+            await self._publish_last()
         is_saved = await self._saver.finish()
+        if is_complete:
+            await self._validations.finish(self._version, self._stopping)
         # Without the notice, the next learner attaches at the checkpoint's version.
         with contextlib.suppress(TimeoutError, TransportError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
                 await self._session.acknowledge(self._saver.saved_version)
-                if is_saved and self._version >= self._config.run.max_steps:
+                if is_saved and is_complete:
                     await self._session.finish()
         self._reporter.set_activity(LearnerActivity.ENDED)

@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ from streamrl.diagnosis.due import SHOWN_AFTER_S, lasting_wait
 from streamrl.diagnosis.failures import failed_groups
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import LEARNER_FILE
-from streamrl.types import BufferStats, LearnerActivity, LearnerStatus, replace
+from streamrl.types import (
+    BufferStats,
+    LearnerActivity,
+    LearnerStatus,
+    ValidatorStatus,
+    replace,
+)
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -132,6 +139,7 @@ class StatusReporter:
             time_s=time.time(),
             num_receivers=int(self._sender.gauges()["num_receivers"]),
             behind=self._sender.behind(),
+            validating=_progress(self._sender.validating()),
         )
 
     def _write(self) -> None:
@@ -146,6 +154,14 @@ class StatusReporter:
                 _overwrite(self._file, content)
         except OSError as error:
             log.debug("cannot write %s: %s", self._file, error)
+
+
+def _progress(validating: Mapping[int, ValidatorStatus]) -> str:
+    """Such as: version 20 is being validated: 12 of 256 prompts."""
+    return "; ".join(
+        f"version {version} is being validated: {status.num_done} of {status.num_prompts} prompts"
+        for version, status in sorted(validating.items())
+    )
 
 
 def _overwrite(file: Path, content: bytes) -> None:

@@ -12,7 +12,7 @@ log-probabilities; `FactCollector` says when a pass of their own comes first.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -31,6 +31,7 @@ from learners.profiling.profile import StepProfile
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.config import RunConfig
+from streamrl.samples import ImportanceWeights
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Trainer:
         algorithm, num_updates = self._config.algorithm, self._config.learner.num_updates
         if self._parts and not accepts_parts(algorithm, num_updates):
             raise ValueError("part: the algorithm takes a batch as a whole")
+        self._gradient.seen_weights.begin(is_first=not self._parts)
         if not self._parts:
             self._profile.begin(part.policy_version + 1)
         self._warn_of_long(part)
@@ -118,6 +120,10 @@ class Trainer:
         work = of_work(parts, self._max_tokens, update_s=time.perf_counter() - start)
         profile = self._profile.take(work["learner/train_s"])
         return {**of_facts(parts), **of_updates(updates), **work, **profile}
+
+    def take_weights(self) -> Mapping[int, ImportanceWeights]:
+        """Of the trajectories of the last batch's first part that this rank has trained."""
+        return self._gradient.seen_weights.take()
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """[R response tokens] under the policy, computed as in a step, in nats; on the CPU."""

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,30 +18,40 @@ from learners.checkpoints.writer import CheckpointWriter
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints import abandoned
+from streamrl.checkpoints.retention import Validated
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, did_you_mean
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, JsonlTracker
+from streamrl.tracking.validation import VALIDATION_FILE, read_validations
 
 log = logging.getLogger(__name__)
 
-_LINE_FILES = (METRICS_FILE, TRAINED_FILE)
+_LINE_FILES = (METRICS_FILE, TRAINED_FILE, VALIDATION_FILE)
 
 
 class RunRecords:
     """Of a learner that starts from `start`; `begin` comes first.
 
     The first rank has it; the others take part in `save` with a `CheckpointWriter` alone.
+    `validating` returns the versions that are being validated, whose checkpoints are kept.
     """
 
-    def __init__(self, config: RunConfig, start: Start) -> None:
+    def __init__(
+        self, config: RunConfig, start: Start, validating: Callable[[], Collection[int]] = tuple
+    ) -> None:
         self._config = config
         self._start = start
         self._trackers: Trackers | None = None
         self._trained: JsonlTracker | None = None
-        self._writer = CheckpointWriter(config, start.history)
+        self._validations: JsonlTracker | None = None
+        self._writer = CheckpointWriter(
+            config, start.history, lambda: Validated(self.validated, validating())
+        )
         self._values: tuple[float, ...] = ()
         self._metric_names: tuple[str, ...] = ()
+        self.validated: Mapping[int, Mapping[str, float]] = {}
+        """The metrics of each version of this history that was validated."""
 
     def begin(self) -> None:
         """Make the history of this learner the surviving one; may be repeated after an error.
@@ -58,6 +68,8 @@ class RunRecords:
             _take_lines(run, start.lines_from)
             first_step = start.policy_version + 1
             self._trained = JsonlTracker(run / TRAINED_FILE, first_step=first_step)
+            self._validations = JsonlTracker(run / VALIDATION_FILE, first_step=first_step)
+            self.validated = read_validations(run)
             self._trackers = open_trackers(self._config, first_step=first_step)
         except OSError as error:
             raise CheckpointWriteError(f"{run} cannot be written: {error}") from error
@@ -81,6 +93,19 @@ class RunRecords:
         if (value := metrics.get(self._config.learner.checkpoint.best_by)) is not None:
             self._values = (*self._values, value)
 
+    def log_validation(self, policy_version: int, metrics: Mapping[str, float]) -> None:
+        """The line of a validation; the trackers get it, too."""
+        assert self._trackers is not None, "begin comes first"
+        assert self._validations is not None, "begin comes first"
+        self.validated = {**self.validated, policy_version: metrics}
+        self._validations.log(metrics, policy_version)
+        self._trackers.log_validation(metrics, policy_version)
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """To the trackers that show tables."""
+        if self._trackers is not None:
+            self._trackers.log_samples(samples, step)
+
     def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
         """The checkpoint of this state, after the lines of its steps, written in a thread.
 
@@ -94,7 +119,7 @@ class RunRecords:
         self._values = ()
         if values:
             return {settings.best_by: statistics.fmean(values)}
-        if settings.keep_best:
+        if settings.keep_best and not settings.is_best_validated:
             hint = did_you_mean(settings.best_by, self._metric_names)
             log.warning("learner.checkpoint.best_by: no metric %r; %s", settings.best_by, hint)
         return {}
@@ -111,7 +136,7 @@ class RunRecords:
     def close(self) -> None:
         """Wait for the save under way; lines of steps that are in no checkpoint may be lost."""
         self._writer.close()
-        for tracker in (self._trained, self._trackers):
+        for tracker in (self._trained, self._validations, self._trackers):
             if tracker is not None:
                 with contextlib.suppress(OSError):
                     tracker.close()

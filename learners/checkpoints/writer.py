@@ -39,7 +39,7 @@ from learners.trainer import Trainer
 from streamrl.checkpoints.find import FORMAT, STATE_FILE, checkpoints_of, path_of
 from streamrl.checkpoints.history import History, read_history
 from streamrl.checkpoints.manifest import FileRecords, record_files, write_manifest
-from streamrl.checkpoints.retention import delete_older
+from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.config import RunConfig
 from streamrl.durable_files import sync
 from streamrl.errors import CheckpointWriteError, FencedError, TransportError
@@ -48,12 +48,21 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Of one rank of a learner with this history; all ranks make theirs together."""
+    """Of one rank of a learner with this history; all ranks make theirs together.
 
-    def __init__(self, config: RunConfig, history: History) -> None:
+    `validated` is asked when older ones are deleted.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        history: History,
+        validated: Callable[[], Validated] = Validated,
+    ) -> None:
         self._config = config
         self._run = config.run.path
         self._history = history
+        self._validated = validated
         self._ranks = WritingRanks()
         self._is_main = self._ranks.rank == 0
         self._stager = _make_stager()
@@ -145,7 +154,13 @@ class CheckpointWriter:
             if self._is_main:
                 shutil.rmtree(unfinished, ignore_errors=True)
         if self._is_main:
-            delete_older(self._run, self._history, version, self._config.learner.checkpoint)
+            delete_older(
+                self._run,
+                self._history,
+                version,
+                self._config.learner.checkpoint,
+                self._validated(),
+            )
         return path
 
     def _begin(self, folder: Path, random: Any, failure: OSError | None) -> Any:

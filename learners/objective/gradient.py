@@ -19,6 +19,7 @@ from learners.batch import MicroBatch
 from learners.objective.correction import correct
 from learners.objective.facts import Facts
 from learners.objective.nonfinite import finite_sequences, num_sequences, without_nonfinite
+from learners.objective.seen_weights import SeenWeights
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import sum_gradients
 from learners.policy.critic import Critic
@@ -72,6 +73,7 @@ class Gradient:
         self._policy = policy
         self._reference = reference
         self._critic = critic
+        self.seen_weights = SeenWeights(is_on=config.tracking.samples.num_groups > 0)
 
     def accumulate(
         self, micro_batches: list[MicroBatch], facts: Facts, previous: Accumulated | None = None
@@ -196,6 +198,7 @@ class Gradient:
             )
             weights, statistics = correction.weights, correction.statistics
             loss_mask = correction.masked(loss_mask)
+        self.seen_weights.add(micro_batch, weights)
         if micro_batch.is_empty:
             _backward_of_nothing(current.logprobs, current.entropy, current.kl)
             return {}, statistics, is_finite

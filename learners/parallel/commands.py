@@ -14,6 +14,7 @@ from learners.batch import TrainingBatch
 from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import full
+from learners.samples import StepSamples
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.types import GroupHeader, TrajectoryGroup
@@ -63,7 +64,8 @@ Command: TypeAlias = Fetch | Computation | End
 class LearnerRank:
     """What one rank holds, and what each command does to it.
 
-    `fetch` is the buffer's; `save` and `snapshot` are called on every rank, in lockstep.
+    `fetch` is the buffer's; `save` and `snapshot` are called on every rank, in lockstep. `show`
+    gets what each step has trained on, of this rank's share.
     """
 
     def __init__(
@@ -74,12 +76,15 @@ class LearnerRank:
         fetch: Callable[[Sequence[int]], Awaitable[tuple[TrajectoryGroup, ...]]],
         save: Callable[[Trainer, LearnerState], object],
         snapshot: Callable[[Mapping[str, torch.Tensor], int], object],
+        show: Callable[[StepSamples], None] | None = None,
     ) -> None:
         self._trainer = trainer
         self._ranks = ranks
         self._fetch = fetch
         self._save = save
         self._snapshot = snapshot
+        self._show = show
+        self._first: tuple[TrainingBatch, Sequence[TrajectoryGroup]] | None = None
 
     async def fetch(self, command: Fetch) -> tuple[TrajectoryGroup, ...]:
         """The groups of this rank's share, in the order of the batch."""
@@ -91,15 +96,30 @@ class LearnerRank:
         match command:
             case Accumulate(headers, policy_version):
                 batch = TrainingBatch.shared(headers, groups, policy_version, self._ranks)
+                self._first = self._first or (batch, groups)
                 self._trainer.accumulate(batch)
             case Update():
-                return self._trainer.update()
+                metrics = self._trainer.update()
+                self._show_samples()
+                return metrics
             case Discard():
+                self._first = None
                 self._trainer.discard()
             case Snapshot(policy_version):
                 self._snapshot(Gathered(self._trainer.policy.weights()), policy_version)
             case Save(state):
                 return self._save(self._trainer, state)
+
+    def _show_samples(self) -> None:
+        """Of the first part of the batch that was trained."""
+        first, self._first = self._first, None
+        if self._show is None or first is None:
+            return
+        (batch, groups), weights = first, self._trainer.take_weights()
+        numbers = ((i, j) for i, group in enumerate(groups) for j in range(len(group.trajectories)))
+        by_place = dict(enumerate(numbers))
+        own = {by_place[batch.places[m]]: w for m, w in weights.items() if m in batch.places}
+        self._show(StepSamples(batch.policy_version, groups, own))
 
 
 class Gathered(Mapping[str, torch.Tensor]):

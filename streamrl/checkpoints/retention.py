@@ -8,10 +8,11 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from streamrl.checkpoints.find import STATE_FILE, foreign, list_checkpoints
+from streamrl.checkpoints.find import STATE_FILE, foreign, list_checkpoints, version_of
 from streamrl.checkpoints.history import History
 from streamrl.checkpoints.manifest import verify
 from streamrl.config.learner import CheckpointSettings
@@ -20,28 +21,49 @@ from streamrl.errors import DamagedCheckpointError
 log = logging.getLogger(__name__)
 
 
+class Validated(NamedTuple):
+    """The metrics of each version that was validated, and the versions that are being validated."""
+
+    metrics: Mapping[int, Mapping[str, float]] = {}
+    pending: Collection[int] = ()
+
+
+NO_VALIDATION = Validated()
+
+
 def delete_older(
-    run: Path, history: History, policy_version: int, settings: CheckpointSettings
+    run: Path,
+    history: History,
+    policy_version: int,
+    settings: CheckpointSettings,
+    validated: Validated = NO_VALIDATION,
 ) -> None:
-    """Those that are not kept once this version is saved; what cannot be deleted is left there."""
+    """Those that are not kept once this version is saved; what cannot be deleted is left there.
+
+    Those of versions that are being validated are kept: they may be the best.
+    """
     others = set(foreign(run, history, policy_version))
     ours = [path for path in list_checkpoints(run) if path not in others]
     complete = [path for path in ours if _is_complete(path)]
     newest = complete[-settings.keep :]
-    kept = {*newest, *_best(complete, settings)}
+    kept = {*newest, *_best(complete, settings, validated)}
+    kept |= {path for path in complete if version_of(path) in validated.pending}
     for path in ours[: ours.index(newest[0])]:
         if path not in kept:
             with _logged(path):
                 shutil.rmtree(path)
 
 
-def _best(complete: Sequence[Path], settings: CheckpointSettings) -> list[Path]:
+def _best(
+    complete: Sequence[Path], settings: CheckpointSettings, validated: Validated
+) -> list[Path]:
     """Of equal ones the newer; one without the metric is none of them."""
     sign = 1 if settings.best_is == "highest" else -1
+    means = [{**_means(path), **validated.metrics.get(version_of(path), {})} for path in complete]
     scored = [
-        (sign * means[settings.best_by], index, path)
-        for index, path in enumerate(complete)
-        if settings.best_by in (means := _means(path))
+        (sign * known[settings.best_by], index, path)
+        for index, (path, known) in enumerate(zip(complete, means, strict=True))
+        if settings.best_by in known
     ]
     return [path for *_, path in sorted(scored, reverse=True)[: settings.keep_best]]
 

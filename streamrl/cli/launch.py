@@ -98,7 +98,7 @@ def _evaluate(config: RunConfig) -> None:
 
 
 def _summarize(config: RunConfig, console: Console) -> None:
-    write_report(config.run.path)
+    write_report(config)
     console.print(summary(config))
 
 

@@ -1,4 +1,4 @@
-"""`streamrl report`: the summary table and `report.png` of a run folder."""
+"""`streamrl report`: the summary table, `report.png` and `report.html` of a run folder."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from streamrl.cli.display.figure import drawn
+from streamrl.cli.display.page import write_page
 from streamrl.cli.display.summary import summary
+from streamrl.config import RunConfig
 from streamrl.run_folder import find_run
 from streamrl.tracking.jsonl import read_metrics
 
@@ -45,16 +47,18 @@ _PANELS = (
 
 def main(arguments: argparse.Namespace) -> int:
     config = find_run(arguments.folder)
-    write_report(config.run.path)
+    write_report(config)
     Console().print(summary(config))
     return 0
 
 
-def write_report(folder: Path) -> list[dict[str, Any]]:
-    """Draw `report.png` from `metrics.jsonl`; the lines it was drawn from."""
+def write_report(config: RunConfig) -> list[dict[str, Any]]:
+    """Draw `report.png` from `metrics.jsonl`, and write the run's page; the lines of the former."""
+    folder = config.run.path
     lines = read_metrics(folder / "metrics.jsonl")
     if lines:
         _draw(lines, folder)
+    write_page(config, lines)
     return lines
 
 

@@ -21,6 +21,7 @@ from streamrl.config.parity import ParitySettings
 from streamrl.config.run import RunSettings
 from streamrl.config.section import Section
 from streamrl.config.tracking import TrackingSettings
+from streamrl.config.validation import ValidationSettings
 from streamrl.config.weights import WeightSettings
 
 # Its id, mask, log-probability and policy version, as `streamrl.types.PackedGroup` holds them.
@@ -50,6 +51,8 @@ class RunConfig(Section):
     """How weights reach the generators."""
     parity: ParitySettings = ParitySettings()
     """How far engine and learner may disagree."""
+    validation: ValidationSettings = ValidationSettings()
+    """Held-out prompts that are scored while the run trains."""
     tracking: TrackingSettings = TrackingSettings()
     """Where metrics go."""
 
@@ -74,6 +77,13 @@ class RunConfig(Section):
         algorithm = self.algorithm
         is_anchor = self.learner.num_updates > 1 or algorithm.corrects_as_a_whole
         return algorithm.kl_reward.coef > 0 or (algorithm.proximal == "recompute" and is_anchor)
+
+    def for_validator(self) -> "RunConfig":
+        """With the sampling and the engine of the validator as those of `generator`."""
+        generator = self.validation.engine_settings(self.generator)
+        wanted = self.validation.num_prompts or self.data.num_eval_prompts
+        data = self.data.model_copy(update={"num_eval_prompts": wanted})
+        return self.model_copy(update={"generator": generator, "data": data})
 
     @property
     def entries(self) -> tuple[EnvironmentEntry, ...]:

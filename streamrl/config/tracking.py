@@ -2,7 +2,20 @@
 
 from typing import Literal
 
+from streamrl.config.numbers import NotNegative, Positive
 from streamrl.config.section import Section
+
+
+class SampleSettings(Section):
+    """What is kept of the texts that the policy writes, in samples.jsonl."""
+
+    num_groups: NotNegative = 1
+    """Groups of each step, with all their siblings; 0 keeps none."""
+    max_bytes: Positive = 64 * 2**20
+    """Of samples.jsonl and of samples.1.jsonl, which has what came before, together; the oldest
+    samples are deleted."""
+    table_every: Positive = 10
+    """Steps between two tables of samples in TensorBoard and Weights & Biases."""
 
 
 class TrackingSettings(Section):
@@ -16,3 +29,5 @@ class TrackingSettings(Section):
     """Weights & Biases (extra: wandb)."""
     project: str = "streamrl"
     """Project name at Weights & Biases."""
+    samples: SampleSettings = SampleSettings()
+    """What is kept of the texts that the policy writes."""

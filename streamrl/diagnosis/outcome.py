@@ -34,7 +34,7 @@ def state_of(reading: Reading) -> RunState:
             return RunState.FINISHED
         return RunState.RUNNING if answers else RunState.STARTING
     if learner.activity is LearnerActivity.ENDED:
-        is_complete = learner.policy_version >= (reading.max_steps or 0)
+        is_complete = learner.policy_version >= (reading.max_steps or 0) or learner.ended_early
         return RunState.FINISHED if is_complete else RunState.STOPPED
     is_working = reading.is_learner_reporting or stats is not None
     return RunState.RUNNING if is_working else RunState.DEAD
@@ -50,6 +50,8 @@ def outcome(reading: Reading) -> str:
         step += f" of {reading.max_steps}"
     ago = f"{age(reading.learner_age_s)} ago"
     match state_of(reading):
+        case RunState.FINISHED if learner.ended_early:
+            return f"{learner.ended_early}, {ago}"
         case RunState.FINISHED:
             return f"finished with {step}, {ago}"
         case RunState.STOPPED:

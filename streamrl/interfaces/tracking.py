@@ -1,12 +1,20 @@
 """A place where metrics go; see `streamrl.tracking`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Called by the learner once a step; an error of one tracker does not reach the others."""
+    """Called by the learner; an error of one tracker does not reach the others."""
 
-    def log(self, metrics: Mapping[str, Any], step: int) -> None: ...
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Once a step."""
+
+    def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
+        """Of the validation of a version; it may come long after that version's step."""
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Some of what a step has trained on, as lines of `samples.jsonl`; at times from a thread
+        of its own."""
 
     def close(self) -> None: ...

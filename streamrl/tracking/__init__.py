@@ -1,6 +1,6 @@
 """Trackers: where a step's metrics go. `metrics.jsonl` is always written.
 
-A new tracker is a class with `log` and `close` (see `streamrl.interfaces.Tracker`) and a line in
+A new tracker is a class with the methods of `streamrl.interfaces.Tracker` and a line in
 `open_trackers`. A tracker other than `metrics.jsonl` that fails is switched off and logged; the run
 continues.
 """
@@ -28,7 +28,7 @@ def open_trackers(config: RunConfig, *, first_step: int) -> "Trackers":
         ConfigError: a package that was asked for is not installed.
     """
     tracking, folder = config.tracking, config.run.path
-    makers: list[Callable[[], Tracker]] = [
+    makers: list[Callable[[], Tracker | JsonlTracker]] = [
         lambda: JsonlTracker(folder / METRICS_FILE, first_step=first_step)
     ]
     if tracking.console:
@@ -47,7 +47,7 @@ def open_trackers(config: RunConfig, *, first_step: int) -> "Trackers":
 class Trackers:
     """All of a run's trackers as one."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Sequence[Tracker | JsonlTracker]) -> None:
         self._trackers = tuple(trackers)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -56,11 +56,17 @@ class Trackers:
             if isinstance(tracker, JsonlTracker):
                 tracker.log(metrics, step)
                 continue
-            try:
-                tracker.log(metrics, step)
-            except Exception:
-                log.exception("%s is switched off", type(tracker).__name__)
-                self._trackers = tuple(t for t in self._trackers if t is not tracker)
+            self._try(tracker, lambda t: t.log(metrics, step))
+
+    def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
+        """`metrics.jsonl` has them in the line of the next step."""
+        for tracker in self._others:
+            self._try(tracker, lambda t: t.log_validation(metrics, policy_version))
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """To those that show tables."""
+        for tracker in self._others:
+            self._try(tracker, lambda t: t.log_samples(samples, step))
 
     def flush(self) -> None:
         """Wait until every line of `metrics.jsonl` is on disk.
@@ -71,6 +77,17 @@ class Trackers:
         for tracker in self._trackers:
             if isinstance(tracker, JsonlTracker):
                 tracker.flush()
+
+    @property
+    def _others(self) -> tuple[Tracker, ...]:
+        return tuple(t for t in self._trackers if not isinstance(t, JsonlTracker))
+
+    def _try(self, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
+        try:
+            call(tracker)
+        except Exception:
+            log.exception("%s is switched off", type(tracker).__name__)
+            self._trackers = tuple(t for t in self._trackers if t is not tracker)
 
     def close(self) -> None:
         for tracker in self._trackers:

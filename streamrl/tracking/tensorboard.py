@@ -1,10 +1,12 @@
 """TensorBoard event files (extra: tensorboard)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.tracking.tables import markdown_table
+from streamrl.tracking.validation import VERSION
 
 
 class TensorboardTracker:
@@ -21,9 +23,17 @@ class TensorboardTracker:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         for name, value in metrics.items():
-            if isinstance(value, int | float):
+            # At its version, by `log_validation`.
+            is_repeated = name.startswith("validation/") and step != metrics.get(VERSION)
+            if isinstance(value, int | float) and not is_repeated:
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
+        self.log(metrics, policy_version)
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        self._writer.add_text("samples", markdown_table(samples), step)
 
     def close(self) -> None:
         self._writer.close()

@@ -2,12 +2,14 @@
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.tracking.tables import COLUMNS, rows
+from streamrl.tracking.validation import VERSION
 
 FINISH_S = 120
 
@@ -43,9 +45,20 @@ class WandbTracker:
             raise ConfigError(
                 f"tracking.wandb: was {config.tracking.wandb!r}, and W&B says: {error}"
             ) from error
+        self._run.define_metric("validation/*", step_metric=VERSION)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
+        """With the next step's metrics, over the version as their x-axis."""
+        self._run.log(dict(metrics), commit=False)
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        from wandb import Table
+
+        table = Table(columns=list(COLUMNS), data=rows(samples))
+        self._run.log({"samples": table}, commit=False)
 
     def close(self) -> None:
         self._run.finish()

@@ -60,6 +60,7 @@ from streamrl.types.rollouts import (
     Turn,
     episode_indices,
 )
+from streamrl.types.validation import ValidationReport, ValidatorStatus
 from streamrl.types.weights import (
     BroadcastEndpoint,
     CudaMemory,
@@ -131,6 +132,8 @@ __all__ = [
     "Trajectory",
     "TrajectoryGroup",
     "Turn",
+    "ValidationReport",
+    "ValidatorStatus",
     "WaitSeconds",
     "WeightUpdate",
     "admission_capacity",

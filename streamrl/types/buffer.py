@@ -243,6 +243,7 @@ class LearnerActivity(StrEnum):
     PUBLISHING = "copies its weights"
     REPORTING = "reports to the buffer"
     SAVING = "saves a checkpoint"
+    VALIDATING = "waits for the validation of the last version"
     ENDED = "has ended"
 
 
@@ -253,7 +254,8 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     did not answer the last weight update; `dropped` is the books' column at the end of the last
     step; `waits_for` is a sentence about the group that is due, if the learner waits for one;
     `failures` is one about the groups that failed, "" if none did; `unsaved` is one about the
-    checkpoint that cannot be written, "" if the last one was.
+    checkpoint that cannot be written, "" if the last one was; `validating` is one about what
+    validators do; `ended_early` is why the run ended before its last step.
     """
 
     policy_version: int
@@ -268,3 +270,5 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     waits_for: str = ""
     failures: str = ""
     unsaved: str = ""
+    validating: str = ""
+    ended_early: str = ""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from msgspec import Struct, structs
 
 from streamrl.errors import WeightTransferError
-from streamrl.weights.protocol import HELLO_S, Hello
+from streamrl.weights.protocol import HELLO_S, NO_LEARNER, Hello
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class Membership:
         self._names: dict[bytes, str] = {}
         self._group_of: dict[str, str] = {}
         self.num_fenced = 0
+        self.is_last_version = False
+        """Whether validators are sent the newest version, too, however early it comes."""
 
     @property
     def fenced(self) -> frozenset[str]:
@@ -96,6 +98,11 @@ class Membership:
         """The receiver has this version, as its next Hello will confirm."""
         if peer := self._peers.get(name):
             hello = structs.replace(peer.hello, policy_version=version, learner_id=self._learner_id)
+            if hello.validator is not None:
+                # As its next Hello will say.
+                hello = structs.replace(
+                    hello, validator=structs.replace(hello.validator, is_busy=True)
+                )
             self._peers[name] = structs.replace(
                 peer, hello=hello, has_loaded=True, num_misses=0, asked_again_s=0.0
             )
@@ -123,6 +130,7 @@ class Membership:
             for peer in self.alive()
             if (peer.hello.policy_version != version or peer.hello.learner_id not in same)
             and peer.asked_again_s <= now_s
+            and self._wants(peer.hello, version)
         ]
 
     def version_of(self, peer: Peer) -> int:
@@ -164,6 +172,17 @@ class Membership:
 
     def _is_alive(self, peer: Peer) -> bool:
         return self._clock() - peer.seen_s <= ALIVE_S
+
+    def _wants(self, hello: Hello, version: int) -> bool:
+        """Whether a validator is to be sent the version: what it has of another learner says
+        nothing about the versions of this one. True for a generator."""
+        status = hello.validator
+        if status is None:
+            return True
+        if status.is_busy:
+            return False
+        is_of_another = hello.learner_id not in (self._learner_id, "", NO_LEARNER)
+        return is_of_another or self.is_last_version or version >= status.next_version
 
     def _missed(self, peer: Peer, cost: int) -> Peer:
         """Waits twice as long after each miss beyond FREE_MISSES."""

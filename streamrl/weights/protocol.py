@@ -15,6 +15,9 @@ A joiner, a receiver that missed an update and one that outlived its learner are
 have another version, so the next round is for them. A receiver that exceeds a deadline is fenced:
 left out until its next Hello that finds it idle.
 
+A validator (`actors.validation`) is a receiver that keeps a version for a while: its Hellos say
+which version it is to be sent next, and what it has found.
+
 A receiver is bound to the connection of its Hello: answers in its name from another one are refused
 (`streamrl.weights.membership`).
 
@@ -26,7 +29,7 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from streamrl.types import LoadReport, Locality, WeightUpdate
+from streamrl.types import LoadReport, Locality, ValidatorStatus, WeightUpdate
 from streamrl.types.ranges import MAX_NAME, MAX_TEXT, Count, Name, PolicyVersion, Text
 
 HELLO_S = 1.0
@@ -42,7 +45,8 @@ class Hello(Struct, frozen=True, tag="hello"):
     proves to be of the same process. `learner_id` is the learner its weights are from: "" while
     they are the model folder's, NO_LEARNER while nobody knows. `locality` is where it receives.
 
-    `is_loading`: it does not read the next message before it has loaded the last one.
+    `is_loading`: it does not read the next message before it has loaded the last one. `validator`
+    says which versions a validator is to be sent; None: each, as a generator is.
     """
 
     receiver_id: Name
@@ -52,6 +56,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     locality: Locality = UNKNOWN_LOCALITY
     num_ranks: NumRanks = 1
     is_loading: bool = False
+    validator: ValidatorStatus | None = None
 
 
 class Announce(Struct, frozen=True, tag="announce"):

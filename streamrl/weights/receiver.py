@@ -19,7 +19,7 @@ from msgspec import structs
 from streamrl import wire
 from streamrl.curve import set_client_keys
 from streamrl.errors import WeightTransferError, WireError
-from streamrl.types import LoadReport, Locality, WeightUpdate
+from streamrl.types import LoadReport, Locality, ValidatorStatus, WeightUpdate
 from streamrl.weights.protocol import (
     HELLO_S,
     NO_LEARNER,
@@ -45,7 +45,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 class WeightReceiver:
     """Runs in the generator's event loop. `load` receives and loads a version off the loop's
     thread, in the processes at `locality`, which have `num_ranks` ranks. Without
-    `has_weights` it is sent version 0, too. `curve` is the folder of the keys."""
+    `has_weights` it is sent version 0, too. `validator` is None for a generator. `curve` is the
+    folder of the keys."""
 
     def __init__(
         self,
@@ -56,12 +57,16 @@ class WeightReceiver:
         locality: Locality = UNKNOWN_LOCALITY,
         num_ranks: int = 1,
         has_weights: bool = True,
+        validator: ValidatorStatus | None = None,
         curve: Path | None = None,
     ) -> None:
         self._load = load
         learner_id = "" if has_weights else NO_LEARNER
         session = secrets.token_hex(16)
-        self._hello = Hello(receiver_id, session, 0, learner_id, locality, num_ranks)
+        self._hello = Hello(
+            receiver_id, session, 0, learner_id, locality, num_ranks, validator=validator
+        )
+        self._is_due = asyncio.Event()
         self._logged_s = -LOG_S
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -70,6 +75,14 @@ class WeightReceiver:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         set_client_keys(self._socket, address, curve, "weights.address")
         self._socket.connect(address)
+
+    def set_validator(self, status: ValidatorStatus) -> None:
+        """What the next Hello says of this validator."""
+        self._hello = structs.replace(self._hello, validator=status)
+
+    def say_hello(self) -> None:
+        """Send the next Hello at once."""
+        self._is_due.set()
 
     async def run(self) -> None:
         """Until cancelled: send Hellos, and load what the learner sends."""
@@ -82,10 +95,14 @@ class WeightReceiver:
             self._socket.close()
 
     async def _send_hellos(self) -> None:
-        """Waits HELLO_S between two; a load, which runs in another thread, does not block it."""
+        """Waits HELLO_S between two, or for `say_hello`; a load, which runs in another thread, does
+        not block it."""
         while True:
+            self._is_due.clear()
             await self._send(self._hello)
-            await asyncio.sleep(HELLO_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HELLO_S):
+                    await self._is_due.wait()
 
     async def _receive_messages(self) -> None:
         """Waits for a message of the learner, without a limit."""

@@ -24,11 +24,17 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import Endpoint, FilesEndpoint, WeightUpdate
+from streamrl.types import (
+    Endpoint,
+    FilesEndpoint,
+    ValidationReport,
+    ValidatorStatus,
+    WeightUpdate,
+)
 from streamrl.weights.codecs.checksums import version_key
 from streamrl.weights.locality import locality_of
 from streamrl.weights.membership import Membership, Peer
-from streamrl.weights.protocol import Failed, Loaded
+from streamrl.weights.protocol import Failed, Hello, Loaded
 from streamrl.weights.routes import Routes
 from streamrl.weights.send_buffers import SendBuffers, Written
 from streamrl.weights.sender_socket import SenderSocket
@@ -68,23 +74,43 @@ class Rounds:
         shares = buffers.exported is not None
         self._routes = Routes(settings, locality_of(device), shares=shares)
         self._membership = Membership(self._learner_id)
-        self.socket = SenderSocket(settings.address, self._membership, request_round, curve)
+        self.socket = SenderSocket(settings.address, self._membership, self._on_hello, curve)
         host = urlsplit(self.socket.address).hostname or "127.0.0.1"
         self._broadcast = BroadcastSender(settings, host, device)
         self._files = FileSender(settings, buffers.layout, folder, self._learner_id, self._secret)
         self._num_failed = 0
         self._timings: Mapping[str, float] = {}
+        self.on_report: Callable[[ValidationReport], None] = lambda _: None
 
     def gauges(self) -> dict[str, float]:
         """Seconds of each hop of the last update, how many receivers are alive, how many times one
         has been fenced, how many loads have failed, and how many messages were refused."""
         return {
             **self._timings,
-            "num_receivers": float(len(self._membership.alive())),
+            "num_receivers": float(
+                sum(p.hello.validator is None for p in self._membership.alive())
+            ),
             "num_fenced": float(self._membership.num_fenced),
             "num_failed_loads": float(self._num_failed),
             **self.socket.gauges(),
         }
+
+    def validators(self) -> dict[str, ValidatorStatus]:
+        """What each validator that is alive does, by its name."""
+        alive = {peer.name: peer.hello.validator for peer in self._membership.alive()}
+        return {name: status for name, status in alive.items() if status is not None}
+
+    def validating(self) -> dict[int, ValidatorStatus]:
+        """The versions of this learner that are being validated."""
+        alive = {
+            self._membership.version_of(p): p.hello.validator for p in self._membership.alive()
+        }
+        return {v: status for v, status in alive.items() if v >= 0 and status and status.is_busy}
+
+    def send_last(self) -> None:
+        """From now on validators are sent the newest version, too."""
+        self._membership.is_last_version = True
+        self._request_round()
 
     def behind(self) -> tuple[str, ...]:
         """Receivers that have not answered the last message to them, late already or not."""
@@ -107,6 +133,13 @@ class Rounds:
     def close(self) -> None:
         self._broadcast.close()
         self.socket.close()
+
+    def _on_hello(self, hello: Hello) -> None:
+        report = None if hello.validator is None else hello.validator.report
+        # Version 0, of no learner, is the model folder's.
+        if report is not None and report.learner_id in (self._learner_id, ""):
+            self.on_report(report)
+        self._request_round()
 
     async def _share(self, peers: Sequence[Peer], held: Written) -> None:
         """All read at once, each at its own pace; waits for the slowest, or for the deadline."""

@@ -9,12 +9,13 @@ Waits for a published version or a Hello; each starts a round if some receiver i
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from streamrl.config.weights import WeightSettings
+from streamrl.types import ValidationReport, ValidatorStatus
 from streamrl.weights.layout import Layout
 from streamrl.weights.rounds import Rounds
 from streamrl.weights.send_buffers import SendBuffers
@@ -49,6 +50,23 @@ class WeightSender:
     def publish(self) -> None:
         """From now on the newest snapshot is the version that receivers should have."""
         self._changed.set()
+
+    def handle_reports(self, on_report: Callable[[ValidationReport], None]) -> None:
+        """Call it with each report of a validation of this learner's versions, again with each
+        Hello of the validator."""
+        self._rounds.on_report = on_report
+
+    def send_last(self) -> None:
+        """The newest snapshot is the last version of the run, which validators get in any case."""
+        self._rounds.send_last()
+
+    def validators(self) -> dict[str, ValidatorStatus]:
+        """What each validator that is alive does, by its name."""
+        return self._rounds.validators()
+
+    def validating(self) -> dict[int, ValidatorStatus]:
+        """The versions of this learner that are being validated."""
+        return self._rounds.validating()
 
     def gauges(self) -> dict[str, float]:
         """Seconds of the last snapshot, and the gauges of `Rounds`."""

@@ -51,7 +51,7 @@ class SenderSocket:
         self,
         address: str,
         membership: Membership,
-        on_hello: Callable[[], None],
+        on_hello: Callable[[Hello], None],
         curve: Path | None = None,
     ) -> None:
         self._membership = membership
@@ -143,7 +143,7 @@ class SenderSocket:
             case Hello(receiver_id):
                 if not self._membership.on_hello(address, message):
                     self._expect_no_answer(receiver_id)
-                self._on_hello()
+                self._on_hello(message)
             case Leave(receiver_id):
                 if self._is_of(address, receiver_id):
                     self._membership.on_leave(receiver_id)

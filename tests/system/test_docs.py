@@ -37,6 +37,9 @@ RUN_BY = {
     "streamrl launch configs/quickstart.yaml --resume": "launch",
     "streamrl evaluate --config configs/quickstart.yaml": "launch",
     "streamrl report runs/quickstart": "launch",
+    "streamrl samples runs/quickstart --worst --limit 3": "launch",
+    "streamrl samples runs/quickstart --step 10-20 --max-reward 0.5 --grep 9": "launch",
+    "streamrl samples runs/quickstart --best --json": "launch",
     "streamrl export runs/quickstart --dtype bfloat16 --output quickstart-bf16": "launch",
     "streamrl buffer audit runs/quickstart": "launch",
     "streamrl status runs/quickstart": "status",
@@ -129,6 +132,7 @@ def test_a_launch_and_what_follows_it(monkeypatch: pytest.MonkeyPatch):
     assert "by position in the response" in output
     assert "\nin order\n" in output
     assert Path("runs/quickstart/report.png").exists()
+    assert "<h2>What the newest steps" in Path("runs/quickstart/report.html").read_text()
     assert Path("runs/quickstart/evaluation.json").exists()
     assert Path("quickstart-bf16/model.safetensors").exists()
 

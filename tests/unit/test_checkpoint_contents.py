@@ -87,3 +87,33 @@ def test_contents_without_the_model_are_refused(tmp_path, name):
 def test_an_evaluation_at_the_end_needs_the_model_in_the_last_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"contents has no hf_model: .* run\.evaluate=false"):
         make_run(tmp_path, checkpoint={"contents": ["model"]})
+
+
+def test_the_best_checkpoint_by_validation_is_kept_and_one_that_is_being_validated(tmp_path):
+    best_by = "validation/mean@1"
+    config = make_run(tmp_path, checkpoint={"keep": 1, "keep_best": 1})
+    checkpoint = config.learner.checkpoint.model_copy(update={"best_by": best_by})
+    learner = config.learner.model_copy(update={"checkpoint": checkpoint})
+    config = config.model_copy(update={"learner": learner})
+    validating = {30}
+    records = RunRecords(config, choose(config), lambda: validating)
+    records.begin()
+    trainer = make_trainer(config)
+    for version, mean in ((10, 0.2), (20, 0.1), (30, None), (40, None)):
+        records.save(trainer, LearnerState(version)).result()
+        if mean is not None:
+            records.log_validation(version, {best_by: mean})
+    assert names(config) == [f"step-{version:08d}" for version in (10, 30, 40)]
+    records.log_validation(30, {best_by: 0.9})
+    validating = set()
+    records.save(trainer, LearnerState(50)).result()
+    records.close()
+    assert names(config) == [f"step-{version:08d}" for version in (30, 50)]
+    again = RunRecords(config, choose(resumed_config(config)))
+    again.begin()
+    again.close()
+    assert again.validated[30] == {best_by: 0.9}
+
+
+def resumed_config(config):
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})

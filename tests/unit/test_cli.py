@@ -31,6 +31,7 @@ from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import Books, LearnerActivity, LearnerStatus
 from tests.checkpoints import write_checkpoint
+from tests.training import make_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -88,8 +89,11 @@ def test_import_and_help_cost_little_more_than_python_itself():
 
 
 GROUPS = {
-    "run": ["launch", "check", "buffer", "generator", "learner", "make-model", "new", "keys new"],
-    "look": ["status", "watch", "report", "generators", "buffer inspect"],
+    "run": [
+        *("launch", "check", "buffer", "generator", "learner", "validator"),
+        *("make-model", "new", "keys new"),
+    ],
+    "look": ["status", "watch", "report", "samples", "generators", "buffer inspect"],
     "operate": [
         *("generators cordon", "generators uncordon", "generators drain", "buffer drain"),
         *("export", "books"),
@@ -377,12 +381,15 @@ def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
 
 
 def test_the_report_is_drawn_from_the_metrics(tmp_path):
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl", first_step=1)
+    config = make_config(run={"folder": tmp_path, "name": "run"})
+    folder = config.run.path
+    tracker = JsonlTracker(folder / "metrics.jsonl", first_step=1)
     for line in LINES:
         tracker.log(line, int(line["step"]))
     tracker.close()
-    assert len(write_report(tmp_path)) == 30
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert len(write_report(config)) == 30
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert '<img src="report.png"' in (folder / "report.html").read_text()
 
 
 def test_a_sparkline_shows_the_shape():

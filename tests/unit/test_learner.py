@@ -19,9 +19,18 @@ from learners.parallel.lockstep import Lockstep
 from learners.parallel.ranks import Ranks
 from learners.session import LearnerSession, LearnerState
 from learners.trainer import Trainer
+from learners.validations import Validations
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, LostMemoryError
-from streamrl.types import BufferStats, GroupHeader, LearnerActivity, Loan, TrajectoryGroup
+from streamrl.types import (
+    BufferStats,
+    GroupHeader,
+    LearnerActivity,
+    Loan,
+    TrajectoryGroup,
+    ValidationReport,
+    ValidatorStatus,
+)
 from tests.training import make_config, make_groups, make_trainer
 from tests.unit.test_session import Reporter
 
@@ -85,9 +94,19 @@ class PartsBuffer(MemoryBuffer):
 class Sender:
     def __init__(self) -> None:
         self.versions: list[int] = []
+        self.is_last = False
 
     def snapshot(self, parameters: Mapping[str, torch.Tensor], policy_version: int) -> None:
         self.versions.append(policy_version)
+
+    def handle_reports(self, on_report: Callable[[ValidationReport], None]) -> None:
+        self.report = on_report
+
+    def validators(self) -> dict[str, ValidatorStatus]:
+        return {"validator": ValidatorStatus()}
+
+    def send_last(self) -> None:
+        self.is_last = True
 
     def publish(self) -> None:
         pass
@@ -106,6 +125,7 @@ class Records:
         self.is_full = False
         self.is_slow = False
         self.is_begun = False
+        self.validated: dict[int, dict[str, float]] = {}
         self.writing: list[Future[Path]] = []
 
     def begin(self) -> None:
@@ -115,6 +135,11 @@ class Records:
     def log(self, step: int, prompt_indices: Sequence[int], metrics: Mapping[str, Any]) -> None:
         assert self.is_begun
         self.lines.append({**metrics, "step": step})
+
+    def log_validation(self, policy_version: int, metrics: dict[str, float]) -> None:
+        assert self.is_begun
+        assert policy_version not in self.validated
+        self.validated = {**self.validated, policy_version: metrics}
 
     def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
         assert all(p.grad is None for p in trainer.policy.parameters().values())
@@ -155,9 +180,9 @@ class Run:
             save=self.records.save,
             snapshot=self.sender.snapshot,
         )
-        self.learner = Learner(
-            config, Lockstep(rank), session, self.sender, self.records, self.reporter
-        )
+        validations = Validations(config, self.sender, self.records, self.reporter)
+        both = (self.sender, self.records, self.reporter, validations)
+        self.learner = Learner(config, Lockstep(rank), session, *both)
         self.task = asyncio.create_task(self.learner.run())
 
     async def until_held(self, num_held: int | None, num_calls: int) -> None:

@@ -15,7 +15,7 @@ from learners import status_reporter as module
 from learners.status_reporter import StatusReporter
 from streamrl.cli.display.view import read_wait
 from streamrl.errors import TransportError
-from streamrl.types import BufferStats, LearnerActivity, TrajectoryGroup
+from streamrl.types import BufferStats, LearnerActivity, TrajectoryGroup, ValidatorStatus
 from tests.records import lease_one, make_group
 from tests.training import make_config
 
@@ -25,6 +25,9 @@ STALL_S = 0.05
 class Sender:
     def gauges(self) -> dict[str, float]:
         return {"num_receivers": 2.0}
+
+    def validating(self) -> dict[int, ValidatorStatus]:
+        return {20: ValidatorStatus(is_busy=True, num_done=3, num_prompts=32)}
 
     def behind(self) -> tuple[str, ...]:
         return ("gen-1",)

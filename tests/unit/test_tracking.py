@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,47 @@ def test_tensorboard_gets_every_scalar(tmp_path):
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["reward/mean"]
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.5), (2, 1.0)]
+
+
+FOUND = {"validation/mean@1": 0.75, "validation/policy_version": 4.0}
+ROWS = [{"step": 6, "prompt": "ask", "messages": [{"role": "assistant", "content": "reply"}]}]
+
+
+def test_tensorboard_has_validations_over_their_version_and_samples_as_a_table(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = open_trackers(make_config(tmp_path, tensorboard=True), first_step=1)
+    trackers.log({"reward/mean": 0.5}, 5)
+    trackers.log_validation(FOUND, 4)
+    trackers.log({"reward/mean": 0.5, **FOUND}, 6)
+    trackers.log_samples(ROWS, 6)
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    points = [(e.step, e.value) for e in events.Scalars("validation/mean@1")]
+    assert points == [(4, 0.75)]
+    (table,) = events.Tensors("samples/text_summary")
+    (text,) = table.tensor_proto.string_val
+    assert (table.step, text.count(b"reply"), len(text.splitlines())) == (6, 1, 3)
+
+
+def test_wandb_gets_a_validation_and_samples_without_another_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = make_config(tmp_path, wandb="offline", console=False)
+    trackers = open_trackers(config, first_step=1)
+    trackers.log({"reward/mean": 0.5}, 5)
+    trackers.log_validation(FOUND, 4)
+    trackers.log_samples(ROWS, 5)
+    trackers.log({"reward/mean": 0.75}, 6)
+    assert wandb.run.step == 6
+    trackers.close()
+    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    # wandb's own process may write the end of the file after `finish`.
+    deadline_s = time.monotonic() + 20
+    while b"validation/mean@1" not in file.read_bytes():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    tables = list((tmp_path / "run").glob("wandb/offline-run-*/files/media/table/samples*.json"))
+    assert [json.loads(path.read_text())["data"][0][1:3] for path in tables] == [["ask", "reply"]]
 
 
 def test_wandb_offline_writes_a_run_that_a_resume_goes_on_with(tmp_path, monkeypatch):

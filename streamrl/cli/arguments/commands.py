@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamrl.cli.arguments import options
+from streamrl.cli.arguments.sample_options import samples
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ _RUN = {
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
     "generator": Command("actors.daemon:main", "start one generator", options.generator),
     "learner": Command("learners.daemon:main", "start the learner", options.learner),
+    "validator": Command("actors.validation.daemon:main", "start the validator", options.config),
     "make-model": Command(
         "streamrl.cli.make_model:main",
         "make the small local model that model.recipe describes",
@@ -57,8 +59,13 @@ _LOOK = {
     ),
     "report": Command(
         "streamrl.cli.report:main",
-        "print the summary of a run folder and draw report.png",
+        "print the summary of a run folder, write report.html and draw report.png",
         options.run_folder,
+    ),
+    "samples": Command(
+        "streamrl.cli.samples.command:main",
+        "read what the policy wrote, and its rewards",
+        samples,
     ),
     "generators": Command(
         "streamrl.cli.generators:show",

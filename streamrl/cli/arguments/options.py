@@ -235,7 +235,7 @@ def score(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tokens-per-micro-batch",
-        type=_count,
+        type=count,
         default=8192,
         metavar="N",
         help="of one forward pass; default: 8192",
@@ -260,7 +260,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
         raise ArgumentTypeError(f"was {text!r}; it must be a whole number, 1 or more")

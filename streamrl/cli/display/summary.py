@@ -11,6 +11,7 @@ from streamrl.cli.display.numbers import duration, metric_mean, rate, reward_cha
 from streamrl.config import RunConfig
 from streamrl.run_folder import read_books, read_json, read_learner
 from streamrl.tracking.jsonl import read_metrics
+from streamrl.tracking.validation import best_of, read_validations
 
 
 def summary(config: RunConfig) -> Table:
@@ -18,19 +19,23 @@ def summary(config: RunConfig) -> Table:
     folder = config.run.path
     lines = read_metrics(folder / "metrics.jsonl")
     table = Table(title=f"{config.run.name}: summary", show_header=False)
-    for name, value in summary_rows(lines, folder):
+    for name, value in summary_rows(lines, folder, validation_text(config)):
         table.add_row(name, value)
     table.add_row("run folder", str(folder))
     return table
 
 
-def summary_rows(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[str, str]]:
+def summary_rows(
+    lines: Sequence[Mapping[str, Any]], folder: Path, validated: str = ""
+) -> list[tuple[str, str]]:
     """Name and value of each row; those that were not measured are left out."""
     if not lines:
         return [("steps", "0")]
     rows = [("steps", str(lines[-1]["step"]))]
     if change := reward_change(lines):
         rows.append(("training reward", change))
+    if validated:
+        rows.append(("validation", validated))
     if held_out := held_out_reward(folder):
         rows.append(("held-out reward", held_out))
     for label, name in (
@@ -53,6 +58,25 @@ def summary_rows(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple
     if learner is not None and learner.failures:
         rows.append(("failures", learner.failures))
     return [*rows, ("time of the steps", duration(steps_s(lines)))]
+
+
+def validation_text(config: RunConfig) -> str:
+    """Such as: mean@4 0.250 -> 0.344 (versions 0 and 40), best 0.375 of version 30; "" before the
+    first one."""
+    metric, best_is = config.validation.watched_metric, config.validation.best_is
+    validated = read_validations(config.run.path)
+    known = {version: m[metric] for version, m in validated.items() if m.get(metric) is not None}
+    best = best_of(validated, metric, best_is)
+    if best is None:
+        return ""
+    first, last = min(known), max(known)
+    name = metric.removeprefix("validation/")
+    if first == last:
+        return f"{name} {known[first]:.3f} (version {first})"
+    return (
+        f"{name} {known[first]:.3f} -> {known[last]:.3f} (versions {first} and {last}), best "
+        f"{best.value:.3f} of version {best.policy_version}"
+    )
 
 
 def held_out_reward(folder: Path) -> str:

@@ -6,11 +6,13 @@ Reads the run folder and the children's states only, so it follows any run and d
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -22,18 +24,23 @@ from streamrl.cli.display.numbers import (
     sparkline,
     wait_shares,
 )
-from streamrl.cli.display.summary import held_out_reward
+from streamrl.cli.display.summary import held_out_reward, validation_text
 from streamrl.cli.processes.child import Child
+from streamrl.cli.samples.render import rendered
 from streamrl.config import RunConfig
 from streamrl.diagnosis.outcome import age
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.run_folder import read_learner
+from streamrl.samples.files import newest_first
 from streamrl.tracking.followed import FollowedMetrics
 from streamrl.types import LearnerActivity, LearnerStatus
 
 REFRESH_S = 0.5
 _RECENT = 20
 _LINE_S = 5.0
+_SAMPLE_S = 4.0
+_NUM_SIBLINGS = 8
+_SAMPLE_CHARACTERS = 600
 
 
 class ProgressView:
@@ -124,12 +131,12 @@ def read_wait(folder: Path) -> str:
 
 
 def notes(folder: Path) -> list[str]:
-    """That the learner is silent, or what it waits for, and the groups that failed; a sentence
-    each."""
+    """That the learner is silent, or what it waits for, what is being validated, and the groups
+    that failed; a sentence each."""
     learner = read_learner(folder)
     if learner is None:
         return []
-    sentences = (_silence(learner), read_wait(folder), learner.failures)
+    sentences = (_silence(learner), read_wait(folder), learner.validating, learner.failures)
     return [sentence for sentence in sentences if sentence]
 
 
@@ -154,7 +161,7 @@ def render(
     rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
     title = headline(config, lines) if lines else "starting: waiting for the first step"
     texts = [*notes(config.run.path), *_reward_texts(config, lines, rewards)]
-    return Group(Text(title, style="bold"), *map(Text, texts), table)
+    return Group(Text(title, style="bold"), *map(Text, texts), table, *_sample(config.run.path))
 
 
 def _reward_texts(
@@ -163,8 +170,20 @@ def _reward_texts(
     if rewards:
         yield f"training reward {reward_change(lines)}"
         yield sparkline(rewards)
+    if validated := validation_text(config):
+        yield f"validation {validated}"
     if held_out := held_out_reward(config.run.path):
         yield f"held-out reward {held_out}"
+
+
+def _sample(folder: Path) -> Iterator[Panel]:
+    """One of the siblings that the newest step with samples has trained; another one every
+    _SAMPLE_S."""
+    newest = list(islice(newest_first(folder), _NUM_SIBLINGS))
+    siblings = [sample for sample in newest if sample.step == newest[0].step]
+    if siblings:
+        turn = int(time.monotonic() / _SAMPLE_S) % len(siblings)
+        yield rendered(siblings[turn], _SAMPLE_CHARACTERS)
 
 
 def _role_cells(

@@ -47,7 +47,7 @@ def check_user_code(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_prompts(config: RunConfig) -> Iterator[Finding]:
-    """The prompts of training, those held out if the run ends with an evaluation, the template."""
+    """The prompts of training, those held out if they are scored, the template."""
     template = config.data.chat_template
     if isinstance(template, Path):
         yield from refusal(partial(_read, "data.chat_template", template))
@@ -72,7 +72,7 @@ def _check_source(config: RunConfig) -> Iterator[Finding]:
         yield from _check_gym(data.source.removeprefix(_GYM))
         return
     yield from _check_training(config)
-    if config.run.evaluate:
+    if config.run.evaluate or config.validation.every:
         yield from _check_held_out(config)
 
 
@@ -110,7 +110,8 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
     try:
         held_out = open_held_out(config.data)
     except ConfigError as error:
-        hint = "; or set run.evaluate: false" if config.data.eval_source is None else ""
+        off = "validation.every: 0" if config.validation.every else "run.evaluate: false"
+        hint = f"; or set {off}" if config.data.eval_source is None else ""
         yield problem(f"{error}{hint}")
         return
     num_sources = len(config.data.eval_sources or config.data.sources)

@@ -24,7 +24,8 @@ class Child:
     """One daemon of the launch; `arguments` follow `streamrl` on its command line.
 
     `read_step` returns the newest step of the run, `notify` gets a sentence for each restart;
-    `num_sharing` is the number of processes that compute on this machine at once.
+    `num_sharing` is the number of processes that compute on this machine at once. The run goes on
+    without a child that `is_optional`.
     """
 
     role: str
@@ -35,6 +36,7 @@ class Child:
     read_step: Callable[[], int]
     notify: Callable[[str], None]
     num_sharing: int = 1
+    is_optional: bool = False
     process: asyncio.subprocess.Process | None = None
     num_restarts: int = 0
     state: str = "starting"
@@ -53,7 +55,13 @@ class Child:
                 self._log(sentence_of(code, record))
             if code == 0 or self.stopping.is_set():
                 return code
-            delay_s = self._delay_s(code, record)
+            try:
+                delay_s = self._delay_s(code, record)
+            except StreamRLError as error:
+                if not self.is_optional:
+                    raise
+                self.notify(f"{error}; the run goes on without it")
+                return code
             self.num_restarts += 1
             self.state = f"restart {self.num_restarts}"
             self.notify(f"{self.role}: {sentence_of(code, record)}; started again in {delay_s:g} s")

@@ -65,7 +65,9 @@ def make_children(config: RunConfig, *, resume: bool, notify: Callable[[str], No
         step: int = read_last(config.run.path / TRAINED_FILE).get("step", 0)
         return step
 
-    def child(role: str, *arguments: str, on_restart: tuple[str, ...] = ()) -> Child:
+    def child(
+        role: str, *arguments: str, on_restart: tuple[str, ...] = (), is_optional: bool = False
+    ) -> Child:
         return Child(
             role,
             arguments,
@@ -74,7 +76,8 @@ def make_children(config: RunConfig, *, resume: bool, notify: Callable[[str], No
             RestartBudget(config.run, read_step()),
             read_step,
             notify,
-            num_sharing=1 + config.generator.count,
+            num_sharing=1 + config.generator.count + bool(config.validation.every),
+            is_optional=is_optional,
         )
 
     learner = ("learner", *given, *(["--resume"] if resume else []))
@@ -84,6 +87,11 @@ def make_children(config: RunConfig, *, resume: bool, notify: Callable[[str], No
         *(
             child(f"generator-{i}", "generator", *given, "--id", f"generator-{i}")
             for i in range(config.generator.count)
+        ),
+        *(
+            [child("validator", "validator", *given, is_optional=True)]
+            if config.validation.every
+            else []
         ),
     ]
 

@@ -7,7 +7,14 @@ them all, so a person reads every sentence at once.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streamrl.config.contradictions import daemons, environments, episodes, sizes, training
+from streamrl.config.contradictions import (
+    daemons,
+    environments,
+    episodes,
+    sizes,
+    training,
+    validation,
+)
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
@@ -37,6 +44,13 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     episodes.turn_deadline_after_that_of_the_episode,
     episodes.group_beyond_what_may_be_in_flight,
     episodes.truncated_of_nothing,
+    validation.alike_samples,
+    validation.never_published,
+    validation.more_prompts_than_held_out,
+    validation.bad_generator,
+    validation.early_stop_without_validation,
+    validation.best_without_validation,
+    validation.agents_of_others,
     environments.environment_twice,
     environments.one_name_for_two,
     environments.agent_of_no_environment,

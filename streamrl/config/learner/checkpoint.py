@@ -18,7 +18,8 @@ class CheckpointSettings(Section):
     keep_best: NotNegative = 0
     """Complete checkpoints kept besides them, those with the best mean of `best_by`."""
     best_by: str = "reward/mean"
-    """Metric of `metrics.jsonl`; its mean over the steps since the checkpoint before counts."""
+    """Metric of `metrics.jsonl`, whose mean over the steps since the checkpoint before counts; or
+    one of a validation, such as validation/mean@1, of the checkpoint's own version."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which mean of `best_by` is the best."""
     contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = (
@@ -32,6 +33,11 @@ class CheckpointSettings(Section):
     load_contents: tuple[Literal["model", "optimizer", "extra"], ...] | None = None
     """What is loaded of the checkpoint that the run goes on from; null is all that `contents`
     names."""
+
+    @property
+    def is_best_validated(self) -> bool:
+        """Whether `best_by` is what validations find."""
+        return self.best_by.startswith("validation/")
 
     @property
     def loaded(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.errors import WeightTransferError
+from streamrl.types import ValidatorStatus
 from streamrl.weights import membership as module
 from streamrl.weights.membership import ALIVE_S, FREE_MISSES, MAX_WAIT_S, Membership, Peer
 from streamrl.weights.protocol import NO_LEARNER, Hello
@@ -143,3 +144,41 @@ def test_who_misses_update_after_update_is_asked_less_and_less_often():
     assert waits_s() == 0
     made.on_failed("a")
     assert waits_s() == 2.0
+
+
+def validator(policy_version: int, learner_id: str, **status: object) -> Hello:
+    return replace(
+        hello("v"),
+        policy_version=policy_version,
+        learner_id=learner_id,
+        validator=ValidatorStatus(**status),
+    )
+
+
+def wants(made: Membership, said: Hello, version: int) -> bool:
+    made.on_hello(b"v", said)
+    return bool(made.outdated(version))
+
+
+def test_a_validator_is_sent_the_version_that_it_wants_next_and_none_while_it_is_busy():
+    made, _, _ = membership()
+    said = validator(10, "h", next_version=20)
+    assert not wants(made, said, 19)
+    assert wants(made, said, 20)
+    assert wants(made, said, 21), "20 may have been replaced before it could be sent"
+    assert not wants(made, validator(10, "h", next_version=20, is_busy=True), 20)
+    assert not wants(made, validator(0, NO_LEARNER, next_version=10), 0)
+    assert not wants(made, validator(0, "", next_version=10), 9)
+    resumed = validator(30, "of another learner", next_version=40)
+    assert wants(made, resumed, 25), "its version 30 is not that of this learner"
+    made.is_last_version = True
+    assert wants(made, said, 19), "the last version of a run comes when it comes"
+
+
+def test_a_validator_that_has_loaded_a_version_is_asked_nothing_until_it_says_so():
+    made, _, _ = membership()
+    made.on_hello(b"v", validator(0, NO_LEARNER, next_version=0))
+    made.on_loaded("v", 0)
+    assert made.outdated(7) == []
+    made.on_hello(b"v", validator(0, "h", next_version=5))
+    assert [peer.name for peer in made.outdated(7)] == ["v"]

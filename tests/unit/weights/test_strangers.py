@@ -203,7 +203,7 @@ async def test_off_loopback_both_ends_need_keys():
         "with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
     )
     with pytest.raises(ConfigError, match=expected):
-        SenderSocket("tcp://0.0.0.0:29677", Membership("h"), on_hello=lambda: None)
+        SenderSocket("tcp://0.0.0.0:29677", Membership("h"), on_hello=lambda _: None)
     with pytest.raises(ConfigError, match=expected):
         WeightReceiver("tcp://10.0.0.1:5", "a", Generator("tcp://127.0.0.1:9", "b").load)
 

@@ -1,0 +1,1 @@
+"""Validation: versions of the policy are scored on held-out prompts while a run trains."""

@@ -1,0 +1,94 @@
+"""Samples of what each step has trained on, for people to read: `samples.jsonl` and tables.
+
+Invariant: neither a step nor a checkpoint waits for it: texts are decoded and written in a thread
+of its own, and where that is behind, or the disk is full, a step has no samples.
+"""
+
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+from msgspec import Struct
+
+from streamrl.config import RunConfig
+from streamrl.samples import ImportanceWeights, Sample, sample_of
+from streamrl.samples.decoding import open_decoder
+from streamrl.samples.files import SampleFile
+from streamrl.samples.record import Decode, as_json
+from streamrl.types import TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 4
+LogTable: TypeAlias = Callable[[Sequence[Mapping[str, Any]], int], None]
+
+
+class StepSamples(Struct, frozen=True):
+    """Groups that the step after `policy_version` has trained; `weights` by (group, trajectory)."""
+
+    policy_version: int
+    groups: Sequence[TrajectoryGroup]
+    weights: Mapping[tuple[int, int], ImportanceWeights]
+
+
+class SampleWriter:
+    """Of one learner that continues from a version; `log_table` shows samples elsewhere."""
+
+    def __init__(self, config: RunConfig, policy_version: int, log_table: LogTable) -> None:
+        self._settings = config.tracking.samples
+        self._model = config.model
+        self._path = config.run.path
+        self._first_step = policy_version + 1
+        self._log_table = log_table
+        self._file: SampleFile | None = None
+        self._decode: Decode | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samples")
+        self._waiting: tuple[Future[None], ...] = ()
+
+    def add(self, step: StepSamples) -> None:
+        """Called in the compute thread; does not wait."""
+        self._waiting = tuple(future for future in self._waiting if not future.done())
+        if self._settings.num_groups and len(self._waiting) < MOST_WAITING:
+            self._waiting = (*self._waiting, self._thread.submit(self._write, step))
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._thread.shutdown()
+
+    def _write(self, step: StepSamples) -> None:
+        """A failure costs the samples of the step, and is logged once in a row."""
+        number = step.policy_version + 1
+        try:
+            if self._decode is None or self._file is None:
+                self._decode = open_decoder(self._model)
+                num_bytes = self._settings.max_bytes
+                self._file = SampleFile(self._path, self._first_step, num_bytes)
+            samples = self._samples(step, self._decode)
+            self._file.append(samples)
+        except (OSError, ValueError) as error:
+            log.warning("step %d has no samples: %s", number, error)
+            return
+        if number % self._settings.table_every == 0:
+            self._log_table([as_json(sample) for sample in samples], number)
+
+    def _samples(self, step: StepSamples, decode: Decode) -> list[Sample]:
+        """Of groups drawn by the step's number."""
+        num_groups = min(self._settings.num_groups, len(step.groups))
+        numbers = random.Random(step.policy_version).sample(range(len(step.groups)), num_groups)
+        return [
+            sample_of(
+                trajectory,
+                decode,
+                step=step.policy_version + 1,
+                prompt_index=step.groups[i].prompt_index,
+                sibling=(step.groups[i].episode_indices or range(j + 1))[j],
+                environment=step.groups[i].environment,
+                staleness=abs(step.policy_version - (trajectory.oldest_version or 0)),
+                importance_weights=step.weights.get((i, j)),
+            )
+            for i in sorted(numbers)
+            for j, trajectory in enumerate(step.groups[i].trajectories)
+            if trajectory.oldest_version is not None
+        ]

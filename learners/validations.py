@@ -1,0 +1,129 @@
+"""What validators report to the learner: recorded once for each version, and the early stop by it.
+
+The weight sender calls `on_report` with each report, again with each Hello; the learner's loop asks
+for `stop_reason` and, at its end, waits for the last version's validation.
+Invariant: a step waits for no validation.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+
+from learners.checkpoints.records import RunRecords
+from learners.status_reporter import StatusReporter
+from streamrl.config import RunConfig
+from streamrl.config.validation import ValidationSettings
+from streamrl.errors import did_you_mean
+from streamrl.tracking.validation import VERSION, Best, best_of
+from streamrl.types import LearnerActivity, ValidationReport
+from streamrl.weights.sender import WeightSender
+
+log = logging.getLogger(__name__)
+
+ABSENT_S = 60.0
+POLL_S = 0.5
+
+
+class Validations:
+    """Of one learner; `records` keep the reports."""
+
+    def __init__(
+        self, config: RunConfig, sender: WeightSender, records: RunRecords, reporter: StatusReporter
+    ) -> None:
+        self._settings = config.validation
+        self._max_steps = config.run.max_steps
+        self._sender = sender
+        self._records = records
+        self._reporter = reporter
+        self._new: Mapping[str, float] = {}
+        self._changed = asyncio.Event()
+
+    def begin(self) -> None:
+        """Take reports from now on: the records of the run have begun."""
+        self._sender.handle_reports(self.on_report)
+
+    def on_report(self, report: ValidationReport) -> None:
+        """Record it, unless its version has been validated before."""
+        version, recorded = report.policy_version, self._records.validated
+        if version in recorded:
+            return
+        every = self._settings.every
+        metrics = {
+            **dict(report.metrics),
+            VERSION: float(version),
+            "validation/num_missed": float(num_missed({*recorded, version}, every)),
+        }
+        if (watched := self._settings.watched_metric) not in metrics:
+            hint = did_you_mean(watched, metrics)
+            log.warning("validation.metric: there is no %r; %s", watched, hint)
+        self._records.log_validation(version, metrics)
+        self._new = metrics
+        self._changed.set()
+
+    def take(self) -> Mapping[str, float]:
+        """What was reported since the last call, for the line of a step."""
+        new, self._new = self._new, {}
+        return new
+
+    def stop_reason(self, policy_version: int) -> str:
+        """Why the run ends at this version, as a sentence; "" if it goes on."""
+        patience = self._settings.early_stop.patience
+        best = _best(self._records.validated, self._settings)
+        if not patience or best is None or best.num_since < patience:
+            return ""
+        return (
+            f"stopped early at version {policy_version} of {self._max_steps}: "
+            f"{self._settings.watched_metric} has not become better than {best.value:.4g}, that of "
+            f"version {best.policy_version}, in {best.num_since} validations"
+        )
+
+    async def finish(self, policy_version: int, stopping: asyncio.Event) -> None:
+        """Have the last version of the run validated.
+
+        Waits for the report, `validation.end_wait_s` at most, and ABSENT_S for a validator to
+        appear; unblocked by `stopping`, too.
+        """
+        if not self._settings.needs_last_version:
+            return
+        self._reporter.set_activity(LearnerActivity.VALIDATING)
+        start_s = seen_s = time.monotonic()
+        while policy_version not in self._records.validated and not stopping.is_set():
+            now_s = time.monotonic()
+            seen_s = now_s if self._sender.validators() else seen_s
+            if reason := _gave_up(self._settings, now_s - start_s, now_s - seen_s):
+                log.warning("the last version, %d, is not validated: %s", policy_version, reason)
+                return
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._changed.wait()
+
+
+def num_missed(validated: set[int], every: int) -> int:
+    """Versions due since the first validation that got none: of each interval of `every` versions
+    one is due, the first that reaches a validator.
+
+    >>> num_missed({0, 10, 31}, 10)
+    1
+    """
+    intervals = {version // every for version in validated}
+    return max(intervals) + 1 - min(intervals) - len(intervals)
+
+
+def _best(
+    validated: Mapping[int, Mapping[str, float]], settings: ValidationSettings
+) -> Best | None:
+    return best_of(
+        validated,
+        settings.watched_metric,
+        settings.best_is,
+        min_improvement=settings.early_stop.min_improvement,
+    )
+
+
+def _gave_up(settings: ValidationSettings, waited_s: float, absent_s: float) -> str:
+    if waited_s >= settings.end_wait_s:
+        return f"it took longer than validation.end_wait_s ({settings.end_wait_s:g} s)"
+    return f"no validator has reported for {absent_s:.0f} s" if absent_s >= ABSENT_S else ""

@@ -1,0 +1,1 @@
+"""`streamrl samples`: what the policy writes, sample by sample."""

@@ -1,0 +1,99 @@
+"""`validation`: when a version is validated, how it is sampled, and what the run does by it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from streamrl.config.generator import GeneratorSettings
+from streamrl.config.numbers import NotNegative, Positive, Seconds
+from streamrl.config.section import Section
+
+_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "num_samples")
+
+
+class EarlyStopSettings(Section):
+    """When a run ends because its validations do not get better."""
+
+    patience: NotNegative = 0
+    """Validations in a row without a better one that end the run; 0 ends it never."""
+    min_improvement: Annotated[float, Field(ge=0)] = 0.0
+    """A validation is better if `validation.metric` exceeds the best one by more than this."""
+
+
+class ValidationSettings(Section):
+    """A process of its own, the validator, scores versions of the policy on held-out prompts
+    (`data.eval_source`); neither generators nor learner wait for it."""
+
+    every: NotNegative = 0
+    """Versions between two validations; 0 validates none."""
+    at_start: bool = True
+    """Whether the version that the run begins with is validated."""
+    at_end: bool = True
+    """Whether the last version is validated; the learner waits for that."""
+    end_wait_s: Seconds = 1800.0
+    """Longest wait for the validation of the last version."""
+    num_samples: Positive = 1
+    """Responses to each prompt: the k of mean@k, pass@k and majority@k."""
+    num_prompts: Positive | None = None
+    """Held-out prompts that are used, the first ones; unset: `data.num_eval_prompts`."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass; 1 is unrestricted."""
+    top_k: NotNegative = 0
+    """Sample among the k likeliest tokens; 0 is unrestricted."""
+    max_new_tokens: Positive | None = None
+    """Longest completion, in tokens; unset: `generator.max_new_tokens`."""
+    pass_reward: float = 1.0
+    """A response with this reward or more passes, for pass@k."""
+    generator: dict[str, Any] = Field(default_factory=dict)
+    """Settings of `generator` that differ for the validator's engine, such as
+    {device: "cuda:1", max_num_seqs: 32}."""
+    keep: Positive = 20
+    """Newest validations of which the responses are kept, in validation/."""
+    metric: str | None = None
+    """What `early_stop` compares; unset: the mean reward, validation/mean@k."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of `metric` is the best."""
+    early_stop: EarlyStopSettings = EarlyStopSettings()
+    """When the run ends before its last step."""
+
+    @property
+    def needs_last_version(self) -> bool:
+        """Whether the last version of the run is validated."""
+        return bool(self.every) and self.at_end
+
+    @property
+    def watched_metric(self) -> str:
+        """What `metric` means."""
+        return self.metric or f"validation/mean@{self.num_samples}"
+
+    def engine_settings(self, generator: GeneratorSettings) -> GeneratorSettings:
+        """`generator`, as the validator's engine and sampling have it.
+
+        Raises:
+            ValidationError: `validation.generator` names no setting of it, or one with a bad value.
+        """
+        given = _merged(generator.model_dump(exclude_unset=True), self.generator)
+        sampling = {
+            "group_size": self.num_samples,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        if self.max_new_tokens is not None:
+            sampling["max_new_tokens"] = self.max_new_tokens
+        return GeneratorSettings.model_validate({**given, **sampling})
+
+    @property
+    def sampling_in_generator(self) -> tuple[str, ...]:
+        """Settings of this section that stand in `validation.generator`, where they do nothing."""
+        return tuple(name for name in (*_SAMPLING, "group_size") if name in self.generator)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """The settings of both; those above win, section by section."""
+    both = {**below, **above}
+    shared = [name for name in above if isinstance(below.get(name), dict)]
+    inner = {n: _merged(below[n], above[n]) for n in shared if isinstance(above[n], dict)}
+    return {**both, **inner}

@@ -1,0 +1,132 @@
+"""Files of samples: JSON Lines that a crash leaves readable.
+
+samples.jsonl                 of a few groups of each step; samples.1.jsonl what came before it
+validation/00000020.jsonl     the responses of the validation of version 20, written whole
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from streamrl.durable_files import write_file
+from streamrl.samples.record import Sample, as_json
+
+SAMPLES_FILE = "samples.jsonl"
+OLDER_FILE = "samples.1.jsonl"
+VALIDATION_FOLDER = "validation"
+BLOCK_BYTES = 2**18
+
+
+class SampleFile:
+    """Appends to `samples.jsonl`, after it has removed the samples of `first_step` and later.
+
+    Past half of `max_bytes` the file becomes `samples.1.jsonl`, in place of the one before.
+    """
+
+    def __init__(self, run: Path, first_step: int, max_bytes: int) -> None:
+        self._path, self._older = run / SAMPLES_FILE, run / OLDER_FILE
+        self._max_bytes = max_bytes // 2
+        for path in (self._path, self._older):
+            _keep_before(path, first_step)
+
+    def append(self, samples: Iterable[Sample]) -> None:
+        """
+        Raises:
+            OSError: they are not written, and the file is as it was.
+        """
+        data = text_of(samples).encode(errors="replace")
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size and size + len(data) > self._max_bytes:
+            self._path.replace(self._older)
+            size = 0
+        with self._path.open("ab", buffering=0) as file:
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(f"{self._path}: the disk is full")
+            except OSError:
+                file.truncate(size)
+                raise
+
+
+def text_of(samples: Iterable[Sample]) -> str:
+    """A line for each."""
+    return "".join(json.dumps(as_json(s), ensure_ascii=False) + "\n" for s in samples)
+
+
+def write_validation(run: Path, policy_version: int, samples: Sequence[Sample], keep: int) -> Path:
+    """The file of this validation; the oldest beyond `keep` are deleted.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = run / VALIDATION_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = validation_file(run, policy_version)
+    write_file(path, text_of(samples))
+    for older in validation_files(run)[:-keep]:
+        older.unlink(missing_ok=True)
+    return path
+
+
+def validation_file(run: Path, policy_version: int) -> Path:
+    return run / VALIDATION_FOLDER / f"{policy_version:08d}.jsonl"
+
+
+def validation_files(run: Path) -> list[Path]:
+    """Those that there are, oldest version first."""
+    return sorted((run / VALIDATION_FOLDER).glob("[0-9]*.jsonl"))
+
+
+def newest_first(run: Path) -> Iterator[Sample]:
+    """The samples of a run's steps. Reads the files from their end, a block at a time."""
+    for path in (run / SAMPLES_FILE, run / OLDER_FILE):
+        for line in _lines_backwards(path):
+            if (sample := _parsed(line)) is not None:
+                yield sample
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """The whole lines, last first."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        end, rest = file.seek(0, os.SEEK_END), b""
+        while end > 0:
+            begin = max(0, end - BLOCK_BYTES)
+            file.seek(begin)
+            first, *lines = (file.read(end - begin) + rest).split(b"\n")
+            yield from reversed(lines)
+            end, rest = begin, first
+        yield rest
+
+
+def _keep_before(path: Path, first_step: int) -> None:
+    """Rewrite the file without later steps, if it has any."""
+    kept = [sample for sample in read_samples(path) if sample.step < first_step]
+    num_lines = path.read_bytes().count(b"\n") if path.exists() else 0
+    if len(kept) < num_lines:
+        write_file(path, text_of(kept))
+
+
+def read_samples(path: Path) -> Iterator[Sample]:
+    """The samples of a file, in its order; a line that was cut off or is damaged is left out."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            if (sample := _parsed(line)) is not None:
+                yield sample
+
+
+def _parsed(line: bytes) -> Sample | None:
+    try:
+        return msgspec.json.decode(line, type=Sample)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,97 @@
+"""One trajectory as text: its prompt, what the policy wrote, and what came in between.
+
+Invariant: the text is that of the very tokens that the engine read and sampled, special ones
+included, so a template that went wrong is seen.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from msgspec import Struct, structs
+
+from streamrl.types import Trajectory
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+POLICY, ENVIRONMENT = "assistant", "environment"
+
+
+class Message(Struct, frozen=True):
+    """Consecutive tokens of one origin: `role` is `assistant` or `environment`."""
+
+    role: str
+    content: str
+
+
+class ImportanceWeights(Struct, frozen=True):
+    """Of a trajectory's response tokens, as the loss has used them."""
+
+    mean: float
+    min: float
+    max: float
+
+
+class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of `samples.jsonl` or of a validation's file.
+
+    `step` is the step that trained it, or the version that was validated. `version` is the oldest
+    one that sampled a token, `newest_version` the newest. `sibling` is its place in its group.
+    """
+
+    step: int
+    prompt_index: int
+    sibling: int
+    environment: str
+    prompt: str
+    messages: tuple[Message, ...]
+    reward: float
+    finish_reason: str
+    num_response_tokens: int
+    version: int
+    newest_version: int
+    staleness: int | None = None
+    importance_weights: ImportanceWeights | None = None
+    data_source: str = ""
+    answer: str = ""
+    """The reference answer, where it is known."""
+
+    @property
+    def response(self) -> str:
+        """All that the policy wrote."""
+        return "\n".join(m.content for m in self.messages if m.role == POLICY)
+
+
+def sample_of(trajectory: Trajectory, decode: Decode, **facts: Any) -> Sample:
+    """The sample of a trajectory with at least one response token; `facts` are the other fields."""
+    spans = list(_spans(trajectory))
+    prompt, rest = ((), spans) if spans[0][0] == POLICY else (spans[0][1], spans[1:])
+    versions = trajectory.policy_versions[trajectory.response_mask]
+    return Sample(
+        prompt=decode(prompt),
+        messages=tuple(Message(role, decode(ids)) for role, ids in rest),
+        reward=trajectory.reward,
+        finish_reason=str(trajectory.finish_reason),
+        num_response_tokens=trajectory.num_response_tokens,
+        version=int(versions.min(initial=2**31 - 1)),
+        newest_version=int(versions.max(initial=0)),
+        **facts,
+    )
+
+
+def as_json(sample: Sample) -> dict[str, Any]:
+    """Of plain types, without what is not known."""
+    plain: dict[str, Any] = structs.asdict(sample)
+    messages = [structs.asdict(message) for message in sample.messages]
+    weights = sample.importance_weights and structs.asdict(sample.importance_weights)
+    both = {**plain, "messages": messages, "importance_weights": weights}
+    return {name: value for name, value in both.items() if value not in (None, "")}
+
+
+def _spans(trajectory: Trajectory) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Role and token ids of each message, in their order."""
+    mask = trajectory.response_mask
+    starts = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+    for start, end in itertools.pairwise(starts):
+        ids = tuple(trajectory.token_ids[start:end].tolist())
+        yield (POLICY if mask[start] else ENVIRONMENT), ids

@@ -1,0 +1,52 @@
+"""Versions are validated while a run trains; a validator that is killed costs a validation."""
+
+import re
+import signal
+
+from streamrl.samples.files import read_samples, validation_files
+from streamrl.tracking.validation import read_validations
+
+REWARD = """
+import sys, time
+
+def score(episodes):
+    time.sleep(0.2 if "validator" in sys.argv else 0.5)
+    return [float(e.response.strip() == e.prompt.answer) for e in episodes]
+"""
+BEGUN = re.compile(r"validating version ([1-9]\d*) on 32 prompts")
+
+
+def test_a_killed_validator_delays_nobody_and_the_last_version_is_validated(launch, tmp_path):
+    reward = tmp_path / "slow.py"
+    reward.write_text(REWARD)
+    settings = (
+        f"data.reward={reward}:score",
+        "validation.every=4",
+        "validation.num_samples=4",
+        "validation.temperature=0.8",
+        "learner.checkpoint.keep_best=1",
+        "learner.checkpoint.every=2",
+        "learner.checkpoint.best_by=validation/mean@4",
+    )
+    run = launch(*(word for setting in settings for word in ("--set", setting)))
+    run.until(lambda: BEGUN.search(run.log("validator")) is not None)
+    validator = run.child("validator")
+    validator.send_signal(signal.SIGKILL)
+    (interrupted,) = map(int, BEGUN.findall(run.log("validator")))
+    assert f"version {interrupted}: mean@4" not in run.log("validator")
+    assert run.end() == 0, run.log("learner")
+    assert "validator: was killed by SIGKILL" in run.output
+    assert [line["step"] for line in run.lines] == list(range(1, 13))
+    assert run.books["balanced"]
+    validated = read_validations(run.folder)
+    assert {0, 12} <= validated.keys()
+    assert all(found["validation/num_prompts"] == 32 for found in validated.values())
+    files = validation_files(run.folder)
+    assert [int(file.stem) for file in files] == sorted(validated)
+    for file in files:
+        samples = list(read_samples(file))
+        assert len(samples) == 32 * 4
+        assert {(s.version, s.newest_version) for s in samples} == {(int(file.stem),) * 2}
+        mean = sum(sample.reward for sample in samples) / len(samples)
+        assert abs(mean - validated[int(file.stem)]["validation/mean@4"]) < 1e-6
+    assert "the run is over" in run.log("validator")

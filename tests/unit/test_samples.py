@@ -1,0 +1,248 @@
+"""Samples: the text of the tokens that were trained, kept within bounds, safe to read."""
+
+import io
+import json
+import threading
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from learners.samples import MOST_WAITING, SampleWriter, StepSamples
+from streamrl.cli.display.page import write_page
+from streamrl.cli.main import main
+from streamrl.cli.samples.render import rendered
+from streamrl.config import to_yaml
+from streamrl.samples import ImportanceWeights, Message, Sample, sample_of
+from streamrl.samples.choose import Choice
+from streamrl.samples.files import SampleFile, newest_first, read_samples, write_validation
+from streamrl.samples.text import printable
+from streamrl.tracking.tables import COLUMNS, markdown_table, rows
+from streamrl.types import FinishReason, Trajectory
+from tests.training import make_config, make_groups
+
+NASTY = "\x1b]0;title\x07\x1b[2J \u202e <script>alert(1)</script> [bold]| a\r\n`b` \x9b31m"
+
+
+def letters(token_ids) -> str:
+    return "".join(chr(96 + token) for token in token_ids)
+
+
+def make_trajectory(*spans: tuple[bool, str]) -> Trajectory:
+    mask = np.concatenate([np.full(len(text), sampled) for sampled, text in spans])
+    ids = [ord(letter) - 96 for _, text in spans for letter in text]
+    return Trajectory(
+        token_ids=np.array(ids, np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.zeros(len(mask), np.float32),
+        policy_versions=np.where(mask, 5 + np.arange(len(mask)), -1).astype(np.int32),
+        reward=0.5,
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def make_sample(step: int = 1, reward: float = 0.0, text: str = "reply", **facts: object) -> Sample:
+    return Sample(
+        **{
+            "step": step,
+            "prompt_index": 3,
+            "sibling": 0,
+            "environment": "single_turn",
+            "prompt": "question",
+            "messages": (Message("assistant", text),),
+            "reward": reward,
+            "finish_reason": "stop",
+            "num_response_tokens": 2,
+            "version": 0,
+            "newest_version": 0,
+            **facts,
+        }
+    )
+
+
+def make_run(tmp_path):
+    config = make_config(run={"folder": tmp_path, "name": "run"})
+    config.run.path.mkdir()
+    (config.run.path / "config.yaml").write_text(to_yaml(config))
+    return config
+
+
+def test_a_sample_says_who_wrote_what_in_the_order_of_the_tokens():
+    trajectory = make_trajectory((False, "ask"), (True, "call"), (False, "result"), (True, "end"))
+    sample = sample_of(
+        trajectory, letters, step=9, prompt_index=1, sibling=2, environment="calculator"
+    )
+    assert sample.prompt == "ask"
+    assert [(m.role, m.content) for m in sample.messages] == [
+        ("assistant", "call"),
+        ("environment", "result"),
+        ("assistant", "end"),
+    ]
+    assert (sample.version, sample.newest_version, sample.num_response_tokens) == (8, 20, 7)
+    assert sample.response == "call\nend"
+
+
+def test_control_characters_reach_no_terminal_and_no_markup_is_obeyed():
+    assert printable("a\tb\n\x1b[31m\x9b\u202e") == "a\tb\n\\x1b[31m\\x9b\\u202e"
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, color_system=None, width=200)
+    sample = make_sample(text=NASTY, environment=NASTY, answer=NASTY, prompt=NASTY)
+    console.print(rendered(sample, 500))
+    shown = output.getvalue()
+    assert "[bold]" in shown
+    assert {c for c in shown if ord(c) < 32 or 126 < ord(c) < 160} == {"\n"}
+    assert "\u202e" not in shown
+
+
+def test_the_page_and_the_tables_escape_what_the_model_wrote(tmp_path):
+    config = make_run(tmp_path)
+    file = SampleFile(config.run.path, 1, 10_000)
+    file.append([make_sample(text=NASTY, prompt=NASTY, environment=NASTY)])
+    write_validation(config.run.path, 4, [make_sample(4, text=NASTY)], keep=2)
+    write_page(config, [])
+    page = (config.run.path / "report.html").read_text()
+    assert page.count("&lt;script&gt;") == 4
+    assert "<script" not in page
+    assert "\x1b" not in page
+    table = markdown_table([{"messages": [{"role": "assistant", "content": NASTY}], "step": 1}])
+    assert len(table.splitlines()) == 3
+    assert "<script" not in table
+    assert "\\|" in table
+
+
+def test_the_rows_of_a_table_have_one_cell_a_column_and_bounded_texts():
+    ((step, prompt, response, *_),) = rows(
+        [{"step": 1, "prompt": "p" * 9000, "messages": [{"role": "assistant", "content": "r"}]}]
+    )
+    assert (step, response) == (1, "r")
+    assert len(prompt) < 2100
+    assert len(COLUMNS) == 7
+
+
+def test_the_files_are_bounded_and_lose_the_oldest_samples(tmp_path):
+    file = SampleFile(tmp_path, 1, 4000)
+    for step in range(1, 101):
+        file.append([make_sample(step, text="x" * 100)])
+    kept = [sample.step for sample in newest_first(tmp_path)]
+    assert kept == list(range(100, 100 - len(kept), -1))
+    assert 4 < len(kept) < 20
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4000
+
+
+def test_a_resumed_learner_removes_the_samples_of_the_steps_that_it_makes_again(tmp_path):
+    file = SampleFile(tmp_path, 1, 10**6)
+    for step in range(1, 8):
+        file.append([make_sample(step), make_sample(step)])
+    with (tmp_path / "samples.jsonl").open("ab") as torn:
+        torn.write(b'{"step": 8, "prom')
+    SampleFile(tmp_path, 5, 10**6).append([make_sample(5)])
+    assert [s.step for s in read_samples(tmp_path / "samples.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 4, 5]
+
+
+def test_lines_are_read_from_the_end_across_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("streamrl.samples.files.BLOCK_BYTES", 64)
+    SampleFile(tmp_path, 1, 10**6).append(make_sample(i, text="é" * i) for i in range(1, 40))
+    assert [sample.step for sample in newest_first(tmp_path)] == list(range(39, 0, -1))
+
+
+def test_a_choice_meets_all_its_conditions():
+    samples = [make_sample(step, step / 10, f"reply {step}") for step in range(9, 0, -1)]
+
+    def steps(**given: object) -> list[int]:
+        return [sample.step for sample in Choice(**given).of(samples)]
+
+    assert steps(limit=2) == [9, 8]
+    assert steps(first_step=3, last_step=4) == [4, 3]
+    assert steps(min_reward=0.5, max_reward=0.6) == [6, 5]
+    assert steps(order="best", limit=1) == [9]
+    assert steps(order="worst", limit=2, min_reward=0.3) == [3, 4]
+    assert steps(environment="another") == []
+
+
+def test_the_command_prints_what_is_asked_for_and_refuses_the_rest(tmp_path, capsys):
+    config = make_run(tmp_path)
+    file = SampleFile(config.run.path, 1, 10**6)
+    file.append([make_sample(1, 0.0, "wrong"), make_sample(2, 1.0, "right \x1b[31m")])
+    write_validation(config.run.path, 4, [make_sample(4, 0.25, "held out")], keep=2)
+    run = str(config.run.path)
+    assert main(["samples", run, "--min-reward", "0.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "right \\x1b[31m" in shown
+    assert "wrong" not in shown
+    assert main(["samples", run, "--grep", "^wr", "--json"]) == 0
+    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [1]
+    assert main(["samples", run, "--validation"]) == 0
+    assert "held out" in capsys.readouterr().out
+    for arguments, sentence in (
+        (["--step", "x"], "--step: was 'x'; it must be a step or a range, such as 10-20"),
+        (["--grep", "("], "--grep: '(' is no regular expression"),
+        (["--validation", "7"], "there are no responses of version 7, but of 4"),
+    ):
+        assert main(["samples", run, *arguments]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def step_samples(policy_version: int = 4) -> StepSamples:
+    groups = make_groups(num_groups=3)
+    return StepSamples(policy_version, groups, {(1, 2): ImportanceWeights(0.9, 0.5, 2.0)})
+
+
+def make_writer(tmp_path, monkeypatch, decode=letters, tables=None, **samples: object):
+    monkeypatch.setattr("learners.samples.open_decoder", lambda model: decode)
+    config = make_config(
+        run={"folder": tmp_path, "name": "run"}, tracking={"samples": {"num_groups": 3, **samples}}
+    )
+    config.run.path.mkdir(exist_ok=True)
+    return SampleWriter(config, 0, lambda *table: tables.append(table))
+
+
+def test_the_samples_of_a_step_have_its_staleness_and_importance_weights(tmp_path, monkeypatch):
+    tables: list[object] = []
+    writer = make_writer(tmp_path, monkeypatch, tables=tables, table_every=5)
+    writer.add(step_samples(4))
+    writer.add(step_samples(5))
+    writer.close()
+    samples = list(read_samples(tmp_path / "run" / "samples.jsonl"))
+    groups = step_samples().groups
+    assert len(samples) == 2 * sum(len(group.trajectories) for group in groups)
+    weighed = [s for s in samples if s.importance_weights is not None and s.step == 5]
+    assert [(s.prompt_index, s.sibling) for s in weighed] == [(1, 2)]
+    oldest = groups[1].trajectories[2].oldest_version
+    assert (weighed[0].version, weighed[0].staleness) == (oldest, 4 - oldest)
+    ((table, step),) = tables
+    assert (step, table[0]["step"]) == (5, 5)
+
+
+def test_a_step_waits_for_no_sample(tmp_path, monkeypatch):
+    may_go_on = threading.Event()
+
+    def slow(token_ids) -> str:
+        assert may_go_on.wait(20)
+        return letters(token_ids)
+
+    writer = make_writer(tmp_path, monkeypatch, slow, [])
+    for version in range(MOST_WAITING + 3):
+        writer.add(step_samples(version))
+    may_go_on.set()
+    writer.close()
+    steps = {sample.step for sample in read_samples(tmp_path / "run" / "samples.jsonl")}
+    assert steps == set(range(1, MOST_WAITING + 1))
+
+
+def test_a_model_without_a_tokenizer_costs_the_samples_alone(tmp_path, monkeypatch, caplog):
+    model = {"path": str(tmp_path / "none")}
+    config = make_config(run={"folder": tmp_path, "name": "run"}, model=model)
+    config.run.path.mkdir()
+    writer = SampleWriter(config, 0, lambda *_: None)
+    writer.add(step_samples())
+    writer.close()
+    assert "step 5 has no samples" in caplog.text
+
+
+@pytest.mark.parametrize("num_groups", [0, 1])
+def test_no_more_groups_are_kept_than_asked_for(tmp_path, monkeypatch, num_groups):
+    writer = make_writer(tmp_path, monkeypatch, tables=[], num_groups=num_groups)
+    writer.add(step_samples())
+    writer.close()
+    samples = read_samples(tmp_path / "run" / "samples.jsonl")
+    assert len({sample.prompt_index for sample in samples}) == num_groups
