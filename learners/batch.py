@@ -9,7 +9,7 @@ micro-batch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from streamrl.types import (
     INVALID_TURNS,
     FinishReason,
     GroupHeader,
+    Media,
     Trajectory,
     TrajectoryGroup,
 )
@@ -64,6 +65,8 @@ class TrainingBatch:
     """[R]"""
     staleness: torch.Tensor
     """[R] versions between sampling and training, as a distance."""
+    media: Mapping[str, Media]
+    """Of this rank's trajectories, by id."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
@@ -104,6 +107,7 @@ class TrainingBatch:
             outcomes=ranks.sum(_among(own, outcomes)),
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
+            media={medium.id: medium for group in groups for medium in group.media},
         )
 
     def __len__(self) -> int:
@@ -178,6 +182,7 @@ class TrainingBatch:
             responses=self.rows(members),
             sequences=Sequences.from_lengths(self.sequences.lengths[indices]),
             prompt_indices=tuple(self.prompt_indices[i] for i in members),
+            media=tuple(tuple(self.media[name] for name in t.media) for t in chosen) or ((),),
         )
 
     def rows(self, members: Sequence[int]) -> torch.Tensor:
@@ -239,6 +244,8 @@ class MicroBatch:
     sequences: Sequences
     prompt_indices: tuple[int, ...]
     """[S] places in the prompt stream."""
+    media: tuple[tuple[Media, ...], ...]
+    """Of each stretch of `packing`, in the order of their places."""
 
     @property
     def is_empty(self) -> bool:
@@ -264,4 +271,5 @@ class MicroBatch:
             responses=self.responses[responses],
             sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
             prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
+            media=tuple(self.media[i] for i in chosen) or ((),),
         )

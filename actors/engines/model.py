@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -15,6 +14,7 @@ from transformers import (
 from actors.engines.manifest import Shapes
 from actors.engines.prompt import eos_set
 from streamrl.config.model import ModelSettings
+from streamrl.vision.families import auto_model
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class ModelFacts:
         """Costs no memory: the model is made on the meta device."""
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(
+            empty = auto_model(config).from_config(
                 config, trust_remote_code=model.trust_remote_code
             )
         text_config = config.get_text_config()

@@ -8,6 +8,7 @@ Invariant: a completion that was sampled is part of the rollout, however the epi
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from actors.episodes.record import EpisodeRecord, Rollout
 from streamrl.errors import RolloutError
@@ -19,7 +20,7 @@ from streamrl.interfaces import (
     Observation,
     Transition,
 )
-from streamrl.types import INVALID_TURNS, FinishReason, SamplingParams
+from streamrl.types import INVALID_TURNS, Completion, FinishReason, Media, SamplingParams
 
 # An engine may be loading an update at the deadline, and an environment has to see the last turn.
 _GRACE_S = 30.0
@@ -81,21 +82,21 @@ class EpisodeRun:
         environment = self._make_environment()
         try:
             observation = await environment.start(start)
-            context: tuple[int, ...] = ()
+            context = Context()
             while True:
-                context = _context(context, observation, start)
-                if len(context) >= self._max_model_len and self._record.segments:
+                context = context.after(observation, start)
+                if len(context.token_ids) >= self._max_model_len and self._record.segments:
                     return FinishReason.LENGTH
-                completion = await self._engine.generate(context, sampling, self._handle)
+                completion = await self._sample(context, sampling)
                 if not len(completion.token_ids):
                     if completion.finish_reason is FinishReason.DEADLINE:
                         return FinishReason.DEADLINE
                     raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")
-                self._record.add(context, completion)
+                self._record.add(context.token_ids, completion, context.media)
                 self._handle = CompletionHandle(self._stop)
                 transition = await environment.step(completion)
                 self._on_transition(transition)
-                context = (*context, *completion.token_ids.tolist())
+                context = context.continued(completion)
                 observation = transition.observation
                 if transition.done:
                     return completion.finish_reason
@@ -103,6 +104,12 @@ class EpisodeRun:
                     return FinishReason.DEADLINE
         finally:
             await environment.close()
+
+    async def _sample(self, context: "Context", sampling: SamplingParams) -> Completion:
+        token_ids, media = context.token_ids, context.media
+        if not media:
+            return await self._engine.generate(token_ids, sampling, self._handle)
+        return await self._engine.generate(token_ids, sampling, self._handle, media)
 
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(
@@ -116,11 +123,24 @@ class EpisodeRun:
             self._metrics = {**self._metrics, INVALID_TURNS: count}
 
 
-def _context(
-    context: tuple[int, ...], observation: Observation, start: EnvironmentContext
-) -> tuple[int, ...]:
-    """All that the policy reads before its next turn."""
-    new = observation.token_ids
-    if observation.messages:
-        new = (*new, *start.renderer.encode_messages(observation.messages, observation.tools))
-    return new if observation.is_new_context else (*context, *new)
+@dataclass(frozen=True)
+class Context:
+    """All that the policy reads before its next turn: token ids, and the media in them."""
+
+    token_ids: tuple[int, ...] = ()
+    media: tuple[Media, ...] = ()
+
+    def after(self, observation: Observation, start: EnvironmentContext) -> "Context":
+        """With what an environment shows; its prompt's media belong to its prompt's tokens."""
+        new, media = observation.token_ids, observation.media
+        if not media and new == start.prompt_token_ids:
+            media = start.media
+        if observation.messages:
+            new = (*new, *start.renderer.encode_messages(observation.messages, observation.tools))
+            media = (*media, *start.renderer.media(observation.messages))
+        if observation.is_new_context:
+            return Context(new, media)
+        return Context((*self.token_ids, *new), (*self.media, *media))
+
+    def continued(self, completion: Completion) -> "Context":
+        return replace(self, token_ids=(*self.token_ids, *completion.token_ids.tolist()))

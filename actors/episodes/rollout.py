@@ -14,6 +14,7 @@ from msgspec import structs
 
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.record import Rollout
+from actors.prompts.media import has_media, load_media
 from actors.rendering.renderer import ChatRenderer
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
@@ -32,6 +33,7 @@ from streamrl.types import (
     TrajectoryGroup,
     episode_indices,
 )
+from streamrl.types.media import distinct
 
 
 @dataclass(eq=False)
@@ -77,10 +79,7 @@ class GroupRunner:
             PromptTooLongError: the prompt is too long and `data.truncation` is `drop`.
         """
         progress = GroupProgress() if progress is None else progress
-        prompt = self.prompts[lease.prompt_index]
-        context = EnvironmentContext(
-            prompt, self.renderer.encode(prompt), self.renderer, self._seed(lease)
-        )
+        context = await self._context(lease)
         samplings = [self.sampling] * self.group_size
         if self.with_greedy_reward:
             samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
@@ -89,7 +88,19 @@ class GroupRunner:
             episode.run(replace(context, episode_index=i), sampling)
             for i, (episode, sampling) in enumerate(zip(progress.episodes, samplings, strict=True))
         )
-        return await self._scored_group(lease, prompt, rollouts)
+        return await self._scored_group(lease, context.prompt, rollouts)
+
+    async def _context(self, lease: Lease) -> EnvironmentContext:
+        """What the siblings start from. Waits for a thread that reads the prompt's media."""
+        prompt = self.prompts[lease.prompt_index]
+        if not has_media(prompt):
+            return self._start_of(prompt, lease)
+        return await asyncio.to_thread(lambda: self._start_of(load_media(prompt), lease))
+
+    def _start_of(self, prompt: Prompt, lease: Lease) -> EnvironmentContext:
+        token_ids = self.renderer.encode(prompt)
+        media = self.renderer.media_of(prompt) if has_media(prompt) else ()
+        return EnvironmentContext(prompt, token_ids, self.renderer, self._seed(lease), media=media)
 
     def _episode(self) -> EpisodeRun:
         return EpisodeRun(
@@ -129,6 +140,7 @@ class GroupRunner:
             environment=self.environment,
             trajectories=tuple(t for segments in episodes for t in segments),
             episode_indices=episode_indices(map(len, episodes)),
+            media=distinct(medium for rollout in siblings for medium in rollout.media),
         )
 
     def _seed(self, lease: Lease) -> int:

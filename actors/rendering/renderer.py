@@ -9,10 +9,13 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.rendering.vision import PromptVision
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Message, Prompt, ToolSchema
+from streamrl.types import Media
+from streamrl.vision.parts import as_template_reads, media_of
 
 
 class PromptTooLongError(Exception):
@@ -22,9 +25,15 @@ class PromptTooLongError(Exception):
 class ChatRenderer:
     """A tokenizer with the run's chat template and length rules."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataSettings,
+        vision: PromptVision | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._data = data
+        self._vision = vision
         self._template = _template(tokenizer, data)
 
     @classmethod
@@ -38,7 +47,7 @@ class ChatRenderer:
             raise ConfigError(
                 f"model.path: no tokenizer at {model.tokenizer_path!r}: {error}"
             ) from error
-        return cls(tokenizer, config.data)
+        return cls(tokenizer, config.data, PromptVision.of(model))
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of the prompt, at most `data.max_prompt_length`.
@@ -52,6 +61,12 @@ class ChatRenderer:
         if len(ids) <= longest:
             return ids
         match self._data.truncation:
+            case "left" | "right" if self.media_of(prompt):
+                raise ConfigError(
+                    f"data.truncation {self._data.truncation}: {_place(prompt)} has {len(ids)} "
+                    f"tokens, of which data.max_prompt_length keeps {longest}, and images cannot "
+                    "be cut; drop or error would do"
+                )
             case "left":
                 return ids[-longest:]
             case "right":
@@ -83,6 +98,18 @@ class ChatRenderer:
         """
         return self._rendered(messages, tools, "a conversation")
 
+    def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
+        """The images and videos of a conversation, in order.
+
+        Raises:
+            RolloutError: one is malformed, or a path.
+        """
+        return media_of(messages, "a conversation")
+
+    def media_of(self, prompt: Prompt) -> tuple[Media, ...]:
+        """Those of a prompt whose media were read."""
+        return () if isinstance(prompt.content, str) else media_of(prompt.content, _place(prompt))
+
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         content = prompt.content
         if self._template is None and isinstance(content, str):
@@ -100,7 +127,7 @@ class ChatRenderer:
             )
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                as_template_reads(messages),
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,
                 add_generation_prompt=True,
@@ -108,7 +135,16 @@ class ChatRenderer:
             )
         except TemplateError as error:
             raise ConfigError(f"data.chat_template: it cannot render {place}: {error}") from error
-        return self.encode_text(str(rendered))
+        return self._expanded(self.encode_text(str(rendered)), media_of(messages, place), place)
+
+    def _expanded(
+        self, token_ids: tuple[int, ...], media: Sequence[Media], place: str
+    ) -> tuple[int, ...]:
+        if self._vision is not None:
+            return self._vision.expand(token_ids, media, place)
+        if media:
+            raise ConfigError(f"model.path: {place} has images, and the model sees none")
+        return token_ids
 
     def _messages(self, content: str | Sequence[Message]) -> list[Message]:
         if not isinstance(content, str):

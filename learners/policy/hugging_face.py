@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -18,6 +17,7 @@ from transformers import (
 )
 
 from streamrl.config.model import ModelSettings
+from streamrl.vision.families import auto_model
 
 
 def save_model(
@@ -51,7 +51,7 @@ def _skeleton(
 ) -> PreTrainedModel:
     """The model without weights."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_model(model_config).from_config(
             copy.deepcopy(model_config), dtype=dtype, trust_remote_code=settings.trust_remote_code
         )
     if (Path(settings.path) / "generation_config.json").is_file():

@@ -2,14 +2,15 @@
 
 A user's own prompt source, environment and reward keep these interfaces; `actors.episodes` calls
 them. A message is a mapping with a `role` and a `content`, as chat templates and the OpenAI API
-have it, and with what else a template knows (`tool_calls`, `reasoning_content`, `name`).
+have it, and with what else a template knows (`tool_calls`, `reasoning_content`, `name`). A content
+may be a list of parts, of which images and videos are some: see `streamrl.vision.parts`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from streamrl.types import Completion, FinishReason
+from streamrl.types import Completion, FinishReason, Media
 
 Message = Mapping[str, Any]
 ToolSchema = Mapping[str, Any]
@@ -54,6 +55,10 @@ class Renderer(Protocol):
         """The text of a completion, without special tokens."""
         ...
 
+    def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
+        """The images and videos of a conversation, in order."""
+        ...
+
 
 @dataclass(frozen=True)
 class EnvironmentContext:
@@ -67,6 +72,8 @@ class EnvironmentContext:
     """The same one for every sibling of the group, and whenever the group is sampled again."""
     episode_index: int = 0
     """The place of the episode among its siblings, from 0."""
+    media: tuple[Media, ...] = ()
+    """The images and videos in `prompt_token_ids`, in order."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class Observation:
 
     messages: tuple[Message, ...] = ()
     token_ids: tuple[int, ...] = ()
+    media: tuple[Media, ...] = ()
+    """The images and videos in `token_ids`, in order; need not be given for those of the prompt."""
     tools: tuple[ToolSchema, ...] = ()
     """What the chat template describes to the policy; only of the first observation."""
     is_new_context: bool = False

@@ -38,7 +38,7 @@ from actors.engines.served.server import (
 from actors.engines.updates import UpdatableEngine
 from streamrl.errors import RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import CompletionHandle
-from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
+from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
 
 log = logging.getLogger(__name__)
 _READINGS_S = 0.25
@@ -88,6 +88,7 @@ class ServedEngine(UpdatableEngine):
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         handle: CompletionHandle | None = None,
+        media: Sequence[Media] = (),
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle.
 

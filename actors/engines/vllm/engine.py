@@ -49,7 +49,7 @@ from streamrl.config import RunConfig
 from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import CompletionHandle
-from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
+from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
 
 # After it vLLM's processes are killed; they hold no state.
 _SHUTDOWN_S = 1.0
@@ -92,6 +92,7 @@ class VllmEngine(UpdatableEngine):
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         handle: CompletionHandle | None = None,
+        media: Sequence[Media] = (),
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
         handle = handle or CompletionHandle()

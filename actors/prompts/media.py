@@ -1,0 +1,114 @@
+"""Images and videos of a data file's rows, put into the messages of their prompts.
+
+A row has them in the content parts of its messages, or in columns (`data.image_key`,
+`data.video_key`) with a marker <image> or <video> in the text where each stands; without markers
+they stand before the text of the first user message.
+
+Invariant: a row is checked when its file is opened, and its files are read when it is sampled.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from streamrl.errors import ConfigError
+from streamrl.interfaces import Message, Prompt
+from streamrl.vision.parts import is_medium, loaded, media_parts
+
+_MARKERS = {"<image>": "image", "<video>": "video"}
+_SPLIT = re.compile("(<image>|<video>)")
+
+
+def has_media(prompt: Prompt) -> bool:
+    """Whether its messages hold images or videos."""
+    return not isinstance(prompt.content, str) and any(True for _ in media_parts(prompt.content))
+
+
+def load_media(prompt: Prompt, folder: Path = Path()) -> Prompt:
+    """The prompt with its media read; paths are relative to `folder`.
+
+    Raises:
+        RolloutError: a file cannot be read, or holds no image within the limits.
+    """
+    if isinstance(prompt.content, str):
+        return prompt
+    return replace(prompt, content=loaded(prompt.content, prompt.origin or "a prompt", folder))
+
+
+def is_content(value: Any) -> bool:
+    """Whether a message may have it: a text, or parts that are texts, images or videos."""
+    return isinstance(value, str) or (
+        isinstance(value, list | tuple)
+        and all(is_medium(part) or _text(part) is not None for part in value)
+    )
+
+
+def text_of(content: Any) -> str:
+    """What of a message's content is text."""
+    if isinstance(content, str):
+        return content
+    return "".join(_text(part) or "" for part in content)
+
+
+def with_columns(
+    messages: Sequence[Message], columns: Mapping[str, Sequence[Any]], place: str
+) -> tuple[Message, ...]:
+    """The messages with the media of the columns `image` and `video` in their places.
+
+    Raises:
+        ConfigError: a message has more or fewer markers than there are media.
+    """
+    counts = {kind: _count(messages, marker) for marker, kind in _MARKERS.items()}
+    for kind, values in columns.items():
+        if counts[kind] not in (0, len(values)):
+            raise ConfigError(
+                f"{place} has {counts[kind]} markers <{kind}> and {len(values)} of data.{kind}_key"
+            )
+    queues = {kind: iter(values) for kind, values in columns.items()}
+    unmarked = [
+        {"type": kind, kind: value}
+        for kind, values in columns.items()
+        if not counts[kind]
+        for value in values
+    ]
+    marked = [_with_markers(message, queues) for message in messages]
+    users = (i for i, m in enumerate(marked) if m.get("role") == "user")
+    first = next(users, len(marked) - 1)
+    return tuple(_led(m, unmarked) if i == first else m for i, m in enumerate(marked))
+
+
+def _count(messages: Sequence[Message], marker: str) -> int:
+    contents = (message["content"] for message in messages)
+    return sum(content.count(marker) for content in contents if isinstance(content, str))
+
+
+def _with_markers(message: Message, queues: Mapping[str, Iterator[Any]]) -> Message:
+    content = message["content"]
+    if not isinstance(content, str) or not _SPLIT.search(content):
+        return message
+    pieces = [piece for piece in _SPLIT.split(content) if piece]
+    return {**message, "content": [_part(piece, queues) for piece in pieces]}
+
+
+def _part(piece: str, queues: Mapping[str, Iterator[Any]]) -> Mapping[str, Any]:
+    kind = _MARKERS.get(piece)
+    if kind is None or kind not in queues:
+        return {"type": "text", "text": piece}
+    return {"type": kind, kind: next(queues[kind])}
+
+
+def _led(message: Message, parts: Sequence[Mapping[str, Any]]) -> Message:
+    if not parts:
+        return message
+    content = message["content"]
+    rest = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": [*parts, *rest]}
+
+
+def _text(part: Any) -> str | None:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) else None
