@@ -14,7 +14,8 @@ from transformers import (
 from actors.engines.manifest import Shapes
 from actors.engines.prompt import eos_set
 from streamrl.config.model import ModelSettings
-from streamrl.vision.families import auto_model
+from streamrl.vision.families import auto_model, has_vision
+from streamrl.vision.places import Placeholders
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ class ModelFacts:
     eos: frozenset[int]
     vocab_size: int
     head_width: int | None = None
+    placeholders: Placeholders | None = None
+    """Of a model that sees images."""
 
     @classmethod
     def of(cls, model: ModelSettings) -> "ModelFacts":
@@ -43,6 +46,7 @@ class ModelFacts:
             eos=eos_token_ids(model),
             vocab_size=text_config.vocab_size,
             head_width=_head_width(text_config),
+            placeholders=Placeholders.of(config) if has_vision(config) else None,
         )
 
 

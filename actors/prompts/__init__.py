@@ -55,6 +55,12 @@ def _open(
             Path(source),
             prompt_key=data.prompt_key,
             answer_key=data.answer_key,
+            media_keys={
+                kind: key
+                for kind, key in (("image", data.image_key), ("video", data.video_key))
+                if key is not None
+            },
+            system_prompt=data.system_prompt,
             seed=seed if data.shuffle else None,
         )
     if is_user_code(source):

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.prompts.media import MediaColumns, is_content
 from streamrl.data_files import Row, read_rows, shown
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt
 
-_PROMPT = "it must be text, or a list of messages that have a role and a content, both text"
+_PROMPT = "it must be text, or a list of messages that have a role and a content"
 
 
 class FilePrompts:
@@ -32,15 +33,27 @@ class FilePrompts:
     """
 
     def __init__(
-        self, setting: str, path: Path, *, prompt_key: str, answer_key: str, seed: int | None
+        self,
+        setting: str,
+        path: Path,
+        *,
+        prompt_key: str,
+        answer_key: str,
+        seed: int | None,
+        media_keys: Mapping[str, str] | None = None,
+        system_prompt: str | None = None,
     ) -> None:
         self._seed = seed
         rows = read_rows(setting, path)
-        for key, name in ((prompt_key, "prompt_key"), (answer_key, "answer_key")):
+        columns = MediaColumns(media_keys or {}, path.parent, system_prompt)
+        named = {f"{kind}_key": key for kind, key in columns.keys.items()}
+        for name, key in {"prompt_key": prompt_key, "answer_key": answer_key, **named}.items():
             if key not in rows[0].fields:
                 hint = did_you_mean(key, rows[0].fields)
                 raise ConfigError(f"data.{name}: {path} has no column {key!r}; {hint}")
-        self._prompts = tuple(_prompt(setting, row, prompt_key, answer_key) for row in rows)
+        self._prompts = tuple(
+            columns.fill(_prompt(setting, row, prompt_key, answer_key)) for row in rows
+        )
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
@@ -69,7 +82,7 @@ def _prompt(setting: str, row: Row, prompt_key: str, answer_key: str) -> Prompt:
     return Prompt(content, str(answer), fields, place)
 
 
-def _content(value: Any) -> str | tuple[Mapping[str, str], ...]:
+def _content(value: Any) -> str | tuple[Mapping[str, Any], ...]:
     """The prompt's text or messages; empty if the value is neither."""
     if isinstance(value, str):
         return value
@@ -78,6 +91,8 @@ def _content(value: Any) -> str | tuple[Mapping[str, str], ...]:
 
 
 def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(
-        isinstance(turn.get(key), str) for key in ("role", "content")
+    return (
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and is_content(turn.get("content"))
     )

@@ -9,13 +9,14 @@ Invariant: a row is checked when its file is opened, and its files are read when
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from streamrl.data_files import shown
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Message, Prompt
-from streamrl.vision.parts import is_medium, loaded, media_parts
+from streamrl.vision.parts import is_medium, loaded, media_parts, paths_in
 
 _MARKERS = {"<image>": "image", "<video>": "video"}
 _SPLIT = re.compile("(<image>|<video>)")
@@ -26,15 +27,16 @@ def has_media(prompt: Prompt) -> bool:
     return not isinstance(prompt.content, str) and any(True for _ in media_parts(prompt.content))
 
 
-def load_media(prompt: Prompt, folder: Path = Path()) -> Prompt:
-    """The prompt with its media read; paths are relative to `folder`.
+def load_media(prompt: Prompt) -> Prompt:
+    """The prompt with its media read.
 
     Raises:
         RolloutError: a file cannot be read, or holds no image within the limits.
     """
     if isinstance(prompt.content, str):
         return prompt
-    return replace(prompt, content=loaded(prompt.content, prompt.origin or "a prompt", folder))
+    place = prompt.origin or "a prompt"
+    return replace(prompt, content=loaded(prompt.content, place, prompt.folder))
 
 
 def is_content(value: Any) -> bool:
@@ -50,6 +52,54 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "".join(_text(part) or "" for part in content)
+
+
+@dataclass(frozen=True)
+class MediaColumns:
+    """The columns of a file in `folder` that hold media, by their kind."""
+
+    keys: Mapping[str, str]
+    folder: Path
+    system_prompt: str | None = None
+    """Put before the user message that a string prompt with media becomes."""
+
+    def fill(self, prompt: Prompt) -> Prompt:
+        """The prompt of a row with the media of these columns in its messages.
+
+        Raises:
+            ConfigError: a column is no list, does not fit the markers, or a file is not there.
+        """
+        columns = {kind: self._values(prompt, key) for kind, key in self.keys.items()}
+        if any(columns.values()):
+            messages = self._messages(prompt.content)
+            content = with_columns(messages, columns, prompt.origin)
+            prompt = replace(prompt, content=content)
+        if not has_media(prompt):
+            return prompt
+        self._require_files(prompt)
+        return replace(prompt, folder=self.folder)
+
+    def _values(self, prompt: Prompt, key: str) -> Sequence[Any]:
+        value = prompt.row.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise ConfigError(f"{prompt.origin}: {key} was {shown(value)}; it must be a list")
+        return value
+
+    def _messages(self, content: str | Sequence[Message]) -> Sequence[Message]:
+        if not isinstance(content, str):
+            return content
+        user: Message = {"role": "user", "content": content}
+        if not self.system_prompt:
+            return (user,)
+        return ({"role": "system", "content": self.system_prompt}, user)
+
+    def _require_files(self, prompt: Prompt) -> None:
+        assert not isinstance(prompt.content, str), "asked of messages"
+        for name in paths_in(prompt.content):
+            if not (self.folder / name).is_file():
+                raise ConfigError(f"{prompt.origin}: there is no file {self.folder / name}")
 
 
 def with_columns(

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from streamrl.config.model import ModelSettings
-from streamrl.vision.families import auto_model
+from streamrl.vision.families import auto_model, has_vision
+from streamrl.vision.processor_files import copy_processor_files
 
 
 def save_model(
@@ -44,6 +45,8 @@ def save_model(
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
     _save_tokenizer(folder, settings)
+    if has_vision(model_config):
+        copy_processor_files(settings.path, folder)
 
 
 def _skeleton(

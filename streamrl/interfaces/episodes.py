@@ -8,6 +8,7 @@ may be a list of parts, of which images and videos are some: see `streamrl.visio
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from streamrl.types import Completion, FinishReason, Media
@@ -30,6 +31,8 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
     environment: str = ""
+    folder: Path = Path()
+    """Where the paths of its images begin."""
 
 
 class PromptSource(Protocol):

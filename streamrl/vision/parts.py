@@ -71,6 +71,17 @@ def _with_medium(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[s
     return {"type": medium.kind, medium.kind: medium}
 
 
+def paths_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The files that `loaded` will read."""
+    for part in media_parts(messages):
+        value = _value(part)
+        for image in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(image, Mapping) and not isinstance(image.get("bytes"), bytes):
+                image = image.get("path") or image.get("url")
+            if isinstance(image, str | Path) and not str(image).startswith("data:"):
+                yield str(image).removeprefix("file:")
+
+
 def as_template_reads(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The conversation as a chat template takes it: which kind of part stands where, without the
     media themselves."""
@@ -85,7 +96,7 @@ def _placed(content: Any) -> Any:
 
 def _medium(part: Mapping[str, Any], place: str, folder: Path | None) -> Media:
     kind = _KINDS[part["type"]]
-    value = next((part[key] for key in (kind, part["type"], "url", "path") if key in part), None)
+    value = _value(part)
     if isinstance(value, Media):
         return value
     if kind == "image":
@@ -99,6 +110,11 @@ def _medium(part: Mapping[str, Any], place: str, folder: Path | None) -> Media:
     if not isinstance(fps, int | float) or not 0 < fps < 1e6:
         raise RolloutError(f"{place}: the fps of a video was {_shown(fps)}; it must be above 0")
     return Media.video([_bytes(frame, place, folder) for frame in value], float(fps))
+
+
+def _value(part: Mapping[str, Any]) -> Any:
+    keys = (_KINDS[part["type"]], part["type"], "url", "path")
+    return next((part[key] for key in keys if part.get(key) is not None), None)
 
 
 def _bytes(value: Any, place: str, folder: Path | None) -> bytes:

@@ -94,6 +94,11 @@ class ServedEngine(UpdatableEngine):
 
         The handle's number of tokens stays -1: the server answers once, at the end.
         """
+        if media:
+            raise RolloutError(
+                f"{self._server.name} samples from token ids alone, and a prompt has images: use "
+                "generator.engine hf, or vllm without a URL"
+            )
         room = room_for(prompt_token_ids, self._max_model_len)
         require_known_tokens(prompt_token_ids, self._facts.vocab_size)
         self._raise_if_over()
