@@ -58,9 +58,7 @@ def test_a_video_is_the_list_of_its_frames():
 def test_a_path_is_read_for_the_prompts_of_data_alone(tmp_path):
     part = {"type": "image", "image": "a.png"}
     assert list(paths_in(messages(part, {"type": "image", "image": URL}))) == ["a.png"]
-    with pytest.raises(
-        RolloutError, match=r"^row 1: an image was the path 'a.png'; files"
-    ):
+    with pytest.raises(RolloutError, match=r"^row 1: an image was the path 'a.png'; files"):
         media_of(messages(part), "row 1")
     with pytest.raises(RolloutError, match=r"^row 1: cannot read .*a\.png: No such file"):
         loaded(messages(part), "row 1", tmp_path)
