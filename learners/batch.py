@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from learners.episodes import Episodes
+from learners.micro_batch import MicroBatch
 from learners.packing import pack_shares
 from learners.parallel.plan import owners
 from learners.parallel.ranks import Ranks
@@ -51,6 +53,7 @@ class TrainingBatch:
     prompt_indices: tuple[int, ...]
     """[S] places in the prompt stream."""
     sequences: Sequences
+    episodes: Episodes
     rewards: torch.Tensor
     """[S]"""
     group_indices: torch.Tensor
@@ -67,6 +70,10 @@ class TrainingBatch:
     """[R] versions between sampling and training, as a distance."""
     media: Mapping[str, Media]
     """Of this rank's trajectories, by id."""
+    is_in_loss: torch.Tensor
+    """[R] bool, as the environment decided."""
+    turn_rewards: torch.Tensor
+    """[R] what the environment gave for a turn, at the turn's last token."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
@@ -93,6 +100,7 @@ class TrainingBatch:
         outcomes = torch.tensor([_outcome(t) for t in trajectories]).view(-1, 5)
         behavior = _responses(trajectories, "behavior_logprobs", np.float32)
         versions = _responses(trajectories, "policy_versions", np.int32)
+        judged = ranks.sum(_among(tokens, _judgments(trajectories)))
         return cls(
             trajectories=trajectories,
             owners=tuple(owner.tolist()),
@@ -100,6 +108,7 @@ class TrainingBatch:
             lengths=tuple(n for h in headers for n in h.lengths),
             prompt_indices=tuple(h.prompt_index for h in headers for _ in h.lengths),
             sequences=sequences,
+            episodes=Episodes.of(headers, sequences),
             rewards=torch.tensor([reward for h in headers for reward in h.rewards]),
             group_indices=torch.arange(len(headers)).repeat_interleave(sizes),
             environment_indices=index.repeat_interleave(sizes),
@@ -108,6 +117,8 @@ class TrainingBatch:
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
             media={medium.id: medium for group in groups for medium in group.media},
+            is_in_loss=judged[:, 0] > 0,
+            turn_rewards=judged[:, 1],
         )
 
     def __len__(self) -> int:
@@ -150,7 +161,7 @@ class TrainingBatch:
 
     def pack(
         self, max_tokens: int, device: torch.device, chosen: Sequence[int] | None = None
-    ) -> list["MicroBatch"]:
+    ) -> list[MicroBatch]:
         """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen.
 
         A longer trajectory has one of its own. Each rank packs its own; all get the same number of
@@ -163,7 +174,7 @@ class TrainingBatch:
         own = shares[self.rank]
         return [self.micro_batch([own[i] for i in b], device) for b in packed[self.rank]]
 
-    def micro_batch(self, members: Sequence[int], device: torch.device) -> "MicroBatch":
+    def micro_batch(self, members: Sequence[int], device: torch.device) -> MicroBatch:
         """The trajectories with these indices, packed."""
         chosen = [self.trajectories[self._places[i]] for i in members]
         # Without any, one token keeps the forward pass of the other ranks company.
@@ -226,50 +237,19 @@ def _responses(trajectories: Sequence[Trajectory], field: str, dtype: Any) -> to
     return torch.from_numpy(np.concatenate(arrays or [np.zeros(0, dtype)]))
 
 
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """One forward pass: N tokens of some of the step's trajectories."""
+def _judgments(trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """[R, 2] of each response token: whether it counts for the loss, and what its turn, if it is
+    the last token of one, was rewarded with."""
+    columns = [np.zeros((0, 2), np.float32), *map(_judged, trajectories)]
+    return torch.from_numpy(np.concatenate(columns))
 
-    token_ids: torch.Tensor
-    """[1, N] int64"""
-    packing: Packing
-    predictors: torch.Tensor
-    """[R] positions in N whose hidden states predict the response tokens."""
-    targets: torch.Tensor
-    """[R] int64, the response tokens."""
-    members: torch.Tensor
-    """[S] which of the step's trajectories these are."""
-    responses: torch.Tensor
-    """[R] which of the step's response tokens these are."""
-    sequences: Sequences
-    prompt_indices: tuple[int, ...]
-    """[S] places in the prompt stream."""
-    media: tuple[tuple[Media, ...], ...]
-    """Of each stretch of `packing`, in the order of their places."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no trajectory: it accompanies a micro-batch of another rank."""
-        return not len(self.members)
-
-    def select(self, is_kept: torch.Tensor) -> "MicroBatch":
-        """The trajectories for which [S] bool, on the CPU, is true; itself if that is each."""
-        if is_kept.all():
-            return self
-        chosen, responses = is_kept.nonzero()[:, 0].tolist(), self.sequences.expand(is_kept)
-        tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
-        device = self.token_ids.device
-        places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
-        lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
-        return MicroBatch(
-            # Not one of those that are left out, whose hidden states may be NaN.
-            token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
-            packing=Packing(lengths, device),
-            predictors=places[self.predictors[responses.to(device)]],
-            targets=self.targets[responses.to(device)],
-            members=self.members[is_kept],
-            responses=self.responses[responses],
-            sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
-            prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
-            media=tuple(self.media[i] for i in chosen) or ((),),
-        )
+def _judged(trajectory: Trajectory) -> np.ndarray[Any, np.dtype[np.float32]]:
+    mask = trajectory.loss_mask
+    column = np.zeros((trajectory.num_response_tokens, 2), np.float32)
+    column[:, 0] = 1.0 if mask is None else mask[trajectory.response_mask]
+    ends = np.cumsum([turn.num_completion_tokens for turn in trajectory.turns], dtype=np.int64)
+    # Turns are data of a generator: those that do not fit the tokens have no place to stand.
+    if len(ends) and ends[-1] == len(column):
+        np.add.at(column[:, 1], ends - 1, [turn.reward for turn in trajectory.turns])
+    return column

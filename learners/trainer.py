@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from learners.batch import MicroBatch, TrainingBatch
+from learners.batch import TrainingBatch
+from learners.micro_batch import MicroBatch
 from learners.objective.credit import CreditAssigner
 from learners.objective.facts import FactCollector, Facts
 from learners.objective.gradient import Accumulated, Gradient
@@ -143,8 +144,9 @@ class Trainer:
     def _mini_batches(self, batch: TrainingBatch) -> list[list[int]]:
         """The trajectories of each update."""
         if resampling := self._config.algorithm.pf_ppo:
-            chosen = self._ranks.first(pf_ppo_resample(batch.rewards, resampling))
-            return mini_batches(batch, self._config, chosen.tolist())
+            rewards = batch.episodes.each(batch.rewards)
+            chosen = self._ranks.first(pf_ppo_resample(rewards, resampling))
+            return mini_batches(batch, self._config, batch.episodes.members(chosen))
         return mini_batches(batch, self._config)
 
     def _accumulate(

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree
 from transformers import PreTrainedModel
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.parallel.sequence import TokenSlice
 from learners.parallel.sequence_attention import SequenceBlock
 from learners.policy import attention

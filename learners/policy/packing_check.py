@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.policy.attention import Packing
 from learners.policy.decoding import can_be_packed
 from learners.policy.network import Network

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.policy.compiled import compile_layers
 from learners.policy.distribute import distribute
