@@ -16,6 +16,7 @@ import torch
 
 from actors.engines import make_engine
 from actors.environments import make_environment
+from actors.environments.shared import open_group
 from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
 from actors.prompts import open_prompts
@@ -62,12 +63,15 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     prompts, reward = open_prompts(config.data, config.run.seed), make_reward(config.data)
     renderer = ChatRenderer.from_config(config)
     make_environment(config.generator.environment)
+    if config.generator.environment != "single_turn":
+        renderer.require_replies()
     engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
     buffer = connect(config)
     try:
         runner = replace(
             make_runner(config, engine, renderer, prompts, reward),
             group_size=config.generator.group_size,
+            oversample=config.generator.oversample,
             with_greedy_reward=config.algorithm.needs_greedy_rewards,
         )
         generator = Generator(config, generator_id, runner, buffer)
@@ -97,6 +101,8 @@ def make_runner(
         max_model_len=config.max_model_len,
         deadline_s=config.generator.group_deadline_s,
         run_seed=config.run.seed,
+        settings=config.generator.episode,
+        open_group=partial(open_group, config.generator.environment),
     )
 
 

@@ -14,14 +14,15 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import time
 import uuid
 
-from actors.episodes.rollout import GroupProgress, GroupRunner
+from actors.dynamic_sampling import UniformFilter
+from actors.episodes.progress import GroupProgress
+from actors.episodes.rollout import GroupRunner, TruncatedGroupError
 from actors.failure_limit import FailureLimit
 from actors.failures import FailureRecord
-from actors.leased_group import LeasedGroup
+from actors.leased_group import LeasedGroup, num_free_groups
 from actors.locality import weight_locality
 from actors.rendering.renderer import PromptTooLongError
 from actors.version_gate import VersionGate
@@ -77,6 +78,9 @@ class Generator:
         self._groups: dict[str, LeasedGroup] = {}
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
+        self._uniform_filter = UniformFilter(
+            config.algorithm.dynamic_sampling, config.learner.groups_per_step
+        )
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
@@ -114,8 +118,8 @@ class Generator:
     async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Lease as many groups as the engine has room for; ends when cancelled.
 
-        Waits for room in the engine and new enough weights, which a finished group or an update
-        brings; then for admission.
+        Waits for room in the engine and new enough weights, which an episode that ends or waits for
+        its environment brings, or an update; then for admission.
         """
         while True:
             async with self._changed:
@@ -131,14 +135,14 @@ class Generator:
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:
             task = tasks.create_task(self._generate(lease))
-            self._groups[lease.lease_id] = LeasedGroup(
-                lease, task, time.monotonic(), lease.min_policy_version
-            )
+            progress, now_s = GroupProgress(on_slot_free=self._notify), time.monotonic()
+            oldest = lease.min_policy_version
+            self._groups[lease.lease_id] = LeasedGroup(lease, task, now_s, oldest, progress)
 
     def _num_free(self) -> int:
         """Groups that the engine has room for; the last one may have to wait for some of it."""
-        sizes = self._config.generator
-        return math.ceil(sizes.max_num_seqs / sizes.group_size) - len(self._groups)
+        groups = self._groups.values()
+        return num_free_groups(groups, self._config.generator, self._runner.num_episodes)
 
     def _is_current(self) -> bool:
         return self._version_gate.is_open(self._engine.policy_version)
@@ -148,11 +152,18 @@ class Generator:
         lease_id = lease.lease_id
         try:
             progress = await self._wait_for_turn(lease_id)
-            await self._put(lease_id, await self._runner.run(lease, progress))
+            group = await self._runner.run(lease, progress)
             self._failure_limit.on_success()
+            if self._uniform_filter.leaves_out(group):
+                await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
+            else:
+                await self._put(lease_id, group)
         except PromptTooLongError as error:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)
+        except TruncatedGroupError as error:
+            log.info("prompt %d filtered: %s", lease.prompt_index, error)
+            await self._buffer.release(lease_id, DropReason.FILTERED, error.lengths)
         except RolloutError as error:
             row = self._runner.origin(lease)
             message = self._failure_record.add(lease.prompt_index, row, error)

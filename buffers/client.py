@@ -46,8 +46,8 @@ class RequestClient(ABC):
         request = m.LeaseRequest(tuple(lease_ids), generator_id, wait_s)
         return (await self._call(request, m.LeaseReply, wait_s))[0].leases
 
-    async def release(self, lease_id: str, reason: DropReason) -> None:
-        await self._call(m.ReleaseRequest(lease_id, reason), m.Done)
+    async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
+        await self._call(m.ReleaseRequest(lease_id, reason, tuple(lengths)), m.Done)
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
         return (await self._call(m.HeartbeatRequest(status), m.HeartbeatAnswer))[0].reply

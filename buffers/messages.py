@@ -108,11 +108,14 @@ class PutRequest(Struct, frozen=True, tag="put"):
 
 
 class ReleaseRequest(Struct, frozen=True, tag="release"):
+    """`lengths` are those of the responses that were sampled and are dropped with the lease."""
+
     lease_id: Name
     reason: DropReason
+    lengths: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] = ()
 
     def apply(self, state: State, now_s: float) -> Answer:
-        state.release(self.lease_id, self.reason)
+        state.release(self.lease_id, self.reason, self.lengths)
         return (Done(),)
 
 

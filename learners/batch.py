@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from learners.episode_metrics import Sums, add_up, episode_sums
 from learners.episodes import Episodes
 from learners.micro_batch import MicroBatch
 from learners.packing import pack_shares
@@ -74,6 +75,8 @@ class TrainingBatch:
     """[R] bool, as the environment decided."""
     turn_rewards: torch.Tensor
     """[R] what the environment gave for a turn, at the turn's last token."""
+    environment_sums: Sums
+    """What the environments recorded, of all ranks."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
@@ -119,6 +122,9 @@ class TrainingBatch:
             media={medium.id: medium for group in groups for medium in group.media},
             is_in_loss=judged[:, 0] > 0,
             turn_rewards=judged[:, 1],
+            environment_sums=add_up(
+                ranks.gather(episode_sums(groups), dict[str, tuple[float, int]])
+            ),
         )
 
     def __len__(self) -> int:

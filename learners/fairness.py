@@ -7,10 +7,14 @@ what is sampled and not yet trained is a small part of it.
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
 
 from streamrl.metrics import fairness_metrics, sampling_metrics
 from streamrl.types import (
     BufferStats,
+    DropReason,
+    GroupHeader,
+    LengthHistogram,
     OverduePolicy,
     ResponseLengths,
     distance_p_value,
@@ -32,21 +36,27 @@ class FairnessWindow:
         self._group_size = group_size
         self.num_steps = max(NUM_STEPS, 10 * (stats.max_staleness + 1))
         self._totals = deque([stats.lengths], maxlen=self.num_steps + 1)
+        self._discarded = LengthHistogram()
         self._steps_to_warning = 0
 
-    def metrics(self, stats: BufferStats, step_s: float) -> dict[str, float]:
-        """Those of the window that ends with `stats`, and of its last step, which took `step_s`;
-        logs a warning where training is unfair.
+    def metrics(
+        self, stats: BufferStats, step_s: float, headers: Sequence[GroupHeader] = ()
+    ) -> dict[str, float]:
+        """Those of the window that ends with `stats`, and of its last step, which took `step_s` and
+        trained the groups of `headers`; logs a warning where training is unfair.
 
         A buffer whose totals are lower than before has lost its memory, or a learner attached to it
         again; the window then begins anew.
         """
         before = self._totals[-1].sampled.num_tokens
-        if not stats.lengths.contains(self._totals[-1]):
+        discarded = (length for header in headers for length in header.discarded_lengths)
+        self._discarded += LengthHistogram.of(discarded).rounded()
+        lengths = stats.lengths.with_discarded(self._discarded)
+        if not lengths.contains(self._totals[-1]):
             self._totals.clear()
-        num_tokens = stats.lengths.sampled.num_tokens - before if self._totals else math.nan
-        self._totals.append(stats.lengths)
-        window = stats.lengths.since(self._totals[0])
+        num_tokens = lengths.sampled.num_tokens - before if self._totals else math.nan
+        self._totals.append(lengths)
+        window = lengths.since(self._totals[0])
         self._steps_to_warning -= 1
         if self._steps_to_warning <= 0 and is_unfair(window, self._group_size):
             self._steps_to_warning = self.num_steps
@@ -54,17 +64,27 @@ class FairnessWindow:
         return {**fairness_metrics(window), **sampling_metrics(num_tokens, step_s)}
 
     def _warn(self, window: ResponseLengths, overdue: OverduePolicy) -> None:
-        may_drop = overdue is OverduePolicy.DROP
-        dropped = fairness_metrics(window)["fairness/dropped_tokens_frac"]
         log.warning(
             "over the last %d steps trained responses have %.1f tokens in the mean, sampled ones "
-            "%.1f: %.1f %% of the tokens were dropped with groups that grew too old%s",
+            "%.1f: %.1f %% of the tokens were dropped %s",
             len(self._totals) - 1,
             window.trained.mean,
             window.sampled.mean,
-            100 * dropped,
-            "; set buffer.overdue: train or wait" if may_drop else "",
+            100 * fairness_metrics(window)["fairness/dropped_tokens_frac"],
+            _cause(window, overdue),
         )
+
+
+def _cause(window: ResponseLengths, overdue: OverduePolicy) -> str:
+    """What most of the dropped tokens were dropped with, and what would keep them."""
+    num_tokens = {why: lengths.num_tokens for why, lengths in window.dropped.items()}
+    reason = max(num_tokens, key=num_tokens.__getitem__, default=None)
+    if reason is None or window.discarded.num_tokens > num_tokens[reason]:
+        return "as siblings beyond generator.group_size; set generator.oversample.keep: each_reward"
+    if reason is DropReason.UNIFORM:
+        return "with groups whose rewards are all alike, as algorithm.dynamic_sampling says"
+    hint = "; set buffer.overdue: train or wait" if overdue is OverduePolicy.DROP else ""
+    return f"with groups that grew too old{hint}"
 
 
 def is_unfair(window: ResponseLengths, group_size: int) -> bool:

@@ -165,7 +165,7 @@ class Learner:
                 **staleness_metrics(loan.headers, self._version - 1),
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
-                **self._fairness.metrics(stats, step_s),
+                **self._fairness.metrics(stats, step_s, loan.headers),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,
                 "learner/step_s": step_s,

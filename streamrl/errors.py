@@ -71,6 +71,14 @@ class RolloutError(StreamRLError):
     """One rollout failed: recorded as data, its group dropped with a reason; never fatal."""
 
 
+class RewardError(RolloutError):
+    """A reward did not score a group; `reward` is its name."""
+
+    def __init__(self, sentence: str, reward: str) -> None:
+        super().__init__(sentence)
+        self.reward = reward
+
+
 class DivergedError(StreamRLError):
     """Gradients stay not finite: going on, or starting again, would train nothing."""
 

@@ -26,6 +26,8 @@ def books_metrics(books: Books) -> dict[str, float]:
         **{f"buffer/{name}": getattr(books, name) for name in columns},
         **{f"buffer/dropped_{reason}": books.dropped.get(reason, 0) for reason in DropReason},
         "buffer/failed_groups_frac": books.dropped.get(DropReason.FAILED, 0) / max(1, books.ended),
+        "buffer/uniform_groups_frac": books.dropped.get(DropReason.UNIFORM, 0)
+        / max(1, books.ended),
         "buffer/books_balanced": float(books.balanced),
     }
 
@@ -82,4 +84,5 @@ def fairness_metrics(lengths: ResponseLengths) -> dict[str, float]:
         "fairness/length_distance": length_distance(lengths.sampled, lengths.trained),
         "fairness/dropped_tokens_frac": lengths.all_dropped.num_tokens / ended,
         **{f"fairness/dropped_{reason}_tokens_frac": n / ended for reason, n in tokens.items()},
+        "fairness/discarded_tokens_frac": lengths.discarded.num_tokens / ended,
     }

@@ -3,31 +3,50 @@
     deadline            the completion that is being sampled ends with the tokens that it has
     deadline + grace    whatever still runs, in the engine or the environment, is canceled
 
-Invariant: a completion that was sampled is part of the rollout, however the episode ended.
+Both for the episode and for each turn of it.
+
+Invariant: a completion that was sampled is part of the rollout, however the episode ended; the
+environment is closed, however it ended.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import TypeVar
 
+from actors.episodes.answers import checked_observation, checked_transition
+from actors.episodes.closing import closed_after
+from actors.episodes.context import Context
+from actors.episodes.conversation import Conversation
 from actors.episodes.record import EpisodeRecord, Rollout
+from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     CompletionHandle,
     Engine,
     Environment,
     EnvironmentContext,
-    Observation,
     Transition,
 )
-from streamrl.types import INVALID_TURNS, Completion, FinishReason, Media, SamplingParams
+from streamrl.types import INVALID_TURNS, Completion, FinishReason, SamplingParams
+
+Answer = TypeVar("Answer")
 
 # An engine may be loading an update at the deadline, and an environment has to see the last turn.
 _GRACE_S = 30.0
 
 
+class _DeadlineError(Exception):
+    """The grace after a deadline of ours is over."""
+
+
+async def _nobody() -> None:
+    """Is told that a slot is free."""
+
+
 class EpisodeRun:
-    """One episode, to be run once; `num_tokens` may be read meanwhile."""
+    """One episode, to be run once; its properties may be read meanwhile."""
 
     def __init__(
         self,
@@ -36,15 +55,28 @@ class EpisodeRun:
         *,
         max_model_len: int,
         deadline_s: float,
+        settings: EpisodeSettings | None = None,
+        on_slot_free: Callable[[], Awaitable[None]] = _nobody,
     ) -> None:
+        """
+        Args:
+            settings: `generator.episode`.
+            on_slot_free: called when the episode begins to wait for its environment, or ends.
+        """
         self._engine = engine
         self._make_environment = make_environment
         self._max_model_len = max_model_len
         self._deadline_s = deadline_s
+        self._settings = EpisodeSettings() if settings is None else settings
+        self._on_slot_free = on_slot_free
         self._stop = asyncio.Event()
         self._handle = CompletionHandle(self._stop)
         self._record = EpisodeRecord()
         self._metrics: Mapping[str, float] = {}
+        self._environment_wait_s = 0.0
+        self.is_over = False
+        self.needs_slot = True
+        """Whether it is in the engine, waits for it or is about to, and not for its environment."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,54 +90,125 @@ class EpisodeRun:
         Raises:
             RolloutError: the engine or the environment failed, or not a token was sampled in time.
         """
-        timer = asyncio.get_running_loop().call_later(self._deadline_s, self._stop.set)
+        environment, conversation = self._make_environment(), Conversation(start)
         try:
-            async with asyncio.timeout(self._deadline_s + min(_GRACE_S, self._deadline_s)) as limit:
-                finish_reason = await self._take_turns(start, sampling)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            finish_reason = FinishReason.DEADLINE
+            async with closed_after(environment.close):
+                finish_reason = await self._run(environment, conversation, start, sampling)
         finally:
-            timer.cancel()
-        if not self._record.segments:
-            raise RolloutError(
-                "no token was sampled within generator.group_deadline_s, which is "
-                f"{self._deadline_s:g} s"
-            )
-        return self._record.rollout(finish_reason, self._metrics)
+            self.is_over, self.needs_slot = True, False
+        await self._on_slot_free()
+        record = self._record
+        rollout = record.rollout(finish_reason, {**self._counts(), **self._metrics})
+        return rollout.with_messages(conversation.messages)
+
+    async def _run(
+        self,
+        environment: Environment,
+        conversation: Conversation,
+        start: EnvironmentContext,
+        sampling: SamplingParams,
+    ) -> FinishReason:
+        """Why the episode ended. Waits as `run` does."""
+        try:
+            async with self._within(self._deadline_s):
+                finish_reason = await self._take_turns(environment, conversation, start, sampling)
+        except _DeadlineError:
+            finish_reason = FinishReason.DEADLINE
+        if self._record.segments:
+            return finish_reason
+        turn_s = self._settings.turn_deadline_s
+        name = "group_deadline_s" if turn_s is None else "episode.turn_deadline_s"
+        raise RolloutError(
+            f"no token was sampled within generator.{name}, which is "
+            f"{self._deadline_s if turn_s is None else turn_s:g} s"
+        )
 
     async def _take_turns(
-        self, start: EnvironmentContext, sampling: SamplingParams
+        self,
+        environment: Environment,
+        conversation: Conversation,
+        start: EnvironmentContext,
+        sampling: SamplingParams,
     ) -> FinishReason:
         """Why the episode ended. Waits for the engine, then for the environment, turn by turn."""
-        environment = self._make_environment()
-        try:
-            observation = await environment.start(start)
-            context = Context()
-            while True:
-                context = context.after(observation, start)
-                if len(context.token_ids) >= self._max_model_len and self._record.segments:
-                    return FinishReason.LENGTH
+        context = Context()
+        async with self._turn():
+            observation = checked_observation(await self._ask(environment.start(start)))
+        while True:
+            conversation.observe(observation)
+            context = context.after(observation, start)
+            if len(context.token_ids) >= self._max_model_len and self._record.segments:
+                return FinishReason.LENGTH
+            async with self._turn():
                 completion = await self._sample(context, sampling)
-                if not len(completion.token_ids):
-                    if completion.finish_reason is FinishReason.DEADLINE:
-                        return FinishReason.DEADLINE
-                    raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")
+                sampled = tuple(completion.token_ids.tolist())
+                if not sampled:
+                    return _without_a_token(completion)
                 self._record.add(context.token_ids, completion, context.media)
+                context = context.followed_by(sampled)
                 self._handle = CompletionHandle(self._stop)
-                transition = await environment.step(completion)
-                self._on_transition(transition)
-                context = context.continued(completion)
-                observation = transition.observation
-                if transition.done:
-                    return completion.finish_reason
-                if self._stop.is_set():
-                    return FinishReason.DEADLINE
-        finally:
-            await environment.close()
+                conversation.answer(sampled)
+                transition = checked_transition(await self._ask(environment.step(completion)))
+            self._on_transition(transition)
+            observation = transition.observation
+            if transition.done:
+                return completion.finish_reason
+            if self._stop.is_set():
+                return FinishReason.DEADLINE
+            if self._record.num_turns == self._settings.max_turns:
+                return FinishReason.MAX_TURNS
 
-    async def _sample(self, context: "Context", sampling: SamplingParams) -> Completion:
+    async def _ask(self, answer: Awaitable[Answer]) -> Answer:
+        """What the environment answers. Waits for it; meanwhile another episode has the slot."""
+        began_s = perf_counter()
+        self.needs_slot = False
+        try:
+            await self._on_slot_free()
+            return await answer
+        finally:
+            self.needs_slot = True
+            self._environment_wait_s += perf_counter() - began_s
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Around a turn, or the start of the environment."""
+        if self._settings.turn_deadline_s is None:
+            yield
+        else:
+            async with self._within(self._settings.turn_deadline_s):
+                yield
+
+    @asynccontextmanager
+    async def _within(self, deadline_s: float) -> AsyncIterator[None]:
+        """Stops the episode at the deadline, and cancels the block after the grace.
+
+        Raises:
+            _DeadlineError: it was canceled.
+        """
+        timer = asyncio.get_running_loop().call_later(deadline_s, self._stop.set)
+        limit = asyncio.timeout(deadline_s + min(_GRACE_S, deadline_s))
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise _DeadlineError from error
+        finally:
+            timer.cancel()
+
+    def _counts(self) -> dict[str, float]:
+        """What is recorded of every episode."""
+        turns = [turn for segment in self._record.segments for turn in segment.turns]
+        return {
+            "num_turns": float(len(turns)),
+            "num_tool_calls": float(sum(turn.num_tool_calls for turn in turns)),
+            "num_segments": float(len(self._record.segments)),
+            "num_observation_tokens": float(sum(t.num_observation_tokens for t in turns)),
+            "environment_wait_s": self._environment_wait_s,
+        }
+
+    async def _sample(self, context: Context, sampling: SamplingParams) -> Completion:
         token_ids, media = context.token_ids, context.media
         if not media:
             return await self._engine.generate(token_ids, sampling, self._handle)
@@ -113,34 +216,18 @@ class EpisodeRun:
 
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(
-            reward=transition.reward,
+            reward=float(transition.reward),
             num_tool_calls=transition.num_tool_calls,
             in_loss=transition.in_loss,
         )
-        self._metrics = {**self._metrics, **transition.metrics}
+        own = {name: float(value) for name, value in transition.metrics.items()}
+        self._metrics = {**self._metrics, **own}
         if not transition.is_valid:
             count = self._metrics.get(INVALID_TURNS, 0.0) + 1
             self._metrics = {**self._metrics, INVALID_TURNS: count}
 
 
-@dataclass(frozen=True)
-class Context:
-    """All that the policy reads before its next turn: token ids, and the media in them."""
-
-    token_ids: tuple[int, ...] = ()
-    media: tuple[Media, ...] = ()
-
-    def after(self, observation: Observation, start: EnvironmentContext) -> "Context":
-        """With what an environment shows; its prompt's media belong to its prompt's tokens."""
-        new, media = observation.token_ids, observation.media
-        if not media and new == start.prompt_token_ids:
-            media = start.media
-        if observation.messages:
-            new = (*new, *start.renderer.encode_messages(observation.messages, observation.tools))
-            media = (*media, *start.renderer.media(observation.messages))
-        if observation.is_new_context:
-            return Context(new, media)
-        return Context((*self.token_ids, *new), (*self.media, *media))
-
-    def continued(self, completion: Completion) -> "Context":
-        return replace(self, token_ids=(*self.token_ids, *completion.token_ids.tolist()))
+def _without_a_token(completion: Completion) -> FinishReason:
+    if completion.finish_reason is FinishReason.DEADLINE:
+        return FinishReason.DEADLINE
+    raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")

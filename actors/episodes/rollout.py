@@ -6,16 +6,21 @@ whole group fails (RolloutError). A sibling that a limit cuts has not failed.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from msgspec import structs
 
 from actors.episodes.episode import EpisodeRun
+from actors.episodes.progress import GroupProgress
 from actors.episodes.record import Rollout
+from actors.episodes.surplus import first_finished, first_of_each
 from actors.prompts.media import has_media, load_media
 from actors.rendering.renderer import ChatRenderer
+from streamrl.config.generator.episode import EpisodeSettings
+from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     Engine,
@@ -25,6 +30,7 @@ from streamrl.interfaces import (
     Prompt,
     PromptSource,
     Reward,
+    Score,
 )
 from streamrl.types import (
     GREEDY_REWARD,
@@ -36,17 +42,16 @@ from streamrl.types import (
 from streamrl.types.media import distinct
 
 
-@dataclass(eq=False)
-class GroupProgress:
-    """The episodes of a group that is being sampled; none before it begins."""
+class TruncatedGroupError(Exception):
+    """Limits cut too many siblings, and `generator.episode.truncated` is `drop`."""
 
-    episodes: Sequence[EpisodeRun] = ()
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        super().__init__(f"limits cut all but a few of {len(rollouts)} siblings")
+        self.lengths = [rollout.num_sampled_tokens for rollout in rollouts]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the longest sibling has sampled so far, as far as the engine has reported
-        them; -1 if it has reported none."""
-        return max((episode.num_tokens for episode in self.episodes), default=-1)
+
+def _nothing_shared(context: EnvironmentContext) -> AbstractAsyncContextManager[object]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,14 @@ class GroupRunner:
     sampling: SamplingParams
     group_size: int
     max_model_len: int
+    oversample: OversampleSettings = field(default_factory=OversampleSettings)
+    """`generator.oversample`."""
+    settings: EpisodeSettings = field(default_factory=EpisodeSettings)
+    """`generator.episode`."""
+    open_group: Callable[[EnvironmentContext], AbstractAsyncContextManager[object]] = (
+        _nothing_shared
+    )
+    """Around a group: what its siblings share."""
     with_greedy_reward: bool = False
     """Whether to score a greedy completion, too, and record its reward with every sibling."""
     deadline_s: float = 3600.0
@@ -77,18 +90,19 @@ class GroupRunner:
         Raises:
             RolloutError: a sibling or the reward failed, or the deadline left nothing to score.
             PromptTooLongError: the prompt is too long and `data.truncation` is `drop`.
+            TruncatedGroupError: too few siblings are left, and `episode.truncated` is `drop`.
         """
         progress = GroupProgress() if progress is None else progress
         context = await self._context(lease)
-        samplings = [self.sampling] * self.group_size
-        if self.with_greedy_reward:
-            samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
-        progress.episodes = [self._episode() for _ in samplings]
-        rollouts = await _all_or_none(
-            episode.run(replace(context, episode_index=i), sampling)
-            for i, (episode, sampling) in enumerate(zip(progress.episodes, samplings, strict=True))
-        )
-        return await self._scored_group(lease, context.prompt, rollouts)
+        async with self.open_group(context) as shared:
+            finished = await self._rollouts(replace(context, shared=shared), progress)
+        canceled = [
+            max(0, episode.num_tokens)
+            for episode, rollout in zip(progress.episodes, finished, strict=True)
+            if rollout is None
+        ]
+        rollouts = [rollout for rollout in finished if rollout is not None]
+        return await self._scored_group(lease, context.prompt, rollouts, canceled)
 
     async def _context(self, lease: Lease) -> EnvironmentContext:
         """What the siblings start from. Waits for a thread that reads the prompt's media."""
@@ -98,31 +112,66 @@ class GroupRunner:
         return await asyncio.to_thread(lambda: self._start_of(load_media(prompt), lease))
 
     def _start_of(self, prompt: Prompt, lease: Lease) -> EnvironmentContext:
-        token_ids = self.renderer.encode(prompt)
-        media = self.renderer.media_of(prompt) if has_media(prompt) else ()
-        return EnvironmentContext(prompt, token_ids, self.renderer, self._seed(lease), media=media)
+        return EnvironmentContext(
+            prompt,
+            self.renderer.encode(prompt),
+            self.renderer,
+            self._seed(lease),
+            prompt_messages=self.renderer.messages(prompt),
+            media=self.renderer.media_of(prompt) if has_media(prompt) else (),
+        )
 
-    def _episode(self) -> EpisodeRun:
+    async def _rollouts(
+        self, context: EnvironmentContext, progress: GroupProgress
+    ) -> Sequence[Rollout | None]:
+        """The siblings', and a greedy one's if there is one; None where it was canceled."""
+        samplings = [self.sampling] * self.num_siblings
+        if self.with_greedy_reward:
+            samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
+        progress.episodes = [self._episode(progress) for _ in samplings]
+        running = [
+            episode.run(replace(context, episode_index=i), sampling)
+            for i, (episode, sampling) in enumerate(zip(progress.episodes, samplings, strict=True))
+        ]
+        if self.oversample.num_siblings and self.oversample.keep == "first_finished":
+            return await first_finished(running, self.group_size)
+        return await _all_or_none(running)
+
+    @property
+    def num_siblings(self) -> int:
+        """Those that are sampled."""
+        return self.group_size + self.oversample.num_siblings
+
+    @property
+    def num_episodes(self) -> int:
+        """Those of a group."""
+        return self.num_siblings + self.with_greedy_reward
+
+    def _episode(self, progress: GroupProgress) -> EpisodeRun:
         return EpisodeRun(
             self.engine,
             self.make_environment,
             max_model_len=self.max_model_len,
             deadline_s=self.deadline_s,
+            settings=self.settings,
+            on_slot_free=progress.on_slot_free,
         )
 
     async def _scored_group(
-        self, lease: Lease, prompt: Prompt, rollouts: Sequence[Rollout]
+        self, lease: Lease, prompt: Prompt, rollouts: Sequence[Rollout], canceled: Sequence[int]
     ) -> TrajectoryGroup:
-        """The record of a group, of which a greedy rollout is not part. Waits for the reward, or
-        for as long as the episodes had."""
-        siblings, greedy = rollouts[: self.group_size], rollouts[self.group_size :]
+        """The record of a group, of which a greedy rollout is not part; `canceled` are the tokens
+        of other siblings. Waits for the reward, or for as long as the episodes had."""
+        num_greedy = int(self.with_greedy_reward)
+        greedy = rollouts[len(rollouts) - num_greedy :]
+        siblings, cut = self._kept(rollouts[: len(rollouts) - num_greedy])
         metrics = _prompt_metrics(prompt)
         try:
             async with asyncio.timeout(self.deadline_s) as limit:
-                rewards = await self._score(prompt, siblings)
+                scores = await self._score(prompt, siblings)
                 if greedy:
-                    (greedy_reward,) = await self._score(prompt, greedy)
-                    metrics = {**metrics, GREEDY_REWARD: greedy_reward}
+                    (greedy_score,) = await self._score(prompt, greedy)
+                    metrics = {**metrics, GREEDY_REWARD: greedy_score.reward}
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -130,18 +179,35 @@ class GroupRunner:
                 "the reward has not scored the group within generator.group_deadline_s, which is "
                 f"{self.deadline_s:g} s"
             ) from error
+        kept = first_of_each([score.reward for score in scores], self.group_size)
         episodes = [
-            rollout.trajectories(reward, metrics)
-            for rollout, reward in zip(siblings, rewards, strict=True)
+            siblings[i].trajectories(scores[i].reward, {**metrics, **scores[i].metrics})
+            for i in kept
         ]
+        discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
         return TrajectoryGroup(
             group_id=f"{lease.prompt_index}:{lease.lease_id}",
             prompt_index=lease.prompt_index,
             environment=self.environment,
             trajectories=tuple(t for segments in episodes for t in segments),
             episode_indices=episode_indices(map(len, episodes)),
-            media=distinct(medium for rollout in siblings for medium in rollout.media),
+            discarded_lengths=(*discarded, *canceled, *cut),
+            media=distinct(medium for i in kept for medium in siblings[i].media),
         )
+
+    def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:
+        """The siblings that stay in the group, and the tokens of each that does not.
+
+        Raises:
+            TruncatedGroupError: too few of them stay.
+        """
+        if self.settings.truncated == "keep":
+            return siblings, ()
+        cut = [r.num_sampled_tokens for r in siblings if r.finish_reason.is_truncated]
+        kept = [r for r in siblings if not r.finish_reason.is_truncated]
+        if len(kept) < min(2, self.group_size):
+            raise TruncatedGroupError(siblings)
+        return kept, cut
 
     def _seed(self, lease: Lease) -> int:
         """Of the group: the same one if its prompt is leased again."""
@@ -152,17 +218,20 @@ class GroupRunner:
         """Where the lease's prompt is found; "" if nobody knows."""
         return self.prompts[lease.prompt_index].origin
 
-    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float]:
-        return await self.reward.score([self._scored(prompt, rollout) for rollout in rollouts])
+    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        episodes = [self._scored(prompt, rollout) for rollout in rollouts]
+        return [Score.of(score) for score in await self.reward.score(episodes)]
 
     def _scored(self, prompt: Prompt, rollout: Rollout) -> Episode:
         return Episode(
             prompt=prompt,
             response=self.renderer.decode(rollout.last_response),
+            response_token_ids=rollout.last_response,
             turn_rewards=tuple(turn.reward for turn in rollout.turns),
-            num_response_tokens=sum(turn.num_completion_tokens for turn in rollout.turns),
+            num_response_tokens=rollout.num_sampled_tokens,
             finish_reason=rollout.finish_reason,
             metrics=rollout.metrics,
+            messages=rollout.messages,
         )
 
 
@@ -183,7 +252,7 @@ def _prompt_metrics(prompt: Prompt) -> dict[str, float]:
     return {"difficulty": float(difficulty)} if isinstance(difficulty, int | float) else {}
 
 
-async def _all_or_none(siblings: Iterable[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
+async def _all_or_none(siblings: Iterable[Coroutine[Any, Any, Rollout]]) -> list[Rollout | None]:
     """Every sibling's rollout; the first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:

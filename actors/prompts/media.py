@@ -16,7 +16,8 @@ from typing import Any
 from streamrl.data_files import shown
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Message, Prompt
-from streamrl.vision.parts import is_medium, loaded, media_parts, paths_in
+from streamrl.vision import parts
+from streamrl.vision.parts import is_medium, loaded, paths_in
 
 _MARKERS = {"<image>": "image", "<video>": "video"}
 _SPLIT = re.compile("(<image>|<video>)")
@@ -24,7 +25,7 @@ _SPLIT = re.compile("(<image>|<video>)")
 
 def has_media(prompt: Prompt) -> bool:
     """Whether its messages hold images or videos."""
-    return not isinstance(prompt.content, str) and any(True for _ in media_parts(prompt.content))
+    return not isinstance(prompt.content, str) and parts.has_media(prompt.content)
 
 
 def load_media(prompt: Prompt) -> Prompt:

@@ -4,11 +4,14 @@ Invariant: the ids that the engine gets are the ids that are recorded; nothing i
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.rendering.parsing import MessageParser
+from actors.rendering.reply import end_of_turn_text, reply_text, require_replies
 from actors.rendering.vision import PromptVision
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
@@ -35,6 +38,7 @@ class ChatRenderer:
         self._data = data
         self._vision = vision
         self._template = _template(tokenizer, data)
+        self._parser = MessageParser(tokenizer, self._template, data.tool_parser)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "ChatRenderer":
@@ -96,7 +100,80 @@ class ChatRenderer:
         Raises:
             ConfigError: there is no template, or it cannot render them.
         """
-        return self._rendered(messages, tools, "a conversation")
+        place = "a conversation"
+        return self._encoded(self._text(messages, tools, place), messages, place)
+
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        completion_token_ids: Sequence[int],
+        tools: Sequence[ToolSchema] = (),
+    ) -> tuple[int, ...]:
+        """Token ids between the end of a completion and the place where the next one begins.
+
+        A completion that ended with the template's end-of-turn token, or with the one that opens
+        the reply, is followed by what the template puts behind it; any other one is ended first.
+
+        Raises:
+            ConfigError: there is no template, or it cannot render them.
+        """
+
+        def render(conversation: Sequence[Message], is_open: bool) -> str:
+            return self._text(conversation, tools, "a reply", is_open=is_open)
+
+        ids = self._encoded(reply_text(render, messages), messages, "a reply")
+        ends = {self._end_of_turn, *ids[:1]} & self._special_ids
+        for last in completion_token_ids[-1:]:
+            if last in ends and last in ids:
+                return ids[ids.index(last) + 1 :]
+        return ids
+
+    def require_replies(self) -> None:
+        """
+        Raises:
+            ConfigError: there is a template, and it cannot render a reply to a completion.
+        """
+        if self._template is not None:
+            require_replies(self._render)
+
+    def messages(self, prompt: Prompt) -> tuple[Message, ...]:
+        """The conversation that the prompt opens."""
+        return tuple(self._messages(prompt.content))
+
+    @cached_property
+    def _end_of_turn(self) -> int | None:
+        """The special token with which the template ends an assistant's turn, if it has one."""
+        ids = self.encode_text(end_of_turn_text(self._render))
+        return next((token for token in ids if token in self._special_ids), None)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._tokenizer.added_tokens_decoder
+        return frozenset((*self._tokenizer.all_special_ids, *added))
+
+    def _render(self, messages: Sequence[Message], is_open: bool) -> str:
+        return self._text(messages, (), "a conversation", is_open=is_open)
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+        """What a completion says, as a message of the assistant; see `Renderer.parse`."""
+        return self._parser.parse(token_ids, tools, self._generation_prompt)
+
+    @property
+    def knows_tool_calls(self) -> bool:
+        """Whether `parse` finds tool calls: the chat template's convention is known."""
+        return self._parser.knows_tool_calls
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        """What the template puts in front of a completion."""
+        if self._template is None:
+            return ""
+        conversation = [{"role": "user", "content": "?"}]
+        try:
+            without, with_it = (self._render(conversation, is_open) for is_open in (False, True))
+        except ConfigError:
+            return ""
+        return with_it.removeprefix(without)
 
     def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
         """The images and videos of a conversation, in order.
@@ -115,11 +192,18 @@ class ChatRenderer:
         if self._template is None and isinstance(content, str):
             text = f"{self._data.system_prompt or ''}{content}"
             return tuple(self._tokenizer(text)["input_ids"])
-        return self._rendered(self._messages(content), (), _place(prompt))
+        messages, place = self._messages(content), _place(prompt)
+        return self._encoded(self._text(messages, (), place), messages, place)
 
-    def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema], place: str
-    ) -> tuple[int, ...]:
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        place: str,
+        *,
+        is_open: bool = True,
+    ) -> str:
+        """The conversation as the template renders it, with the opening of the next turn."""
         if self._template is None:
             raise ConfigError(
                 f"data.chat_template: {place} is a list of messages, but the "
@@ -130,16 +214,16 @@ class ChatRenderer:
                 as_template_reads(messages),
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,
-                add_generation_prompt=True,
+                add_generation_prompt=is_open,
                 tokenize=False,
             )
         except TemplateError as error:
             raise ConfigError(f"data.chat_template: it cannot render {place}: {error}") from error
-        return self._expanded(self.encode_text(str(rendered)), media_of(messages, place), place)
+        return str(rendered)
 
-    def _expanded(
-        self, token_ids: tuple[int, ...], media: Sequence[Media], place: str
-    ) -> tuple[int, ...]:
+    def _encoded(self, text: str, messages: Sequence[Message], place: str) -> tuple[int, ...]:
+        """Token ids of a rendered conversation as the model reads them, its images included."""
+        token_ids, media = self.encode_text(text), media_of(messages, place)
         if self._vision is not None:
             return self._vision.expand(token_ids, media, place)
         if media:

@@ -1,82 +1,142 @@
-"""Rewards: built-in functions and a user's own Python file.
+"""Rewards: built-in ones and a user's own Python file, one or several with weights.
 
-A built-in is a function `(episode, **kwargs) -> float` and a line in `BUILT_IN`. A user's own has
-the same form and is named as PATH.py:FUNCTION:
+A built-in is a function of one of the forms of `actors.rewards.forms` and a line in `BUILT_IN`;
+where it keeps something between calls, a class and a line in `STATEFUL`. A user's own is named as
+PATH.py:NAME:
 
     # rewards.py
     def score(episode):
         return float(episode.response.strip() == episode.prompt.answer)
-
-With a first parameter named `episodes` it gets the whole group and returns a list.
 """
 
-import inspect
-import re
+import os
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from actors.rewards.builtin import environment, exact_match, numeric_answer, regex, task
+from actors.rewards.checks import check_call, check_kwargs, checked
+from actors.rewards.forms import BoundFunction
 from actors.rewards.functions import FunctionReward
-from streamrl.config.data import DataSettings
+from actors.rewards.isolated import Processes, WorkerSetup
+from actors.rewards.limits import CallLimits
+from actors.rewards.output import OutputLimit
+from actors.rewards.weighted import Rewards, WeightedReward
+from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Reward
 from streamrl.user_code import is_user_code, load_user_code
 
-BUILT_IN: Mapping[str, Callable[..., float]] = {
+BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "environment": environment,
     "exact_match": exact_match,
     "numeric_answer": numeric_answer,
     "regex": regex,
     "task": task,
 }
+STATEFUL: Mapping[str, str] = {}
+"""MODULE:CLASS by name. The class has `Settings`, a section of its arguments, is made of them, and
+has an async `score(episode)` or `score(episodes)`."""
+_ISOLATED = frozenset({"math"})
+_MAX_CONCURRENT, _REMOTE_RETRIES = 64, 3
 
 
 def make_reward(data: DataSettings) -> Reward:
-    """The reward that `data.reward` names, with `data.reward_kwargs`."""
-    if is_user_code(data.reward):
-        own = load_user_code("data.reward", data.reward)
-        _check_call(data.reward, own, data.reward_kwargs)
-        return FunctionReward(own, data.reward_kwargs, name=data.reward)
-    if data.reward not in BUILT_IN:
+    """The rewards of `data.rewards`, or the one of `data.reward` with `data.reward_kwargs`.
+
+    Raises:
+        ConfigError: one of them cannot be made.
+    """
+    key = data.data_source_key
+    if not data.rewards:
+        return make_reward_of(data.all_rewards[0], "data.reward", "data.reward_kwargs", key)
+    made = (
+        _weighted(settings, f"data.rewards[{i}].reward", f"data.rewards[{i}].kwargs", key)
+        for i, settings in enumerate(data.rewards)
+    )
+    return Rewards(tuple(made), key)
+
+
+def make_reward_of(
+    settings: RewardSettings,
+    field: str,
+    kwargs_field: str | None = None,
+    data_source_key: str = "data_source",
+) -> Reward:
+    """The reward of one entry.
+
+    Args:
+        field: the setting that names it, with which errors begin.
+        kwargs_field: the one that has its arguments; `kwargs` of `field` where it is a section.
+    """
+    kwargs_field = kwargs_field or f"{field}.kwargs"
+    made = _weighted(settings, field, kwargs_field, data_source_key)
+    return Rewards((made,), data_source_key)
+
+
+def function_of(name: str, field: str = "reward") -> Callable[..., Any]:
+    """The function of a user's own or of `BUILT_IN`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if is_user_code(name):
+        return load_user_code(field, name)
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    hint = did_you_mean(name, [*BUILT_IN, *STATEFUL])
+    raise ConfigError(f"{field}: was {name!r}; PATH.py:FUNCTION or {hint}")
+
+
+def _weighted(
+    settings: RewardSettings, field: str, kwargs_field: str, data_source_key: str
+) -> WeightedReward:
+    function, kwargs = _function(settings, field, kwargs_field)
+    name = f"{settings.name} ({settings.reward})" if settings.name else settings.reward
+    bound = BoundFunction(function, kwargs, name, data_source_key)
+    output, processes = OutputLimit(bound.title), None
+    is_isolated = _is_isolated(settings, bound, field)
+    if is_isolated:
+        setup = WorkerSetup(settings.reward, kwargs, name, data_source_key)
+        processes = Processes(setup, output)
+    scorer = FunctionReward(bound, _limits(settings, bound, is_isolated), output, processes)
+    return WeightedReward(settings.label, scorer, settings.weight, settings.data_source)
+
+
+def _function(
+    settings: RewardSettings, field: str, kwargs_field: str
+) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """What scores, with the arguments of a call."""
+    name, kwargs = settings.reward, settings.kwargs
+    if name in STATEFUL:
+        module, _, kind = STATEFUL[name].partition(":")
+        made = getattr(import_module(module), kind)
+        return made(checked(kwargs_field, made.Settings, kwargs)).score, {}
+    function = function_of(name, field)
+    if is_user_code(name):
+        check_call(field, name, function, kwargs)
+    else:
+        check_kwargs(kwargs_field, name, function, kwargs)
+    return function, kwargs
+
+
+def _is_isolated(settings: RewardSettings, bound: BoundFunction, field: str) -> bool:
+    if settings.isolation is not None and bound.is_async:
         raise ConfigError(
-            f"data.reward: was {data.reward!r}; PATH.py:FUNCTION or "
-            f"{did_you_mean(data.reward, BUILT_IN)}"
+            f"{field}: isolation has no effect on {settings.reward}, which is async; a call of it "
+            "is canceled at its time-out"
         )
-    function = BUILT_IN[data.reward]
-    _check_kwargs(data.reward, function, data.reward_kwargs)
-    if data.reward == "regex":
-        _check_pattern(data.reward_kwargs["pattern"])
-    return FunctionReward(function, data.reward_kwargs, name=data.reward)
+    if settings.isolation is None:
+        return settings.reward in _ISOLATED
+    return settings.isolation == "process"
 
 
-def _check_call(name: str, own: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Whether a user's own can be called with an episode and these arguments."""
-    try:
-        inspect.signature(own).bind(object(), **kwargs)
-    except TypeError as error:
-        raise ConfigError(
-            f"data.reward: {name} takes {inspect.signature(own)}, but is called with an episode "
-            f"(or a group's episodes) and data.reward_kwargs {dict(kwargs)}: {error}"
-        ) from error
-
-
-def _check_pattern(pattern: object) -> None:
-    try:
-        re.compile(str(pattern))
-    except re.error as error:
-        raise ConfigError(
-            f"data.reward_kwargs: pattern {pattern!r} is no regular expression: {error}"
-        ) from error
-
-
-def _check_kwargs(name: str, function: Callable[..., float], kwargs: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    allowed = [parameter.name for parameter in parameters]
-    for key in kwargs:
-        if key not in allowed:
-            raise ConfigError(
-                f"data.reward_kwargs: {name} takes no {key!r}; {did_you_mean(key, allowed)}"
-            )
-    for parameter in parameters:
-        if parameter.default is inspect.Parameter.empty and parameter.name not in kwargs:
-            raise ConfigError(f"data.reward_kwargs: {name} needs {parameter.name!r}")
+def _limits(settings: RewardSettings, bound: BoundFunction, is_isolated: bool) -> CallLimits:
+    max_concurrent = len(os.sched_getaffinity(0)) if is_isolated else _MAX_CONCURRENT
+    retries = _REMOTE_RETRIES if "url" in settings.kwargs and settings.reward in STATEFUL else 0
+    return CallLimits(
+        bound.title,
+        timeout_s=settings.timeout_s,
+        max_concurrent=settings.max_concurrent or max_concurrent,
+        retries=retries if settings.retries is None else settings.retries,
+    )

@@ -39,6 +39,7 @@ LETTERS = {
     DropReason.STALE: "s",
     DropReason.FAILED: "f",
     DropReason.FILTERED: "i",
+    DropReason.UNIFORM: "u",
     DropReason.MALFORMED: "m",
     DropReason.EXPIRED: "e",
     DropReason.RELEASED: "r",

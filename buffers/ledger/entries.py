@@ -6,7 +6,7 @@ one place each, and `subscribers` are called there. `Ledger` decides; this modul
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
@@ -14,7 +14,7 @@ from buffers.ledger.columns import Columns
 from buffers.ledger.entry import Entry, State, response_lengths
 from buffers.ledger.events import BY_BOOKS, Event
 from buffers.ledger.response_counter import ResponseCounter
-from streamrl.types import Books, DropReason, GroupHeader, RefusalReason, ResponseLengths
+from streamrl.types import Books, DropReason, RefusalReason, ResponseLengths
 from streamrl.types.index_ranges import IndexRangeSet
 
 # A lease reasserted that leaves more prompts than this free is invalid; no buffer forgets so many.
@@ -143,17 +143,16 @@ class Entries:
         reason = BY_BOOKS if by_books else None
         self._notify(entry.prompt_index, "acknowledged", entry.lease_id, reason)
 
-    def drop(self, entry: Entry, reason: DropReason, put: GroupHeader | None = None) -> None:
-        """`put` is the header of a group that is dropped instead of taken in."""
-        put_lengths = () if put is None else put.response_lengths
-        self.responses.put(put_lengths)
-        self.responses.drop(put_lengths or response_lengths(entry), reason)
+    def drop(self, entry: Entry, reason: DropReason, lengths: Sequence[int] = ()) -> None:
+        """`lengths` are those of a group's responses that are dropped instead of taken in."""
+        self.responses.put(lengths)
+        self.responses.drop(lengths or response_lengths(entry), reason)
         self._close(entry)
         self._dropped[reason] += 1
         self._set_open(entry.prompt_index, reason.returns_prompt)
         if reason.returns_prompt:
             insort(self._free, entry.prompt_index)
-        self._notify(entry.prompt_index, "dropped", entry.lease_id, reason, put_lengths)
+        self._notify(entry.prompt_index, "dropped", entry.lease_id, reason, tuple(lengths))
 
     def drain_freed(self) -> tuple[int, ...]:
         """Prompts with a payload that were closed since the last call."""

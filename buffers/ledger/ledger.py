@@ -29,7 +29,7 @@ Pure and deterministic: no input or output, no clock (callers pass `now_s`), no 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from buffers.ledger.admission import Admission
 from buffers.ledger.batches import Batches
@@ -141,17 +141,17 @@ class Ledger:
                 f"the group is for {header.prompt_index}"
             )
         if self._batches.is_stale(header, self.version):
-            self._entries.drop(entry, DropReason.STALE, put=header)
+            self._entries.drop(entry, DropReason.STALE, header.response_lengths)
             return False
         entry.header = header
         self._make_ready(entry)
         return True
 
-    def release(self, lease_id: str, reason: DropReason) -> None:
+    def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         """End a lease without a group; unknown or already filled leases are left as they are."""
         entry = self._entries.find(lease_id)
         if entry is not None and entry.state is State.LEASED:
-            self._entries.drop(entry, reason)
+            self._entries.drop(entry, reason, lengths)
 
     def refuse_malformed(self, lease_id: str) -> None:
         """Drop and count the prompt of a lease whose put could not be decoded."""

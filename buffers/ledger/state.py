@@ -76,8 +76,8 @@ class BufferState(Generic[Payload]):
             self._payloads[header.prompt_index] = (payload, header.num_bytes)
             self._num_bytes += header.num_bytes
 
-    def release(self, lease_id: str, reason: DropReason) -> None:
-        self.ledger.release(lease_id, reason)
+    def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
+        self.ledger.release(lease_id, reason, lengths)
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
         """Renew the generator's leases, whose ids are SESSION/NUMBER.

@@ -106,8 +106,9 @@ class RedisBuffer:
         async with self._puts:
             await self._put_payload(lease_id, packed.header(len(payload)), payload)
 
-    async def release(self, lease_id: str, reason: DropReason) -> None:
-        await self._call("release", lease_id, reason)
+    async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
+        packed = msgspec.msgpack.encode(tuple(lengths)) if lengths else b""
+        await self._call("release", lease_id, reason, packed)
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
         held = [

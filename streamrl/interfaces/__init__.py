@@ -17,6 +17,7 @@ from streamrl.interfaces.episodes import (
     PromptSource,
     Renderer,
     Reward,
+    Score,
     ToolSchema,
     Transition,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "PromptSource",
     "Renderer",
     "Reward",
+    "Score",
     "ToolSchema",
     "Tracker",
     "TrajectoryBuffer",

@@ -43,8 +43,11 @@ class GeneratorBuffer(Protocol):
         """
         ...
 
-    async def release(self, lease_id: str, reason: DropReason) -> None:
-        """End the lease without a group; the reason decides if its prompt is granted again."""
+    async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
+        """End the lease without a group; the reason decides if its prompt is granted again.
+
+        `lengths` are those of the responses that were sampled under it, which are counted.
+        """
         ...
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:

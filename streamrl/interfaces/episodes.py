@@ -54,12 +54,34 @@ class Renderer(Protocol):
         """Token ids of a conversation up to the place where the policy's next turn begins."""
         ...
 
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        completion_token_ids: Sequence[int],
+        tools: Sequence[ToolSchema] = (),
+    ) -> tuple[int, ...]:
+        """Token ids between the end of a completion and the place where the next one begins."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
         ...
 
     def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
         """The images and videos of a conversation, in order."""
+        ...
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+        """The assistant's message that a completion is, by the convention of its chat template.
+
+        It has a `content`, and where they are there `reasoning_content` and `tool_calls`, whose
+        arguments are JSON objects. A call that cannot be read leaves none: the content is then the
+        whole text, and `parse_error` says why.
+
+        Args:
+            tools: those that it may call; their schemas give arguments that are written as text
+                 their types.
+        """
         ...
 
 
@@ -75,6 +97,10 @@ class EnvironmentContext:
     """The same one for every sibling of the group, and whenever the group is sampled again."""
     episode_index: int = 0
     """The place of the episode among its siblings, from 0."""
+    prompt_messages: tuple[Message, ...] = ()
+    """The prompt as messages, with `data.system_prompt`."""
+    shared: Any = None
+    """What the environment's `open_group` has opened for all siblings of the group."""
     media: tuple[Media, ...] = ()
     """The images and videos in `prompt_token_ids`, in order."""
 
@@ -125,7 +151,10 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Called once after the last step, also after an error or a limit."""
+        """Called once after the last step, also after an error, a limit or a cancellation.
+
+        It has ten seconds.
+        """
         ...
 
 
@@ -144,13 +173,28 @@ class Episode:
     """The whole conversation, the prompt included."""
     turn_rewards: tuple[float, ...] = ()
     """Those of the environment, one for each turn."""
+    response_token_ids: tuple[int, ...] = ()
+    """The ids of `response`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The reward of an episode, with numbers that are recorded beside it."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, score: "float | Score") -> "Score":
+        """The score itself, or the number as one without metrics."""
+        return score if isinstance(score, Score) else cls(score)
 
 
 class Reward(Protocol):
     """Scores the siblings of one prompt together, so that it may compare them."""
 
-    async def score(self, episodes: Sequence[Episode]) -> Sequence[float]:
-        """One finite number per episode, in order.
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[float | Score]:
+        """One finite number, or a score with one, per episode, in order.
 
         Raises:
             RolloutError: the group cannot be scored; it is dropped and counted.

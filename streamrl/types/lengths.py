@@ -83,16 +83,19 @@ class ResponseLengths(Struct, frozen=True, array_like=True):
 
     A response is `trained` as the learner advances, and no longer so if a learner that attaches
     makes its group wait again: sampled = trained + dropped + waiting. `dropped` has the responses
-    of groups that reached the buffer; a lease that ended without a group has no length.
+    of groups that reached the buffer, or whose generator released them with their lengths; a lease
+    that ended without a group has no other length. `discarded` are of siblings that were sampled
+    beyond `generator.group_size` and not kept: a buffer does not count them, a learner does.
     """
 
     sampled: LengthHistogram = LengthHistogram()
     trained: LengthHistogram = LengthHistogram()
     dropped: dict[DropReason, LengthHistogram] = {}
+    discarded: LengthHistogram = LengthHistogram()
 
     @property
     def all_dropped(self) -> LengthHistogram:
-        return sum(self.dropped.values(), LengthHistogram())
+        return sum(self.dropped.values(), self.discarded)
 
     def dropped_because(self, reason: DropReason) -> LengthHistogram:
         return self.dropped.get(reason, LengthHistogram())
@@ -103,7 +106,12 @@ class ResponseLengths(Struct, frozen=True, array_like=True):
             self.sampled - earlier.sampled,
             self.trained - earlier.trained,
             {why: n - earlier.dropped_because(why) for why, n in self.dropped.items()},
+            self.discarded - earlier.discarded,
         )
+
+    def with_discarded(self, discarded: LengthHistogram) -> "ResponseLengths":
+        """These, and responses that were sampled and not put."""
+        return ResponseLengths(self.sampled + discarded, self.trained, self.dropped, discarded)
 
     def contains(self, earlier: "ResponseLengths") -> bool:
         """Whether no count of `earlier` is larger than here."""
@@ -115,7 +123,9 @@ class ResponseLengths(Struct, frozen=True, array_like=True):
 
     def rounded(self) -> "ResponseLengths":
         dropped = {reason: lengths.rounded() for reason, lengths in self.dropped.items()}
-        return ResponseLengths(self.sampled.rounded(), self.trained.rounded(), dropped)
+        return ResponseLengths(
+            self.sampled.rounded(), self.trained.rounded(), dropped, self.discarded.rounded()
+        )
 
 
 def length_distance(one: LengthHistogram, other: LengthHistogram) -> float:

@@ -39,6 +39,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         np.concatenate([t.policy_versions for t in members]),
         _loss_mask(members),
         group.episode_indices,
+        group.discarded_lengths,
         group.media,
     )
 
@@ -82,6 +83,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     policy_versions: Int32Array
     loss_mask: BoolArray | None = None
     episode_indices: tuple[Count, ...] = ()
+    discarded_lengths: tuple[Count, ...] = ()
     media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
@@ -109,6 +111,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
                 for facts, tokens in zip(self.facts, self._siblings(), strict=True)
             ),
             episode_indices=self.episode_indices,
+            discarded_lengths=self.discarded_lengths,
             media=self.media,
         )
 
@@ -127,6 +130,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             rewards=tuple(facts.reward for facts in self.facts),
             num_bytes=num_bytes,
             episode_indices=self.episode_indices,
+            discarded_lengths=self.discarded_lengths,
         )
 
     def _siblings(self) -> Iterator[slice]:

@@ -13,6 +13,7 @@ class DropReason(StrEnum):
     STALE = "stale"
     FAILED = "failed"
     FILTERED = "filtered"
+    UNIFORM = "uniform"
     MALFORMED = "malformed"
     EXPIRED = "expired"
     RELEASED = "released"

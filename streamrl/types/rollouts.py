@@ -27,18 +27,20 @@ class FinishReason(StrEnum):
     """Why a completion, and with it a trajectory, ended.
 
     `LENGTH`: it reached `generator.max_new_tokens` or the longest context. `DEADLINE`: it was still
-    being sampled at `generator.group_deadline_s`.
+    being sampled at `generator.group_deadline_s`, or a turn of it at
+    `generator.episode.turn_deadline_s`. `MAX_TURNS`: it had `generator.episode.max_turns`.
     """
 
     STOP = "stop"
     LENGTH = "length"
     DEADLINE = "deadline"
+    MAX_TURNS = "max_turns"
     ABORT = "abort"
 
     @property
     def is_truncated(self) -> bool:
         """Whether a limit ended it, not the policy or the environment."""
-        return self in (FinishReason.LENGTH, FinishReason.DEADLINE)
+        return self in (FinishReason.LENGTH, FinishReason.DEADLINE, FinishReason.MAX_TURNS)
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -134,6 +136,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     A sibling is one trajectory, unless its context was rewritten: then each context is one.
     `episode_indices` says which sibling each trajectory is of; () if each is one of its own.
     `media` has each image and video once, whoever of the trajectories shares it.
+    `discarded_lengths` are the tokens that the policy sampled in each sibling that is not kept.
     """
 
     group_id: Name
@@ -142,6 +145,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     trajectories: tuple[Trajectory, ...]
     episode_indices: tuple[Count, ...] = ()
     media: tuple[Media, ...] = ()
+    discarded_lengths: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         check_group(self.trajectories, self.prompt_index, self.episode_indices)
@@ -158,12 +162,18 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         return sum(t.num_tokens for t in self.trajectories)
 
+    @property
+    def sampled_lengths(self) -> tuple[int, ...]:
+        """Tokens that the policy sampled, in each trajectory and in what is not kept."""
+        kept = (t.num_response_tokens for t in self.trajectories)
+        return (*kept, *self.discarded_lengths)
+
 
 class GroupHeader(Struct, frozen=True, kw_only=True):
     """The facts of a group that the ledger and the learner's planning need, without payload.
 
     `lengths` are the tokens of each trajectory, `response_lengths` those that the policy sampled;
-    `episode_indices` are the group's.
+    `episode_indices` and `discarded_lengths` are the group's.
     """
 
     group_id: Name
@@ -175,6 +185,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
     rewards: tuple[float, ...]
     num_bytes: Count = 0
     episode_indices: tuple[Count, ...] = ()
+    discarded_lengths: tuple[Count, ...] = ()
 
     @classmethod
     def of(cls, group: TrajectoryGroup, num_bytes: int = 0) -> "GroupHeader":
@@ -188,6 +199,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
             rewards=tuple(t.reward for t in group.trajectories),
             num_bytes=num_bytes,
             episode_indices=group.episode_indices,
+            discarded_lengths=group.discarded_lengths,
         )
 
 

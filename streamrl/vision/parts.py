@@ -38,6 +38,11 @@ def media_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, 
             yield from (part for part in content if is_medium(part))
 
 
+def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the conversation holds images or videos."""
+    return any(True for _ in media_parts(messages))
+
+
 def media_of(messages: Sequence[Mapping[str, Any]], place: str) -> tuple[Media, ...]:
     """The media of a conversation, in order; no path is read.
 

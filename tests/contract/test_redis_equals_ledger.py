@@ -7,7 +7,7 @@ are also copied and put back, as a server does that restarts from an older snaps
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -48,7 +48,7 @@ from tests.redis_server import RedisServer
 
 TTL_S = 10.0
 LEASE_IDS = [f"{session}/{number}" for session in "abc" for number in range(5)]
-ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED)
+ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED, DropReason.UNIFORM)
 
 
 class Twins(RuleBasedStateMachine):
@@ -123,10 +123,15 @@ class Twins(RuleBasedStateMachine):
                 lambda: self.model.put(lease_id, header, group, self.now_s),
             )
 
-    @rule(lease_id=st.sampled_from(LEASE_IDS), reason=st.sampled_from(ENDS_A_LEASE))
-    def release(self, lease_id: str, reason: DropReason) -> None:
+    @rule(
+        lease_id=st.sampled_from(LEASE_IDS),
+        reason=st.sampled_from(ENDS_A_LEASE),
+        lengths=st.lists(st.integers(1, 100), max_size=3),
+    )
+    def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         self.both(
-            self.redis.release(lease_id, reason), lambda: self.model.release(lease_id, reason)
+            self.redis.release(lease_id, reason, lengths),
+            lambda: self.model.release(lease_id, reason, lengths),
         )
 
     @rule(

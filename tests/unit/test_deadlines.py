@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.rewards.forms import BoundFunction
 from actors.rewards.functions import FunctionReward
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation
@@ -36,7 +37,7 @@ class EndlessEnvironment:
 def endless():
     """A reward that blocks its thread until the test is over."""
     over = threading.Event()
-    yield FunctionReward(lambda episode: over.wait(), {}, name="endless")
+    yield FunctionReward(BoundFunction(lambda episode: over.wait(), {}, name="endless"))
     over.set()
 
 
@@ -83,10 +84,11 @@ async def test_rewards_that_never_end_take_no_thread_from_weight_updates(endless
 def test_a_reward_that_never_ends_does_not_keep_the_process():
     program = (
         "import asyncio, time\n"
+        "from actors.rewards.forms import BoundFunction\n"
         "from actors.rewards.functions import FunctionReward\n"
+        "endless = BoundFunction(lambda episode: time.sleep(600), {}, 'endless')\n"
         "async def main():\n"
-        "    call = asyncio.create_task(\n"
-        "        FunctionReward(lambda episode: time.sleep(600), {}, 'endless').score([None]))\n"
+        "    call = asyncio.create_task(FunctionReward(endless).score([None]))\n"
         "    await asyncio.sleep(0.1)\n"
         "    call.cancel()\n"
         "asyncio.run(main())\n"

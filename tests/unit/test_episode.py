@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from actors.episodes.episode import EpisodeRun
-from actors.episodes.rollout import GroupProgress
+from actors.episodes.progress import GroupProgress
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     CompletionHandle,
@@ -189,9 +189,29 @@ async def test_an_episode_that_fills_the_context_is_truncated_whatever_its_last_
     assert trajectory.finish_reason is FinishReason.LENGTH
 
 
+class AnsweringEnvironment(CountingEnvironment):
+    """Answers with a message."""
+
+    async def step(self, completion: Completion) -> Transition:
+        transition = await super().step(completion)
+        answer = Observation(messages=({"role": "user", "content": "xyz"},))
+        return dataclasses.replace(transition, observation=answer)
+
+
+async def test_messages_after_a_completion_are_encoded_as_a_reply_to_it():
+    class ReplyRenderer(FakeRenderer):
+        def encode_reply(self, messages, completion_token_ids, tools=()):
+            assert tuple(completion_token_ids[:1]) in [(1,), (5,)]
+            return (30 + len(completion_token_ids), len(messages[0]["content"]))
+
+    start = dataclasses.replace(context(), renderer=ReplyRenderer())
+    rollout = await episode(FakeEngine(), AnsweringEnvironment).run(start, SAMPLING)
+    assert rollout.segments[0].token_ids == (7, 1, 1, 32, 3, 5, 5, 32, 3, 9, 9)
+
+
 def test_what_counts_as_truncated():
     truncated = [reason for reason in FinishReason if reason.is_truncated]
-    assert truncated == [FinishReason.LENGTH, FinishReason.DEADLINE]
+    assert truncated == [FinishReason.LENGTH, FinishReason.DEADLINE, FinishReason.MAX_TURNS]
 
 
 async def test_the_tokens_of_the_longest_sibling_are_known_while_it_is_sampled():

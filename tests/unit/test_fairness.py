@@ -4,6 +4,7 @@ import logging
 import math
 
 import pytest
+from msgspec import structs
 
 from learners.fairness import FairnessWindow
 from streamrl.metrics import fairness_metrics
@@ -11,6 +12,7 @@ from streamrl.types import (
     Books,
     BufferStats,
     DropReason,
+    GroupHeader,
     LengthHistogram,
     OverduePolicy,
     ResponseLengths,
@@ -162,3 +164,45 @@ def test_the_tokens_that_are_sampled_per_second_are_those_of_each_step():
     lost = window.metrics(stats({SHORT: 4}, {}), 0.1)["generator/tokens_per_s"]
     assert math.isnan(lost), "a buffer that lost its memory does not count what came before"
     assert window.metrics(stats({SHORT: 6}, {}), 0.5)["generator/tokens_per_s"] == 20.0
+
+
+def header(num_kept: int, *discarded: int) -> GroupHeader:
+    return GroupHeader(
+        group_id="g",
+        prompt_index=0,
+        environment="e",
+        oldest_version=0,
+        lengths=(SHORT + 1,) * num_kept,
+        response_lengths=(SHORT,) * num_kept,
+        rewards=(0.0,) * num_kept,
+        discarded_lengths=discarded,
+    )
+
+
+def test_siblings_that_are_not_kept_count_as_sampled_and_their_length_is_compared(caplog):
+    window = FairnessWindow(stats({}, {}), group_size=1)
+    metrics = window.metrics(
+        stats({SHORT: 90}, {SHORT: 90}), 1.0, [header(3, LONG, LONG) for _ in range(30)]
+    )
+    assert metrics["fairness/sampled_length_mean"] == (90 * SHORT + 60 * LONG) / 150
+    assert metrics["fairness/discarded_tokens_frac"] == 60 * LONG / (90 * SHORT + 60 * LONG)
+    (warning,) = warnings(caplog)
+    assert warning.endswith(
+        "as siblings beyond generator.group_size; set generator.oversample.keep: each_reward"
+    )
+
+
+def test_groups_that_are_left_out_for_their_rewards_are_named(caplog):
+    window = FairnessWindow(stats({}, {}), group_size=1)
+    uniform = {DropReason.UNIFORM: LengthHistogram.of({LONG: 60}).rounded()}
+    after = structs.replace(
+        stats({SHORT: 90, LONG: 60}, {SHORT: 90}),
+        lengths=ResponseLengths(
+            LengthHistogram.of({SHORT: 90, LONG: 60}).rounded(),
+            LengthHistogram.of({SHORT: 90}).rounded(),
+            uniform,
+        ),
+    )
+    assert window.metrics(after, 1.0)["fairness/dropped_uniform_tokens_frac"] > 0.9
+    (warning,) = warnings(caplog)
+    assert warning.endswith("rewards are all alike, as algorithm.dynamic_sampling says")

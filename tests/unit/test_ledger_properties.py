@@ -21,7 +21,7 @@ from streamrl.types import Books, DropReason, GroupHeader, Lease, LengthHistogra
 from tests.records import make_group
 
 TTL_S = 10.0
-ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED)
+ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED, DropReason.UNIFORM)
 
 
 class CountedLedger(Ledger):
@@ -89,11 +89,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.put(lease.lease_id, header, self.now_s)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), reason=st.sampled_from(ENDS_A_LEASE))
-    def release(self, data: st.DataObject, reason: DropReason) -> None:
+    @rule(
+        data=st.data(),
+        reason=st.sampled_from(ENDS_A_LEASE),
+        lengths=st.lists(st.integers(1, 100), max_size=3),
+    )
+    def release(self, data: st.DataObject, reason: DropReason, lengths: list[int]) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.held)))
         del self.held[lease_id]
-        self.ledger.release(lease_id, reason)
+        self.ledger.release(lease_id, reason, lengths)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -187,8 +187,8 @@ async def test_reasoning_gym_prompts_score_their_own_answers():
         for i in range(5)
         for answer in (prompts[i].answer, "wrong")
     ]
-    rewards = await make_reward(data).score(episodes)
-    assert rewards[::2] == (1.0,) * 5
+    rewards = [score.reward for score in await make_reward(data).score(episodes)]
+    assert rewards[::2] == [1.0] * 5
     assert max(rewards[1::2]) < 0.1
 
 

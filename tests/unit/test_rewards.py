@@ -13,7 +13,7 @@ from actors.rewards import make_reward
 from actors.rewards.builtin import extract_number
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
-from streamrl.interfaces import Episode, Prompt
+from streamrl.interfaces import Episode, Prompt, Score
 from streamrl.types import FinishReason
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
@@ -25,7 +25,11 @@ def episode(response: str, answer: str = "42") -> Episode:
 
 async def scores(reward: str, *responses: str, answer: str = "42", **kwargs: object) -> list[float]:
     data = DataSettings(source="addition", reward=reward, reward_kwargs=kwargs)
-    return list(await make_reward(data).score([episode(r, answer) for r in responses]))
+    return await rewards_of(data, [episode(r, answer) for r in responses])
+
+
+async def rewards_of(data: DataSettings, episodes: list[Episode]) -> list[float]:
+    return [Score.of(score).reward for score in await make_reward(data).score(episodes)]
 
 
 async def test_exact_match():
@@ -75,11 +79,11 @@ async def test_gsm8k_loads_renders_and_scores_its_own_answers(tmp_path):
         for p, row in zip(questions, rows, strict=True)
     )
     reference = [Episode(p, p.answer, 1, FinishReason.STOP) for p in questions]
-    rewards = await make_reward(data).score(reference)
+    rewards = await rewards_of(data, reference)
     assert (len(rewards), set(rewards)) == (1319, {1.0})
-    assert set(
-        await make_reward(data).score([episode("#### 0.123", p.answer) for p in questions])
-    ) == {0.0}
+    assert set(await rewards_of(data, [episode("#### 0.123", p.answer) for p in questions])) == {
+        0.0
+    }
 
 
 def write_rewards(tmp_path: Path, text: str) -> str:

@@ -126,8 +126,8 @@ function calls.put(token, payload, lease_id, header, ...)
   return { 'ok' }
 end
 
-function calls.release(lease_id, reason)
-  release(lease_id, reason)
+function calls.release(lease_id, reason, response_lengths)
+  release(lease_id, reason, response_lengths)
   return { 'ok' }
 end
 

@@ -137,9 +137,13 @@ local function put(lease_id, group, header, now_s)
   return true
 end
 
-local function release(lease_id, reason)
+-- `response_lengths` (msgpack) are those of a group that was sampled and is not put; '' or nil if
+-- there is none.
+local function release(lease_id, reason, response_lengths)
   local entry = find(lease_id)
-  if entry and entry.state == 'leased' then drop(entry, reason) end
+  local has_lengths = response_lengths and response_lengths ~= ''
+  local put = has_lengths and { response_lengths = response_lengths }
+  if entry and entry.state == 'leased' then drop(entry, reason, put) end
 end
 
 local function refuse_malformed(lease_id)

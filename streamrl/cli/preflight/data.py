@@ -36,9 +36,8 @@ def check_user_code(config: RunConfig) -> Iterator[Finding]:
     ):
         if is_user_code(name):
             yield from refusal(partial(find_user_code, field, name))
-    yield fact(
-        f"data.reward: {config.data.reward}; generator.environment: {config.generator.environment}"
-    )
+    rewards = " + ".join(reward.reward for reward in config.data.all_rewards)
+    yield fact(f"data.reward: {rewards}; generator.environment: {config.generator.environment}")
 
 
 def check_prompts(config: RunConfig) -> Iterator[Finding]:
@@ -91,7 +90,8 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
 def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
     """What the first prompt tells of all: the form of a source's prompts is one."""
     data = config.data
-    if data.reward == "task" and "dataset" not in prompt.row:
+    rewards = {reward.reward for reward in data.all_rewards if not reward.data_source}
+    if "task" in rewards and "dataset" not in prompt.row:
         yield problem(
             f"data.reward: task is the scorer of reasoning_gym, and data.source {data.source} has "
             "none; use exact_match, numeric_answer, regex or PATH.py:FUNCTION"
@@ -102,9 +102,9 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"algorithm.sample_weight.difficulty: {_shown(prompt)} has no number in a column "
             "difficulty, and every prompt would weigh the same"
         )
-    if data.reward == "exact_match" and not prompt.answer.strip():
+    if "exact_match" in rewards and not prompt.answer.strip():
         yield warning(f"data.reward: exact_match, and the answer to {_shown(prompt)} is empty")
-    if data.reward == "numeric_answer" and extract_number(prompt.answer) is None:
+    if "numeric_answer" in rewards and extract_number(prompt.answer) is None:
         yield warning(
             f"data.reward: numeric_answer, and the answer {prompt.answer!r} to {_shown(prompt)} "
             "holds no number: its reward is always 0"

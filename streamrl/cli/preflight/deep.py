@@ -25,7 +25,7 @@ from actors.rewards import make_reward
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
-from streamrl.interfaces import Episode, Prompt, Reward
+from streamrl.interfaces import Episode, Prompt, Reward, Score
 from streamrl.types import TrajectoryGroup
 
 _TRIED = 32
@@ -39,7 +39,7 @@ class RecordingReward:
     reward: Reward
     episodes: Sequence[Episode] = field(default=())
 
-    async def score(self, episodes: Sequence[Episode]) -> Sequence[float]:
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[float | Score]:
         self.episodes = tuple(episodes)
         return await self.reward.score(episodes)
 

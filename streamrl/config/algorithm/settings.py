@@ -14,6 +14,7 @@ from streamrl.config.algorithm.advantages import (
     UserAdvantageSettings,
 )
 from streamrl.config.algorithm.choice import check_choice, choose_record
+from streamrl.config.algorithm.dynamic_sampling import DynamicSamplingSettings
 from streamrl.config.algorithm.kl import KlLossSettings, KlRewardSettings
 from streamrl.config.algorithm.losses import (
     LOSS_SETTINGS,
@@ -74,6 +75,8 @@ class AlgorithmSettings(Section):
     """Shaping of rewards."""
     sample_weight: SampleWeightSettings = SampleWeightSettings()
     """Weights per trajectory."""
+    dynamic_sampling: DynamicSamplingSettings | None = None
+    """Leaving out groups whose siblings all have one reward; null leaves out none."""
     pf_ppo: PfPpoSettings | None = None
     """Resampling of trajectories by reward; null for none."""
 

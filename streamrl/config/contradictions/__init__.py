@@ -7,7 +7,7 @@ them all, so a person reads every sentence at once.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streamrl.config.contradictions import daemons, sizes, training
+from streamrl.config.contradictions import daemons, episodes, sizes, training
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
@@ -30,7 +30,13 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     training.decay_within_warmup,
     training.warmup_without_a_critic,
     sizes.alone_in_its_group,
+    sizes.nothing_to_differ_from,
+    sizes.finished_before_the_greedy_one,
     sizes.groups_too_large,
     daemons.one_address,
     training.evaluation_without_a_model,
+    episodes.turns_of_a_single_turn,
+    episodes.turn_deadline_after_that_of_the_episode,
+    episodes.group_beyond_what_may_be_in_flight,
+    episodes.truncated_of_nothing,
 )

@@ -74,6 +74,26 @@ def greedy_siblings(c: "RunConfig") -> str | None:
     )
 
 
+def nothing_to_differ_from(c: "RunConfig") -> str | None:
+    if c.algorithm.dynamic_sampling is None or c.generator.num_siblings > 1:
+        return None
+    return (
+        "algorithm.dynamic_sampling leaves out groups whose siblings are alike, and with "
+        "generator.group_size 1 every group would be; use a group, or null"
+    )
+
+
+def finished_before_the_greedy_one(c: "RunConfig") -> str | None:
+    oversample = c.generator.oversample
+    is_cut = oversample.num_siblings > 0 and oversample.keep == "first_finished"
+    if not is_cut or not c.algorithm.needs_greedy_rewards:
+        return None
+    return (
+        f"algorithm.advantage {c.algorithm.advantage} needs a greedy completion of each prompt, "
+        "which generator.oversample.keep first_finished may cancel; use each_reward"
+    )
+
+
 def alone_in_its_group(c: "RunConfig") -> str | None:
     if c.generator.group_size > 1 or c.algorithm.advantage not in _COMPARE_SIBLINGS:
         return None

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from streamrl.config.data.rewards import RewardSettings, check_labels
 from streamrl.config.numbers import Positive
 from streamrl.config.section import Section
 
@@ -34,6 +35,10 @@ class DataSettings(Section):
     chat_template: Literal["native", "none"] | Path = "native"
     """`native` uses the tokenizer's template, if it has one; `none` feeds the prompt as it stands;
     a path names a Jinja file."""
+    tool_parser: str = "auto"
+    """How a completion writes its tool calls: hermes, qwen3_coder, llama3 or mistral, or a file
+    PATH.json with a response template of transformers; `auto` takes the tokenizer's own, or the one
+    of these that the chat template is written for."""
     system_prompt: str | None = None
     """Put in front of prompts that are strings."""
     max_prompt_length: Positive = 1024
@@ -43,7 +48,23 @@ class DataSettings(Section):
     shuffle: bool = True
     """Read files in a new seeded order each epoch."""
     reward: str = "exact_match"
-    """exact_match, numeric_answer, regex, environment (the sum of what the environment gives for
-    each turn), task (the scorer of reasoning_gym), or PATH.py:FUNCTION."""
+    """The name of a built-in reward, or PATH.py:NAME."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reward."""
+    rewards: tuple[RewardSettings, ...] = ()
+    """Several rewards, whose weighted sum is the reward of an episode; instead of `reward`."""
+    data_source_key: str = "data_source"
+    """Column that says which of the `rewards` score a row."""
+
+    @property
+    def all_rewards(self) -> tuple[RewardSettings, ...]:
+        """`rewards`, or `reward` as the only one."""
+        return self.rewards or (RewardSettings(reward=self.reward, kwargs=self.reward_kwargs),)
+
+    @model_validator(mode="after")
+    def _names_its_rewards_once(self) -> "DataSettings":
+        default = type(self).model_fields["reward"].default
+        if self.rewards and (self.reward != default or self.reward_kwargs):
+            raise ValueError("reward: has no effect beside data.rewards; list it there")
+        check_labels(self.all_rewards)
+        return self

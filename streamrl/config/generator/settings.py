@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
+from streamrl.config.generator.episode import EpisodeSettings
+from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
 
@@ -21,6 +23,8 @@ class GeneratorSettings(Section):
     """What answers the policy, turn by turn: single_turn, or PATH.py:CLASS."""
     group_size: Positive = 8
     """Trajectories per prompt."""
+    oversample: OversampleSettings = OversampleSettings()
+    """Siblings that are sampled beyond these."""
     max_new_tokens: Positive = 256
     """Longest completion, in tokens."""
     min_new_tokens: NotNegative = 0
@@ -48,6 +52,8 @@ class GeneratorSettings(Section):
     group_deadline_s: Seconds = 3600.0
     """An episode that takes longer ends as truncated, with the tokens that it has; the reward of
     a group has the same time again. The default is 32,768 tokens at 9 tokens/s."""
+    episode: EpisodeSettings = EpisodeSettings()
+    """Limits of an episode of several turns."""
     drain_s: Seconds = 5.0
     """After SIGTERM, time given to unfinished groups before their leases are released."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -65,6 +71,11 @@ class GeneratorSettings(Section):
                 "does not get to see; give it to that server's command line"
             )
         return self
+
+    @property
+    def num_siblings(self) -> int:
+        """Trajectories that are sampled per prompt."""
+        return self.group_size + self.oversample.num_siblings
 
     @property
     def truncations(self) -> tuple[str, ...]:

@@ -1,0 +1,83 @@
+"""Whether a reward can be made of its settings: each refusal is one sentence that names the field.
+
+Called when a generator starts and by `streamrl check`.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from actors.rewards.forms import OWN, OWN_GROUP, TRL, VERL_NAMES, form_of
+from streamrl.config.loading.explain import explain
+from streamrl.config.section import Section
+from streamrl.errors import ConfigError, did_you_mean
+
+Settings = TypeVar("Settings", bound=Section)
+
+
+def check_call(field: str, name: str, own: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Whether a user's own can be called in its form with these arguments."""
+    signature = inspect.signature(own)
+    args, named = _arguments(own, signature, kwargs)
+    try:
+        signature.bind(*args, **named, **kwargs)
+    except TypeError as error:
+        what = "an episode (or a group's episodes)" if args else "the arguments of its form"
+        raise ConfigError(
+            f"{field}: {name} takes {signature}, but is called with {what} and the arguments "
+            f"{dict(kwargs)}: {error}"
+        ) from error
+
+
+def check_kwargs(
+    field: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Whether a built-in function takes these arguments, and has all that it needs."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    allowed = [parameter.name for parameter in parameters]
+    for key in kwargs:
+        if key not in allowed:
+            raise ConfigError(f"{field}: {name} takes no {key!r}; {did_you_mean(key, allowed)}")
+    for parameter in parameters:
+        if parameter.default is inspect.Parameter.empty and parameter.name not in kwargs:
+            raise ConfigError(f"{field}: {name} needs {parameter.name!r}")
+    if "pattern" in kwargs:
+        check_pattern(field, kwargs["pattern"])
+
+
+def check_pattern(field: str, pattern: object) -> None:
+    try:
+        re.compile(str(pattern))
+    except re.error as error:
+        raise ConfigError(
+            f"{field}: pattern {pattern!r} is no regular expression: {error}"
+        ) from error
+
+
+def checked(field: str, section: type[Settings], kwargs: Mapping[str, Any]) -> Settings:
+    """The arguments of a reward as its section of settings."""
+    try:
+        return section.model_validate(kwargs)
+    except ValidationError as error:
+        sentences = str(explain(error, section)).splitlines()
+        raise ConfigError("\n".join(f"{field}.{sentence}" for sentence in sentences)) from error
+
+
+def _arguments(
+    own: Callable[..., Any], signature: inspect.Signature, kwargs: Mapping[str, Any]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Arguments of a call in its form; the columns of TRL's are what rows have."""
+    form, known = form_of(own), set(VERL_NAMES) | {f"{name}s" for name in VERL_NAMES}
+    if form in (OWN, OWN_GROUP):
+        return (object(),), {}
+    if form is TRL:
+        known = {
+            p.name
+            for p in signature.parameters.values()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "trainer_state"
+        }
+    taken = [name for name in signature.parameters if name in known and name not in kwargs]
+    return (), dict.fromkeys(taken, object())

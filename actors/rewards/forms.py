@@ -1,0 +1,232 @@
+"""The forms of a function that scores: how each is called, and what its answer means.
+
+    (episode, **kwargs)                                              a number
+    (episodes, **kwargs)                                             a list of numbers
+    verl's (data_source, solution_str, ground_truth, extra_info)     a number
+    verl's (data_sources, solution_strs, ground_truths, extra_infos) a list of numbers
+    TRL's (prompts, completions, completion_ids, **columns)          a list of numbers or None
+
+Instead of a number, a dict with `score` and further numbers will do, or a `Score`. None means that
+the reward does not apply to the episode.
+
+A form is recognized by the names of the parameters.
+Invariant: what a function answers is one finite number for each episode, or a RolloutError.
+"""
+
+import inspect
+import itertools
+import math
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from streamrl.errors import RolloutError
+from streamrl.interfaces import Episode, Score
+from streamrl.user_code import attributed_to, defined_at
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+_TRL_OWN = frozenset({"prompt", "completion", "completion_ids"})
+
+
+@dataclass(frozen=True)
+class Form:
+    """`arguments` makes those of a call from episodes and the column of their data source."""
+
+    arguments: Callable[[Sequence[Episode], str], Arguments]
+    takes_group: bool
+    may_not_apply: bool = False
+
+
+def form_of(function: Callable[..., Any]) -> Form:
+    """The form of a function."""
+    parameters = tuple(inspect.signature(function).parameters)
+    if "completions" in parameters:
+        return TRL
+    if "solution_str" in parameters:
+        return VERL
+    if "solution_strs" in parameters:
+        return VERL_BATCH
+    return OWN_GROUP if parameters[:1] == ("episodes",) else OWN
+
+
+@dataclass(frozen=True)
+class BoundFunction:
+    """A function with the arguments of the configuration. `name` stands in errors."""
+
+    function: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+    name: str
+    data_source_key: str = "data_source"
+
+    @property
+    def title(self) -> str:
+        return f"reward {self.name}"
+
+    @cached_property
+    def form(self) -> Form:
+        return form_of(self.function)
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+    def score(self, episodes: Sequence[Episode]) -> list[Score | None]:
+        """The scores of these, one episode unless it takes a group; for a function that is not
+        async.
+
+        Raises:
+            RolloutError: it raised, or answered something else than finite numbers.
+        """
+        with attributed_to(self.title, RolloutError):
+            answer = self._call(episodes)
+        return self._read(answer, len(episodes))
+
+    async def wait_for_score(self, episodes: Sequence[Episode]) -> list[Score | None]:
+        """As `score`, for an async function. Waits for its answer."""
+        with attributed_to(self.title, RolloutError):
+            answer = await self._call(episodes)
+        return self._read(answer, len(episodes))
+
+    def _call(self, episodes: Sequence[Episode]) -> Any:
+        args, named = self.form.arguments(episodes, self.data_source_key)
+        return self.function(*args, **_taken(self.function, named), **self.kwargs)
+
+    def _read(self, answer: Any, num_episodes: int) -> list[Score | None]:
+        answers = answer
+        try:
+            if not self.form.takes_group:
+                answers = [answer]
+            elif not isinstance(answer, str | bytes):
+                # At most one more than is needed: an answer may be without end.
+                answers = list(itertools.islice(answer, num_episodes + 1))
+            scores = [self._score(value) for value in answers]
+        except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+            raise self._refusal(answers, num_episodes) from error
+        if len(scores) != num_episodes:
+            raise self._refusal(answers, num_episodes)
+        return scores
+
+    def _score(self, answer: Any) -> Score | None:
+        if answer is None and self.form.may_not_apply:
+            return None
+        score = score_of(answer)
+        if not math.isfinite(score.reward):
+            raise ValueError(answer)
+        return score
+
+    def _refusal(self, answers: Any, expected: int) -> RolloutError:
+        if self.form.takes_group:
+            needed = f"it must return {expected} finite numbers, one for each episode"
+        else:
+            needed, answers = "it must return one finite number", answers[0]
+        place = f"{self.title}{defined_at(self.function)}"
+        return RolloutError(f"{place} returned {reprlib.repr(answers)}: {needed}")
+
+
+def _taken(function: Callable[..., Any], named: dict[str, Any]) -> dict[str, Any]:
+    """Of the arguments by name, those that the function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return named
+    return {name: value for name, value in named.items() if name in parameters}
+
+
+def score_of(answer: Any) -> Score:
+    """A number, a `Score`, or a mapping with `score` (or `reward`) and further numbers.
+
+    Raises:
+        TypeError, ValueError, KeyError: none of these.
+    """
+    if isinstance(answer, Score):
+        return Score(float(answer.reward), answer.metrics)
+    if not isinstance(answer, Mapping):
+        return Score(float(answer))
+    key = "score" if "score" in answer else "reward"
+    numbers = {
+        str(name): float(value)
+        for name, value in answer.items()
+        if name != key and isinstance(value, int | float) and math.isfinite(value)
+    }
+    return Score(float(answer[key]), numbers)
+
+
+def conversation(episode: Episode) -> list[dict[str, Any]]:
+    """The messages of the episode, the response last."""
+    if episode.messages:
+        return [dict(message) for message in episode.messages]
+    content = episode.prompt.content
+    prompt = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    last = {"role": "assistant", "content": episode.response}
+    return [*(dict(message) for message in prompt), last]
+
+
+def ground_truth(episode: Episode) -> Any:
+    """verl's column `reward_model.ground_truth`, or the answer of the row."""
+    column = episode.prompt.row.get("reward_model")
+    if isinstance(column, Mapping) and "ground_truth" in column:
+        return column["ground_truth"]
+    return episode.prompt.answer
+
+
+def _own(episodes: Sequence[Episode], _: str) -> Arguments:
+    return (episodes[0],), {}
+
+
+def _own_group(episodes: Sequence[Episode], _: str) -> Arguments:
+    return (episodes,), {}
+
+
+def _verl(episodes: Sequence[Episode], data_source_key: str) -> Arguments:
+    (episode,) = episodes
+    row = episode.prompt.row
+    return (), {
+        "data_source": row.get(data_source_key),
+        "solution_str": episode.response,
+        "ground_truth": ground_truth(episode),
+        "extra_info": _extra_info(episode),
+    }
+
+
+def _verl_batch(episodes: Sequence[Episode], data_source_key: str) -> Arguments:
+    each = [_verl([episode], data_source_key)[1] for episode in episodes]
+    return (), {f"{name}s": [named[name] for named in each] for name in VERL_NAMES}
+
+
+def _extra_info(episode: Episode) -> dict[str, Any]:
+    own = episode.prompt.row.get("extra_info")
+    extra = dict(own) if isinstance(own, Mapping) else {}
+    return {**extra, "num_turns": len(episode.turn_rewards) or 1}
+
+
+def _trl(episodes: Sequence[Episode], _: str) -> Arguments:
+    rows = [{"answer": e.prompt.answer, **e.prompt.row} for e in episodes]
+    columns = [name for name in rows[0] if name not in _TRL_OWN] if rows else []
+    return (), {
+        "prompts": [_prompt(e) for e in episodes],
+        "completions": [_completion(e) for e in episodes],
+        "completion_ids": [list(e.response_token_ids) for e in episodes],
+        **{name: [row.get(name) for row in rows] for name in columns},
+    }
+
+
+def _prompt(episode: Episode) -> str | list[dict[str, Any]]:
+    content = episode.prompt.content
+    return content if isinstance(content, str) else [dict(message) for message in content]
+
+
+def _completion(episode: Episode) -> str | list[dict[str, Any]]:
+    """Text after a prompt of text; after messages, those that followed them."""
+    content = episode.prompt.content
+    if isinstance(content, str):
+        return episode.response
+    return conversation(episode)[len(content) :]
+
+
+OWN = Form(_own, takes_group=False)
+OWN_GROUP = Form(_own_group, takes_group=True)
+VERL = Form(_verl, takes_group=False)
+VERL_BATCH = Form(_verl_batch, takes_group=True)
+TRL = Form(_trl, takes_group=True, may_not_apply=True)

@@ -1,0 +1,167 @@
+"""Calls in processes of their own, each of which is killed when a call hangs and replaced by the
+next call.
+
+A process reads requests from its standard input and answers through a pipe; what it prints is read
+from its output. `actors.rewards.isolated_worker` is what runs in it.
+Invariant: a process serves one call at a time; after a call that did not end, it is gone with
+all that it has started.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.rewards.output import OutputLimit
+from streamrl.errors import RolloutError, StreamRLError
+from streamrl.interfaces import Episode, Score
+
+LENGTH = struct.Struct("<I")
+"""Before each message."""
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """What a process needs to make the function; `name` stands in errors."""
+
+    reward: str
+    kwargs: Mapping[str, Any]
+    name: str
+    data_source_key: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The scores, or the sentence of an error."""
+
+    scores: list[Score | None] = []
+    error: str = ""
+
+
+class Processes:
+    """Of one reward; as many as calls run at a time."""
+
+    def __init__(self, setup: WorkerSetup, output: OutputLimit) -> None:
+        self._setup = setup
+        self._title = f"reward {setup.name}"
+        self._output = output
+        self._idle: list[_Worker] = []
+
+    async def run(self, episodes: Sequence[Episode]) -> list[Score | None]:
+        """The scores. Waits for a process, which may have to start, and for its answer.
+
+        Raises:
+            RolloutError: the function raised, answered nonsense, or ended its process.
+        """
+        try:
+            request = msgspec.msgpack.encode(list(episodes), enc_hook=_plain)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RolloutError(
+                f"{self._title}: a row cannot be sent to its process ({error}); use isolation: "
+                "thread"
+            ) from error
+        worker = self._idle.pop() if self._idle else await _Worker.start(self._setup, self._output)
+        try:
+            answer = await worker.ask(request)
+        except EndedError as error:
+            raise RolloutError(f"{self._title}: {error}") from error
+        except BaseException:
+            worker.kill()
+            raise
+        self._idle.append(worker)
+        if answer.error:
+            raise RolloutError(answer.error)
+        return answer.scores
+
+
+class EndedError(StreamRLError):
+    """The process ended in the middle of a call."""
+
+
+class _Worker:
+    """One process, and the pipes to it."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        answers: asyncio.StreamReader,
+        output: OutputLimit,
+    ) -> None:
+        self._process = process
+        self._answers = answers
+        self._printing = asyncio.create_task(_pass_on(process, output))
+
+    @classmethod
+    async def start(cls, setup: WorkerSetup, output: OutputLimit) -> "_Worker":
+        readable, writable = os.pipe()
+        answers = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(answers)
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: protocol, os.fdopen(readable, "rb", 0)
+        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "actors.rewards.isolated_worker",
+                str(writable),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(writable,),
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        finally:
+            os.close(writable)
+        worker = cls(process, answers, output)
+        worker._send(msgspec.msgpack.encode(setup, enc_hook=_plain))
+        return worker
+
+    async def ask(self, request: bytes) -> Answer:
+        """Waits for the answer, or for the process's end.
+
+        Raises:
+            EndedError: the function has ended its process.
+        """
+        self._send(request)
+        try:
+            (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
+            content = await self._answers.readexactly(length)
+        except asyncio.IncompleteReadError as error:
+            code = await self._process.wait()
+            raise EndedError(f"its process ended {_how(code)}") from error
+        return msgspec.msgpack.decode(content, type=Answer)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _send(self, message: bytes) -> None:
+        """Never waits: a process that does not read is killed at the time-out of its call."""
+        assert self._process.stdin is not None, "it was started with a pipe"
+        self._process.stdin.write(LENGTH.pack(len(message)) + message)
+
+
+async def _pass_on(process: asyncio.subprocess.Process, output: OutputLimit) -> None:
+    """What the process prints, as far as the limit admits it. Waits for its end."""
+    assert process.stdout is not None, "it was started with a pipe"
+    while chunk := await process.stdout.read(2**16):
+        if output.admits(len(chunk)):
+            sys.stderr.write(chunk.decode(errors="replace"))
+    await process.wait()
+
+
+def _how(code: int) -> str:
+    return f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+
+
+def _plain(value: Any) -> Any:
+    """An array or a number of numpy as plain data."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no plain data")

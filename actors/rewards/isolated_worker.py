@@ -1,0 +1,59 @@
+"""The process of a reward with `isolation: process`: reads episodes, answers with scores.
+
+`python -m actors.rewards.isolated_worker DESCRIPTOR`; `actors.rewards.isolated` starts it. It ends
+with its standard input; while a function keeps it from reading, the kernel ends it with the process
+that started it.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import msgspec
+
+from actors.rewards import function_of
+from actors.rewards.forms import BoundFunction
+from actors.rewards.isolated import LENGTH, Answer, WorkerSetup
+from streamrl.errors import StreamRLError
+from streamrl.interfaces import Episode
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int) -> None:
+    """Waits for requests until standard input closes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The function shall not read the requests.
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with os.fdopen(descriptor, "wb") as answers:
+        setup = msgspec.msgpack.decode(_read(requests), type=WorkerSetup)
+        bound = BoundFunction(
+            function_of(setup.reward), setup.kwargs, setup.name, setup.data_source_key
+        )
+        while request := _read(requests):
+            episodes = msgspec.msgpack.decode(request, type=list[Episode])
+            content = msgspec.msgpack.encode(_answer(bound, episodes))
+            answers.write(LENGTH.pack(len(content)) + content)
+            answers.flush()
+
+
+def _answer(bound: BoundFunction, episodes: Sequence[Episode]) -> Answer:
+    try:
+        return Answer(scores=bound.score(episodes))
+    except StreamRLError as error:
+        return Answer(error=str(error))
+
+
+def _read(requests: BinaryIO) -> bytes:
+    """The next message; empty at the end."""
+    head = requests.read(LENGTH.size)
+    return requests.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,68 @@
+"""What a program of the sandbox may use: its user, its limits, and whose end ends it.
+
+Invariant: root gives up being root wherever the program can still be read by another user.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+# Users that no machine names, of systemd's range for services: a limit of processes is one user's.
+_FIRST_UID, _NUM_UIDS = 61184, 4336
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+
+_LIMITS: Mapping[str, int] = {
+    "cpu_s": resource.RLIMIT_CPU,
+    "memory_bytes": resource.RLIMIT_AS,
+    "folder_bytes": resource.RLIMIT_FSIZE,
+    "num_files": resource.RLIMIT_NOFILE,
+    "num_processes": resource.RLIMIT_NPROC,
+    "core_bytes": resource.RLIMIT_CORE,
+}
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Asks for this signal when the parent ends, in whatever way."""
+    _prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+def stop_being_root(folder: Path, seed: int) -> None:
+    """Becomes a user without a name, one of thousands, who owns the folder; stays what it is where
+    that is not allowed."""
+    if os.getuid() != 0:
+        return
+    uid = _FIRST_UID + seed % _NUM_UIDS
+    with contextlib.suppress(OSError):
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, uid, uid)
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+        _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def can_be_read_by_others(path: Path) -> bool:
+    """Whether any user may enter the folder and all above it."""
+    return all(p.stat().st_mode & 0o005 == 0o005 for p in (path, *path.parents))
+
+
+def limit(limits: Mapping[str, int]) -> None:
+    """Sets the limits of this process, by the names of `SandboxLimits`."""
+    for name, value in {**limits, "core_bytes": 0}.items():
+        if (kind := _LIMITS.get(name)) is not None:
+            _, hard = resource.getrlimit(kind)
+            allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            # The first second beyond its CPU time ends a program with SIGXCPU, which says why.
+            more = kind == resource.RLIMIT_CPU and hard == resource.RLIM_INFINITY
+            resource.setrlimit(kind, (allowed, allowed + more))
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)

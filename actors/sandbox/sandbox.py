@@ -1,0 +1,211 @@
+"""Runs Python code that nobody has read, in a process of its own, and ends all that it started.
+
+Invariant: `run` returns or raises only when the code's processes are gone and its folder, too; the
+daemon's environment, files and network are not the code's.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from actors.sandbox.isolation import Isolation, command, find_isolation, job
+from actors.sandbox.limits import SandboxLimits, SandboxResult
+from streamrl.errors import ConfigError
+
+NO_ISOLATION = (
+    "this machine can keep no program from the network (it needs Linux with seccomp or with user "
+    "namespaces), so code that a model wrote is not run here"
+)
+# The supervisor kills and reaps in milliseconds, unless the machine is overloaded.
+_GRACE_S = 5.0
+
+
+class Sandbox:
+    """Runs programs, so many at a time."""
+
+    def __init__(
+        self,
+        limits: SandboxLimits | None = None,
+        *,
+        max_concurrent: int = 4,
+        isolation: Isolation | None = None,
+    ) -> None:
+        """
+        Args:
+            isolation: how to keep programs apart; None: the best that this machine has.
+        """
+        self.limits = SandboxLimits() if limits is None else limits
+        self._isolation = isolation
+        self._slots = asyncio.Semaphore(max_concurrent)
+
+    async def run(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str | bytes] | None = None,
+        arguments: tuple[str, ...] = (),
+        limits: SandboxLimits | None = None,
+    ) -> SandboxResult:
+        """What became of the code. Waits for a slot, which is not its time, then for its end or
+        that of its time.
+
+        Args:
+            files: contents by relative path, in the working folder; "main.py" is the code.
+
+        Raises:
+            ConfigError: this machine cannot keep the code apart.
+            ValueError: a file's path leads out of the folder.
+            OSError: the code was not started.
+        """
+        limits = self.limits if limits is None else limits
+        async with self._slots:
+            isolation = self._isolation or await asyncio.to_thread(find_isolation)
+            if isolation is None:
+                raise ConfigError(NO_ISOLATION)
+            with _folder_of({**(files or {}), "main.py": code}) as folder:
+                return await _run(job(isolation, folder, limits, arguments), stdin, limits)
+
+
+@contextlib.contextmanager
+def _folder_of(files: Mapping[str, str | bytes]) -> Iterator[Path]:
+    """A new folder with these files, which is removed in the end."""
+    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as name:
+        folder = Path(name).resolve()
+        for relative, content in files.items():
+            path = (folder / relative).resolve()
+            if not path.is_relative_to(folder):
+                raise ValueError(f"files: {relative!r} leads out of the working folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        yield folder
+
+
+async def _run(job: Mapping[str, Any], stdin: str, limits: SandboxLimits) -> SandboxResult:
+    """Waits for the supervisor's end, for the time limit or for too much output."""
+    started = time.monotonic()
+    status, written = os.pipe()
+    try:
+        process = await _start(job, written)
+        outputs = _Output(process.stdout, limits), _Output(process.stderr, limits)
+        try:
+            is_timed_out = await _follow(process, outputs, stdin, limits.time_s)
+        finally:
+            await _end(process, outputs)
+        outcome = json.loads(os.read(status, 2**16) or b"{}")
+    finally:
+        os.close(status)
+    if "error" in outcome:
+        raise OSError(f"the sandbox cannot start a program: {outcome['error']}")
+    is_cut = any(output.is_cut for output in outputs)
+    return SandboxResult(
+        stdout=outputs[0].text,
+        stderr=outputs[1].text,
+        exit_code=None if is_timed_out or is_cut else outcome.get("exit_code"),
+        wall_s=time.monotonic() - started,
+        is_timed_out=is_timed_out,
+        is_output_cut=is_cut,
+        is_out_of_memory=outcome.get("is_out_of_memory", False),
+    )
+
+
+async def _start(job: Mapping[str, Any], status: int) -> Process:
+    """The supervisor. Closes this process's end of the status pipe, however it goes."""
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command(job, status),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            pass_fds=(status,),
+            start_new_session=True,
+            env={},
+        )
+    finally:
+        os.close(status)
+
+
+class _Output:
+    """What a program writes to one stream, up to the limit."""
+
+    def __init__(self, stream: asyncio.StreamReader | None, limits: SandboxLimits) -> None:
+        assert stream is not None, "the program's streams are pipes"
+        self._stream = stream
+        self._longest = limits.output_bytes
+        self._content = b""
+
+    @property
+    def is_cut(self) -> bool:
+        return len(self._content) > self._longest
+
+    @property
+    def text(self) -> str:
+        return self._content[: self._longest].decode(errors="replace")
+
+    async def read(self) -> None:
+        """Returns at the stream's end, or when there is more than the limit."""
+        while not self.is_cut and (chunk := await self._stream.read(2**16)):
+            self._content += chunk
+
+    async def drain(self) -> None:
+        """Waits for the stream's end, which comes when the program has been ended."""
+        while await self._stream.read(2**16):
+            pass
+
+
+async def _follow(
+    process: Process, outputs: tuple[_Output, _Output], stdin: str, time_s: float
+) -> bool:
+    """Whether the program ran out of time. Waits for its end, for `time_s` or for a flood."""
+    feeding = asyncio.create_task(_feed(process, stdin.encode()))
+    readings = [asyncio.create_task(output.read()) for output in outputs]
+    ended = asyncio.create_task(process.wait())
+    try:
+        async with asyncio.timeout(time_s):
+            for reading in asyncio.as_completed(readings):
+                await reading
+                if any(output.is_cut for output in outputs):
+                    return False
+            await ended
+    except TimeoutError:
+        return True
+    finally:
+        for task in (feeding, *readings, ended):
+            task.cancel()
+        await asyncio.gather(feeding, *readings, ended, return_exceptions=True)
+    return False
+
+
+async def _feed(process: Process, stdin: bytes) -> None:
+    """Waits for the program to read it; its end unblocks."""
+    assert process.stdin is not None, "the program's streams are pipes"
+    try:
+        process.stdin.write(stdin)
+        await process.stdin.drain()
+    except (BrokenPipeError, ConnectionResetError):
+        """The program need not read it."""
+    finally:
+        process.stdin.close()
+
+
+async def _end(process: Process, outputs: tuple[_Output, _Output]) -> None:
+    """Ends the supervisor, and with it all that the program started. Waits `_GRACE_S` at most
+    before it kills."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    try:
+        async with asyncio.timeout(_GRACE_S):
+            await asyncio.gather(process.wait(), *(output.drain() for output in outputs))
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

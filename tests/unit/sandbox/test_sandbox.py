@@ -1,0 +1,265 @@
+"""Programs that attack: real processes under every isolation that this machine has."""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.sandbox.isolation import Isolation, find_isolation
+from actors.sandbox.limits import SandboxLimits, SandboxResult
+from actors.sandbox.sandbox import Sandbox
+from streamrl.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(find_isolation() is None, reason="no isolation on this machine")
+
+LIMITS = SandboxLimits(time_s=20.0)
+
+
+@pytest.fixture(params=["namespaces", "seccomp"])
+def isolation(request: pytest.FixtureRequest) -> Isolation:
+    if request.param == "namespaces" and find_isolation() != "namespaces":
+        pytest.skip("this machine has no namespaces")
+    chosen: Isolation = request.param
+    return chosen
+
+
+async def run(isolation: Isolation, code: str, **options: object) -> SandboxResult:
+    return await Sandbox(LIMITS, isolation=isolation).run(code, **options)  # type: ignore[arg-type]
+
+
+def wait_until(is_true: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    ends = time.monotonic() + deadline_s
+    while not is_true():
+        assert time.monotonic() < ends, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def processes_of(folder_mark: str) -> list[psutil.Process]:
+    """Those whose environment names the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(folder_mark in value for value in process.environ().values()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+class TestPrograms:
+    async def test_a_program_reads_its_input_and_files(self, isolation: Isolation) -> None:
+        code = "import answer; print(answer.x + int(input()), open('data/a').read())"
+        files = {"answer.py": "x = 40", "data/a": b"abc"}
+        result = await run(isolation, code, stdin="2\n", files=files)
+        assert (result.stdout, result.stderr, result.exit_code) == ("42 abc\n", "", 0)
+        assert result.is_success
+        assert result.failure(LIMITS) == ""
+
+    async def test_an_error_is_read_from_standard_error(self, isolation: Isolation) -> None:
+        result = await run(isolation, "print('before'); 1 / 0")
+        assert result.stdout == "before\n"
+        assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
+        assert result.failure(LIMITS) == "it ended with exit code 1"
+
+    async def test_nothing_of_the_daemons_environment_is_seen(
+        self, isolation: Isolation, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("WANDB_API_KEY", "a-secret")
+        result = await run(isolation, "import os; print(sorted(os.environ.items()))")
+        assert "HOME" in result.stdout
+        assert "a-secret" not in result.stdout
+
+    async def test_threads_and_packages_work(self, isolation: Isolation) -> None:
+        code = (
+            "import numpy, threading\n"
+            "seen = []\n"
+            "threads = [threading.Thread(target=seen.append, args=(i,)) for i in range(3)]\n"
+            "[t.start() for t in threads]; [t.join() for t in threads]\n"
+            "print(len(seen), numpy.ones(3).sum())"
+        )
+        result = await run(isolation, code)
+        assert result.stdout == "3 3.0\n"
+
+    async def test_a_file_outside_the_folder_is_refused(self, isolation: Isolation) -> None:
+        with pytest.raises(ValueError, match=r"files: '\.\./x' leads out of the working folder"):
+            await run(isolation, "", files={"../x": ""})
+
+    async def test_no_isolation_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("actors.sandbox.sandbox.find_isolation", lambda: None)
+        with pytest.raises(ConfigError, match="this machine can keep no program from the network"):
+            await Sandbox().run("print(1)")
+
+
+class TestNetwork:
+    async def test_a_socket_that_listens_here_is_not_reached(self, isolation: Isolation) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            port = server.getsockname()[1]
+            code = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
+            result = await run(isolation, code)
+            assert "PermissionError" in result.stderr
+            with pytest.raises(BlockingIOError):
+                server.accept()
+
+    async def test_a_unix_socket_is_not_reached(self, isolation: Isolation, tmp_path: Path) -> None:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(tmp_path / "s"))
+            server.listen()
+            code = (
+                f"import socket\nsocket.socket(socket.AF_UNIX).connect({str(tmp_path / 's')!r})\n"
+            )
+            result = await run(isolation, code)
+        assert "PermissionError" in result.stderr
+
+    async def test_an_event_loop_runs(self, isolation: Isolation) -> None:
+        code = "import asyncio\nasync def f(): print(await asyncio.sleep(0, 1))\nasyncio.run(f())"
+        assert (await run(isolation, code)).stdout == "1\n"
+
+
+class TestLimits:
+    async def test_an_endless_loop_ends_at_the_time_limit(self, isolation: Isolation) -> None:
+        limits = SandboxLimits(time_s=1.0)
+        code = "print('started', flush=True)\nwhile True: pass"
+        result = await run(isolation, code, limits=limits)
+        assert (result.stdout, result.exit_code, result.is_timed_out) == ("started\n", None, True)
+        assert result.failure(limits) == "it was ended after 1 s"
+
+    async def test_an_eater_of_memory_is_refused(self, isolation: Isolation) -> None:
+        result = await run(isolation, "x = []\nwhile True: x.append(bytearray(10**7))")
+        assert result.stderr.endswith("MemoryError\n")
+
+    async def test_a_flood_is_cut(self, isolation: Isolation) -> None:
+        result = await run(isolation, "while True: print('x' * 1000)")
+        assert len(result.stdout) == LIMITS.output_bytes
+        assert result.is_output_cut
+        assert result.failure(LIMITS) == "it was ended after writing more than 65536 bytes"
+
+    async def test_a_flood_of_errors_is_cut(self, isolation: Isolation) -> None:
+        code = "import sys\nwhile True: print('x' * 1000, file=sys.stderr)"
+        assert (await run(isolation, code)).is_output_cut
+
+    async def test_a_long_file_is_refused(self, isolation: Isolation) -> None:
+        code = "f = open('x', 'wb')\nwhile True: f.write(bytes(10**7))"
+        result = await run(isolation, code)
+        assert "OSError" in result.stderr
+
+    async def test_open_files_are_bounded(self, isolation: Isolation) -> None:
+        code = "x = []\nwhile True: x.append(open('/dev/null'))"
+        assert "Too many open files" in (await run(isolation, code)).stderr
+
+    async def test_a_program_that_reads_no_input_ends(self, isolation: Isolation) -> None:
+        result = await run(isolation, "print(1)", stdin="x" * 10**7)
+        assert result.is_success
+
+
+class TestProcesses:
+    async def test_a_fork_bomb_is_bounded(self, isolation: Isolation) -> None:
+        code = (
+            "import os, time\n"
+            "n = 0\n"
+            "try:\n"
+            "    while n < 1000:\n"
+            "        if not os.fork(): time.sleep(1000)\n"
+            "        n += 1\n"
+            "except OSError: print(n)\n"
+        )
+        result = await run(isolation, code)
+        assert int(result.stdout) <= LIMITS.num_processes
+
+    async def test_children_do_not_outlive_the_program(self, isolation: Isolation) -> None:
+        mark = f"mark-{os.getpid()}-{isolation}"
+        code = (
+            "import subprocess, sys\n"
+            f"environment = {{'MARK': {mark!r}}}\n"
+            "sleep = 'import time; time.sleep(1000)'\n"
+            "subprocess.Popen([sys.executable, '-c', sleep], env=environment,\n"
+            "                 start_new_session=True)\n"
+            "print('left one behind')\n"
+        )
+        result = await run(isolation, code)
+        is_started = isolation == "namespaces"
+        assert result.stdout == ("left one behind\n" if is_started else "")
+        assert processes_of(mark) == []
+
+    async def test_the_daemon_is_out_of_reach(self, isolation: Isolation) -> None:
+        code = f"import os; os.kill({os.getpid()}, 0)"
+        stderr = (await run(isolation, code)).stderr
+        assert "ProcessLookupError" in stderr or "PermissionError" in stderr
+
+    async def test_canceling_ends_the_program(self, isolation: Isolation) -> None:
+        mark = f"arguments-{os.getpid()}-{isolation}"
+        running = asyncio.create_task(
+            run(isolation, "import time; time.sleep(1000)", arguments=(mark,))
+        )
+        await asyncio.to_thread(wait_until, lambda: len(_with_argument(mark)) > 0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert _with_argument(mark) == []
+
+    async def test_so_many_run_at_a_time(self, isolation: Isolation) -> None:
+        sandbox = Sandbox(LIMITS, max_concurrent=1, isolation=isolation)
+        code = "import time; print(time.monotonic()); time.sleep(0.2); print(time.monotonic())"
+        results = await asyncio.gather(*(sandbox.run(code) for _ in range(3)))
+        spans = sorted(tuple(map(float, result.stdout.split())) for result in results)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def _with_argument(mark: str) -> list[psutil.Process]:
+    """The programs, not their supervisors, that were given this argument."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cmdline()[-1:] == [mark]:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.skipif(find_isolation() != "namespaces", reason="this machine has no namespaces")
+class TestNamespaces:
+    async def test_the_file_system_is_read_only(self, tmp_path: Path) -> None:
+        code = (
+            "import os\n"
+            f"for path in ('/', '/etc', {str(tmp_path.parents[2])!r}, '.'):\n"
+            "    print(bool(os.statvfs(path).f_flag & os.ST_RDONLY))"
+        )
+        assert (await run("namespaces", code)).stdout.split() == ["True", "True", "True", "False"]
+
+    async def test_home_and_the_folder_of_the_run_are_hidden(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for folder in (tmp_path / "home", tmp_path / "run"):
+            folder.mkdir()
+            (folder / "answers.jsonl").write_text("secret")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(tmp_path / "run")
+        code = f"import os; print([os.listdir(f'{tmp_path}/{{x}}') for x in ('home', 'run')])"
+        assert (await run("namespaces", code)).stdout == "[[], []]\n"
+
+    async def test_memory_of_all_processes_together_is_bounded(self) -> None:
+        code = (
+            "import os, time\n"
+            "for _ in range(8):\n"
+            "    if not os.fork(): break\n"
+            "x = bytearray(b'x') * (150 * 2**20)\n"
+            "time.sleep(1000)\n"
+        )
+        result = await run("namespaces", code)
+        assert result.is_out_of_memory
+        assert "bytes of memory" in result.failure(LIMITS)
+
+    async def test_the_folder_is_bounded(self) -> None:
+        code = "for i in range(100): open(str(i), 'wb').write(bytes(2 * 2**20))"
+        assert "No space left on device" in (await run("namespaces", code)).stderr
+
+    async def test_a_new_namespace_is_refused(self) -> None:
+        code = "import ctypes; print(ctypes.CDLL(None, use_errno=True).unshare(0x10000000))"
+        assert (await run("namespaces", code)).stdout == "-1\n"
