@@ -20,6 +20,7 @@ from actors.environments.shared import open_group
 from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
 from actors.prompts import open_prompts
+from actors.prompts.fitting import fitting_rows
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
 from buffers.connect import connect
@@ -60,8 +61,10 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     require_model(config)
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
-    prompts, reward = open_prompts(config.data, config.run.seed), make_reward(config.data)
     renderer = ChatRenderer.from_config(config)
+    fitting = partial(fitting_rows, config, renderer)
+    prompts = open_prompts(config.data, config.run.seed, fitting)
+    reward = make_reward(config.data)
     make_environment(config.generator.environment)
     if config.generator.environment != "single_turn":
         renderer.require_replies()

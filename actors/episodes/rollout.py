@@ -17,8 +17,8 @@ from actors.episodes.episode import EpisodeRun
 from actors.episodes.progress import GroupProgress
 from actors.episodes.record import Rollout
 from actors.episodes.surplus import first_finished, first_of_each
-from actors.prompts.media import has_media, load_media
 from actors.rendering.renderer import ChatRenderer
+from actors.rendering.vision import load_media, sees_media
 from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.errors import RolloutError
@@ -107,7 +107,7 @@ class GroupRunner:
     async def _context(self, lease: Lease) -> EnvironmentContext:
         """What the siblings start from. Waits for a thread that reads the prompt's media."""
         prompt = self.prompts[lease.prompt_index]
-        if not has_media(prompt):
+        if not sees_media(prompt):
             return self._start_of(prompt, lease)
         return await asyncio.to_thread(lambda: self._start_of(load_media(prompt), lease))
 
@@ -118,7 +118,7 @@ class GroupRunner:
             self.renderer,
             self._seed(lease),
             prompt_messages=self.renderer.messages(prompt),
-            media=self.renderer.media_of(prompt) if has_media(prompt) else (),
+            media=self.renderer.media_of(prompt) if sees_media(prompt) else (),
         )
 
     async def _rollouts(

@@ -13,31 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from streamrl.config.data import DataSettings
+from streamrl.config.data.source import SourceSettings
 from streamrl.data_files import shown
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Message, Prompt
-from streamrl.vision import parts
-from streamrl.vision.parts import is_medium, loaded, paths_in
+from streamrl.vision.parts import has_media, is_medium, paths_in
 
 _MARKERS = {"<image>": "image", "<video>": "video"}
 _SPLIT = re.compile("(<image>|<video>)")
-
-
-def has_media(prompt: Prompt) -> bool:
-    """Whether its messages hold images or videos."""
-    return not isinstance(prompt.content, str) and parts.has_media(prompt.content)
-
-
-def load_media(prompt: Prompt) -> Prompt:
-    """The prompt with its media read.
-
-    Raises:
-        RolloutError: a file cannot be read, or holds no image within the limits.
-    """
-    if isinstance(prompt.content, str):
-        return prompt
-    place = prompt.origin or "a prompt"
-    return replace(prompt, content=loaded(prompt.content, place, prompt.folder))
 
 
 def is_content(value: Any) -> bool:
@@ -61,8 +45,19 @@ class MediaColumns:
 
     keys: Mapping[str, str]
     folder: Path
-    system_prompt: str | None = None
+    system_prompt: str | None
     """Put before the user message that a string prompt with media becomes."""
+
+    @classmethod
+    def of(cls, data: DataSettings, source: SourceSettings) -> "MediaColumns":
+        keys = {"image": data.image_key, "video": data.video_key}
+        given = {kind: key for kind, key in keys.items() if key is not None}
+        return cls(given, Path(source.path).parent, data.system_prompt)
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """The columns by the settings of `data` that name them."""
+        return {f"{kind}_key": key for kind, key in self.keys.items()}
 
     def fill(self, prompt: Prompt) -> Prompt:
         """The prompt of a row with the media of these columns in its messages.
@@ -75,7 +70,7 @@ class MediaColumns:
             messages = self._messages(prompt.content)
             content = with_columns(messages, columns, prompt.origin)
             prompt = replace(prompt, content=content)
-        if not has_media(prompt):
+        if isinstance(prompt.content, str) or not has_media(prompt.content):
             return prompt
         self._require_files(prompt)
         return replace(prompt, folder=self.folder)

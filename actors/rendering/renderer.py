@@ -12,17 +12,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.rendering.parsing import MessageParser
 from actors.rendering.reply import end_of_turn_text, reply_text, require_replies
-from actors.rendering.vision import PromptVision
+from actors.rendering.vision import PromptVision, load_media
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Message, Prompt, ToolSchema
 from streamrl.types import Media
 from streamrl.vision.parts import as_template_reads, media_of
 
 
 class PromptTooLongError(Exception):
-    """The prompt exceeds `data.max_prompt_length` and `data.truncation` is `drop`."""
+    """The prompt exceeds `data.max_prompt_length` and is left out by `data.truncation`."""
 
 
 class ChatRenderer:
@@ -58,7 +58,7 @@ class ChatRenderer:
 
         Raises:
             ConfigError: longer, and `data.truncation` is `error`.
-            PromptTooLongError: longer, and it is `drop`.
+            PromptTooLongError: longer, and it is `drop`, or `filter` where no row was filtered.
         """
         ids = self._ids(prompt)
         longest = self._data.max_prompt_length
@@ -75,7 +75,7 @@ class ChatRenderer:
                 return ids[-longest:]
             case "right":
                 return ids[:longest]
-            case "drop":
+            case "drop" | "filter":
                 raise PromptTooLongError(f"{len(ids)} tokens")
             case "error":
                 raise ConfigError(
@@ -83,6 +83,14 @@ class ChatRenderer:
                     f"({str(prompt.content)[:60]!r}...); data.truncation left, right or drop "
                     "would take it"
                 )
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether the prompt has at most `data.max_prompt_length` tokens. One whose images cannot
+        be read does: it fails when it is sampled, and is counted."""
+        try:
+            return len(self._ids(load_media(prompt))) <= self._data.max_prompt_length
+        except RolloutError:
+            return True
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of the text as it stands, without a chat template or special tokens."""

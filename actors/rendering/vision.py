@@ -4,12 +4,14 @@ Invariant: the ids that are recorded are those that the model reads, placeholder
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import AutoConfig
 
 from streamrl.config.model import ModelSettings
+from streamrl.interfaces import Prompt
 from streamrl.types import Media
+from streamrl.vision.parts import has_media, loaded
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.places import Placeholders
 
@@ -45,3 +47,20 @@ class PromptVision:
         """
         sizes = [self.reader.size(medium, place) for medium in media]
         return self.placeholders.expand(token_ids, sizes, place)
+
+
+def sees_media(prompt: Prompt) -> bool:
+    """Whether its messages hold images or videos."""
+    return not isinstance(prompt.content, str) and has_media(prompt.content)
+
+
+def load_media(prompt: Prompt) -> Prompt:
+    """The prompt with its media read.
+
+    Raises:
+        RolloutError: a file cannot be read, or holds no image within the limits.
+    """
+    if isinstance(prompt.content, str):
+        return prompt
+    place = prompt.origin or "a prompt"
+    return replace(prompt, content=loaded(prompt.content, place, prompt.folder))
