@@ -9,15 +9,17 @@ from streamrl.cli.main import main
 from tests.system.test_launch import assert_books_close
 
 RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "colors.yaml"
-NUM_STEPS = 45
+NUM_STEPS = 40
 
 
 def test_a_tiny_qwen_learns_to_name_colors(launch, tmp_path):
     model = tmp_path / "model"
     overrides = (
-        f"run={{name: run, folder: {tmp_path}, max_steps: {NUM_STEPS}}}",
+        f"run={{name: run, folder: {tmp_path}, max_steps: {NUM_STEPS}, evaluate: false}}",
         f"model.path={model}",
-        "data.num_eval_prompts=64",
+        "model.recipe.batch_size=48",
+        "learner.groups_per_step=8",
+        "learner.optimizer.lr=2e-3",
         "buffer.url=zmq://127.0.0.1:0",
         "weights.address=tcp://127.0.0.1:0",
     )
@@ -31,7 +33,6 @@ def test_a_tiny_qwen_learns_to_name_colors(launch, tmp_path):
     assert 0 < max(gaps) < 1e-4, gaps
     assert_books_close(run)
     assert main(["buffer", "audit", str(run.folder)]) == 0
-    assert "held-out reward" in run.output
     newest = run.folder / "checkpoints" / f"step-{NUM_STEPS:08}"
     before, after = (load_file(f / "model.safetensors") for f in (model, newest))
     assert before.keys() == after.keys()
