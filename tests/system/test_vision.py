@@ -14,7 +14,9 @@ NUM_STEPS = 40
 
 def test_a_tiny_qwen_learns_to_name_colors(launch, tmp_path):
     model = tmp_path / "model"
+    # Synchronous, so that every token's log-probability can be compared with the learner's.
     overrides = (
+        "buffer.max_staleness=0",
         f"run={{name: run, folder: {tmp_path}, max_steps: {NUM_STEPS}, evaluate: false}}",
         f"model.path={model}",
         "model.recipe.batch_size=48",
