@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from msgspec import structs
-from transformers import AutoModelForCausalLM
 
 from actors.daemon import require_model
 from actors.engines import make_engine
@@ -28,6 +27,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, WeightTransferError
 from streamrl.interfaces import Engine
 from streamrl.types import LoadReport, TrajectoryGroup, WeightUpdate
+from streamrl.vision.families import auto_model_at
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender import WeightSender
@@ -126,8 +126,9 @@ async def _group(runner: MixedRunner, number: int) -> TrajectoryGroup | None:
 
 async def _send_weights(config: RunConfig, engine: Engine) -> None:
     """Waits until the engine has loaded those of `model.path`, or for the deadline."""
-    model = AutoModelForCausalLM.from_pretrained(
-        config.model.path, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
+    path, trust = config.model.path, config.model.trust_remote_code
+    model = auto_model_at(path, trust_remote_code=trust).from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=trust
     )
     parameters = dict(model.named_parameters())
     host = config.weights.address.rpartition(":")[0]

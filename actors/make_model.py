@@ -1,4 +1,4 @@
-"""A small Llama with a character tokenizer, warm-started on the run's task.
+"""A small Llama or Qwen2.5-VL with a character tokenizer, warm-started on the run's task.
 
 No network and no GPU: the model is made from `model.recipe` and trained on prompts with known
 answers until some of its answers are right, so that reinforcement learning has a reward to raise.
@@ -7,18 +7,32 @@ answers until some of its answers are right, so that reinforcement learning has 
 import itertools
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 from actors.prompts import open_prompts
+from actors.rendering.renderer import ChatRenderer
+from actors.rendering.vision import PromptVision
+from actors.vision_recipe import SPECIAL, TEMPLATE, image_processor, vision_config
 from streamrl.config import RunConfig
 from streamrl.config.model import RecipeSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import PromptSource
+from streamrl.types import Media
+from streamrl.vision.patches import PatchReader
+from streamrl.vision.places import Placeholders
+from streamrl.vision.tower import VisionTower
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +55,16 @@ def make_model(config: RunConfig) -> None:
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
     torch.manual_seed(config.run.seed)
-    tokenizer = make_tokenizer(recipe.alphabet)
-    model = LlamaForCausalLM(_architecture(recipe, config.max_model_len, tokenizer))
-    log.info("a Llama of %.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
-    accuracy = _warm_start(model, tokenizer, _examples(config, recipe), recipe)
+    student = Student.make(config, recipe)
+    model = student.model
+    num_parameters = sum(p.numel() for p in model.parameters())
+    log.info("a %s of %.2f M parameters", model.config.model_type, num_parameters / 1e6)
+    accuracy = _warm_start(student, _examples(config, recipe), recipe)
     log.info("warm start ends: %.2f of sampled answers are right", accuracy)
     path = Path(config.model.path)
     unfinished = path.with_name(path.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
+    student.save(unfinished)
     unfinished.rename(path)
 
 
@@ -62,9 +76,9 @@ def _examples(config: RunConfig, recipe: RecipeSettings) -> PromptSource:
     return open_prompts(config.data.model_copy(update=own), config.run.seed)
 
 
-def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character."""
-    tokens = (*_SPECIAL, *dict.fromkeys(alphabet))
+def make_tokenizer(alphabet: str, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per character, and one for each of `special`."""
+    tokens = (*_SPECIAL, *dict.fromkeys(alphabet), *special)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -75,6 +89,7 @@ def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
+        extra_special_tokens=list(special),
     )
 
 
@@ -97,40 +112,82 @@ def _architecture(
     )
 
 
-def _warm_start(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: PromptSource,
-    recipe: RecipeSettings,
-) -> float:
+@dataclass(frozen=True)
+class Student:
+    """The model that is made, with what reads its prompts."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    renderer: ChatRenderer
+    tower: VisionTower | None = None
+
+    @classmethod
+    def make(cls, config: RunConfig, recipe: RecipeSettings) -> "Student":
+        longest = config.max_model_len
+        if not recipe.vision:
+            tokenizer = make_tokenizer(recipe.alphabet)
+            model = LlamaForCausalLM(_architecture(recipe, longest, tokenizer))
+            return cls(model, tokenizer, ChatRenderer(tokenizer, config.data))
+        tokenizer = make_tokenizer(recipe.alphabet, SPECIAL)
+        tokenizer.chat_template = TEMPLATE
+        seeing = Qwen2_5_VLForConditionalGeneration(vision_config(recipe, longest, tokenizer))
+        vision = PromptVision(PatchReader(image_processor()), Placeholders.of(seeing.config))
+        renderer = ChatRenderer(tokenizer, config.data, vision)
+        return cls(seeing, tokenizer, renderer, VisionTower(seeing, vision.reader))
+
+    def logits(self, batch: "Examples") -> torch.Tensor:
+        """[B, T, V] behind each token but the last."""
+        read = batch.token_ids[:, :-1]
+        inputs = {"input_ids": read} if self.tower is None else self.tower.inputs(read, batch.media)
+        logits: torch.Tensor = self.model(**inputs).logits
+        return logits
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if self.tower is not None:
+            image_processor().save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Prompts with their answers, padded on the right."""
+
+    token_ids: torch.Tensor
+    """[B, T]"""
+    is_answer: torch.Tensor
+    """[B, T] bool"""
+    media: tuple[tuple[Media, ...], ...]
+
+
+def _warm_start(student: Student, prompts: PromptSource, recipe: RecipeSettings) -> float:
     """Supervised steps until enough sampled answers are right; returns the share that is."""
+    model = student.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95))
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / _WARM_UP, total_iters=_WARM_UP)
-    batches = _batches(prompts, tokenizer, recipe.batch_size)
-    accuracy = _sampled_accuracy(model, *next(batches))
+    batches = _batches(prompts, student, recipe.batch_size)
+    accuracy = _sampled_accuracy(student, next(batches))
     for step in range(1, recipe.warm_start_steps + 1):
-        token_ids, is_answer = next(batches)
-        loss = -_answer_logprobs(model, token_ids, is_answer).sum() / is_answer.sum()
+        batch = next(batches)
+        loss = -_answer_logprobs(student, batch).sum() / batch.is_answer.sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warm_up.step()
         if step % _CHECK_EVERY == 0:
-            accuracy = _sampled_accuracy(model, *next(batches))
+            accuracy = _sampled_accuracy(student, next(batches))
             log.info("step %d: loss %.3f, sampled accuracy %.3f", step, loss.item(), accuracy)
             if accuracy >= recipe.warm_start_accuracy:
                 break
     return accuracy
 
 
-def _batches(
-    prompts: PromptSource, tokenizer: PreTrainedTokenizerFast, batch_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids [B, T], padded on the right, and where the answer stands [B, T] bool."""
+def _batches(prompts: PromptSource, student: Student, batch_size: int) -> Iterator[Examples]:
+    tokenizer, renderer = student.tokenizer, student.renderer
     for first in itertools.count(_FIRST_PROMPT, batch_size):
         rows = [prompts[prompt_index] for prompt_index in range(first, first + batch_size)]
-        asked = [tokenizer(str(row.content))["input_ids"] for row in rows]
+        asked = [renderer.encode(row) for row in rows]
         answers = [[*tokenizer(row.answer)["input_ids"], tokenizer.eos_token_id] for row in rows]
         unknown = tokenizer.unk_token_id
         for row, ids in zip(rows, asked, strict=True):
@@ -145,21 +202,17 @@ def _batches(
             end = len(question) + len(answer)
             token_ids[i, :end] = torch.tensor([*question, *answer])
             is_answer[i, len(question) : end] = True
-        yield token_ids, is_answer
+        yield Examples(token_ids, is_answer, tuple(renderer.media_of(row) for row in rows))
 
 
-def _answer_logprobs(
-    model: LlamaForCausalLM, token_ids: torch.Tensor, is_answer: torch.Tensor
-) -> torch.Tensor:
+def _answer_logprobs(student: Student, batch: Examples) -> torch.Tensor:
     """Log-probability of each answer token [B, T], 0 elsewhere."""
-    logprobs = model(token_ids[:, :-1]).logits.log_softmax(-1)
-    chosen = logprobs.gather(-1, token_ids[:, 1:, None])[..., 0]
-    return torch.nn.functional.pad(chosen * is_answer[:, 1:], (1, 0))
+    logprobs = student.logits(batch).log_softmax(-1)
+    chosen = logprobs.gather(-1, batch.token_ids[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(chosen * batch.is_answer[:, 1:], (1, 0))
 
 
 @torch.no_grad()
-def _sampled_accuracy(
-    model: LlamaForCausalLM, token_ids: torch.Tensor, is_answer: torch.Tensor
-) -> float:
+def _sampled_accuracy(student: Student, batch: Examples) -> float:
     """The chance that an answer sampled at temperature 1 is right: exact, without sampling."""
-    return float(_answer_logprobs(model, token_ids, is_answer).sum(-1).exp().mean())
+    return float(_answer_logprobs(student, batch).sum(-1).exp().mean())

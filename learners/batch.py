@@ -9,7 +9,7 @@ micro-batch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from learners.episode_metrics import Sums, add_up, episode_sums
 from learners.episodes import Episodes
+from learners.micro_batch import MicroBatch
 from learners.packing import pack_shares
 from learners.parallel.plan import owners
 from learners.parallel.ranks import Ranks
@@ -30,6 +31,7 @@ from streamrl.types import (
     INVALID_TURNS,
     FinishReason,
     GroupHeader,
+    Media,
     Trajectory,
     TrajectoryGroup,
 )
@@ -67,12 +69,14 @@ class TrainingBatch:
     """[R]"""
     staleness: torch.Tensor
     """[R] versions between sampling and training, as a distance."""
-    recorded: Sums
-    """By the environments, of all ranks."""
+    media: Mapping[str, Media]
+    """Of this rank's trajectories, by id."""
     is_in_loss: torch.Tensor
     """[R] bool, as the environment decided."""
     turn_rewards: torch.Tensor
     """[R] what the environment gave for a turn, at the turn's last token."""
+    environment_sums: Sums
+    """What the environments recorded, of all ranks."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
@@ -115,9 +119,12 @@ class TrainingBatch:
             outcomes=ranks.sum(_among(own, outcomes)),
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
-            recorded=add_up(ranks.gather(episode_sums(groups), dict[str, tuple[float, int]])),
+            media={medium.id: medium for group in groups for medium in group.media},
             is_in_loss=judged[:, 0] > 0,
             turn_rewards=judged[:, 1],
+            environment_sums=add_up(
+                ranks.gather(episode_sums(groups), dict[str, tuple[float, int]])
+            ),
         )
 
     def __len__(self) -> int:
@@ -160,7 +167,7 @@ class TrainingBatch:
 
     def pack(
         self, max_tokens: int, device: torch.device, chosen: Sequence[int] | None = None
-    ) -> list["MicroBatch"]:
+    ) -> list[MicroBatch]:
         """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen.
 
         A longer trajectory has one of its own. Each rank packs its own; all get the same number of
@@ -173,7 +180,7 @@ class TrainingBatch:
         own = shares[self.rank]
         return [self.micro_batch([own[i] for i in b], device) for b in packed[self.rank]]
 
-    def micro_batch(self, members: Sequence[int], device: torch.device) -> "MicroBatch":
+    def micro_batch(self, members: Sequence[int], device: torch.device) -> MicroBatch:
         """The trajectories with these indices, packed."""
         chosen = [self.trajectories[self.places[i]] for i in members]
         # Without any, one token keeps the forward pass of the other ranks company.
@@ -192,6 +199,7 @@ class TrainingBatch:
             responses=self.rows(members),
             sequences=Sequences.from_lengths(self.sequences.lengths[indices]),
             prompt_indices=tuple(self.prompt_indices[i] for i in members),
+            media=tuple(tuple(self.media[name] for name in t.media) for t in chosen) or ((),),
         )
 
     def rows(self, members: Sequence[int]) -> torch.Tensor:
@@ -251,49 +259,3 @@ def _judged(trajectory: Trajectory) -> np.ndarray[Any, np.dtype[np.float32]]:
     if len(ends) and ends[-1] == len(column):
         np.add.at(column[:, 1], ends - 1, [turn.reward for turn in trajectory.turns])
     return column
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """One forward pass: N tokens of some of the step's trajectories."""
-
-    token_ids: torch.Tensor
-    """[1, N] int64"""
-    packing: Packing
-    predictors: torch.Tensor
-    """[R] positions in N whose hidden states predict the response tokens."""
-    targets: torch.Tensor
-    """[R] int64, the response tokens."""
-    members: torch.Tensor
-    """[S] which of the step's trajectories these are."""
-    responses: torch.Tensor
-    """[R] which of the step's response tokens these are."""
-    sequences: Sequences
-    prompt_indices: tuple[int, ...]
-    """[S] places in the prompt stream."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no trajectory: it accompanies a micro-batch of another rank."""
-        return not len(self.members)
-
-    def select(self, is_kept: torch.Tensor) -> "MicroBatch":
-        """The trajectories for which [S] bool, on the CPU, is true; itself if that is each."""
-        if is_kept.all():
-            return self
-        chosen, responses = is_kept.nonzero()[:, 0].tolist(), self.sequences.expand(is_kept)
-        tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
-        device = self.token_ids.device
-        places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
-        lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
-        return MicroBatch(
-            # Not one of those that are left out, whose hidden states may be NaN.
-            token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
-            packing=Packing(lengths, device),
-            predictors=places[self.predictors[responses.to(device)]],
-            targets=self.targets[responses.to(device)],
-            members=self.members[is_kept],
-            responses=self.responses[responses],
-            sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
-            prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
-        )

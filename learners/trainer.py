@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from learners.batch import MicroBatch, TrainingBatch
+from learners.batch import TrainingBatch
+from learners.micro_batch import MicroBatch
 from learners.objective.credit import CreditAssigner
 from learners.objective.facts import FactCollector, Facts
 from learners.objective.gradient import Accumulated, Gradient

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from learners.batch import MicroBatch, TrainingBatch
+from learners.batch import TrainingBatch
+from learners.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import assign, full

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -15,6 +14,8 @@ from transformers import (
 from actors.engines.manifest import Shapes
 from actors.engines.prompt import eos_set
 from streamrl.config.model import ModelSettings
+from streamrl.vision.families import auto_model, has_vision
+from streamrl.vision.places import Placeholders
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +29,15 @@ class ModelFacts:
     eos: frozenset[int]
     vocab_size: int
     head_width: int | None = None
+    placeholders: Placeholders | None = None
+    """Of a model that sees images."""
 
     @classmethod
     def of(cls, model: ModelSettings) -> "ModelFacts":
         """Costs no memory: the model is made on the meta device."""
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(
+            empty = auto_model(config).from_config(
                 config, trust_remote_code=model.trust_remote_code
             )
         text_config = config.get_text_config()
@@ -43,6 +46,7 @@ class ModelFacts:
             eos=eos_token_ids(model),
             vocab_size=text_config.vocab_size,
             head_width=_head_width(text_config),
+            placeholders=Placeholders.of(config) if has_vision(config) else None,
         )
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from streamrl.types import TensorSpec
+from streamrl.vision.families import auto_model_at
 from streamrl.weights.codecs import lora
 
 
@@ -61,7 +61,8 @@ class WholeModel:
 
     @cached_property
     def _base(self) -> Mapping[str, torch.Tensor]:
-        model = AutoModelForCausalLM.from_pretrained(
-            self._path, dtype="auto", trust_remote_code=self._trust_remote_code
+        trust = self._trust_remote_code
+        model = auto_model_at(self._path, trust_remote_code=trust).from_pretrained(
+            self._path, dtype="auto", trust_remote_code=trust
         )
         return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from actors.episodes.answers import checked_observation, checked_transition
 from actors.episodes.closing import closed_after
+from actors.episodes.context import Context, generate
 from actors.episodes.conversation import Conversation
 from actors.episodes.record import EpisodeRecord, Rollout
 from actors.gateway.agent import Agent, play
@@ -28,11 +29,9 @@ from streamrl.interfaces import (
     Engine,
     Environment,
     EnvironmentContext,
-    Observation,
-    Renderer,
     Transition,
 )
-from streamrl.types import INVALID_TURNS, Completion, FinishReason, SamplingParams
+from streamrl.types import INVALID_TURNS, Completion, FinishReason, Media, SamplingParams
 
 Answer = TypeVar("Answer")
 
@@ -136,21 +135,21 @@ class EpisodeRun:
         sampling: SamplingParams,
     ) -> FinishReason:
         """Why the episode ended. Waits for the engine, then for the environment, turn by turn."""
-        context: tuple[int, ...] = ()
-        sampled: tuple[int, ...] = ()
+        context = Context()
         async with self._turn():
             observation = checked_observation(await self._ask(environment.start(start)))
         while True:
             conversation.observe(observation)
-            context = _context(context, sampled, observation, start.renderer)
-            if len(context) >= self._max_model_len and self._record.segments:
+            context = context.after(observation, start)
+            if len(context.token_ids) >= self._max_model_len and self._record.segments:
                 return FinishReason.LENGTH
             async with self._turn():
-                completion = await self._engine.generate(context, sampling, self._handle)
+                completion = await self._sample(context, sampling)
                 sampled = tuple(completion.token_ids.tolist())
                 if not sampled:
                     return _without_a_token(completion)
-                self._record.add(context, completion)
+                self._record.add(context.token_ids, completion, context.media)
+                context = context.followed_by(sampled)
                 self._handle = CompletionHandle(self._stop)
                 conversation.answer(sampled)
                 transition = checked_transition(await self._ask(environment.step(completion)))
@@ -218,11 +217,12 @@ class EpisodeRun:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         handle: CompletionHandle | None = None,
+        media: Sequence[Media] = (),
     ) -> Completion:
         """A completion that the agent of this episode asks for. Waits for the engine."""
         self.num_slots += 1
         try:
-            return await self._engine.generate(prompt_token_ids, sampling, handle)
+            return await generate(self._engine, prompt_token_ids, sampling, handle, media)
         finally:
             self.num_slots -= 1
             await self._on_slot_free()
@@ -245,6 +245,10 @@ class EpisodeRun:
         self._metrics = {**result.metrics, **(invalid if session.num_invalid_turns else {})}
         return session.finish_reason
 
+    async def _sample(self, context: Context, sampling: SamplingParams) -> Completion:
+        token_ids, media = context.token_ids, context.media
+        return await generate(self._engine, token_ids, sampling, self._handle, media)
+
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(
             reward=float(transition.reward),
@@ -262,17 +266,3 @@ def _without_a_token(completion: Completion) -> FinishReason:
     if completion.finish_reason is FinishReason.DEADLINE:
         return FinishReason.DEADLINE
     raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")
-
-
-def _context(
-    read: tuple[int, ...],
-    sampled: tuple[int, ...],
-    observation: Observation,
-    renderer: Renderer,
-) -> tuple[int, ...]:
-    """All that the policy reads before its next turn, after what it read and sampled so far."""
-    new, messages, tools = tuple(observation.token_ids), observation.messages, observation.tools
-    if observation.is_new_context or not sampled:
-        return (*new, *renderer.encode_messages(messages, tools)) if messages else new
-    reply = renderer.encode_reply(messages, (*sampled, *new), tools) if messages else ()
-    return (*read, *sampled, *new, *reply)

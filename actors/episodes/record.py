@@ -5,7 +5,7 @@
     Span            consecutive tokens of a segment, observed or sampled
 
 Invariant: a segment holds the very ids that the engine read and sampled, in their order. A
-completion whose prompt begins with the tokens of a segment continues that segment; any other one
+completion whose prompt begins with the tokens and media of a segment continues it; any other one
 begins a segment of its own.
 """
 
@@ -21,6 +21,7 @@ from streamrl.types import (
     FinishReason,
     Float32Array,
     Int32Array,
+    Media,
     Trajectory,
     Turn,
 )
@@ -52,6 +53,7 @@ class Segment:
 
     spans: tuple[Span, ...]
     turns: tuple[Turn, ...]
+    media: tuple[Media, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -75,6 +77,7 @@ class Segment:
             finish_reason=finish_reason,
             turns=self.turns,
             metrics=dict(metrics),
+            media=tuple(medium.id for medium in self.media),
         )
 
 
@@ -96,6 +99,10 @@ class Rollout:
     @property
     def turns(self) -> tuple[Turn, ...]:
         return tuple(turn for segment in self.segments for turn in segment.turns)
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        return tuple(medium for segment in self.segments for medium in segment.media)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -124,9 +131,14 @@ class EpisodeRecord:
         turns = (turn for segment in self.segments for turn in segment.turns)
         return sum(turn.num_completion_tokens for turn in turns)
 
-    def add(self, prompt_token_ids: tuple[int, ...], completion: Completion) -> None:
-        """The engine read these tokens, all of its context, and sampled the completion."""
-        known = self._continued(prompt_token_ids)
+    def add(
+        self,
+        prompt_token_ids: tuple[int, ...],
+        completion: Completion,
+        media: tuple[Media, ...] = (),
+    ) -> None:
+        """The engine read these tokens and media, its whole context, and sampled the completion."""
+        known = self._continued(prompt_token_ids, media)
         segment = Segment((), ()) if known is None else self.segments[known]
         observed = prompt_token_ids[len(segment.token_ids) :]
         turn = Turn(
@@ -137,7 +149,7 @@ class EpisodeRecord:
         spans = (*segment.spans, Span.observed(observed), Span.sampled(completion))
         self._current = len(self.segments) if known is None else known
         self._last = completion
-        self._set(Segment(spans, (*segment.turns, turn)))
+        self._set(Segment(spans, (*segment.turns, turn), media))
 
     def judge(self, *, reward: float = 0.0, num_tool_calls: int = 0, in_loss: bool = True) -> None:
         """What the environment says of the completion that was added last."""
@@ -146,18 +158,19 @@ class EpisodeRecord:
         turn = structs.replace(turn, reward=reward, num_tool_calls=num_tool_calls)
         *spans, sampled = segment.spans
         spans = [*spans, replace(sampled, in_loss=in_loss)]
-        self._set(Segment(tuple(spans), (*earlier, turn)))
+        self._set(replace(segment, spans=tuple(spans), turns=(*earlier, turn)))
 
     def rollout(self, finish_reason: FinishReason, metrics: Mapping[str, float]) -> Rollout:
         last = () if self._last is None else tuple(self._last.token_ids.tolist())
         return Rollout(self.segments, metrics, finish_reason, last)
 
-    def _continued(self, prompt_token_ids: tuple[int, ...]) -> int | None:
-        """The longest segment that these tokens begin with."""
+    def _continued(self, prompt_token_ids: tuple[int, ...], media: tuple[Media, ...]) -> int | None:
+        """The longest segment that these tokens and media begin with."""
         lengths = {
             i: len(ids)
             for i, segment in enumerate(self.segments)
             if prompt_token_ids[: len(ids := segment.token_ids)] == ids
+            and media[: len(segment.media)] == segment.media
         }
         return max(lengths, key=lengths.__getitem__, default=None)
 

@@ -19,6 +19,7 @@ from actors.episodes.record import Rollout
 from actors.episodes.surplus import first_finished, first_of_each
 from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
+from actors.rendering.vision import load_media, sees_media
 from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.errors import RolloutError
@@ -39,6 +40,7 @@ from streamrl.types import (
     TrajectoryGroup,
     episode_indices,
 )
+from streamrl.types.media import distinct
 
 
 class TruncatedGroupError(Exception):
@@ -92,14 +94,7 @@ class GroupRunner:
             TruncatedGroupError: too few siblings are left, and `episode.truncated` is `drop`.
         """
         progress = GroupProgress() if progress is None else progress
-        prompt = self.prompts[lease.prompt_index]
-        context = EnvironmentContext(
-            prompt,
-            self.renderer.encode(prompt),
-            self.renderer,
-            self._seed(lease),
-            prompt_messages=self.renderer.messages(prompt),
-        )
+        context = await self._context(lease)
         async with self.open_group(context) as shared:
             finished = await self._rollouts(replace(context, shared=shared), progress)
         canceled = [
@@ -108,7 +103,24 @@ class GroupRunner:
             if rollout is None
         ]
         rollouts = [rollout for rollout in finished if rollout is not None]
-        return await self._scored_group(lease, prompt, rollouts, canceled)
+        return await self._scored_group(lease, context.prompt, rollouts, canceled)
+
+    async def _context(self, lease: Lease) -> EnvironmentContext:
+        """What the siblings start from. Waits for a thread that reads the prompt's media."""
+        prompt = self.prompts[lease.prompt_index]
+        if not sees_media(prompt):
+            return self._start_of(prompt, lease)
+        return await asyncio.to_thread(lambda: self._start_of(load_media(prompt), lease))
+
+    def _start_of(self, prompt: Prompt, lease: Lease) -> EnvironmentContext:
+        return EnvironmentContext(
+            prompt,
+            self.renderer.encode(prompt),
+            self.renderer,
+            self._seed(lease),
+            prompt_messages=self.renderer.messages(prompt),
+            media=self.renderer.media_of(prompt) if sees_media(prompt) else (),
+        )
 
     async def _rollouts(
         self, context: EnvironmentContext, progress: GroupProgress
@@ -176,6 +188,7 @@ class GroupRunner:
             trajectories=tuple(t for segments in episodes for t in segments),
             episode_indices=episode_indices(map(len, episodes)),
             discarded_lengths=(*discarded, *canceled, *cut),
+            media=distinct(medium for i in kept for medium in siblings[i].media),
         )
 
     def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:

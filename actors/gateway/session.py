@@ -19,7 +19,8 @@ from actors.episodes.record import EpisodeRecord
 from actors.gateway.conversations import Conversations, normalized
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import CompletionHandle, Message, Renderer, ToolSchema
-from streamrl.types import Completion, FinishReason, SamplingParams
+from streamrl.types import Completion, FinishReason, Media, SamplingParams
+from streamrl.vision.parts import has_media
 
 
 class SessionEndedError(StreamRLError):
@@ -51,6 +52,7 @@ class Sampler(Protocol):
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         handle: CompletionHandle | None = None,
+        media: Sequence[Media] = (),
     ) -> Completion:
         """As `Engine.generate`."""
         ...
@@ -149,10 +151,12 @@ class Session:
                 f"the messages have {len(context)} tokens, and generator.max_model_len is "
                 f"{self._max_model_len}"
             )
-        completion = await self._sampled(context, sampling or self.sampling)
+        media = self.renderer.media(messages) if has_media(messages) else ()
+        completion = await self._sampled(context, sampling or self.sampling, media)
         self._require_open()
         if not len(completion.token_ids):
             raise SessionEndedError("the episode ended before a token was sampled")
+        self.record.add(context, completion, media)
         return self._recorded(messages, tools, context, completion)
 
     def _recorded(
@@ -164,7 +168,6 @@ class Session:
     ) -> Reply:
         sampled = tuple(completion.token_ids.tolist())
         message = self._parsed(sampled, tools)
-        self.record.add(context, completion)
         self._last_num_tool_calls = len(message.get("tool_calls") or ())
         self.record.judge(num_tool_calls=self._last_num_tool_calls)
         self._finish_reason = completion.finish_reason
@@ -184,11 +187,15 @@ class Session:
         named = [{"id": f"call_{uuid.uuid4().hex[:24]}", **call} for call in calls]
         return normalized({**message, "tool_calls": named})
 
-    async def _sampled(self, context: tuple[int, ...], sampling: SamplingParams) -> Completion:
+    async def _sampled(
+        self, context: tuple[int, ...], sampling: SamplingParams, media: tuple[Media, ...]
+    ) -> Completion:
         handle = CompletionHandle(self._stop)
         self._handles |= {handle}
         try:
-            return await self._engine.generate(context, sampling, handle)
+            if not media:
+                return await self._engine.generate(context, sampling, handle)
+            return await self._engine.generate(context, sampling, handle, media)
         finally:
             self._handles -= {handle}
             self._last_change_s = time.monotonic()

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from actors.prompts.media import MediaColumns, is_content
 from streamrl.config.data import DataSettings
 from streamrl.config.data.source import SourceSettings
 from streamrl.config.data.template import MessageTemplate
@@ -22,7 +23,7 @@ from streamrl.data_files import Row, Rows, shown
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Message, Prompt
 
-_PROMPT = "it must be text, or a list of messages that have a role and a content, both text"
+_PROMPT = "it must be text, or a list of messages that have a role and a content"
 _JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
@@ -51,6 +52,7 @@ class Columns:
     """Replaces `data_source_key` of each row."""
     default_name: str
     """Stands for it where a row has none."""
+    media: MediaColumns
 
     @classmethod
     def of(
@@ -66,6 +68,7 @@ class Columns:
             data.data_source_key,
             source.name,
             default_name,
+            MediaColumns.of(data, source),
         )
 
     def check(self, row: Row, path: str) -> None:
@@ -74,7 +77,7 @@ class Columns:
             ConfigError: the first row lacks a column that all must have.
         """
         keys = {"prompt_key": None if self.template else self.prompt_key}
-        for name, key in {**keys, "answer_key": self.answer_key}.items():
+        for name, key in {**keys, "answer_key": self.answer_key, **self.media.settings}.items():
             if key is not None and _value(row.fields, key) is _MISSING:
                 hint = did_you_mean(key, row.fields)
                 known = "reward_model.ground_truth"
@@ -88,7 +91,8 @@ class Columns:
             ConfigError: the row has no prompt or no answer.
         """
         content = self._rendered(row) if self.template else self._content(row)
-        return Prompt(content, self._answer(row), self._named(row.fields), row.place)
+        prompt = Prompt(content, self._answer(row), self._named(row.fields), row.place)
+        return self.media.fill(prompt)
 
     def _content(self, row: Row) -> str | tuple[Message, ...]:
         value = self._required(row, self.prompt_key)
@@ -210,6 +214,8 @@ def _content(value: Any) -> str | tuple[Message, ...]:
 
 
 def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(
-        isinstance(turn.get(key), str) for key in ("role", "content")
+    return (
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and is_content(turn.get("content"))
     )

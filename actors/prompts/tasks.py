@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from actors.prompts.colors import colors
 from streamrl.errors import ConfigError, did_you_mean
-from streamrl.interfaces import Prompt
+from streamrl.interfaces import Message, Prompt
 from streamrl.user_code import attributed_to
 
-Task = Callable[..., tuple[str, str]]
+Content = str | tuple[Message, ...]
+Task = Callable[..., tuple[Content, str]]
 _HELD_OUT = 2**31
 _MAX_DRAWS = 1000
 
@@ -49,7 +51,13 @@ def sort(
     return f"s{digits}=", "".join(sorted(digits))
 
 
-TASKS: dict[str, Task] = {"addition": addition, "copy": copy, "reverse": reverse, "sort": sort}
+TASKS: dict[str, Task] = {
+    "addition": addition,
+    "colors": colors,
+    "copy": copy,
+    "reverse": reverse,
+    "sort": sort,
+}
 
 
 class TaskPrompts:
@@ -71,7 +79,7 @@ class TaskPrompts:
         with attributed_to(f"data.source_kwargs: {name} with {self._kwargs}"):
             self._draw(0, 0)
         numbers = () if held_out else range(num_held_out)
-        self._kept_out = frozenset(self._held_out_prompt(i)[0] for i in numbers)
+        self._kept_out = frozenset(_key(self._held_out_prompt(i)[0]) for i in numbers)
 
     def __getitem__(self, prompt_index: int) -> Prompt:
         if self._held_out:
@@ -79,18 +87,23 @@ class TaskPrompts:
             return Prompt(content, answer)
         for attempt in range(_MAX_DRAWS):
             content, answer = self._draw(prompt_index, attempt)
-            if content not in self._kept_out:
+            if _key(content) not in self._kept_out:
                 return Prompt(content, answer)
         raise ConfigError(
             f"data.num_eval_prompts: {len(self._kept_out)} prompts held out leave hardly any to "
             f"train on: data.source_kwargs {self._kwargs} make too few different ones"
         )
 
-    def _held_out_prompt(self, number: int) -> tuple[str, str]:
+    def _held_out_prompt(self, number: int) -> tuple[Content, str]:
         return self._task(np.random.default_rng([0, _HELD_OUT + number, 0]), **self._kwargs)
 
-    def _draw(self, number: int, attempt: int) -> tuple[str, str]:
+    def _draw(self, number: int, attempt: int) -> tuple[Content, str]:
         return self._task(np.random.default_rng([self._seed, number, attempt]), **self._kwargs)
+
+
+def _key(content: Content) -> str:
+    """Equal for equal contents; an image stands in it by the hash of its bytes."""
+    return content if isinstance(content, str) else repr(content)
 
 
 def _digits(rng: np.random.Generator, shortest: int, longest: int, tail: float) -> str:

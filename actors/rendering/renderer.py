@@ -12,10 +12,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.rendering.parsing import CONVENTIONS, MessageParser
 from actors.rendering.reply import end_of_turn_text, reply_text, require_replies
+from actors.rendering.vision import PromptVision, load_media
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Message, Prompt, ToolSchema
+from streamrl.types import Media
+from streamrl.vision.parts import as_template_reads, media_of
 
 
 class PromptTooLongError(Exception):
@@ -25,9 +28,15 @@ class PromptTooLongError(Exception):
 class ChatRenderer:
     """A tokenizer with the run's chat template and length rules."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataSettings,
+        vision: PromptVision | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._data = data
+        self._vision = vision
         self._template = _template(tokenizer, data)
         self._parser = MessageParser(tokenizer, self._template, data.tool_parser)
 
@@ -47,7 +56,7 @@ class ChatRenderer:
             raise ConfigError(
                 f"model.path: no tokenizer at {model.tokenizer_path!r}: {error}"
             ) from error
-        return cls(tokenizer, config.data)
+        return cls(tokenizer, config.data, PromptVision.of(model))
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of the prompt, at most `data.max_prompt_length`.
@@ -61,6 +70,12 @@ class ChatRenderer:
         if len(ids) <= longest:
             return ids
         match self._data.truncation:
+            case "left" | "right" if self.media_of(prompt):
+                raise ConfigError(
+                    f"data.truncation {self._data.truncation}: {_place(prompt)} has {len(ids)} "
+                    f"tokens, of which data.max_prompt_length keeps {longest}, and images cannot "
+                    "be cut; drop or error would do"
+                )
             case "left":
                 return ids[-longest:]
             case "right":
@@ -75,8 +90,12 @@ class ChatRenderer:
                 )
 
     def fits(self, prompt: Prompt) -> bool:
-        """Whether the prompt has at most `data.max_prompt_length` tokens."""
-        return len(self._ids(prompt)) <= self._data.max_prompt_length
+        """Whether the prompt has at most `data.max_prompt_length` tokens. One whose images cannot
+        be read does: it fails when it is sampled, and is counted."""
+        try:
+            return len(self._ids(load_media(prompt))) <= self._data.max_prompt_length
+        except RolloutError:
+            return True
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of the text as it stands, without a chat template or special tokens."""
@@ -94,7 +113,8 @@ class ChatRenderer:
         Raises:
             ConfigError: there is no template, or it cannot render them.
         """
-        return self.encode_text(self._text(messages, tools, "a conversation"))
+        place = "a conversation"
+        return self._encoded(self._text(messages, tools, place), messages, place)
 
     def encode_reply(
         self,
@@ -114,7 +134,7 @@ class ChatRenderer:
         def render(conversation: Sequence[Message], is_open: bool) -> str:
             return self._text(conversation, tools, "a reply", is_open=is_open)
 
-        ids = self.encode_text(reply_text(render, messages))
+        ids = self._encoded(reply_text(render, messages), messages, "a reply")
         ends = {self._end_of_turn, *ids[:1]} & self._special_ids
         for last in completion_token_ids[-1:]:
             if last in ends and last in ids:
@@ -173,12 +193,25 @@ class ChatRenderer:
         except ConfigError:
             return ""
 
+    def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
+        """The images and videos of a conversation, in order.
+
+        Raises:
+            RolloutError: one is malformed, or a path.
+        """
+        return media_of(messages, "a conversation")
+
+    def media_of(self, prompt: Prompt) -> tuple[Media, ...]:
+        """Those of a prompt whose media were read."""
+        return () if isinstance(prompt.content, str) else media_of(prompt.content, _place(prompt))
+
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         content = prompt.content
         if self._template is None and isinstance(content, str):
             text = f"{self._data.system_prompt or ''}{content}"
             return tuple(self._tokenizer(text)["input_ids"])
-        return self.encode_text(self._text(self._messages(content), (), _place(prompt)))
+        messages, place = self._messages(content), _place(prompt)
+        return self._encoded(self._text(messages, (), place), messages, place)
 
     def _text(
         self,
@@ -196,7 +229,7 @@ class ChatRenderer:
             )
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                as_template_reads(messages),
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,
                 add_generation_prompt=is_open,
@@ -205,6 +238,15 @@ class ChatRenderer:
         except TemplateError as error:
             raise ConfigError(f"data.chat_template: it cannot render {place}: {error}") from error
         return str(rendered)
+
+    def _encoded(self, text: str, messages: Sequence[Message], place: str) -> tuple[int, ...]:
+        """Token ids of a rendered conversation as the model reads them, its images included."""
+        token_ids, media = self.encode_text(text), media_of(messages, place)
+        if self._vision is not None:
+            return self._vision.expand(token_ids, media, place)
+        if media:
+            raise ConfigError(f"model.path: {place} has images, and the model sees none")
+        return token_ids
 
     def _messages(self, content: str | Sequence[Message]) -> list[Message]:
         if not isinstance(content, str):

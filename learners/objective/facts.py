@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from learners.batch import MicroBatch, TrainingBatch
+from learners.batch import TrainingBatch
+from learners.micro_batch import MicroBatch
 from learners.objective.correction import Correction, correct
 from learners.objective.credit import CreditAssigner
 from learners.objective.nonfinite import finite_sequences

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.objective.correction import correct
 from learners.objective.facts import Facts
 from learners.objective.nonfinite import finite_sequences, num_sequences, without_nonfinite

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from streamrl.algorithms.sequences import Sequences
 
 log = logging.getLogger(__name__)

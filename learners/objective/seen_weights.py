@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from streamrl.samples import ImportanceWeights
 
 

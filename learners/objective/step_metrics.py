@@ -42,7 +42,7 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     truncated = torch.cat([p.batch.episodes.each(p.batch.is_truncated) for p in parts])
     at_deadline = torch.cat([p.batch.episodes.each(p.batch.is_at_deadline) for p in parts])
     advantages = torch.cat([part.facts.advantages for part in parts])
-    episodes = episode_metrics.add_up(part.batch.recorded for part in parts)
+    episodes = episode_metrics.add_up(part.batch.environment_sums for part in parts)
     return {
         **means,
         **episode_metrics.means(episodes),

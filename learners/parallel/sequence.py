@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.sequence_attention import HeadExchange, SequenceBlock
 from streamrl.errors import ConfigError

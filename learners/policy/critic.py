@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.parallel.mesh import Mesh
 from learners.parallel.offload import keep_state_on_host

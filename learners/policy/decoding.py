@@ -12,7 +12,7 @@ Called by: network.py. Shapes: N tokens, H hidden size, B trajectories of a call
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -24,6 +24,10 @@ from transformers import PreTrainedModel
 from learners.parallel.sequence import TokenSlice
 from learners.policy.attention import Packing
 from streamrl.errors import ConfigError
+from streamrl.types import Media
+from streamrl.vision.tower import VisionTower
+
+MediaOf = Sequence[Sequence[Media]]
 
 _KEPT_APART_BY_ATTENTION = {"full_attention", "sliding_attention"}
 _COUNTED_FROM_ROW_START = {"chunked_attention"}
@@ -46,6 +50,41 @@ _BLIND_TO_PADDING = (
 
 
 @dataclass(frozen=True, eq=False)
+class DecoderInputs:
+    """What a decoder reads of N tokens: their ids or, where some of them are images, embeddings and
+    positions of three axes."""
+
+    token_ids: torch.Tensor
+    """[1, N]"""
+    embeddings: torch.Tensor | None = None
+    """[1, N, H]"""
+    positions: torch.Tensor | None = None
+    """[3, N]"""
+
+    @classmethod
+    def make(
+        cls, tokens: TokenSlice, packing: Packing, tower: VisionTower | None, media: MediaOf
+    ) -> "DecoderInputs":
+        """`media` are those of each trajectory."""
+        if tower is None:
+            return cls(tokens.token_ids)
+        ids = tokens.token_ids[0].split(packing.lengths)
+        positions = [tower.positions(i.tolist(), m) for i, m in zip(ids, media, strict=True)]
+        embeddings = tower.embed(tokens.token_ids, media, packing.ends[:-1].tolist())
+        return cls(tokens.token_ids, embeddings, torch.cat(positions, dim=1).to(packing.device))
+
+    def of(self, indices: torch.Tensor, bounds: dict[str, Any]) -> dict[str, Any]:
+        """The decoder's arguments for rows of these tokens [B, L] that have these bounds."""
+        if self.embeddings is None or self.positions is None:
+            return {"input_ids": self.token_ids[0, indices], **bounds}
+        positions = self.positions[:, indices]
+        if bounds:
+            # Beside those of the embedding, transformers takes those in the trajectory.
+            positions = torch.cat([bounds["position_ids"][None], positions])
+        return {**bounds, "inputs_embeds": self.embeddings[0, indices], "position_ids": positions}
+
+
+@dataclass(frozen=True, eq=False)
 class _Call:
     """One forward pass of the decoder."""
 
@@ -56,16 +95,22 @@ class _Call:
     packing: Packing | None
     """Of its one row; None where each row is a trajectory."""
 
-    def hidden_states(self, decoder: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    def hidden_states(self, decoder: Any, inputs: "DecoderInputs") -> torch.Tensor:
         """[tokens that are real, H]"""
         bounds = {} if self.packing is None else _whole_bounds(self.packing)
-        output = decoder(input_ids=token_ids[0, self.indices], use_cache=False, **bounds)
+        output = decoder(**inputs.of(self.indices, bounds), use_cache=False)
         states: torch.Tensor = output.last_hidden_state.flatten(0, 1)[self.real]
         return states
 
 
 def decode(
-    model: PreTrainedModel, tokens: TokenSlice, packing: Packing, *, packed: bool
+    model: PreTrainedModel,
+    tokens: TokenSlice,
+    packing: Packing,
+    *,
+    packed: bool,
+    tower: VisionTower | None = None,
+    media: MediaOf = (),
 ) -> torch.Tensor:
     """[N, H] hidden states of the tokens, or of this rank's slice of them.
 
@@ -75,9 +120,10 @@ def decode(
     """
     limit = _rotary_limit(model, packing.longest)
     decoder = decoder_of(model)
+    inputs = DecoderInputs.make(tokens, packing, tower, media)
     if packed and limit == inf:
-        bounds = _bounds(tokens, packing)
-        output = decoder(input_ids=tokens.token_ids, use_cache=False, **bounds)
+        row = torch.arange(tokens.token_ids.shape[1], device=packing.device)[None]
+        output = decoder(**inputs.of(row, _bounds(tokens, packing)), use_cache=False)
         states: torch.Tensor = output.last_hidden_state[0]
         return states
     if tokens.exchange is not None:
@@ -87,7 +133,7 @@ def decode(
         )
     calls = [call for part in _parts(packing, limit) for call in _calls(model, packed, *part)]
     calls += _missing_calls(len(calls), packing.device)
-    states = torch.cat([call.hidden_states(decoder, tokens.token_ids) for call in calls])
+    states = torch.cat([call.hidden_states(decoder, inputs) for call in calls])
     order = torch.cat([call.indices.flatten()[call.real] for call in calls]).argsort()
     return states[order]
 

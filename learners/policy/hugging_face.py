@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -18,6 +17,8 @@ from transformers import (
 )
 
 from streamrl.config.model import ModelSettings
+from streamrl.vision.families import auto_model, has_vision
+from streamrl.vision.processor_files import copy_processor_files
 
 
 def save_model(
@@ -44,6 +45,8 @@ def save_model(
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
     _save_tokenizer(folder, settings)
+    if has_vision(model_config):
+        copy_processor_files(settings.path, folder)
 
 
 def _skeleton(
@@ -51,7 +54,7 @@ def _skeleton(
 ) -> PreTrainedModel:
     """The model without weights."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_model(model_config).from_config(
             copy.deepcopy(model_config), dtype=dtype, trust_remote_code=settings.trust_remote_code
         )
     if (Path(settings.path) / "generation_config.json").is_file():

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch.nn.functional import dropout
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from learners.parallel.sharding import full
 from learners.policy.master_weights import master_of
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, did_you_mean
+from streamrl.vision.families import auto_model_at
 from streamrl.weights.codecs import lora
 
 ADAPTER = "default"
@@ -178,8 +179,9 @@ def merged_weights(
     Args:
         adapter: by name of parameter, whole.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        base.path, dtype=torch.float32, trust_remote_code=base.trust_remote_code
+    trust = base.trust_remote_code
+    model = auto_model_at(base.path, trust_remote_code=trust).from_pretrained(
+        base.path, dtype=torch.float32, trust_remote_code=trust
     )
     add_adapter(model, settings)
     model.load_state_dict(dict(adapter), strict=False)

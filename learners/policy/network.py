@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree
 from transformers import PreTrainedModel
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.parallel.sequence import TokenSlice
 from learners.parallel.sequence_attention import SequenceBlock
 from learners.policy import attention
@@ -22,6 +22,7 @@ from learners.policy.decoding import decode, is_attention_only, own_attention
 from learners.policy.logits import logit_transform
 from streamrl.algorithms.kl import full_kl
 from streamrl.algorithms.logprobs import token_logprobs
+from streamrl.vision.tower import VisionTower, set_attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,8 @@ class Network(torch.nn.Module):
     """Decoder, LM head, and a value head where `has_values`.
 
     `temperature` is the one that the behavior policy sampled with. A model of attention alone runs
-    packed, any other unpacked, until `run_packed` says otherwise. Dropout is off.
+    packed, any other unpacked, until `run_packed` says otherwise. Dropout is off. `tower` is that
+    of a model that sees images.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class Network(torch.nn.Module):
         *,
         temperature: float,
         has_values: bool = False,
+        tower: VisionTower | None = None,
     ) -> None:
         super().__init__()
         self.model: PreTrainedModel = model.eval()
         self.device = next(model.parameters()).device
         """That of the computation; offloaded parameters are elsewhere between the passes."""
+        self.tower = tower
         self._own_attention = own_attention(model)
         self.run_packed(is_attention_only(model))
         self.value_head: torch.nn.Linear | None = None
@@ -83,7 +87,7 @@ class Network(torch.nn.Module):
     def run_packed(self, packed: bool) -> None:
         """From here on, run all trajectories of a micro-batch as one row, or each as its own."""
         self.is_packed = packed
-        self.model.set_attn_implementation(attention.NAME if packed else self._own_attention)
+        set_attention(self.model, attention.NAME if packed else self._own_attention)
 
     def forward(
         self,
@@ -101,7 +105,7 @@ class Network(torch.nn.Module):
             reference: the output of the policy that `kl` is taken to.
         """
         tokens = TokenSlice.of(micro_batch, self.sequence_block)
-        hidden = self._hidden_states(tokens, micro_batch.packing)
+        hidden = self._hidden_states(tokens, micro_batch)
         head: Any = self.model.get_output_embeddings()
         bias: torch.Tensor | None = getattr(head, "bias", None)
         logprobs = entropy = values = kl = None
@@ -130,7 +134,14 @@ class Network(torch.nn.Module):
         weight = head.weight.float()
         return torch.nn.functional.linear(hidden.float(), weight, head.bias.float())[:, 0]
 
-    def _hidden_states(self, tokens: TokenSlice, packing: attention.Packing) -> torch.Tensor:
+    def _hidden_states(self, tokens: TokenSlice, micro_batch: MicroBatch) -> torch.Tensor:
         """[R, H] in the compute dtype."""
-        hidden = decode(self.model, tokens, packing, packed=self.is_packed)
+        hidden = decode(
+            self.model,
+            tokens,
+            micro_batch.packing,
+            packed=self.is_packed,
+            tower=self.tower,
+            media=micro_batch.media,
+        )
         return hidden[tokens.predictors]

@@ -10,6 +10,7 @@ Invariant: the run's random state, its gradients and its memory are as before.
 Called by: policy.py, once for the policy; reference and critic follow its decision.
 """
 
+import itertools
 import logging
 from dataclasses import dataclass
 from math import inf
@@ -17,16 +18,21 @@ from typing import Any
 
 import torch
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.policy.attention import Packing
 from learners.policy.decoding import can_be_packed
 from learners.policy.network import Network
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError, StreamRLError
+from streamrl.types import Media
+from streamrl.vision.sample import with_images
+from streamrl.vision.tower import set_attention
 
 log = logging.getLogger(__name__)
 
 LENGTHS = (1, 13, 2, 29, 1, 7)
+IMAGES = (0, 1, 0, 2)
+"""In the first sequences, and so on, of a model that sees images."""
 LONGEST = 512
 """Windows are exceeded up to this length, so that the comparison stays cheap."""
 
@@ -88,22 +94,32 @@ def _compare(
 
 def _plain_logprobs(network: Network, micro_batch: MicroBatch) -> torch.Tensor:
     """[R] by the model's own `forward` with its reference attention, one trajectory a call."""
-    network.model.set_attn_implementation("eager")
+    set_attention(network.model, "eager")
     parts = []
-    for token_ids in micro_batch.token_ids.split(micro_batch.packing.lengths, dim=1):
-        logits = network.model(input_ids=token_ids, use_cache=False).logits[0, :-1].float()
+    rows = micro_batch.token_ids.split(micro_batch.packing.lengths, dim=1)
+    for token_ids, media in zip(rows, micro_batch.media, strict=True):
+        seen = network.tower.plain_inputs(token_ids[0].tolist(), media) if network.tower else {}
+        output = network.model(input_ids=token_ids, use_cache=False, **seen)
+        logits = output.logits[0, :-1].float()
         logprobs = (logits / network.temperature).log_softmax(-1)
         parts.append(logprobs.gather(1, token_ids[0, 1:, None])[:, 0])
     return torch.cat(parts)
 
 
 def _random_micro_batch(network: Network) -> MicroBatch:
-    """Random sequences, of which each token but the first is a response."""
+    """Random sequences, of which each token but the first is a response; some have images."""
     config: Any = network.model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     lengths = (*LENGTHS, *_beyond_windows(config))
-    token_ids = torch.randint(config.vocab_size, (1, sum(lengths)), generator=generator)
-    token_ids = token_ids.to(network.device)
+    drawn = torch.randint(config.vocab_size, (sum(lengths),), generator=generator)
+    rows: list[tuple[torch.Tensor, tuple[Media, ...]]] = [(ids, ()) for ids in drawn.split(lengths)]
+    if network.tower is not None:
+        counts = itertools.cycle(IMAGES)
+        rows = [
+            with_images(network.tower, ids, n) for (ids, _), n in zip(rows, counts, strict=False)
+        ]
+    token_ids = torch.cat([ids for ids, _ in rows])[None].to(network.device)
+    lengths = tuple(len(ids) for ids, _ in rows)
     packing = Packing(lengths, network.device)
     responses = packing.positions.nonzero()[:, 0]
     return MicroBatch(
@@ -115,6 +131,7 @@ def _random_micro_batch(network: Network) -> MicroBatch:
         responses=torch.arange(len(responses)),
         sequences=Sequences.from_lengths([length - 1 for length in lengths]),
         prompt_indices=tuple(range(len(lengths))),
+        media=tuple(media for _, media in rows),
     )
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.policy.compiled import compile_layers
 from learners.policy.distribute import distribute
@@ -31,6 +31,9 @@ from learners.policy.packing_check import choose_packing
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.errors import ConfigError
+from streamrl.vision.families import auto_model_at
+from streamrl.vision.patches import PatchReader
+from streamrl.vision.tower import VisionTower, vision_tower
 
 
 class Policy:
@@ -154,8 +157,9 @@ def load_network(
     learner = config.learner
     name = str(path or config.model.path)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
+        trust = config.model.trust_remote_code
+        model: Any = auto_model_at(name, trust_remote_code=trust).from_pretrained(
+            name, dtype=torch.float32, trust_remote_code=trust
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
@@ -170,6 +174,7 @@ def load_network(
         model.to(device_of(learner.device) if mesh is None else mesh.device),
         temperature=config.generator.temperature,
         has_values=has_values,
+        tower=_tower(model, config, mesh),
     )
     if learner.check_packing:
         choose_packing(network)
@@ -177,6 +182,22 @@ def load_network(
         compile_layers(network)
     distribute(network, mesh, learner, is_reference=is_reference)
     return network
+
+
+def _tower(model: PreTrainedModel, config: RunConfig, mesh: Mesh | None) -> VisionTower | None:
+    """
+    Raises:
+        ConfigError: ranks would share the tokens or the matrices of a model that sees images.
+    """
+    reader = PatchReader.of(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tower = vision_tower(model, reader, is_trained=not config.learner.freeze_vision_tower)
+    for axis in ("sequence", "tensor"):
+        if tower is not None and mesh is not None and mesh.size(axis) > 1:
+            raise ConfigError(
+                f"learner.mesh.{axis}: was {mesh.size(axis)}; it must be 1 for a model that sees "
+                f"images, such as this {model.config.model_type}"
+            )
+    return tower
 
 
 def device_of(name: str) -> torch.device:

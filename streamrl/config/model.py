@@ -9,7 +9,8 @@ from streamrl.config.section import Section
 
 
 class RecipeSettings(Section):
-    """A small Llama and its character tokenizer, made locally and warm-started (make-model)."""
+    """A small Llama, or Qwen2.5-VL, and its character tokenizer, made locally and warm-started
+    (make-model)."""
 
     hidden_size: Positive = 128
     """Width of the residual stream."""
@@ -19,6 +20,8 @@ class RecipeSettings(Section):
     """Decoder layers."""
     num_heads: Positive = 4
     """Attention heads."""
+    vision: bool = False
+    """Make a Qwen2.5-VL, with a vision tower of the same width, instead of a Llama."""
     alphabet: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?"
     """Characters of the tokenizer; one token each."""
     warm_start_source: str | None = None

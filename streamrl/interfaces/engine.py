@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from streamrl.types import Completion, LoadReport, SamplingParams, WeightUpdate
+from streamrl.types import Completion, LoadReport, Media, SamplingParams, WeightUpdate
 
 
 @dataclass(eq=False)
@@ -34,8 +34,12 @@ class Engine(Protocol):
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         handle: CompletionHandle | None = None,
+        media: Sequence[Media] = (),
     ) -> Completion:
         """One completion. Cancelling the call gives its slot back at the next token.
+
+        `media` are the images and videos of the prompt, in the order of their places in it; the
+        prompt holds a placeholder token for each token that the model reads of them.
 
         Once `handle.stop` is set it ends at the next token, as `FinishReason.DEADLINE`, with what
         was sampled, which may be nothing. Requests that wait for a slot are stopped as well.

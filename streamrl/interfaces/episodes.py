@@ -2,14 +2,16 @@
 
 A user's own prompt source, environment and reward keep these interfaces; `actors.episodes` calls
 them. A message is a mapping with a `role` and a `content`, as chat templates and the OpenAI API
-have it, and with what else a template knows (`tool_calls`, `reasoning_content`, `name`).
+have it, and with what else a template knows (`tool_calls`, `reasoning_content`, `name`). A content
+may be a list of parts, of which images and videos are some: see `streamrl.vision.parts`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from streamrl.types import Completion, FinishReason
+from streamrl.types import Completion, FinishReason, Media
 
 Message = Mapping[str, Any]
 ToolSchema = Mapping[str, Any]
@@ -29,6 +31,8 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
     environment: str = ""
+    folder: Path = Path()
+    """Where the paths of its images begin."""
 
 
 class PromptSource(Protocol):
@@ -72,6 +76,10 @@ class Renderer(Protocol):
         """The text of a completion, without special tokens."""
         ...
 
+    def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
+        """The images and videos of a conversation, in order."""
+        ...
+
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
         """The assistant's message that a completion is, by the convention of its chat template.
 
@@ -81,7 +89,7 @@ class Renderer(Protocol):
 
         Args:
             tools: those that it may call; their schemas give arguments that are written as text
-                their types.
+                 their types.
         """
         ...
 
@@ -102,6 +110,8 @@ class EnvironmentContext:
     """The prompt as messages, with `data.system_prompt`."""
     shared: Any = None
     """What the environment's `open_group` has opened for all siblings of the group."""
+    media: tuple[Media, ...] = ()
+    """The images and videos in `prompt_token_ids`, in order."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,8 @@ class Observation:
 
     messages: tuple[Message, ...] = ()
     token_ids: tuple[int, ...] = ()
+    media: tuple[Media, ...] = ()
+    """The images and videos in `token_ids`, in order; need not be given for those of the prompt."""
     tools: tuple[ToolSchema, ...] = ()
     """What the chat template describes to the policy; only of the first observation."""
     is_new_context: bool = False

@@ -33,6 +33,7 @@ from streamrl.types.lengths import (
     length_distance,
     rounded_length,
 )
+from streamrl.types.media import Media
 from streamrl.types.packed import PackedGroup, pack
 from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
 from streamrl.types.ranges import (
@@ -112,6 +113,7 @@ __all__ = [
     "LoadReport",
     "Loan",
     "Locality",
+    "Media",
     "Name",
     "NumGroups",
     "OverduePolicy",

@@ -20,6 +20,7 @@ from streamrl.types.checks import (
     check_tokens,
     oldest_version,
 )
+from streamrl.types.media import Media, check_media
 from streamrl.types.ranges import Count, Name, PromptIndex, Text
 from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, TrajectoryGroup, Turn
 
@@ -31,7 +32,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         group.group_id,
         group.prompt_index,
         group.environment,
-        [(len(t.token_ids), t.reward, t.finish_reason, t.turns, t.metrics) for t in members],
+        [_facts(t) for t in members],
         np.concatenate([t.token_ids for t in members]),
         np.concatenate([t.response_mask for t in members]),
         np.concatenate([t.behavior_logprobs for t in members]),
@@ -39,7 +40,12 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         _loss_mask(members),
         group.episode_indices,
         group.discarded_lengths,
+        group.media,
     )
+
+
+def _facts(t: Trajectory) -> tuple[Any, ...]:
+    return len(t.token_ids), t.reward, t.finish_reason, t.turns, t.metrics, t.media
 
 
 def _loss_mask(members: Sequence[Trajectory]) -> BoolArray | None:
@@ -57,6 +63,7 @@ class Facts(Struct, frozen=True, array_like=True):
     finish_reason: FinishReason
     turns: tuple[Turn, ...] = ()
     metrics: dict[str, float] = {}
+    media: tuple[Name, ...] = ()
 
 
 class PackedGroup(Struct, frozen=True, array_like=True):
@@ -77,9 +84,11 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     loss_mask: BoolArray | None = None
     episode_indices: tuple[Count, ...] = ()
     discarded_lengths: tuple[Count, ...] = ()
+    media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         check_group(self.facts, self.prompt_index, self.episode_indices)
+        check_media(self.facts, self.media)
         check_tokens(self)
         for facts in self.facts:
             if facts.num_tokens < 1:
@@ -103,6 +112,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             ),
             episode_indices=self.episode_indices,
             discarded_lengths=self.discarded_lengths,
+            media=self.media,
         )
 
     def header(self, num_bytes: int) -> GroupHeader:
@@ -140,6 +150,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             turns=facts.turns,
             metrics=facts.metrics,
             loss_mask=None if self.loss_mask is None else self.loss_mask[tokens],
+            media=facts.media,
         )
 
 

@@ -19,6 +19,7 @@ from streamrl.types.checks import (
     oldest_version,
     require_one_length,
 )
+from streamrl.types.media import Media, check_media
 from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, Text
 
 
@@ -95,6 +96,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     `response_mask` [T] is true where the policy sampled the token; there `behavior_logprobs` [T]
     (nats) and `policy_versions` [T] hold, elsewhere they are 0 and -1. `loss_mask` [T] is true
     where a token counts for the loss, which only a response token may; None: each of them does.
+    `media` are the ids of the group's media that its tokens hold places for, in their order.
     """
 
     token_ids: Int32Array
@@ -106,6 +108,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     turns: tuple[Turn, ...] = ()
     metrics: dict[str, float] = {}
     loss_mask: BoolArray | None = None
+    media: tuple[Name, ...] = ()
 
     def __post_init__(self) -> None:
         check_tokens(self)
@@ -132,6 +135,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
 
     A sibling is one trajectory, unless its context was rewritten: then each context is one.
     `episode_indices` says which sibling each trajectory is of; () if each is one of its own.
+    `media` has each image and video once, whoever of the trajectories shares it.
     `discarded_lengths` are the tokens that the policy sampled in each sibling that is not kept.
     """
 
@@ -140,10 +144,12 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     environment: Text
     trajectories: tuple[Trajectory, ...]
     episode_indices: tuple[Count, ...] = ()
+    media: tuple[Media, ...] = ()
     discarded_lengths: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         check_group(self.trajectories, self.prompt_index, self.episode_indices)
+        check_media(self.trajectories, self.media)
         if all(t.oldest_version is None for t in self.trajectories):
             raise ValueError("trajectories: none holds a sampled token")
 

@@ -6,6 +6,7 @@ the engine's thread uses it. Shapes: n running rows, P distinct prompts, V vocab
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from actors.engines.hf.cache import SlotCache
 from actors.engines.hf.records import Records
 from actors.engines.hf.sampling import RowSampling, sample
 from streamrl.interfaces import CompletionHandle
-from streamrl.types import Completion, FinishReason, SamplingParams
+from streamrl.types import Completion, FinishReason, Media, SamplingParams
+from streamrl.vision.tower import VisionTower, set_attention
 
 _PREFILL_TOKENS = 16384
 
@@ -31,10 +33,24 @@ class Request(Struct, eq=False):
     sampling: SamplingParams
     handle: CompletionHandle = field(default_factory=CompletionHandle)
     is_canceled: bool = False
+    media: tuple[Media, ...] = ()
+    offset: int = 0
+    """Of the positions behind the prompt in the position embedding, see `VisionTower.offset`."""
 
     @property
     def is_stopped(self) -> bool:
         return self.handle.stop.is_set()
+
+    @property
+    def content(self) -> "Content":
+        return Content(self.prompt, self.media)
+
+
+class Content(NamedTuple):
+    """What a prefill computes once for all requests that have it."""
+
+    token_ids: tuple[int, ...]
+    media: tuple[Media, ...]
 
 
 class RunningBatch:
@@ -48,14 +64,17 @@ class RunningBatch:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         seed: int,
+        tower: VisionTower | None = None,
     ) -> None:
-        model.set_attn_implementation(attention.NAME)
+        set_attention(model, attention.NAME)
+        self._tower = tower
         self._model = model
+        config = model.config.get_text_config()
         self._device = next(model.parameters()).device
         self._max_model_len = max_model_len
-        self._stops = StopSets(eos_token_ids, model.config.vocab_size)
+        self._stops = StopSets(eos_token_ids, config.vocab_size)
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._cache = SlotCache(model.config.num_hidden_layers, num_slots, self._device)
+        self._cache = SlotCache(config.num_hidden_layers, num_slots, self._device)
         self._records = Records(num_slots)
         self._rows: list[Request] = []
         self._seeded: dict[Request, torch.Generator] = {}
@@ -69,9 +88,9 @@ class RunningBatch:
     def join(self, requests: Iterable[Request], policy_version: int) -> None:
         """Prefills the prompts, equal ones once, and samples each request's first token."""
         for chunk in _chunks(sorted(requests, key=lambda request: len(request.prompt))):
-            unique = list(dict.fromkeys(request.prompt for request in chunk))
-            index = {prompt: i for i, prompt in enumerate(unique)}
-            of = torch.tensor([index[request.prompt] for request in chunk], device=self._device)
+            unique = list(dict.fromkeys(request.content for request in chunk))
+            index = {content: i for i, content in enumerate(unique)}
+            of = torch.tensor([index[request.content] for request in chunk], device=self._device)
             logits, prefilled = self._prefill(unique)
             first = len(self._rows)
             self._cache.join(first, prefilled, of)
@@ -83,11 +102,12 @@ class RunningBatch:
     def step(self, policy_version: int) -> None:
         """Samples one more token for every row."""
         positions = torch.from_numpy(self._records.positions).to(self._device)
+        embedded = torch.from_numpy(self._records.embedded_positions).to(self._device)
         last = torch.from_numpy(self._records.last_token_ids).to(self._device)
         output = self._model(
             input_ids=last[:, None],
             attention_mask=self._cache.point_at(positions, self._model.dtype),
-            position_ids=positions[:, None],
+            position_ids=embedded[:, None],
             past_key_values=self._cache,
             use_cache=True,
         )
@@ -114,7 +134,7 @@ class RunningBatch:
         sampling = request.sampling
         limit = min(sampling.max_new_tokens, self._max_model_len - len(request.prompt))
         stop_set = self._stops.index_of(sampling)
-        self._records.open(len(request.prompt), limit, sampling, stop_set)
+        self._records.open(len(request.prompt), limit, sampling, stop_set, request.offset)
         self._rows.append(request)
         if sampling.seed is not None:
             self._seeded[request] = torch.Generator().manual_seed(sampling.seed)
@@ -128,20 +148,23 @@ class RunningBatch:
         self._rows[row] = self._rows[last]
         self._rows.pop()
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[torch.Tensor, DynamicCache]:
+    def _prefill(self, prompts: list[Content]) -> tuple[torch.Tensor, DynamicCache]:
         """Logits [P, V] behind each prompt's last token, and the keys and values of all."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
-        longest = max(len(prompt) for prompt in prompts)
-        padded = [prompt + (0,) * (longest - len(prompt)) for prompt in prompts]
+        lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts], device=self._device)
         ends, which = torch.unique(lengths - 1, return_inverse=True)
-        # Padding is on the right, where causal attention does not read it.
-        output = self._model(
-            input_ids=torch.tensor(padded, device=self._device),
-            use_cache=True,
-            logits_to_keep=ends,
-        )
+        output = self._model(**self._inputs(prompts), use_cache=True, logits_to_keep=ends)
         rows = torch.arange(len(prompts), device=self._device)
         return output.logits[rows, which], output.past_key_values
+
+    def _inputs(self, prompts: list[Content]) -> dict[str, Any]:
+        """What the model takes of prompts as rows [P, longest]."""
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        # Padding is on the right, where causal attention does not read it.
+        padded = [p.token_ids + (0,) * (longest - len(p.token_ids)) for p in prompts]
+        token_ids = torch.tensor(padded, device=self._device)
+        if self._tower is None:
+            return {"input_ids": token_ids}
+        return self._tower.inputs(token_ids, [prompt.media for prompt in prompts])
 
     def _sample(self, first: int, logits: torch.Tensor, policy_version: int) -> None:
         records = self._records

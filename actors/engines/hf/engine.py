@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from actors.engines.hf.batch import Request, RunningBatch
 from actors.engines.hf.weights import SpareWeights
@@ -27,7 +27,10 @@ from actors.engines.updates import UpdatableEngine
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import CompletionHandle
-from streamrl.types import Completion, SamplingParams, WeightUpdate
+from streamrl.types import Completion, Media, SamplingParams, WeightUpdate
+from streamrl.vision.families import auto_model_at
+from streamrl.vision.patches import PatchReader
+from streamrl.vision.tower import vision_tower
 from streamrl.weights.codecs import lora
 from streamrl.weights.transports.receive import TransferReceiver
 
@@ -48,18 +51,21 @@ class HfEngine(UpdatableEngine):
         max_num_seqs: int,
         max_model_len: int,
         seed: int = 0,
+        reader: PatchReader | None = None,
     ) -> None:
         super().__init__({name: tuple(p.shape) for name, p in model.named_parameters()})
         _require_full_attention(model)
         self._loop = asyncio.get_running_loop()
         self._max_model_len = max_model_len
         self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._tower = vision_tower(model, reader)
         self._batch = RunningBatch(
             model,
             num_slots=max_num_seqs,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             seed=seed,
+            tower=self._tower,
         )
         self._weights = SpareWeights(model)
         self._transfer = TransferReceiver(next(model.parameters()).device)
@@ -76,25 +82,27 @@ class HfEngine(UpdatableEngine):
     def from_config(cls, config: RunConfig, *, seed: int) -> "HfEngine":
         """The engine a run's configuration describes, with the weights of `model.path`."""
         generator = config.generator
+        path, trust = config.model.path, config.model.trust_remote_code
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                config.model.path,
+            model = auto_model_at(path, trust_remote_code=trust).from_pretrained(
+                path,
                 dtype=getattr(torch, generator.dtype),
                 attn_implementation="sdpa",
-                trust_remote_code=config.model.trust_remote_code,
+                trust_remote_code=trust,
                 **generator.engine_kwargs,
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: no model at {config.model.path!r}: {error}") from error
+            raise ConfigError(f"model.path: no model at {path!r}: {error}") from error
         device = generator.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(
-            model.to(device).eval(),  # type: ignore[arg-type]
+            model.to(device).eval(),
             eos_token_ids=eos_token_ids(config.model),
             max_num_seqs=generator.max_num_seqs,
             max_model_len=config.max_model_len,
             seed=seed,
+            reader=PatchReader.of(path, trust_remote_code=trust),
         )
 
     async def generate(
@@ -102,11 +110,16 @@ class HfEngine(UpdatableEngine):
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         handle: CompletionHandle | None = None,
+        media: Sequence[Media] = (),
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
         room_for(prompt_token_ids, self._max_model_len)
         require_known_tokens(prompt_token_ids, self._vocab_size)
-        request = Request(tuple(prompt_token_ids), sampling, handle or CompletionHandle())
+        request = Request(
+            tuple(prompt_token_ids), sampling, handle or CompletionHandle(), media=tuple(media)
+        )
+        if media:
+            request.offset = await asyncio.to_thread(self._see, request)
         request.handle.num_tokens = 0
         future: Future = self._loop.create_future()
         with self._wake:
@@ -117,6 +130,13 @@ class HfEngine(UpdatableEngine):
             return await future
         finally:
             request.is_canceled = True
+
+    def _see(self, request: Request) -> int:
+        """Decodes the request's media, ahead of the prefill that needs them; returns the offset of
+        the positions behind its prompt."""
+        if self._tower is None:
+            raise RolloutError("a prompt has images, and the model of model.path sees none")
+        return self._tower.offset(request.prompt, request.media)
 
     def gauges(self) -> Mapping[str, float]:
         return {

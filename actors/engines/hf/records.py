@@ -22,6 +22,7 @@ class Records:
         self.counts = np.zeros(num_slots, dtype=np.int64)
         self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
         self.limits = np.zeros(num_slots, dtype=np.int64)
+        self.offsets = np.zeros(num_slots, dtype=np.int64)
         self.minimums = np.zeros(num_slots, dtype=np.int64)
         self.temperature = np.zeros(num_slots, dtype=np.float32)
         self.top_k = np.zeros(num_slots, dtype=np.int64)
@@ -31,6 +32,7 @@ class Records:
             self.counts,
             self.prompt_lengths,
             self.limits,
+            self.offsets,
             self.minimums,
             self.temperature,
             self.top_k,
@@ -42,9 +44,13 @@ class Records:
         self._logprobs = np.zeros(shape, dtype=np.float32)
         self._versions = np.zeros(shape, dtype=np.int32)
 
-    def open(self, prompt_length: int, limit: int, sampling: SamplingParams, stop_set: int) -> None:
-        """Adds a last row whose completion may have `limit` tokens."""
+    def open(
+        self, prompt_length: int, limit: int, sampling: SamplingParams, stop_set: int, offset: int
+    ) -> None:
+        """Adds a last row whose completion may have `limit` tokens; `offset` is the distance of
+        their positions in the position embedding from those in the row."""
         row = self.size
+        self.offsets[row] = offset
         self.counts[row], self.prompt_lengths[row], self.limits[row] = 0, prompt_length, limit
         self.minimums[row], self.stop_set[row] = sampling.min_new_tokens, stop_set
         self.temperature[row] = sampling.temperature
@@ -79,6 +85,12 @@ class Records:
         """The position of each row's last token [n]."""
         lengths: NDArray[np.int64] = self.prompt_lengths[: self.size] + self.counts[: self.size]
         return lengths - 1
+
+    @property
+    def embedded_positions(self) -> NDArray[np.int64]:
+        """The same in the position embedding [n]."""
+        embedded: NDArray[np.int64] = self.positions + self.offsets[: self.size]
+        return embedded
 
     @property
     def is_full(self) -> NDArray[np.bool_]:

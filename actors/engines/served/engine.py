@@ -38,7 +38,7 @@ from actors.engines.served.server import (
 from actors.engines.updates import UpdatableEngine
 from streamrl.errors import RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import CompletionHandle
-from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
+from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
 
 log = logging.getLogger(__name__)
 _READINGS_S = 0.25
@@ -88,11 +88,17 @@ class ServedEngine(UpdatableEngine):
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         handle: CompletionHandle | None = None,
+        media: Sequence[Media] = (),
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle.
 
         The handle's number of tokens stays -1: the server answers once, at the end.
         """
+        if media:
+            raise RolloutError(
+                f"{self._server.name} samples from token ids alone, and a prompt has images: use "
+                "generator.engine hf, or vllm without a URL"
+            )
         room = room_for(prompt_token_ids, self._max_model_len)
         require_known_tokens(prompt_token_ids, self._facts.vocab_size)
         self._raise_if_over()

@@ -27,7 +27,6 @@ _REPORT_EVERY_TOKENS = 32
 # By its name `uni` vLLM replaces it on CPUs, where it would have to bind threads to cores.
 IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _FIXED: dict[str, Any] = {
-    "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
     "disable_log_stats": False,
@@ -42,7 +41,7 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
     """
     register()
     chosen = {**_typed(config), **config.generator.engine_kwargs}
-    if clash := sorted(_FIXED.keys() & config.generator.engine_kwargs.keys()):
+    if clash := sorted({*_FIXED, "skip_tokenizer_init"} & config.generator.engine_kwargs.keys()):
         raise ConfigError(f"generator.engine_kwargs.{clash[0]}: is set by StreamRL; leave it out")
     if current_platform.is_cpu():
         require_servable(config, facts)
@@ -54,6 +53,7 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
         return AsyncEngineArgs(
             **chosen,
             **_FIXED,
+            skip_tokenizer_init=facts.placeholders is None,
             seed=seed,
             enable_log_requests=False,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),

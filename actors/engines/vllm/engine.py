@@ -26,7 +26,6 @@ import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -44,12 +43,13 @@ from actors.engines.updates import UpdatableEngine
 from actors.engines.vllm.arguments import engine_arguments, vllm_sampling
 from actors.engines.vllm.gauges import Gauges
 from actors.engines.vllm.processes import VllmProcesses
+from actors.engines.vllm.prompts import VllmPrompt, VllmVision
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
 from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import CompletionHandle
-from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
+from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
 
 # After it vLLM's processes are killed; they hold no state.
 _SHUTDOWN_S = 1.0
@@ -64,6 +64,7 @@ class VllmEngine(UpdatableEngine):
         settings: VllmSettings,
         facts: ModelFacts,
         processes: VllmProcesses,
+        vision: VllmVision | None = None,
     ) -> None:
         super().__init__(facts.shapes)
         self._gauges = Gauges()
@@ -71,6 +72,7 @@ class VllmEngine(UpdatableEngine):
         self._llm = _start(arguments, self._gauges, processes)
         self._loader = WeightLoader(InProcessVerbs(self._llm, processes), settings)
         self._eos = facts.eos
+        self._vision = vision
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._vocab_size: int = self._llm.model_config.get_vocab_size()
         # Only requests of one salt share prefixes.
@@ -84,24 +86,27 @@ class VllmEngine(UpdatableEngine):
         """The engine a run's configuration describes, with the weights of `model.path`."""
         facts = ModelFacts.of(config.model)
         processes = VllmProcesses(config.run.path / "logs")
+        vision = VllmVision.of(config.model, facts)
         arguments = engine_arguments(config, facts, seed=seed)
-        return cls(arguments, config.generator.vllm, facts, processes)
+        return cls(arguments, config.generator.vllm, facts, processes, vision)
 
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         handle: CompletionHandle | None = None,
+        media: Sequence[Media] = (),
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
         handle = handle or CompletionHandle()
         room = room_for(prompt_token_ids, self._max_model_len)
         require_known_tokens(prompt_token_ids, self._vocab_size)
+        prompt = await self._prompt(list(prompt_token_ids), media)
         params = vllm_sampling(sampling, min(sampling.max_new_tokens, room), self._eos)
         while not handle.stop.is_set():
             handle.num_tokens = 0
             self._raise_if_closed()
-            output = await self._requests.run(self._sample(list(prompt_token_ids), params, handle))
+            output = await self._requests.run(self._sample(prompt, params, handle))
             reason = finish_reason(output.finish_reason)
             if reason is not FinishReason.ABORT:
                 return _completion(output, reason)
@@ -140,21 +145,30 @@ class VllmEngine(UpdatableEngine):
         super()._on_loaded(update)
         self._cache_salt = f"{update.learner_id}/{update.policy_version}"
 
+    async def _prompt(self, token_ids: list[int], media: Sequence[Media]) -> VllmPrompt:
+        """Waits for a thread that decodes the media."""
+        if not media:
+            return VllmPrompt(token_ids)
+        if self._vision is None:
+            raise RolloutError("a prompt has images, and the model of model.path sees none")
+        return await asyncio.to_thread(self._vision.prompt, token_ids, media)
+
     async def _sample(
-        self, prompt_token_ids: list[int], params: VllmSamplingParams, handle: CompletionHandle
+        self, prompt: VllmPrompt, params: VllmSamplingParams, handle: CompletionHandle
     ) -> CompletionOutput:
         """vLLM's last answer. Waits for it; canceling frees the request's slot."""
-        prompt = tokens_input(prompt_token_ids, cache_salt=self._cache_salt)
+        salted = prompt.salted(self._cache_salt)
         request_id = str(next(self._numbers))
         try:
             async with aborted_on(handle.stop, lambda: self._llm.abort(request_id)):
-                async for answer in self._llm.generate(prompt, params, request_id):
+                async for answer in self._llm.generate(salted, params, request_id):
                     last = answer
                     handle.num_tokens = len(answer.outputs[0].token_ids)
         except EngineDeadError as error:
             raise await asyncio.to_thread(self._processes.death) from error
         except Exception as error:
             raise RolloutError(f"vLLM refused a request: {error.__cause__ or error}") from error
+        prompt.require_same(last.prompt_token_ids)
         return last.outputs[0]
 
     def _raise_if_closed(self) -> None:

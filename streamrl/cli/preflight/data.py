@@ -14,6 +14,7 @@ from pathlib import Path
 from actors.environments import make_environment
 from actors.environments.stream import shares
 from actors.prompts import num_held_out, open_held_out, open_prompts
+from actors.prompts.media import text_of
 from actors.rewards import make_reward
 from actors.rewards.builtin import extract_number
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
@@ -145,7 +146,7 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"data.reward: numeric_answer, and the answer {prompt.answer!r} to {_shown(prompt)} "
             "holds no number: its reward is always 0"
         )
-    if isinstance(prompt.content, str):
+    if isinstance(prompt.content, str) or _is_made(config):
         return
     tokenizer = local_folder("model.tokenizer", config.model.tokenizer_path)
     has_none = tokenizer is not None and not tokenizer.has_chat_template
@@ -159,9 +160,9 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
 def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
     """Whether the model that will be made has a token for every character."""
     recipe = config.model.recipe
-    if recipe is None or Path(config.model.path).exists():
+    if recipe is None or not _is_made(config):
         return
-    used = {c for i in range(_SCANNED) for c in str(prompts[i].content)}
+    used = {c for i in range(_SCANNED) for text in _texts(prompts[i]) for c in text}
     if lacking := "".join(sorted(used - set(recipe.alphabet))):
         yield problem(f"model.recipe.alphabet: lacks {lacking!r}, which prompts have")
 
@@ -187,7 +188,7 @@ def _check_lengths(config: RunConfig, prompts: PromptSource) -> Iterator[Finding
 
 def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
     """Counts the tokens of a text; None where that takes more than tokenizer.json."""
-    if config.model.recipe is not None and not Path(config.model.path).exists():
+    if _is_made(config):
         return len
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
     if folder is None or not (file := folder.path / "tokenizer.json").is_file():
@@ -199,10 +200,15 @@ def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+def _is_made(config: RunConfig) -> bool:
+    """Whether the model is still to be made, from `model.recipe`."""
+    return config.model.recipe is not None and not Path(config.model.path).exists()
+
+
 def _texts(prompt: Prompt) -> list[str]:
     if isinstance(prompt.content, str):
         return [prompt.content]
-    return [turn["content"] for turn in prompt.content]
+    return [text_of(turn["content"]) for turn in prompt.content]
 
 
 def _check_gym(name: str) -> Iterator[Finding]:

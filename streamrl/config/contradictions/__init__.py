@@ -27,6 +27,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     sizes.min_tokens_above_max,
     sizes.greedy_siblings,
     daemons.weights_too_rare,
+    daemons.images_to_a_server,
+    daemons.videos_to_vllm,
     daemons.nccl_without_gpu,
     daemons.shared_between_gpu_and_cpu,
     daemons.weights_without_keys,

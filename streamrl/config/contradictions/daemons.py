@@ -21,6 +21,27 @@ def weights_too_rare(c: "RunConfig") -> str | None:
     )
 
 
+def images_to_a_server(c: "RunConfig") -> str | None:
+    columns = [name for name in ("image_key", "video_key") if getattr(c.data, name) is not None]
+    engine = "sglang" if c.generator.engine == "sglang" else "vllm.url"
+    is_served = engine == "sglang" or (c.generator.engine == "vllm" and c.generator.vllm.url)
+    if not columns or not is_served:
+        return None
+    return (
+        f"data.{columns[0]} with generator.{engine}: a server samples from token ids alone; use "
+        "generator.engine hf, or vllm without a URL"
+    )
+
+
+def videos_to_vllm(c: "RunConfig") -> str | None:
+    if c.data.video_key is None or c.generator.engine != "vllm":
+        return None
+    return (
+        "data.video_key with generator.engine vllm, which cuts videos into frames of its own: use "
+        "generator.engine hf"
+    )
+
+
 def nccl_without_gpu(c: "RunConfig") -> str | None:
     on_cpu = [
         f"{owner}.device"

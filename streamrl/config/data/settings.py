@@ -35,6 +35,12 @@ class DataSettings(Section):
     list of messages with a role and a content each."""
     answer_key: str | None = "answer"
     """Column of the reference answer, such as reward_model.ground_truth; null for none."""
+    image_key: str | None = None
+    """Column of a file with the images of a row, a list: paths relative to the file, base64 data:
+    URLs, or {bytes, path} as parquet files of `datasets` have them. Each <image> in a prompt's text
+    is the place of one; without, they stand before it."""
+    video_key: str | None = None
+    """The same for videos, each the list of its frames; <video> is the place of one."""
     chat_template: Literal["native", "none"] | Path = "native"
     """`native` uses the tokenizer's template, if it has one; `none` feeds the prompt as it stands;
     a path names a Jinja file."""

@@ -34,6 +34,8 @@ class LearnerSettings(Section):
     """Saved states of the run."""
     lora: LoraSettings | None = None
     """Train an adapter of low rank; null trains all parameters."""
+    freeze_vision_tower: bool = False
+    """Leave the part of a vision-language model that sees as it is, and train the rest."""
     mesh: MeshSettings = MeshSettings()
     """The ranks of the learner; one without torchrun."""
     num_ranks: Positive = 1

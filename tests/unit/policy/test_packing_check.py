@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learners.batch import MicroBatch
+from learners.micro_batch import MicroBatch
 from learners.policy.attention import (
     LayerMask,
     Packing,

@@ -1,0 +1,62 @@
+"""A micro-batch: the part of a step's trajectories that shares one forward pass, its tokens packed.
+
+Made by `learners.batch`; the network computes it, the objective selects its rows of the batch.
+Shapes: S trajectories, R response tokens, N tokens (prompts included) of the micro-batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from learners.policy.attention import Packing
+from streamrl.algorithms.sequences import Sequences
+from streamrl.types import Media
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One forward pass: N tokens of some of the step's trajectories."""
+
+    token_ids: torch.Tensor
+    """[1, N] int64"""
+    packing: Packing
+    predictors: torch.Tensor
+    """[R] positions in N whose hidden states predict the response tokens."""
+    targets: torch.Tensor
+    """[R] int64, the response tokens."""
+    members: torch.Tensor
+    """[S] which of the step's trajectories these are."""
+    responses: torch.Tensor
+    """[R] which of the step's response tokens these are."""
+    sequences: Sequences
+    prompt_indices: tuple[int, ...]
+    """[S] places in the prompt stream."""
+    media: tuple[tuple[Media, ...], ...]
+    """Of each stretch of `packing`, in the order of their places."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no trajectory: it accompanies a micro-batch of another rank."""
+        return not len(self.members)
+
+    def select(self, is_kept: torch.Tensor) -> "MicroBatch":
+        """The trajectories for which [S] bool, on the CPU, is true; itself if that is each."""
+        if is_kept.all():
+            return self
+        chosen, responses = is_kept.nonzero()[:, 0].tolist(), self.sequences.expand(is_kept)
+        tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
+        device = self.token_ids.device
+        places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
+        lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
+        return MicroBatch(
+            # Not one of those that are left out, whose hidden states may be NaN.
+            token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
+            packing=Packing(lengths, device),
+            predictors=places[self.predictors[responses.to(device)]],
+            targets=self.targets[responses.to(device)],
+            members=self.members[is_kept],
+            responses=self.responses[responses],
+            sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
+            prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
+            media=tuple(self.media[i] for i in chosen) or ((),),
+        )

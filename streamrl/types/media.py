@@ -1,0 +1,95 @@
+"""Images and video frames that stand beside token ids: encoded bytes, named by their content.
+
+A medium is kept as it came, a PNG or JPEG of some ten kilobytes, and not as pixels: those of a
+model are a hundred times larger, and whoever needs them gets the same ones by decoding the same
+bytes. Both ends of a run decode with one function, see `streamrl.vision.pixels`.
+
+Invariant: `id` is a hash of everything else, so equal media have one id and are stored once.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from streamrl.types.ranges import Name, NotNegative
+
+MediaKind = Literal["image", "video"]
+
+
+class Media(Struct, frozen=True, kw_only=True):
+    """One image, or the frames of one video in order.
+
+    `parts` are encoded images (PNG, JPEG, WebP): one, or one per frame. `fps` is that of the
+    frames of a video, 0 for an image.
+    """
+
+    id: Name
+    kind: MediaKind
+    parts: tuple[bytes, ...]
+    fps: NotNegative = 0.0
+
+    @classmethod
+    def image(cls, data: bytes) -> "Media":
+        return cls(id=content_id("image", (data,), 0.0), kind="image", parts=(data,))
+
+    @classmethod
+    def video(cls, frames: Sequence[bytes], fps: float) -> "Media":
+        parts = tuple(frames)
+        return cls(id=content_id("video", parts, fps), kind="video", parts=parts, fps=fps)
+
+    def __post_init__(self) -> None:
+        if not all(self.parts) or not self.parts:
+            raise ValueError(f"media {self.id}: is empty")
+        if self.kind == "image" and (len(self.parts) != 1 or self.fps):
+            raise ValueError(f"media {self.id}: an image has one part and fps 0")
+        if self.kind == "video" and not self.fps:
+            raise ValueError(f"media {self.id}: a video has fps > 0")
+        if self.id != content_id(self.kind, self.parts, self.fps):
+            raise ValueError(f"media {self.id}: is not the hash of its content")
+
+    def __repr__(self) -> str:
+        return f"Media({self.kind} {self.id}, {self.num_bytes} bytes)"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def content_id(kind: MediaKind, parts: Sequence[bytes], fps: float) -> str:
+    """A hash of 128 bits, as hexadecimal digits."""
+    digest = hashlib.blake2b(kind.encode(), digest_size=16)
+    digest.update(struct.pack("<d", fps))
+    for part in parts:
+        digest.update(struct.pack("<q", len(part)))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+class HasMedia(Protocol):
+    """A trajectory, or the facts of one."""
+
+    @property
+    def media(self) -> tuple[str, ...]: ...
+
+
+def check_media(members: Iterable[HasMedia], media: Sequence[Media]) -> None:
+    """The rules of the media of a group, and of the ids that its trajectories name.
+
+    Raises:
+        ValueError: one is missing, or stored twice.
+    """
+    known = {medium.id for medium in media}
+    if len(known) < len(media):
+        raise ValueError(f"media: {len(media)} are stored, and {len(known)} of them differ")
+    for member in members:
+        for name in member.media:
+            if name not in known:
+                raise ValueError(f"media: a trajectory names {name}, which its group lacks")
+
+
+def distinct(media: Iterable[Media]) -> tuple[Media, ...]:
+    """Each medium once, in the order of its first place."""
+    return tuple({medium.id: medium for medium in media}.values())

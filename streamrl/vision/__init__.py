@@ -1,0 +1,12 @@
+"""Images and video frames of a vision-language model, alike in generators and learner.
+
+    parts.py      content parts of messages -> media
+    pixels.py     encoded bytes -> pixels, under limits
+    patches.py    pixels -> what the vision tower takes, by the model's image processor
+    tower.py      patches and token ids -> embeddings and positions, by the model
+    families.py   which models have a vision tower, and how to load them
+    places.py     where the media stand among token ids
+
+Invariant: what a model sees of a medium is a function of its bytes and of the model's folder, so
+that the learner computes the log-probabilities of the very input that was sampled from.
+"""

@@ -1,0 +1,179 @@
+"""Content parts of chat messages that are images or videos, and the media that they hold.
+
+    {"type": "image", "image": X}       {"type": "image_url", "image_url": {"url": X}}
+    {"type": "video", "video": [X, ...], "fps": 2}
+
+X is a path, bytes, a `data:` URL with base64, a Pillow image, {"bytes": ..., "path": ...} as
+parquet files of the `datasets` library have it, or a `Media`. A video is a list of its frames.
+
+Invariant: a medium is read once, by `loaded`; behind it messages hold `Media`, and a path that
+comes from elsewhere is refused, since a conversation may be written by a stranger.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamrl.errors import RolloutError
+from streamrl.types import Media
+from streamrl.vision.pixels import MAX_BYTES, encode_png, opened
+
+DEFAULT_FPS = 2.0
+_KINDS = {"image": "image", "image_url": "image", "input_image": "image", "video": "video"}
+_FORMS = "a path, bytes, a data: URL, a Pillow image or {'bytes': ..., 'path': ...}"
+
+
+def is_medium(part: Any) -> bool:
+    """Whether the content part is an image or a video."""
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def media_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Those of a conversation, in order."""
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            yield from (part for part in content if is_medium(part))
+
+
+def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the conversation holds images or videos."""
+    return any(True for _ in media_parts(messages))
+
+
+def media_of(messages: Sequence[Mapping[str, Any]], place: str) -> tuple[Media, ...]:
+    """The media of a conversation, in order; no path is read.
+
+    Raises:
+        RolloutError: one is malformed, too large or a path; the message begins with `place`.
+    """
+    return tuple(_medium(part, place, None) for part in media_parts(messages))
+
+
+def loaded(
+    messages: Sequence[Mapping[str, Any]], place: str, folder: Path
+) -> tuple[Mapping[str, Any], ...]:
+    """The conversation with a `Media` in every part that is one; paths are relative to `folder`.
+
+    Raises:
+        RolloutError: a file cannot be read, or holds no image within the limits.
+    """
+    return tuple(_loaded(message, place, folder) for message in messages)
+
+
+def _loaded(message: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list | tuple) or not any(map(is_medium, content)):
+        return message
+    parts = tuple(_with_medium(p, place, folder) if is_medium(p) else p for p in content)
+    return {**message, "content": parts}
+
+
+def _with_medium(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
+    medium = _medium(part, place, folder)
+    return {"type": medium.kind, medium.kind: medium}
+
+
+def paths_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The files that `loaded` will read."""
+    for part in media_parts(messages):
+        value = _value(part)
+        for image in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(image, Mapping) and not isinstance(image.get("bytes"), bytes):
+                image = image.get("path") or image.get("url")
+            if isinstance(image, str | Path) and not str(image).startswith("data:"):
+                yield str(image).removeprefix("file:")
+
+
+def as_template_reads(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation as a chat template takes it: which kind of part stands where, without the
+    media themselves."""
+    return [{**message, "content": _placed(message.get("content"))} for message in messages]
+
+
+def _placed(content: Any) -> Any:
+    if not isinstance(content, list | tuple):
+        return content
+    return [{"type": _KINDS[part["type"]]} if is_medium(part) else part for part in content]
+
+
+def _medium(part: Mapping[str, Any], place: str, folder: Path | None) -> Media:
+    kind = _KINDS[part["type"]]
+    value = _value(part)
+    if isinstance(value, Media):
+        return value
+    if kind == "image":
+        return Media.image(_bytes(value, place, folder))
+    if not isinstance(value, list | tuple) or not value:
+        raise RolloutError(
+            f"{place}: a video was {_shown(value)}; it must be the list of its frames, "
+            f"each {_FORMS}"
+        )
+    fps = part.get("fps", DEFAULT_FPS)
+    if not isinstance(fps, int | float) or not 0 < fps < 1e6:
+        raise RolloutError(f"{place}: the fps of a video was {_shown(fps)}; it must be above 0")
+    return Media.video([_bytes(frame, place, folder) for frame in value], float(fps))
+
+
+def _value(part: Mapping[str, Any]) -> Any:
+    keys = (_KINDS[part["type"]], part["type"], "url", "path")
+    return next((part[key] for key in keys if part.get(key) is not None), None)
+
+
+def _bytes(value: Any, place: str, folder: Path | None) -> bytes:
+    """Of one image, whose header was read."""
+    data = _read(value, place, folder)
+    opened(data, place)
+    return data
+
+
+def _read(value: Any, place: str, folder: Path | None) -> bytes:
+    match value:
+        case {"url": inner}:
+            return _read(inner, place, folder)
+        case {"bytes": bytes() as data}:
+            return data
+        case {"path": str() as inner}:
+            return _read(inner, place, folder)
+        case bytes():
+            return value
+        case str() if value.startswith("data:"):
+            return _of_url(value, place)
+        case str() | Path() if "://" not in str(value):
+            return _of_file(str(value), place, folder)
+        case _ if hasattr(value, "convert") and hasattr(value, "save"):
+            return encode_png(value)
+    raise RolloutError(f"{place}: an image was {_shown(value)}; it must be {_FORMS}")
+
+
+def _of_url(url: str, place: str) -> bytes:
+    header, _, body = url.partition(",")
+    try:
+        if not header.endswith(";base64"):
+            raise ValueError("it is not base64")
+        return base64.b64decode(body, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise RolloutError(
+            f"{place}: the data: URL {_shown(header)} is damaged: {error}"
+        ) from error
+
+
+def _of_file(name: str, place: str, folder: Path | None) -> bytes:
+    if folder is None:
+        raise RolloutError(
+            f"{place}: an image was the path {_shown(name)}; files are read for the prompts of "
+            "data alone: give its bytes"
+        )
+    path = folder / name.removeprefix("file:")
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RolloutError(f"{place}: cannot read {path}: {error.strerror or error}") from error
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

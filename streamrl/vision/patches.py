@@ -1,0 +1,118 @@
+"""What a vision tower takes of a medium: patches and their grid, by the model's image processor.
+
+The processor is transformers' own, in its Pillow version wherever that exists: it needs no
+torchvision, and gives generators and learner the same numbers. A video is made of the patches of
+its frames, which is what transformers' video processor computes; the last frame is repeated where
+the frames do not fill a patch in time.
+
+Invariant: equal media give equal patches. Safe to use from several threads.
+Shapes: P patches, C channels, D values of a patch.
+"""
+
+import threading
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoImageProcessor
+
+from streamrl.errors import ConfigError
+from streamrl.types import Media
+from streamrl.vision.families import has_vision
+from streamrl.vision.pixels import decode, pillow
+from streamrl.vision.places import Size
+
+_CACHE_BYTES = 2**28
+
+
+class Patches(NamedTuple):
+    """`values` [P, D] float32; `grid` is the number of patches in time, height and width."""
+
+    values: NDArray[np.float32]
+    grid: tuple[int, int, int]
+    seconds_per_grid: float
+    """Between two patches in time; 1 for an image."""
+
+
+class PatchReader:
+    """The patches of a run's media; those read last are kept, up to `_CACHE_BYTES`."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._merged = processor.merge_size**2
+        self._known: OrderedDict[str, Patches] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, path: str, *, trust_remote_code: bool = False) -> "PatchReader | None":
+        """Of the model in this folder; None if it sees no images.
+
+        Raises:
+            ConfigError: there is no model, it lacks its image processor, or Pillow is missing.
+        """
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: no model at {path!r}: {error}") from error
+        if not has_vision(config):
+            return None
+        pillow(f"model.path: {path}")
+        try:
+            processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: no image processor at {path!r}: {error}") from error
+        return cls(processor)
+
+    def size(self, medium: Media, place: str = "a medium") -> Size:
+        """How many tokens it has.
+
+        Raises:
+            RolloutError: as `read`.
+        """
+        grid = self.read(medium, place).grid
+        return Size(medium.kind, int(np.prod(grid)) // self._merged)
+
+    def read(self, medium: Media, place: str = "a medium") -> Patches:
+        """
+        Raises:
+            RolloutError: it is no image, is damaged or exceeds a limit; it begins with `place`.
+        """
+        with self._lock:
+            known = self._known.get(medium.id)
+            if known is None:
+                known = self._known[medium.id] = self._read(medium, place)
+            self._known.move_to_end(medium.id)
+            while len(self._known) > 1 and self._num_bytes() > _CACHE_BYTES:
+                self._known.popitem(last=False)
+            return known
+
+    def _num_bytes(self) -> int:
+        return sum(patches.values.nbytes for patches in self._known.values())
+
+    def _read(self, medium: Media, place: str) -> Patches:
+        frames = [decode(part, place) for part in medium.parts]
+        if len({frame.size for frame in frames}) > 1:
+            # All frames of a video have the size of its first one.
+            frames = [frame.resize(frames[0].size) for frame in frames]
+        output = self._processor(images=frames, return_tensors="np")
+        values = np.asarray(output["pixel_values"], dtype=np.float32)
+        time, height, width = (int(n) for n in output["image_grid_thw"][0])
+        if medium.kind == "image":
+            return Patches(values, (time, height, width), 1.0)
+        depth = self._processor.temporal_patch_size
+        values = _in_time(values.reshape(len(frames), height * width, -1), depth)
+        grid = (len(values) // (height * width), height, width)
+        return Patches(values, grid, depth / medium.fps)
+
+
+def _in_time(frames: NDArray[np.float32], depth: int) -> NDArray[np.float32]:
+    """Patches of a video [P, D] from those of its frames [F, P of a frame, D], each of which has
+    its pixels `depth` times: the i-th copy is replaced by those of the i-th frame of a patch."""
+    missing = -len(frames) % depth
+    padded = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
+    num_patches = frames.shape[1]
+    # [patches in time, frames of a patch, patches of a frame, C, copies, pixels]
+    split = padded.reshape(len(padded) // depth, depth, num_patches, 3, depth, -1)
+    chosen = np.stack([split[:, i, :, :, i] for i in range(depth)], axis=3)
+    return np.ascontiguousarray(chosen.reshape(len(chosen) * num_patches, -1))

@@ -1,0 +1,105 @@
+"""Where the media of a conversation stand among its token ids.
+
+A chat template writes one placeholder token for each medium; a model reads as many as the medium
+has patches. Token ids that are recorded are those that the model reads.
+
+Invariant: a medium's place is a function of the token ids and of the media before it. A policy may
+sample a placeholder token, too; a run of them that no medium fits is text.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from streamrl.errors import RolloutError
+from streamrl.types.media import MediaKind
+
+
+class Size(NamedTuple):
+    """A medium as token ids see it."""
+
+    kind: MediaKind
+    num_tokens: int
+
+
+class Place(NamedTuple):
+    """The tokens of one medium: `start`, `start` + 1, ..., `stop` - 1."""
+
+    kind: MediaKind
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """The placeholder tokens of a model."""
+
+    image: int
+    video: int
+
+    @classmethod
+    def of(cls, config: Any) -> "Placeholders":
+        return cls(config.image_token_id, config.video_token_id)
+
+    def expand(
+        self, token_ids: Sequence[int], sizes: Sequence[Size], place: str
+    ) -> tuple[int, ...]:
+        """Token ids as a model reads them, from those of a rendered template.
+
+        Raises:
+            RolloutError: there are other placeholders than media; it begins with `place`.
+        """
+        kinds = [kind for token in token_ids if (kind := self._kind(token))]
+        if kinds != [size.kind for size in sizes]:
+            raise RolloutError(
+                f"{place}: the chat template wrote {len(kinds)} placeholders for "
+                f"{len(sizes)} images and videos; a text must not contain a placeholder token"
+            )
+        counts = iter(sizes)
+        repeated = (
+            itertools.repeat(token, next(counts).num_tokens) if self._kind(token) else (token,)
+            for token in token_ids
+        )
+        return tuple(itertools.chain.from_iterable(repeated))
+
+    def find(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[Place, ...]:
+        """The place of each medium, in order: the first runs of placeholders that they fit.
+
+        Raises:
+            RolloutError: one has no place.
+        """
+        runs = self._runs(token_ids)
+        return tuple(_next_fitting(runs, size) for size in sizes)
+
+    def collapse(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> list[int]:
+        """Token ids with one placeholder for each medium, from those that a model reads."""
+        repeated = {
+            position
+            for place in self.find(token_ids, sizes)
+            for position in range(place.start + 1, place.stop)
+        }
+        return [token for i, token in enumerate(token_ids) if i not in repeated]
+
+    def _kind(self, token: int) -> MediaKind | None:
+        if token == self.image:
+            return "image"
+        return "video" if token == self.video else None
+
+    def _runs(self, token_ids: Sequence[int]) -> Iterator[Place]:
+        start = 0
+        for kind, run in itertools.groupby(token_ids, self._kind):
+            stop = start + sum(1 for _ in run)
+            if kind is not None:
+                yield Place(kind, start, stop)
+            start = stop
+
+
+def _next_fitting(runs: Iterator[Place], size: Size) -> Place:
+    for place in runs:
+        if (place.kind, place.stop - place.start) == size:
+            return place
+    raise RolloutError(
+        f"the token ids have no place for {size.num_tokens} tokens of an {size.kind}: they are "
+        "those of another conversation, or were cut"
+    )

@@ -1,0 +1,58 @@
+"""A Qwen2.5-VL small enough to be made in milliseconds, with its tokenizer and image processor."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from actors.make_model import make_tokenizer
+from actors.vision_recipe import SPECIAL, TEMPLATE, image_processor, vision_config
+from streamrl.config.model import RecipeSettings
+from streamrl.types import Media
+from streamrl.vision.patches import PatchReader
+
+RECIPE = RecipeSettings(
+    hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, alphabet="abcdefgh?"
+)
+TOKENIZER = make_tokenizer(RECIPE.alphabet, SPECIAL)
+TOKENIZER.chat_template = TEMPLATE
+START, END, IMAGE, VIDEO = (TOKENIZER.convert_tokens_to_ids(token) for token in SPECIAL)
+
+
+def make_qwen(seed: int = 0) -> Any:
+    """With weights so large that log-probabilities depend on all that a token may see."""
+    torch.manual_seed(seed)
+    config = vision_config(RECIPE, 512, TOKENIZER)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def save_qwen(folder: Path, seed: int = 0) -> Path:
+    make_qwen(seed).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    image_processor().save_pretrained(folder)
+    return folder
+
+
+def reader() -> PatchReader:
+    return PatchReader(image_processor())
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    """Noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def image(width: int, height: int, seed: int = 0) -> Media:
+    return Media.image(png(width, height, seed))
