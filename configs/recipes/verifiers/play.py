@@ -1,8 +1,8 @@
 """One episode of a verifiers environment, as an agent of StreamRL: `play.py TASKSET NUMBER`.
 
-It runs in the Python in which `verifiers` is installed, since verifiers pins other versions of `openai`
-and `mcp` than StreamRL's tests. The taskset is used as it is; its roles play with the harness `null` in
-a process on this machine.
+It runs in the Python in which `verifiers` is installed, since verifiers pins other versions of
+`openai` and `mcp` than StreamRL's tests. The taskset is used as it is; its roles play with the
+harness `null` in a process on this machine.
 """
 
 import asyncio
