@@ -6,13 +6,18 @@ function of (seed, prompt index).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from actors.environments.mixture import Mixture
-from actors.prompts import num_held_out, open_held_out, open_prompts
+from actors.prompts import Fitting, num_held_out, open_held_out, open_prompts
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt, PromptSource
+
+if TYPE_CHECKING:
+    from actors.rendering.renderer import ChatRenderer
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,31 @@ class HeldOutStream:
 Stream = TrainingStream | HeldOutStream
 
 
-def open_stream(config: RunConfig) -> TrainingStream:
+def open_stream(config: RunConfig, renderer: "ChatRenderer | None" = None) -> TrainingStream:
     """
+    Args:
+        renderer: measures the prompts where `data.truncation` is `filter`; without it, all are in
+            the stream.
+
     Raises:
         ConfigError: the prompts of an entry cannot be opened, or it would play none of them.
     """
     entries, seed = config.entries, config.run.seed
-    sources = [open_prompts(entry.data, seed) for entry in entries]
+    sources = [
+        open_prompts(entry.data, seed, _fitting(config, entry, renderer)) for entry in entries
+    ]
     return TrainingStream(entries, sources, shares(config))
+
+
+def _fitting(
+    config: RunConfig, entry: EnvironmentEntry, renderer: "ChatRenderer | None"
+) -> Fitting | None:
+    if renderer is None:
+        return None
+    # It imports transformers, which a check of a configuration does without.
+    from actors.prompts.fitting import fitting_rows
+
+    return partial(fitting_rows, config.model_copy(update={"data": entry.data}), renderer)
 
 
 def shares(config: RunConfig) -> Mixture:

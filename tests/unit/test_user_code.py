@@ -231,7 +231,7 @@ def test_prompts_of_the_users_own_get_seed_and_arguments(own):
     [
         ("Riddles", {"easiest": 1}, "TypeError: .*unexpected keyword argument 'easiest'"),
         ("Riddle", {}, "did you mean 'Riddles'"),
-        ("strings", {}, "prompt 0 was str; it must be a streamrl.interfaces.Prompt"),
+        ("strings", {}, "row 1 was str; it must be a mapping or a streamrl.interfaces.Prompt"),
         ("Riddles", {"hardest": 0}, "prompt 0: ZeroDivisionError"),
     ],
 )

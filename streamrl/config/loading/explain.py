@@ -96,10 +96,10 @@ def _is_at(key: str, field: str) -> bool:
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Names that may stand below `path`; walks nested sections, also inside `X | None` and
-    lists."""
+    """Names that may stand below `path`; walks nested sections, also inside `X | None` and lists,
+    whose entries the path counts."""
     for part in path:
-        if part.isdecimal():
+        if part.isdigit():
             continue
         field = model.model_fields.get(part)
         nested = field and next(sections_at(field.annotation), None)
