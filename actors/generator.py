@@ -14,16 +14,16 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import time
 import uuid
 
 from actors.dynamic_sampling import UniformFilter
 from actors.environments.runner import MixedRunner
-from actors.episodes.rollout import GroupProgress, GroupRunner
+from actors.episodes.progress import GroupProgress
+from actors.episodes.rollout import GroupRunner, TruncatedGroupError
 from actors.failure_limit import FailureLimit
 from actors.failures import FailureRecord
-from actors.leased_group import LeasedGroup
+from actors.leased_group import LeasedGroup, num_free_groups
 from actors.locality import weight_locality
 from actors.rendering.renderer import PromptTooLongError
 from actors.version_gate import VersionGate
@@ -86,7 +86,6 @@ class Generator:
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
-        self._max_num_seqs = config.generator.max_num_seqs
         self._largest_group = config.max_group_size + config.generator.oversample.num_siblings
         self._last_report = (time.monotonic(), 0.0)
 
@@ -122,8 +121,8 @@ class Generator:
     async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Lease as many groups as the engine has room for; ends when cancelled.
 
-        Waits for room in the engine and new enough weights, which a finished group or an update
-        brings; then for admission.
+        Waits for room in the engine and new enough weights, which an episode that ends or waits for
+        its environment brings, or an update; then for admission.
         """
         while True:
             async with self._changed:
@@ -145,13 +144,14 @@ class Generator:
                 leased_at_s=time.monotonic(),
                 num_siblings=self._runner.num_siblings_of(lease),
                 min_policy_version=lease.min_policy_version,
+                progress=GroupProgress(on_slot_free=self._notify),
             )
 
     def _num_free(self) -> int:
         """Groups that the engine has room for; the last one may have to wait for some of it. Where
         groups differ in size, of the largest."""
-        num_held = sum(group.num_siblings for group in self._groups.values())
-        return math.ceil((self._max_num_seqs - num_held) / self._largest_group)
+        groups = self._groups.values()
+        return num_free_groups(groups, self._config.generator, self._largest_group)
 
     def _is_current(self) -> bool:
         return self._version_gate.is_open(self._engine.policy_version)
@@ -170,6 +170,9 @@ class Generator:
         except PromptTooLongError as error:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)
+        except TruncatedGroupError as error:
+            log.info("prompt %d filtered: %s", lease.prompt_index, error)
+            await self._buffer.release(lease_id, DropReason.FILTERED, error.lengths)
         except RolloutError as error:
             row = self._runner.origin(lease)
             message = self._failure_record.add(lease.prompt_index, row, error)

@@ -1,14 +1,16 @@
-"""A group from its lease to its put, and which one begins next.
+"""A group from its lease to its put, which one begins next, and how many more there is room for.
 
 Invariant: groups begin in the order in which they are due: by `min_policy_version`, the oldest
 version that may sample them, then by their place in the prompt stream.
 """
 
 import asyncio
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from actors.episodes.rollout import GroupProgress
+from actors.episodes.progress import GroupProgress
+from streamrl.config.generator import GeneratorSettings
 from streamrl.types import Lease
 
 
@@ -21,16 +23,44 @@ class LeasedGroup:
     leased_at_s: float
     num_siblings: int
     min_policy_version: int
-    has_begun: bool = False
     progress: GroupProgress = field(default_factory=GroupProgress)
+    has_begun: bool = False
 
     @property
     def due(self) -> tuple[int, int]:
         """Smaller for a group that is due earlier."""
         return self.min_policy_version, self.lease.prompt_index
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of the engine that it needs; of a group that has not begun, one for each
+        sibling."""
+        return self.progress.num_slots if self.progress.episodes else self.num_siblings
+
+    @property
+    def num_running(self) -> int:
+        """Episodes that are not over."""
+        return self.progress.num_running if self.progress.episodes else self.num_siblings
+
     def is_next(self, groups: Iterable["LeasedGroup"], policy_version: int) -> bool:
         """Whether it may begin among `groups`, in an engine of this version."""
         if policy_version < self.min_policy_version:
             return False
         return all(other.has_begun or self.due <= other.due for other in groups)
+
+
+def num_free_groups(
+    groups: Iterable[LeasedGroup], settings: GeneratorSettings, num_episodes: int
+) -> int:
+    """Groups of `num_episodes` that an engine has room for beside `groups`.
+
+    An episode that waits for its environment leaves its slot to others, so a slot is free only
+    while no episode can use it, unless `episode.max_in_flight` keeps it free.
+    """
+    groups = tuple(groups)
+    num_free = settings.max_num_seqs - sum(group.num_slots for group in groups)
+    num_groups = math.ceil(num_free / num_episodes)
+    if (most := settings.episode.max_in_flight) is not None:
+        num_running = sum(group.num_running for group in groups)
+        num_groups = min(num_groups, (most - num_running) // num_episodes)
+    return max(0, num_groups)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from learners.episode_metrics import Sums, add_up, episode_sums
 from learners.packing import pack_shares
 from learners.parallel.plan import owners
 from learners.parallel.ranks import Ranks
@@ -64,6 +65,8 @@ class TrainingBatch:
     """[R]"""
     staleness: torch.Tensor
     """[R] versions between sampling and training, as a distance."""
+    episodes: Sums
+    """What the environments recorded, of all ranks."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
@@ -104,6 +107,7 @@ class TrainingBatch:
             outcomes=ranks.sum(_among(own, outcomes)),
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
+            episodes=add_up(ranks.gather(episode_sums(groups), dict[str, tuple[float, int]])),
         )
 
     def __len__(self) -> int:

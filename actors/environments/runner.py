@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 from actors.environments import make_environment
+from actors.environments.shared import open_group
 from actors.environments.stream import Stream
-from actors.episodes.rollout import GroupProgress, GroupRunner
+from actors.episodes.progress import GroupProgress
+from actors.episodes.rollout import GroupRunner
 from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
@@ -104,6 +106,8 @@ def _group_runner(
         deadline_s=config.generator.group_deadline_s,
         run_seed=config.run.seed,
         with_greedy_reward=config.algorithm.needs_greedy_rewards,
+        settings=config.generator.episode,
+        open_group=partial(open_group, entry.environment),
     )
 
 

@@ -3,15 +3,25 @@
     deadline            the completion that is being sampled ends with the tokens that it has
     deadline + grace    whatever still runs, in the engine or the environment, is canceled
 
-Invariant: a completion that was sampled is part of the rollout, however the episode ended.
+Both for the episode and for each turn of it.
+
+Invariant: a completion that was sampled is part of the rollout, however the episode ended; the
+environment is closed, however it ended.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import TypeVar
 
+from actors.episodes.answers import checked_observation, checked_transition
+from actors.episodes.closing import closed_after
+from actors.episodes.conversation import Conversation
 from actors.episodes.record import EpisodeRecord, Rollout
 from actors.gateway.agent import Agent, play
 from actors.gateway.session import Session
+from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     CompletionHandle,
@@ -22,14 +32,24 @@ from streamrl.interfaces import (
     Renderer,
     Transition,
 )
-from streamrl.types import INVALID_TURNS, FinishReason, SamplingParams
+from streamrl.types import INVALID_TURNS, Completion, FinishReason, SamplingParams
+
+Answer = TypeVar("Answer")
 
 # An engine may be loading an update at the deadline, and an environment has to see the last turn.
 _GRACE_S = 30.0
 
 
+class _DeadlineError(Exception):
+    """The grace after a deadline of ours is over."""
+
+
+async def _nobody() -> None:
+    """Is told that a slot is free."""
+
+
 class EpisodeRun:
-    """One episode, to be run once; `num_tokens` may be read meanwhile."""
+    """One episode, to be run once; its properties may be read meanwhile."""
 
     def __init__(
         self,
@@ -38,16 +58,38 @@ class EpisodeRun:
         *,
         max_model_len: int,
         deadline_s: float,
+        settings: EpisodeSettings | None = None,
+        on_slot_free: Callable[[], Awaitable[None]] = _nobody,
     ) -> None:
+        """
+        Args:
+            settings: `generator.episode`.
+            on_slot_free: called when the episode begins to wait for its environment, or ends.
+        """
         self._engine = engine
         self._make_environment = make_environment
         self._max_model_len = max_model_len
         self._deadline_s = deadline_s
+        self._settings = EpisodeSettings() if settings is None else settings
+        self._on_slot_free = on_slot_free
         self._stop = asyncio.Event()
         self._handle = CompletionHandle(self._stop)
         self._record = EpisodeRecord()
         self._metrics: Mapping[str, float] = {}
         self._session: Session | None = None
+        self._environment_wait_s = 0.0
+        self._is_with_environment = False
+        self.is_over = False
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether it is in the engine, waits for it or is about to, and not for its environment or
+        agent."""
+        if self.is_over:
+            return False
+        if self._session is not None:
+            return self._session.needs_slot
+        return not self._is_with_environment
 
     @property
     def num_tokens(self) -> int:
@@ -63,58 +105,129 @@ class EpisodeRun:
         Raises:
             RolloutError: the engine or the environment failed, or not a token was sampled in time.
         """
-        timer = asyncio.get_running_loop().call_later(self._deadline_s, self._stop.set)
+        environment, conversation = self._make_environment(), Conversation(start)
         try:
-            async with asyncio.timeout(self._deadline_s + min(_GRACE_S, self._deadline_s)) as limit:
-                finish_reason = await self._take_turns(start, sampling)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            finish_reason = FinishReason.DEADLINE
+            if isinstance(environment, Agent):
+                turns = self._attend(environment, conversation, start, sampling)
+                finish_reason = await self._run(turns)
+            else:
+                async with closed_after(environment.close):
+                    turns = self._take_turns(environment, conversation, start, sampling)
+                    finish_reason = await self._run(turns)
         finally:
-            timer.cancel()
-        if not self._record.segments:
-            raise RolloutError(
-                "no token was sampled within generator.group_deadline_s, which is "
-                f"{self._deadline_s:g} s"
-            )
-        return self._record.rollout(finish_reason, self._metrics)
+            self.is_over = True
+        await self._on_slot_free()
+        record = self._record
+        rollout = record.rollout(finish_reason, {**self._counts(), **self._metrics})
+        return rollout.with_messages(conversation.messages)
+
+    async def _run(self, turns: Awaitable[FinishReason]) -> FinishReason:
+        """Why the episode of these turns ended. Waits as `run` does."""
+        try:
+            async with self._within(self._deadline_s):
+                finish_reason = await turns
+        except _DeadlineError:
+            finish_reason = FinishReason.DEADLINE
+        if self._record.segments:
+            return finish_reason
+        turn_s = self._settings.turn_deadline_s
+        name = "group_deadline_s" if turn_s is None else "episode.turn_deadline_s"
+        raise RolloutError(
+            f"no token was sampled within generator.{name}, which is "
+            f"{self._deadline_s if turn_s is None else turn_s:g} s"
+        )
 
     async def _take_turns(
-        self, start: EnvironmentContext, sampling: SamplingParams
+        self,
+        environment: Environment,
+        conversation: Conversation,
+        start: EnvironmentContext,
+        sampling: SamplingParams,
     ) -> FinishReason:
         """Why the episode ended. Waits for the engine, then for the environment, turn by turn."""
-        environment = self._make_environment()
-        if isinstance(environment, Agent):
-            return await self._attend(environment, start, sampling)
-        try:
-            observation = await environment.start(start)
-            context: tuple[int, ...] = ()
-            sampled: tuple[int, ...] = ()
-            while True:
-                context = _context(context, sampled, observation, start.renderer)
-                if len(context) >= self._max_model_len and self._record.segments:
-                    return FinishReason.LENGTH
+        context: tuple[int, ...] = ()
+        sampled: tuple[int, ...] = ()
+        async with self._turn():
+            observation = checked_observation(await self._ask(environment.start(start)))
+        while True:
+            conversation.observe(observation)
+            context = _context(context, sampled, observation, start.renderer)
+            if len(context) >= self._max_model_len and self._record.segments:
+                return FinishReason.LENGTH
+            async with self._turn():
                 completion = await self._engine.generate(context, sampling, self._handle)
-                if not len(completion.token_ids):
-                    if completion.finish_reason is FinishReason.DEADLINE:
-                        return FinishReason.DEADLINE
-                    raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")
+                sampled = tuple(completion.token_ids.tolist())
+                if not sampled:
+                    return _without_a_token(completion)
                 self._record.add(context, completion)
                 self._handle = CompletionHandle(self._stop)
-                transition = await environment.step(completion)
-                self._on_transition(transition)
-                sampled = tuple(completion.token_ids.tolist())
-                observation = transition.observation
-                if transition.done:
-                    return completion.finish_reason
-                if self._stop.is_set():
-                    return FinishReason.DEADLINE
+                conversation.answer(sampled)
+                transition = checked_transition(await self._ask(environment.step(completion)))
+            self._on_transition(transition)
+            observation = transition.observation
+            if transition.done:
+                return completion.finish_reason
+            if self._stop.is_set():
+                return FinishReason.DEADLINE
+            if self._record.num_turns == self._settings.max_turns:
+                return FinishReason.MAX_TURNS
+
+    async def _ask(self, answer: Awaitable[Answer]) -> Answer:
+        """What the environment answers. Waits for it; meanwhile another episode has the slot."""
+        began_s = perf_counter()
+        self._is_with_environment = True
+        try:
+            await self._on_slot_free()
+            return await answer
         finally:
-            await environment.close()
+            self._is_with_environment = False
+            self._environment_wait_s += perf_counter() - began_s
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Around a turn, or the start of the environment."""
+        if self._settings.turn_deadline_s is None:
+            yield
+        else:
+            async with self._within(self._settings.turn_deadline_s):
+                yield
+
+    @asynccontextmanager
+    async def _within(self, deadline_s: float) -> AsyncIterator[None]:
+        """Stops the episode at the deadline, and cancels the block after the grace.
+
+        Raises:
+            _DeadlineError: it was canceled.
+        """
+        timer = asyncio.get_running_loop().call_later(deadline_s, self._stop.set)
+        limit = asyncio.timeout(deadline_s + min(_GRACE_S, deadline_s))
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise _DeadlineError from error
+        finally:
+            timer.cancel()
+
+    def _counts(self) -> dict[str, float]:
+        """What is recorded of every episode."""
+        turns = [turn for segment in self._record.segments for turn in segment.turns]
+        return {
+            "num_turns": float(len(turns)),
+            "num_tool_calls": float(sum(turn.num_tool_calls for turn in turns)),
+            "num_segments": float(len(self._record.segments)),
+            "num_observation_tokens": float(sum(t.num_observation_tokens for t in turns)),
+            "environment_wait_s": self._environment_wait_s,
+        }
 
     async def _attend(
-        self, agent: Agent, start: EnvironmentContext, sampling: SamplingParams
+        self,
+        agent: Agent,
+        conversation: Conversation,
+        start: EnvironmentContext,
+        sampling: SamplingParams,
     ) -> FinishReason:
         """Why the episode ended. Waits for the agent, which asks for its turns by itself."""
         self._session = session = Session(
@@ -122,24 +235,37 @@ class EpisodeRun:
             start.renderer,
             sampling,
             max_model_len=self._max_model_len,
+            max_turns=self._settings.max_turns,
             record=self._record,
             stop=self._stop,
+            on_idle=self._on_slot_free,
         )
-        result = await play(agent, session, start)
+        try:
+            result = await play(agent, session, start)
+        finally:
+            conversation.messages = session.messages or conversation.messages
+            self._environment_wait_s = session.idle_s
         invalid = {INVALID_TURNS: float(session.num_invalid_turns)}
         self._metrics = {**result.metrics, **(invalid if session.num_invalid_turns else {})}
         return session.finish_reason
 
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(
-            reward=transition.reward,
+            reward=float(transition.reward),
             num_tool_calls=transition.num_tool_calls,
             in_loss=transition.in_loss,
         )
-        self._metrics = {**self._metrics, **transition.metrics}
+        own = {name: float(value) for name, value in transition.metrics.items()}
+        self._metrics = {**self._metrics, **own}
         if not transition.is_valid:
             count = self._metrics.get(INVALID_TURNS, 0.0) + 1
             self._metrics = {**self._metrics, INVALID_TURNS: count}
+
+
+def _without_a_token(completion: Completion) -> FinishReason:
+    if completion.finish_reason is FinishReason.DEADLINE:
+        return FinishReason.DEADLINE
+    raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")
 
 
 def _context(
@@ -149,7 +275,7 @@ def _context(
     renderer: Renderer,
 ) -> tuple[int, ...]:
     """All that the policy reads before its next turn, after what it read and sampled so far."""
-    new, messages, tools = observation.token_ids, observation.messages, observation.tools
+    new, messages, tools = tuple(observation.token_ids), observation.messages, observation.tools
     if observation.is_new_context or not sampled:
         return (*new, *renderer.encode_messages(messages, tools)) if messages else new
     reply = renderer.encode_reply(messages, (*sampled, *new), tools) if messages else ()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from msgspec import structs
 
+from streamrl.interfaces import Message
 from streamrl.types import (
     Completion,
     FinishReason,
@@ -86,6 +87,11 @@ class Rollout:
     finish_reason: FinishReason
     last_response: tuple[int, ...]
     """The token ids that the policy sampled in its last turn."""
+    messages: tuple[Message, ...] = ()
+    """The whole conversation."""
+
+    def with_messages(self, messages: tuple[Message, ...]) -> "Rollout":
+        return replace(self, messages=messages)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -108,6 +114,10 @@ class EpisodeRecord:
         self.segments: tuple[Segment, ...] = ()
         self._current = 0
         self._last: Completion | None = None
+
+    @property
+    def num_turns(self) -> int:
+        return sum(len(segment.turns) for segment in self.segments)
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -6,6 +6,7 @@ whole group fails (RolloutError). A sibling that a limit cuts has not failed.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,10 +14,12 @@ import numpy as np
 from msgspec import structs
 
 from actors.episodes.episode import EpisodeRun
+from actors.episodes.progress import GroupProgress
 from actors.episodes.record import Rollout
 from actors.episodes.surplus import first_finished, first_of_each
 from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
+from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
@@ -38,17 +41,16 @@ from streamrl.types import (
 )
 
 
-@dataclass(eq=False)
-class GroupProgress:
-    """The episodes of a group that is being sampled; none before it begins."""
+class TruncatedGroupError(Exception):
+    """Limits cut too many siblings, and `generator.episode.truncated` is `drop`."""
 
-    episodes: Sequence[EpisodeRun] = ()
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        super().__init__(f"limits cut all but a few of {len(rollouts)} siblings")
+        self.lengths = [rollout.num_sampled_tokens for rollout in rollouts]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the longest sibling has sampled so far, as far as the engine has reported
-        them; -1 if it has reported none."""
-        return max((episode.num_tokens for episode in self.episodes), default=-1)
+
+def _nothing_shared(context: EnvironmentContext) -> AbstractAsyncContextManager[object]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ class GroupRunner:
     max_model_len: int
     oversample: OversampleSettings = field(default_factory=OversampleSettings)
     """`generator.oversample`."""
+    settings: EpisodeSettings = field(default_factory=EpisodeSettings)
+    """`generator.episode`."""
+    open_group: Callable[[EnvironmentContext], AbstractAsyncContextManager[object]] = (
+        _nothing_shared
+    )
+    """Around a group: what its siblings share."""
     with_greedy_reward: bool = False
     """Whether to score a greedy completion, too, and record its reward with every sibling."""
     deadline_s: float = 3600.0
@@ -81,43 +89,61 @@ class GroupRunner:
         Raises:
             RolloutError: a sibling or the reward failed, or the deadline left nothing to score.
             PromptTooLongError: the prompt is too long and `data.truncation` is `drop`.
+            TruncatedGroupError: too few siblings are left, and `episode.truncated` is `drop`.
         """
         progress = GroupProgress() if progress is None else progress
         prompt = self.prompts[lease.prompt_index]
         context = EnvironmentContext(
-            prompt, self.renderer.encode(prompt), self.renderer, self._seed(lease)
+            prompt,
+            self.renderer.encode(prompt),
+            self.renderer,
+            self._seed(lease),
+            prompt_messages=self.renderer.messages(prompt),
         )
-        samplings = [self.sampling] * self.num_siblings
-        if self.with_greedy_reward:
-            samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
-        progress.episodes = [self._episode() for _ in samplings]
-        running = [
-            episode.run(replace(context, episode_index=i), sampling)
-            for i, (episode, sampling) in enumerate(zip(progress.episodes, samplings, strict=True))
-        ]
-        if self.oversample.num_siblings and self.oversample.keep == "first_finished":
-            finished = await first_finished(running, self.group_size)
-        else:
-            finished = await _all_or_none(running)
-        rollouts = [rollout for rollout in finished if rollout is not None]
+        async with self.open_group(context) as shared:
+            finished = await self._rollouts(replace(context, shared=shared), progress)
         canceled = [
             max(0, episode.num_tokens)
             for episode, rollout in zip(progress.episodes, finished, strict=True)
             if rollout is None
         ]
+        rollouts = [rollout for rollout in finished if rollout is not None]
         return await self._scored_group(lease, prompt, rollouts, canceled)
+
+    async def _rollouts(
+        self, context: EnvironmentContext, progress: GroupProgress
+    ) -> Sequence[Rollout | None]:
+        """The siblings', and a greedy one's if there is one; None where it was canceled."""
+        samplings = [self.sampling] * self.num_siblings
+        if self.with_greedy_reward:
+            samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
+        progress.episodes = [self._episode(progress) for _ in samplings]
+        running = [
+            episode.run(replace(context, episode_index=i), sampling)
+            for i, (episode, sampling) in enumerate(zip(progress.episodes, samplings, strict=True))
+        ]
+        if self.oversample.num_siblings and self.oversample.keep == "first_finished":
+            return await first_finished(running, self.group_size)
+        return await _all_or_none(running)
 
     @property
     def num_siblings(self) -> int:
         """Those that are sampled."""
         return self.group_size + self.oversample.num_siblings
 
-    def _episode(self) -> EpisodeRun:
+    @property
+    def num_episodes(self) -> int:
+        """Those of a group."""
+        return self.num_siblings + self.with_greedy_reward
+
+    def _episode(self, progress: GroupProgress) -> EpisodeRun:
         return EpisodeRun(
             self.engine,
             self.make_environment,
             max_model_len=self.max_model_len,
             deadline_s=self.deadline_s,
+            settings=self.settings,
+            on_slot_free=progress.on_slot_free,
         )
 
     async def _scored_group(
@@ -126,8 +152,8 @@ class GroupRunner:
         """The record of a group, of which a greedy rollout is not part; `canceled` are the tokens
         of other siblings. Waits for the reward, or for as long as the episodes had."""
         num_greedy = int(self.with_greedy_reward)
-        siblings = rollouts[: len(rollouts) - num_greedy]
-        greedy = rollouts[len(siblings) :]
+        greedy = rollouts[len(rollouts) - num_greedy :]
+        siblings, cut = self._kept(rollouts[: len(rollouts) - num_greedy])
         metrics = _prompt_metrics(prompt)
         try:
             async with asyncio.timeout(self.deadline_s) as limit:
@@ -154,8 +180,22 @@ class GroupRunner:
             environment=self.environment,
             trajectories=tuple(t for segments in episodes for t in segments),
             episode_indices=episode_indices(map(len, episodes)),
-            discarded_lengths=(*discarded, *canceled),
+            discarded_lengths=(*discarded, *canceled, *cut),
         )
+
+    def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:
+        """The siblings that stay in the group, and the tokens of each that does not.
+
+        Raises:
+            TruncatedGroupError: too few of them stay.
+        """
+        if self.settings.truncated == "keep":
+            return siblings, ()
+        cut = [r.num_sampled_tokens for r in siblings if r.finish_reason.is_truncated]
+        kept = [r for r in siblings if not r.finish_reason.is_truncated]
+        if len(kept) < min(2, self.group_size):
+            raise TruncatedGroupError(siblings)
+        return kept, cut
 
     def _seed(self, lease: Lease) -> int:
         """Of the group: the same one if its prompt is leased again."""
@@ -183,6 +223,7 @@ class GroupRunner:
             num_response_tokens=rollout.num_sampled_tokens,
             finish_reason=rollout.finish_reason,
             metrics=rollout.metrics,
+            messages=rollout.messages,
         )
 
 

@@ -11,7 +11,7 @@ other; a conversation that does not extend an earlier one becomes a segment of i
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from actors.episodes.record import EpisodeRecord
@@ -42,6 +42,10 @@ class Reply:
     """Under which `Session.answered` has the messages up to and with this one."""
 
 
+async def _nobody() -> None:
+    """Is told that no completion is being sampled."""
+
+
 class Session:
     """Of one episode; `complete` may be called until `end`."""
 
@@ -52,29 +56,40 @@ class Session:
         sampling: SamplingParams,
         *,
         max_model_len: int,
+        max_turns: int | None = None,
         record: EpisodeRecord | None = None,
         stop: asyncio.Event | None = None,
+        on_idle: Callable[[], Awaitable[None]] = _nobody,
     ) -> None:
         """
         Args:
             sampling: of every completion, unless a call has its own.
+            max_turns: completions that it may ask for.
             record: what to record in.
             stop: ends the completions that are being sampled, when it is set.
+            on_idle: called when the last completion that was being sampled is over.
         """
         self.renderer = renderer
         self.sampling = sampling
         self.record = EpisodeRecord() if record is None else record
         self._engine = engine
         self._max_model_len = max_model_len
+        self._max_turns = max_turns
+        self._on_idle = on_idle
         self._stop = asyncio.Event() if stop is None else stop
         self._conversations = Conversations(renderer)
         self._handles: frozenset[CompletionHandle] = frozenset()
+        self._num_begun = 0
         self._last_change_s = time.monotonic()
         self._last_num_tool_calls = 0
         self._finish_reason = FinishReason.STOP
         self._end: str | None = None
         self.num_invalid_turns = 0
         """Completions whose tool calls cannot be read."""
+        self.idle_s = 0.0
+        """For how long, between completions, none was being sampled."""
+        self.messages: tuple[Message, ...] = ()
+        """The conversation of the completion that ended last."""
         self.answered: Mapping[str, Sequence[Message]] = {}
 
     @property
@@ -88,6 +103,11 @@ class Session:
     def silent_s(self) -> float:
         """For how long no completion has been asked for; 0 while one is being sampled."""
         return 0.0 if self._handles else time.monotonic() - self._last_change_s
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether a completion is being sampled, or the first one is still to be asked for."""
+        return bool(self._handles) or not self._num_begun
 
     @property
     def num_in_flight(self) -> int:
@@ -127,6 +147,11 @@ class Session:
         self._require_open()
         if self._stop.is_set():
             raise SessionEndedError("the episode has reached generator.group_deadline_s")
+        if self._num_begun == self._max_turns:
+            self._finish_reason = FinishReason.MAX_TURNS
+            raise SessionEndedError(
+                f"the episode has had its generator.episode.max_turns, {self._max_turns} turns"
+            )
         messages = [normalized(message) for message in messages]
         context = self._conversations.context(messages, tools)
         if len(context) >= self._max_model_len:
@@ -157,6 +182,7 @@ class Session:
         conversation = [*messages, message]
         self._conversations.add(conversation, tools, context, sampled)
         reply_id = uuid.uuid4().hex
+        self.messages = tuple(conversation)
         self.answered = {**self.answered, reply_id: conversation}
         return Reply(message, completion, len(context), reply_id)
 
@@ -172,12 +198,21 @@ class Session:
 
     async def _sampled(self, context: tuple[int, ...], sampling: SamplingParams) -> Completion:
         handle = CompletionHandle(self._stop)
+        if self._num_begun and not self._handles:
+            self.idle_s += time.monotonic() - self._last_change_s
+        self._num_begun += 1
         self._handles |= {handle}
         try:
-            return await self._engine.generate(context, sampling, handle)
+            completion = await self._engine.generate(context, sampling, handle)
+        except BaseException:
+            self._num_begun -= 1
+            raise
         finally:
             self._handles -= {handle}
             self._last_change_s = time.monotonic()
+        if not self._handles:
+            await self._on_idle()
+        return completion
 
     def _require_open(self) -> None:
         if self._end is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from learners import episode_metrics
 from learners.batch import TrainingBatch
 from learners.objective.facts import Facts
 
@@ -41,8 +42,10 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     truncated = torch.cat([part.batch.is_truncated for part in parts])
     at_deadline = torch.cat([part.batch.is_at_deadline for part in parts])
     advantages = torch.cat([part.facts.advantages for part in parts])
+    episodes = episode_metrics.add_up(part.batch.episodes for part in parts)
     return {
         **means,
+        **episode_metrics.means(episodes),
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(unbiased=False)),
         "reward/min": float(rewards.min()),

@@ -98,6 +98,10 @@ class EnvironmentContext:
     """The same one for every sibling of the group, and whenever the group is sampled again."""
     episode_index: int = 0
     """The place of the episode among its siblings, from 0."""
+    prompt_messages: tuple[Message, ...] = ()
+    """The prompt as messages, with `data.system_prompt`."""
+    shared: Any = None
+    """What the environment's `open_group` has opened for all siblings of the group."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,10 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Called once after the last step, also after an error or a limit."""
+        """Called once after the last step, also after an error, a limit or a cancellation.
+
+        It has ten seconds.
+        """
         ...
 
 

@@ -26,18 +26,20 @@ class FinishReason(StrEnum):
     """Why a completion, and with it a trajectory, ended.
 
     `LENGTH`: it reached `generator.max_new_tokens` or the longest context. `DEADLINE`: it was still
-    being sampled at `generator.group_deadline_s`.
+    being sampled at `generator.group_deadline_s`, or a turn of it at
+    `generator.episode.turn_deadline_s`. `MAX_TURNS`: it had `generator.episode.max_turns`.
     """
 
     STOP = "stop"
     LENGTH = "length"
     DEADLINE = "deadline"
+    MAX_TURNS = "max_turns"
     ABORT = "abort"
 
     @property
     def is_truncated(self) -> bool:
         """Whether a limit ended it, not the policy or the environment."""
-        return self in (FinishReason.LENGTH, FinishReason.DEADLINE)
+        return self in (FinishReason.LENGTH, FinishReason.DEADLINE, FinishReason.MAX_TURNS)
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from actors.episodes.episode import EpisodeRun
-from actors.episodes.rollout import GroupProgress
+from actors.episodes.progress import GroupProgress
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     CompletionHandle,
@@ -211,7 +211,7 @@ async def test_messages_after_a_completion_are_encoded_as_a_reply_to_it():
 
 def test_what_counts_as_truncated():
     truncated = [reason for reason in FinishReason if reason.is_truncated]
-    assert truncated == [FinishReason.LENGTH, FinishReason.DEADLINE]
+    assert truncated == [FinishReason.LENGTH, FinishReason.DEADLINE, FinishReason.MAX_TURNS]
 
 
 async def test_the_tokens_of_the_longest_sibling_are_known_while_it_is_sampled():

@@ -23,6 +23,7 @@ from streamrl.interfaces import (
     CompletionHandle,
     EnvironmentContext,
     Episode,
+    Message,
     Observation,
     Prompt,
     Transition,
@@ -122,8 +123,14 @@ class FakeRenderer:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         return (7,) * len(prompt.content)
 
+    def messages(self, prompt: Prompt) -> tuple[Message, ...]:
+        return ({"role": "user", "content": prompt.content},)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
+
+    def parse(self, token_ids: Sequence[int], tools: object = ()) -> Message:
+        return {"role": "assistant", "content": self.decode(token_ids)}
 
 
 class LengthReward:

@@ -7,7 +7,7 @@ them all, so a person reads every sentence at once.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streamrl.config.contradictions import daemons, environments, sizes, training
+from streamrl.config.contradictions import daemons, environments, episodes, sizes, training
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
@@ -38,4 +38,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     environments.agent_of_no_environment,
     environments.limit_below_a_group,
     environments.limits_leave_prompts,
+    episodes.turns_of_a_single_turn,
+    episodes.turn_deadline_after_that_of_the_episode,
+    episodes.group_beyond_what_may_be_in_flight,
+    episodes.truncated_of_nothing,
 )

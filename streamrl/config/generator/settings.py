@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
 from streamrl.config.generator.agent import AgentSettings
+from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.config.generator.tools import McpServerSettings, ToolSettings
 from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
@@ -64,6 +65,8 @@ class GeneratorSettings(Section):
     group_deadline_s: Seconds = 3600.0
     """An episode that takes longer ends as truncated, with the tokens that it has; the reward of
     a group has the same time again. The default is 32,768 tokens at 9 tokens/s."""
+    episode: EpisodeSettings = EpisodeSettings()
+    """Limits of an episode of several turns."""
     drain_s: Seconds = 5.0
     """After SIGTERM, time given to unfinished groups before their leases are released."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,42 @@
+"""What the siblings of a group share: an environment's own `open_group`, if it has one.
+
+A class method that takes the context and returns an asynchronous context manager; what that yields
+is `context.shared` of each sibling.
+
+Invariant: it is opened once before the first sibling starts and closed once after the last one was
+closed, however they ended.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from actors.episodes.closing import closed_after
+from streamrl.errors import RolloutError
+from streamrl.interfaces import EnvironmentContext
+from streamrl.user_code import attributed_to, is_user_code, load_user_code
+
+
+@asynccontextmanager
+async def open_group(name: str, context: EnvironmentContext) -> AsyncIterator[object]:
+    """Around a group of the environment that `generator.environment` names.
+
+    Raises:
+        RolloutError: it cannot be opened or closed.
+    """
+    own = load_user_code("generator.environment", name) if is_user_code(name) else None
+    opened = getattr(own, "open_group", None)
+    if opened is None:
+        yield None
+        return
+    attributed = partial(attributed_to, f"environment {name}: open_group", RolloutError)
+    with attributed():
+        manager = opened(context)
+        shared = await manager.__aenter__()
+
+    async def close() -> None:
+        with attributed():
+            await manager.__aexit__(None, None, None)
+
+    async with closed_after(close):
+        yield shared

@@ -1,0 +1,261 @@
+"""Environments are closed however their episodes end, and what they return is checked."""
+
+import asyncio
+import dataclasses
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from actors.environments import make_environment
+from actors.environments.shared import open_group
+from actors.episodes import closing
+from actors.episodes.episode import EpisodeRun
+from actors.episodes.rollout import unbuffered_lease
+from streamrl.errors import RolloutError
+from streamrl.interfaces import EnvironmentContext, Observation, Transition
+from streamrl.types import Completion, SamplingParams
+from streamrl.user_code import load_user_code
+from tests.unit.episodes.environments import Turns
+from tests.unit.test_generator import FakeEngine, FakeRenderer, Prompts, Run
+
+SAMPLING = SamplingParams(max_new_tokens=4)
+
+
+class Counted(Turns):
+    """Counts what is open, and may fail at `failing`."""
+
+    failing = ""
+    num_open = 0
+    num_closed = 0
+
+    async def start(self, context: EnvironmentContext) -> Observation:
+        type(self).num_open += 1
+        if self.failing == "start":
+            raise RolloutError("start failed")
+        return await super().start(context)
+
+    async def step(self, completion: Completion) -> Transition:
+        if self.failing == "step":
+            raise RolloutError("step failed")
+        if self.failing == "hang":
+            await asyncio.Event().wait()
+        return await super().step(completion)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        type(self).num_open -= 1
+        type(self).num_closed += 1
+
+
+def counted(failing: str = "", **more: object) -> type[Counted]:
+    return type("Own", (Counted,), {"failing": failing, "num_open": 0, "num_closed": 0, **more})
+
+
+def run(environment: type[Turns]):
+    context = EnvironmentContext(Prompts()[0], (7,), FakeRenderer())
+    running = EpisodeRun(FakeEngine(), environment, max_model_len=100, deadline_s=60.0)
+    return running.run(context, SAMPLING)
+
+
+@pytest.mark.parametrize("failing", ["", "start", "step"])
+async def test_an_environment_is_closed_once_however_its_episode_ends(failing):
+    environment = counted(failing)
+    if failing:
+        with pytest.raises(RolloutError, match=f"^{failing} failed$"):
+            await run(environment)
+    else:
+        await run(environment)
+    assert (environment.num_open, environment.num_closed) == (0, 1)
+
+
+async def test_siblings_of_one_that_failed_are_closed():
+    class OneFails(counted()):
+        async def step(self, completion: Completion) -> Transition:
+            if self.context.episode_index == 1:
+                raise RolloutError("the second one")
+            await asyncio.Event().wait()
+
+    runner = dataclasses.replace(Run().runner, make_environment=OneFails, group_size=5)
+    with pytest.raises(RolloutError, match="the second one"):
+        await runner.run(unbuffered_lease("test", 0))
+    assert (OneFails.num_open, OneFails.num_closed) == (0, 5)
+
+
+async def test_a_canceled_episode_is_closed_and_stays_canceled():
+    async def failing_close(self) -> None:
+        await Counted.close(self)
+        raise RolloutError("close failed")
+
+    environment = counted("hang", close=failing_close)
+    running = asyncio.create_task(run(environment))
+    while not environment.num_open:
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (environment.num_open, environment.num_closed) == (0, 1)
+
+
+async def test_a_close_that_fails_costs_its_group_unless_something_failed_before(caplog):
+    async def failing_close(self) -> None:
+        raise RolloutError("close failed")
+
+    with pytest.raises(RolloutError, match=r"^close failed$"):
+        await run(counted(close=failing_close))
+    with pytest.raises(RolloutError, match=r"^step failed$"):
+        await run(counted("step", close=failing_close))
+    assert "close failed" in caplog.text
+
+
+async def test_a_close_that_hangs_holds_nobody_up(monkeypatch, caplog):
+    monkeypatch.setattr(closing, "CLOSE_S", 0.05)
+
+    async def hanging_close(self) -> None:
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        rollout = await run(counted(close=hanging_close))
+    assert len(rollout.turns) == 3
+    assert "close of an environment is given up after 0.05 s" in caplog.text
+
+
+def returning(**what: object) -> type[Turns]:
+    async def start(self, context: EnvironmentContext) -> object:
+        return what.get("start", Observation(token_ids=(7,)))
+
+    async def step(self, completion: Completion) -> object:
+        return what.get("step", Transition())
+
+    return type("Returning", (Turns,), {"start": start, "step": step})
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ({"start": "hello"}, "start returned str 'hello'; it must be an Observation"),
+        ({"start": Observation(token_ids="hi")}, "start: one of observation.token_ids was str 'h'"),
+        ({"start": Observation(messages=("hi",))}, "start: one of observation.messages was str"),
+        ({"step": (1.0, True)}, r"step returned tuple \(1.0, True\); it must be a Tra"),
+        ({"step": Transition(observation=(5,))}, "step returned tuple .*; it must be an Obs"),
+        (
+            {"step": Transition(reward=float("nan"))},
+            "step: reward was float nan; it must",
+        ),
+        ({"step": Transition(reward="good")}, "step: reward was str 'good'; it must be a finite"),
+        (
+            {"step": Transition(metrics={"a": None})},
+            "step: a was NoneType None; it must",
+        ),
+        ({"step": Transition(num_tool_calls=-1)}, "step: num_tool_calls was int -1; it must be a"),
+    ],
+)
+async def test_what_an_environment_returns_is_checked(what, sentence):
+    with pytest.raises(RolloutError, match=f"^the environment's {sentence}"):
+        await run(returning(**what))
+
+
+# State that siblings share.
+
+SHARING = """
+from contextlib import asynccontextmanager
+from streamrl.interfaces import Observation, Transition
+
+events = []
+
+class Sharing:
+    @classmethod
+    @asynccontextmanager
+    async def open_group(cls, context):
+        events.append(f"open {context.seed}")
+        if context.prompt.content == "broken":
+            raise OSError("no database")
+        try:
+            yield {"seed": context.seed}
+        finally:
+            events.append("close group")
+
+    async def start(self, context):
+        self._index = context.episode_index
+        events.append(("start", context.shared["seed"]))
+        return Observation(token_ids=context.prompt_token_ids)
+
+    async def step(self, completion):
+        if self._index == FAILING:
+            raise KeyError("level")
+        return Transition()
+
+    async def close(self):
+        events.append("close")
+"""
+
+
+def sharing(folder: Path, failing: int = -1) -> str:
+    path = folder / f"sharing{failing + 1}.py"
+    path.write_text(SHARING.replace("FAILING", str(failing)))
+    return f"{path}:Sharing"
+
+
+async def group_of(name: str, **changes: object):
+    run = Run(environment=name)
+    runner = dataclasses.replace(
+        run.runner,
+        make_environment=partial(make_environment, run.config.entries[0]),
+        open_group=partial(open_group, name),
+        group_size=3,
+        **changes,
+    )
+    return await runner.run(unbuffered_lease("test", 0))
+
+
+def events_of(name: str) -> list[object]:
+    return load_user_code("generator.environment", name).start.__globals__["events"]
+
+
+async def test_what_siblings_share_is_opened_before_them_and_closed_after_them(tmp_path):
+    name = sharing(tmp_path)
+    await group_of(name)
+    opened, *between, closed = events_of(name)
+    seed = int(opened.removeprefix("open "))
+    assert closed == "close group"
+    assert sorted(map(str, between)) == sorted([str(("start", seed))] * 3 + ["close"] * 3)
+
+
+async def test_what_siblings_share_is_closed_after_a_failure(tmp_path):
+    name = sharing(tmp_path, failing=1)
+    with pytest.raises(RolloutError, match=r"sharing2\.py:Sharing: KeyError: 'level'"):
+        await group_of(name)
+    assert events_of(name)[-1] == "close group"
+    assert events_of(name).count("close group") == 1
+
+
+async def test_what_cannot_be_opened_costs_its_group(tmp_path):
+    class Broken(Prompts):
+        def __getitem__(self, prompt_index: int):
+            return dataclasses.replace(super().__getitem__(prompt_index), content="broken")
+
+    with pytest.raises(RolloutError, match=r"open_group: OSError: no database"):
+        await group_of(sharing(tmp_path), prompts=Broken())
+
+
+async def test_a_group_that_is_dropped_while_it_waits_closes_what_it_shares():
+    closed: list[bool] = []
+
+    @asynccontextmanager
+    async def opened(context: EnvironmentContext):
+        try:
+            yield None
+        finally:
+            closed.append(True)
+
+    engine = FakeEngine()
+    engine.open.clear()
+    runner = dataclasses.replace(Run().runner, open_group=opened, engine=engine)
+    running = asyncio.create_task(runner.run(unbuffered_lease("test", 0)))
+    while not engine.num_running:
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert closed == [True]
