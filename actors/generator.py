@@ -86,7 +86,6 @@ class Generator:
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
-        self._largest_group = config.max_group_size + config.generator.oversample.num_siblings
         self._last_report = (time.monotonic(), 0.0)
 
     def stop(self) -> None:
@@ -138,20 +137,13 @@ class Generator:
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:
             task = tasks.create_task(self._generate(lease))
-            self._groups[lease.lease_id] = LeasedGroup(
-                lease=lease,
-                task=task,
-                leased_at_s=time.monotonic(),
-                num_siblings=self._runner.num_siblings_of(lease),
-                min_policy_version=lease.min_policy_version,
-                progress=GroupProgress(on_slot_free=self._notify),
-            )
+            size, progress = self._runner.num_episodes_of(lease), GroupProgress((), self._notify)
+            self._groups[lease.lease_id] = LeasedGroup.of(lease, task, size, progress)
 
     def _num_free(self) -> int:
-        """Groups that the engine has room for; the last one may have to wait for some of it. Where
-        groups differ in size, of the largest."""
-        groups = self._groups.values()
-        return num_free_groups(groups, self._config.generator, self._largest_group)
+        """Groups that the engine has room for; the last one may have to wait for some of it."""
+        groups, largest = self._groups.values(), self._config.max_num_episodes
+        return num_free_groups(groups, self._config.generator, largest)
 
     def _is_current(self) -> bool:
         return self._version_gate.is_open(self._engine.policy_version)

@@ -6,6 +6,7 @@ version that may sample them, then by their place in the prompt stream.
 
 import asyncio
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,10 +22,18 @@ class LeasedGroup:
     lease: Lease
     task: asyncio.Task[None]
     leased_at_s: float
-    num_siblings: int
+    num_episodes: int
     min_policy_version: int
     progress: GroupProgress = field(default_factory=GroupProgress)
     has_begun: bool = False
+
+    @classmethod
+    def of(
+        cls, lease: Lease, task: asyncio.Task[None], num_episodes: int, progress: GroupProgress
+    ) -> "LeasedGroup":
+        """A group that was leased just then."""
+        leased_at_s, oldest = time.monotonic(), lease.min_policy_version
+        return cls(lease, task, leased_at_s, num_episodes, oldest, progress)
 
     @property
     def due(self) -> tuple[int, int]:
@@ -33,14 +42,13 @@ class LeasedGroup:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the engine that it needs; of a group that has not begun, one for each
-        sibling."""
-        return self.progress.num_slots if self.progress.episodes else self.num_siblings
+        """Slots of the engine that it needs; before it begins, one for each of its episodes."""
+        return self.progress.num_slots if self.progress.episodes else self.num_episodes
 
     @property
     def num_running(self) -> int:
         """Episodes that are not over."""
-        return self.progress.num_running if self.progress.episodes else self.num_siblings
+        return self.progress.num_running if self.progress.episodes else self.num_episodes
 
     def is_next(self, groups: Iterable["LeasedGroup"], policy_version: int) -> bool:
         """Whether it may begin among `groups`, in an engine of this version."""
@@ -52,7 +60,7 @@ class LeasedGroup:
 def num_free_groups(
     groups: Iterable[LeasedGroup], settings: GeneratorSettings, num_episodes: int
 ) -> int:
-    """Groups of `num_episodes` that an engine has room for beside `groups`.
+    """Groups of `num_episodes` each, the most of a group, that an engine has room for.
 
     An episode that waits for its environment leaves its slot to others, so a slot is free only
     while no episode can use it, unless `episode.max_in_flight` keeps it free.

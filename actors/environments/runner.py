@@ -41,9 +41,9 @@ class MixedRunner:
         """As `GroupRunner.origin`."""
         return self.of(lease.prompt_index).origin(lease)
 
-    def num_siblings_of(self, lease: Lease) -> int:
-        """As `GroupRunner.num_siblings_of`."""
-        return self.of(lease.prompt_index).num_siblings
+    def num_episodes_of(self, lease: Lease) -> int:
+        """As `GroupRunner.num_episodes_of`."""
+        return self.of(lease.prompt_index).num_episodes_of(lease)
 
     def single(self) -> "MixedRunner":
         """One response to each prompt, and none beside it."""
@@ -107,7 +107,7 @@ def _group_runner(
         run_seed=config.run.seed,
         with_greedy_reward=config.algorithm.needs_greedy_rewards,
         settings=config.generator.episode,
-        open_group=partial(open_group, entry.environment),
+        open_group=partial(open_group, entry),
     )
 
 

@@ -12,19 +12,21 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from actors.episodes.closing import closed_after
+from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext
 from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
 
 @asynccontextmanager
-async def open_group(name: str, context: EnvironmentContext) -> AsyncIterator[object]:
-    """Around a group of the environment that `generator.environment` names.
+async def open_group(entry: EnvironmentEntry, context: EnvironmentContext) -> AsyncIterator[object]:
+    """Around a group of the entry.
 
     Raises:
         RolloutError: it cannot be opened or closed.
     """
-    own = load_user_code("generator.environment", name) if is_user_code(name) else None
+    name = entry.environment
+    own = load_user_code(entry.setting, name) if is_user_code(name) else None
     opened = getattr(own, "open_group", None)
     if opened is None:
         yield None

@@ -10,7 +10,7 @@ environment is closed, however it ended.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import TypeVar
@@ -76,20 +76,13 @@ class EpisodeRun:
         self._handle = CompletionHandle(self._stop)
         self._record = EpisodeRecord()
         self._metrics: Mapping[str, float] = {}
-        self._session: Session | None = None
         self._environment_wait_s = 0.0
-        self._is_with_environment = False
         self.is_over = False
-
-    @property
-    def needs_slot(self) -> bool:
-        """Whether it is in the engine, waits for it or is about to, and not for its environment or
-        agent."""
-        if self.is_over:
-            return False
-        if self._session is not None:
-            return self._session.needs_slot
-        return not self._is_with_environment
+        self.num_slots = 1
+        """Slots of the engine that it has, waits for or is about to ask for; none while it waits
+        for its environment."""
+        self._session: Session | None = None
+        self._has_asked = False
 
     @property
     def num_tokens(self) -> int:
@@ -105,27 +98,27 @@ class EpisodeRun:
         Raises:
             RolloutError: the engine or the environment failed, or not a token was sampled in time.
         """
-        environment, conversation = self._make_environment(), Conversation(start)
+        player, conversation = self._make_environment(), Conversation(start)
         try:
-            if isinstance(environment, Agent):
-                turns = self._attend(environment, conversation, start, sampling)
-                finish_reason = await self._run(turns)
+            if isinstance(player, Agent):
+                playing = self._attend(player, conversation, start, sampling)
+                finish_reason = await self._run(playing)
             else:
-                async with closed_after(environment.close):
-                    turns = self._take_turns(environment, conversation, start, sampling)
+                async with closed_after(player.close):
+                    turns = self._take_turns(player, conversation, start, sampling)
                     finish_reason = await self._run(turns)
         finally:
-            self.is_over = True
+            self.is_over, self.num_slots = True, 0
         await self._on_slot_free()
         record = self._record
         rollout = record.rollout(finish_reason, {**self._counts(), **self._metrics})
         return rollout.with_messages(conversation.messages)
 
-    async def _run(self, turns: Awaitable[FinishReason]) -> FinishReason:
-        """Why the episode of these turns ended. Waits as `run` does."""
+    async def _run(self, playing: Awaitable[FinishReason]) -> FinishReason:
+        """Why the episode ended. Waits as `run` does."""
         try:
             async with self._within(self._deadline_s):
-                finish_reason = await turns
+                finish_reason = await playing
         except _DeadlineError:
             finish_reason = FinishReason.DEADLINE
         if self._record.segments:
@@ -175,12 +168,12 @@ class EpisodeRun:
     async def _ask(self, answer: Awaitable[Answer]) -> Answer:
         """What the environment answers. Waits for it; meanwhile another episode has the slot."""
         began_s = perf_counter()
-        self._is_with_environment = True
+        self.num_slots = 0
         try:
             await self._on_slot_free()
             return await answer
         finally:
-            self._is_with_environment = False
+            self.num_slots = 1
             self._environment_wait_s += perf_counter() - began_s
 
     @asynccontextmanager
@@ -222,6 +215,22 @@ class EpisodeRun:
             "environment_wait_s": self._environment_wait_s,
         }
 
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
+    ) -> Completion:
+        """A completion that the agent of this episode asks for. Waits for the engine."""
+        # Until it asks for the first time, an agent is about to.
+        self.num_slots = self.num_slots + 1 if self._has_asked else 1
+        self._has_asked = True
+        try:
+            return await self._engine.generate(prompt_token_ids, sampling, handle)
+        finally:
+            self.num_slots -= 1
+            await self._on_slot_free()
+
     async def _attend(
         self,
         agent: Agent,
@@ -231,14 +240,13 @@ class EpisodeRun:
     ) -> FinishReason:
         """Why the episode ended. Waits for the agent, which asks for its turns by itself."""
         self._session = session = Session(
-            self._engine,
+            self,
             start.renderer,
             sampling,
             max_model_len=self._max_model_len,
             max_turns=self._settings.max_turns,
             record=self._record,
             stop=self._stop,
-            on_idle=self._on_slot_free,
         )
         try:
             result = await play(agent, session, start)

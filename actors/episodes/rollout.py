@@ -131,11 +131,6 @@ class GroupRunner:
         """Those that are sampled."""
         return self.group_size + self.oversample.num_siblings
 
-    @property
-    def num_episodes(self) -> int:
-        """Those of a group."""
-        return self.num_siblings + self.with_greedy_reward
-
     def _episode(self, progress: GroupProgress) -> EpisodeRun:
         return EpisodeRun(
             self.engine,
@@ -202,9 +197,9 @@ class GroupRunner:
         entropy = np.random.SeedSequence([self.run_seed, lease.prompt_index])
         return int(entropy.generate_state(1)[0])
 
-    def num_siblings_of(self, lease: Lease) -> int:
+    def num_episodes_of(self, lease: Lease) -> int:
         """Those that are sampled for the lease."""
-        return self.num_siblings
+        return self.num_siblings + self.with_greedy_reward
 
     def origin(self, lease: Lease) -> str:
         """Where the lease's prompt is found; "" if nobody knows."""

@@ -11,13 +11,14 @@ other; a conversation that does not extend an earlier one becomes a segment of i
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from actors.episodes.record import EpisodeRecord
 from actors.gateway.conversations import Conversations, normalized
 from streamrl.errors import StreamRLError
-from streamrl.interfaces import CompletionHandle, Engine, Message, Renderer, ToolSchema
+from streamrl.interfaces import CompletionHandle, Message, Renderer, ToolSchema
 from streamrl.types import Completion, FinishReason, SamplingParams
 
 
@@ -42,8 +43,17 @@ class Reply:
     """Under which `Session.answered` has the messages up to and with this one."""
 
 
-async def _nobody() -> None:
-    """Is told that no completion is being sampled."""
+class Sampler(Protocol):
+    """The part of an engine that a session uses."""
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
+    ) -> Completion:
+        """As `Engine.generate`."""
+        ...
 
 
 class Session:
@@ -51,7 +61,7 @@ class Session:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         renderer: Renderer,
         sampling: SamplingParams,
         *,
@@ -59,7 +69,6 @@ class Session:
         max_turns: int | None = None,
         record: EpisodeRecord | None = None,
         stop: asyncio.Event | None = None,
-        on_idle: Callable[[], Awaitable[None]] = _nobody,
     ) -> None:
         """
         Args:
@@ -67,7 +76,6 @@ class Session:
             max_turns: completions that it may ask for.
             record: what to record in.
             stop: ends the completions that are being sampled, when it is set.
-            on_idle: called when the last completion that was being sampled is over.
         """
         self.renderer = renderer
         self.sampling = sampling
@@ -75,7 +83,6 @@ class Session:
         self._engine = engine
         self._max_model_len = max_model_len
         self._max_turns = max_turns
-        self._on_idle = on_idle
         self._stop = asyncio.Event() if stop is None else stop
         self._conversations = Conversations(renderer)
         self._handles: frozenset[CompletionHandle] = frozenset()
@@ -103,11 +110,6 @@ class Session:
     def silent_s(self) -> float:
         """For how long no completion has been asked for; 0 while one is being sampled."""
         return 0.0 if self._handles else time.monotonic() - self._last_change_s
-
-    @property
-    def needs_slot(self) -> bool:
-        """Whether a completion is being sampled, or the first one is still to be asked for."""
-        return bool(self._handles) or not self._num_begun
 
     @property
     def num_in_flight(self) -> int:
@@ -210,8 +212,6 @@ class Session:
         finally:
             self._handles -= {handle}
             self._last_change_s = time.monotonic()
-        if not self._handles:
-            await self._on_idle()
         return completion
 
     def _require_open(self) -> None:

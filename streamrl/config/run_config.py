@@ -86,6 +86,12 @@ class RunConfig(Section):
         return max(entry.group_size for entry in self.entries)
 
     @property
+    def max_num_episodes(self) -> int:
+        """Of one group, with what is sampled beside its siblings."""
+        beside = self.generator.oversample.num_siblings + self.algorithm.needs_greedy_rewards
+        return self.max_group_size + beside
+
+    @property
     def mean_group_size(self) -> float:
         """Episodes of a group, over the prompts of the stream as far as weights tell."""
         total = sum(entry.weight for entry in self.entries)

@@ -68,6 +68,8 @@ class Episodes:
             deadline_s=deadline_s,
             settings=EpisodeSettings(max_turns=max_turns),
         )
+        assert episode.num_slots == 1, "the agent is about to ask"
+        self.latest = episode
         prompt = Prompt("what?", "a", {"id": 5}, origin="row 3 of x", environment="agent")
         async with asyncio.timeout(60):
             return await episode.run(EnvironmentContext(prompt, (), PlainRenderer()), SAMPLING)
@@ -196,6 +198,28 @@ class TestFunctions:
         assert len(rollout.turns) == 3
         assert rollout.messages[-1] == {"role": "assistant", "content": "a"}
         assert rollout.metrics["num_turns"] == 3
+
+    async def test_it_leaves_its_slot_while_it_is_busy_elsewhere(self, function, tmp_path):
+        busy, go = tmp_path / "busy", tmp_path / "go"
+        play = function(
+            f"ask(base_url, api_key)\nopen({str(busy)!r}, 'w').close()\n"
+            f"while not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n"
+            "ask(base_url, api_key)"
+        )
+        async with serving(function=play) as episodes:
+            running = asyncio.create_task(episodes.run())
+            while not busy.exists():
+                await asyncio.sleep(0.01)
+            assert (episodes.latest.num_slots, episodes.latest.is_over) == (0, False)
+            episodes.engine.open.clear()
+            go.touch()
+            while not episodes.engine.num_running:
+                await asyncio.sleep(0.01)
+            assert episodes.latest.num_slots == 1
+            episodes.engine.open.set()
+            rollout = await running
+        assert episodes.latest.num_slots == 0
+        assert rollout.metrics["environment_wait_s"] > 0
 
 
 class TestCommands:

@@ -16,7 +16,6 @@ from actors.environments.stream import shares
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.rewards import make_reward
 from actors.rewards.builtin import extract_number
-from actors.tools.toolset import make_sources
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.cli.preflight.model import local_folder
 from streamrl.config import RunConfig
@@ -34,7 +33,6 @@ def check_user_code(config: RunConfig) -> Iterator[Finding]:
     for entry in config.entries:
         yield from _placed(entry, refusal(partial(make_reward, entry.data)))
         yield from refusal(partial(make_environment, entry))
-    yield from refusal(lambda: make_sources(config.generator))
     for field, name in (
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),

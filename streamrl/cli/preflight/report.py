@@ -15,6 +15,7 @@ from streamrl.cli.preflight.machine import check_devices, check_folder, check_pa
 from streamrl.cli.preflight.model import check_model
 from streamrl.cli.preflight.network import check_addresses, check_secrets, check_servers
 from streamrl.cli.preflight.sizes import check_sizes
+from streamrl.cli.preflight.tools import check_tools
 from streamrl.config import LoadedConfig, RunConfig
 from streamrl.errors import ConfigError
 
@@ -23,6 +24,7 @@ CHECKS: Mapping[str, Callable[[RunConfig], Iterator[Finding]]] = {
     "prompts": check_prompts,
     "effects": check_effects,
     "reward, environment, algorithm": check_user_code,
+    "tools": check_tools,
     "packages": check_packages,
     "devices": check_devices,
     "run folder": check_folder,

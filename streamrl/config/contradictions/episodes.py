@@ -31,12 +31,12 @@ def turn_deadline_after_that_of_the_episode(c: "RunConfig") -> str | None:
 
 def group_beyond_what_may_be_in_flight(c: "RunConfig") -> str | None:
     most = c.generator.episode.max_in_flight
-    num_episodes = c.generator.num_siblings + c.algorithm.needs_greedy_rewards
+    num_episodes = c.max_num_episodes
     if most is None or most >= num_episodes:
         return None
     return (
         f"generator.episode.max_in_flight {most} cannot hold one group, which is sampled as "
-        f"{num_episodes} episodes (generator.group_size {c.generator.group_size} and what is "
+        f"{num_episodes} episodes (group_size {c.max_group_size} and what is "
         "sampled beside them)"
     )
 

@@ -145,6 +145,22 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
             ["algorithm.value.critic_warmup", "run.max_steps"],
         ),
         (["generator.group_size=1"], ["algorithm.advantage grpo", "generator.group_size"]),
+        (
+            ["generator.episode.max_turns=3"],
+            ["generator.episode.max_turns 3", "generator.environment single_turn"],
+        ),
+        (
+            ["generator.episode.turn_deadline_s=60", "generator.group_deadline_s=60"],
+            ["generator.episode.turn_deadline_s 60", "generator.group_deadline_s 60"],
+        ),
+        (
+            ["generator.episode.max_in_flight=7"],
+            ["generator.episode.max_in_flight 7", "group_size 8"],
+        ),
+        (
+            ["generator.episode.truncated=drop", "algorithm.reward.truncated=mask"],
+            ["generator.episode.truncated drop", "algorithm.reward.truncated mask"],
+        ),
     ],
 )
 def test_a_contradiction_names_both_settings(tmp_path, overrides, names):

@@ -198,11 +198,11 @@ def sharing(folder: Path, failing: int = -1) -> str:
 
 
 async def group_of(name: str, **changes: object):
-    run = Run(environment=name)
+    (entry,) = Run(environment=name).config.entries
     runner = dataclasses.replace(
-        run.runner,
-        make_environment=partial(make_environment, run.config.entries[0]),
-        open_group=partial(open_group, name),
+        Run().runner,
+        make_environment=partial(make_environment, entry),
+        open_group=partial(open_group, entry),
         group_size=3,
         **changes,
     )

@@ -124,25 +124,6 @@ async def test_an_ended_session_samples_and_records_no_more():
     assert segments(policy) == ["u:q;>a;"]
 
 
-async def test_a_session_needs_no_slot_while_its_agent_is_busy_elsewhere():
-    told: list[bool] = []
-
-    async def on_idle() -> None:
-        told.append(policy.needs_slot)
-
-    engine = ScriptedEngine("a;", "b;")
-    policy = Session(engine, PlainRenderer(), SAMPLING, max_model_len=99, on_idle=on_idle)
-    assert policy.needs_slot, "the agent is about to begin"
-    engine.open.clear()
-    call = asyncio.create_task(policy.complete([QUESTION]))
-    while not engine.num_running:
-        await asyncio.sleep(0)
-    assert policy.needs_slot
-    engine.open.set()
-    await call
-    assert told == [False]
-
-
 async def test_messages_that_fill_the_context_are_refused_and_the_session_goes_on():
     policy, _ = session("a;", max_model_len=10)
     with pytest.raises(ContextTooLongError, match=r"13 tokens.*max_model_len is 10"):

@@ -1,0 +1,55 @@
+"""Products of two numbers, and what the model is warm-started on.
+
+37*48?              the prompt
+[37*48]             a call of the calculator
+(1776)              its result
+1776                the answer
+"""
+
+import numpy as np
+
+from streamrl.interfaces import Prompt
+
+END = "</s>"
+
+
+class Products:
+    """Two numbers of two digits, and their product."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __getitem__(self, prompt_index):
+        a, b = factors(np.random.default_rng([self.seed, prompt_index]))
+        return Prompt(f"{a}*{b}?", str(a * b))
+
+
+class Examples:
+    """Single turns: a call, or a guess with the chance `guesses`, or an answer behind a result.
+
+    Calls and answers have a wrong digit with the chance `slips`, so that there is more to learn.
+    """
+
+    def __init__(self, seed, guesses=0.5, slips=0.25):
+        self.seed, self.guesses, self.slips = seed, guesses, slips
+
+    def __getitem__(self, prompt_index):
+        rng = np.random.default_rng([self.seed, prompt_index])
+        a, b = factors(rng)
+        call, answer = f"[{a}*{b}]", str(a * b)
+        if rng.random() < 0.5:
+            return Prompt(f"{a}*{b}?{call}{END}({answer})", self.slip(answer, rng))
+        if rng.random() < self.guesses:
+            return Prompt(f"{a}*{b}?", str(rng.integers(100, 10000)))
+        return Prompt(f"{a}*{b}?", self.slip(call, rng))
+
+    def slip(self, text, rng):
+        """The text, or with one of its digits another one."""
+        if rng.random() >= self.slips:
+            return text
+        place = int(rng.choice([i for i, character in enumerate(text) if character.isdigit()]))
+        return f"{text[:place]}{rng.integers(10)}{text[place + 1 :]}"
+
+
+def factors(rng):
+    return (int(number) for number in rng.integers(10, 100, 2))

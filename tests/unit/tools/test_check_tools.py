@@ -1,0 +1,63 @@
+"""`streamrl check` of the tools: made, used, and kept apart where they must be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.cli.preflight import tools
+from streamrl.cli.preflight.findings import Kind
+from streamrl.config import RunConfig
+
+
+def found(tmp_path: Path, **generator: Any) -> list[tuple[Kind, str]]:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "run", "folder": tmp_path, "evaluate": False},
+            "model": {"path": "model"},
+            "data": {"source": "copy"},
+            "generator": generator,
+        }
+    )
+    return [(finding.kind, finding.sentence) for finding in tools.check_tools(config)]
+
+
+@pytest.mark.parametrize(
+    ("generator", "sentence"),
+    [
+        ({"environment": "tools"}, "generator.tools: environment tools has none"),
+        ({"tools": ["calculator"]}, "generator.tools: nothing reads them"),
+        ({"mcp_servers": [{"command": ["x"]}]}, "generator.mcp_servers: nothing reads them"),
+        (
+            {"environment": "tools", "tools": ["calculate"]},
+            "generator.tools.0.tool: was 'calculate'",
+        ),
+    ],
+)
+def test_what_cannot_act_is_a_problem(
+    tmp_path: Path, generator: dict[str, Any], sentence: str
+) -> None:
+    kind, said = found(tmp_path, **generator)[0]
+    assert kind is Kind.PROBLEM
+    assert said.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("isolation", "kind", "sentence"),
+    [
+        ("namespaces", Kind.FACT, "generator.tools: the sandbox of python has namespaces"),
+        ("seccomp", Kind.WARNING, "generator.tools: python runs with seccomp alone"),
+        (None, Kind.PROBLEM, "generator.tools: python: this machine can keep no program"),
+    ],
+)
+def test_the_sandbox_of_the_machine_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    isolation: str | None,
+    kind: Kind,
+    sentence: str,
+) -> None:
+    monkeypatch.setattr(tools, "find_isolation", lambda: isolation)
+    ((found_kind, said),) = found(tmp_path, environment="tools", tools=["python"])
+    assert found_kind is kind
+    assert said.startswith(sentence)
