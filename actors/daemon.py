@@ -57,7 +57,8 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     require_model(config)
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
-    stream, renderer = open_stream(config), ChatRenderer.from_config(config)
+    renderer = ChatRenderer.from_config(config)
+    stream = open_stream(config, renderer)
     for entry in config.entries:
         make_environment(entry)
     if any(entry.environment != "single_turn" for entry in config.entries):

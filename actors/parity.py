@@ -29,7 +29,8 @@ async def sample(config: RunConfig) -> ParitySamples:
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"generator": generator})
     engine = make_engine(config, seed=config.run.seed)
-    runner = make_runner(config, engine, ChatRenderer.from_config(config), open_stream(config))
+    renderer = ChatRenderer.from_config(config)
+    runner = make_runner(config, engine, renderer, open_stream(config, renderer))
     runner = runner.single().changed(reward=_Unscored())
     try:
         numbers = range(config.parity.num_prompts)

@@ -86,7 +86,7 @@ def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal:
     settings: dict[str, str | int] = {
         "run.name": config.run.name,
         "run.seed": config.run.seed,
-        "data.source": str(config.data.source),
+        "data.source": ", ".join(source.path for source in config.data.sources),
         "learner.groups_per_step": config.learner.groups_per_step,
         "buffer.max_staleness": config.buffer.max_staleness,
     }

@@ -63,9 +63,16 @@ def settings(model: type[BaseModel], path: str = "") -> Iterator[str]:
 def _nested(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
     for name, field in model.model_fields.items():
         here = f"{path}.{name}" if path else name
-        suffix = "[]" if get_origin(field.annotation) is tuple else ""
+        suffix = "[]" if _is_list(field.annotation) else ""
         for inner in _models(field.annotation):
             yield here + suffix, inner
+
+
+def _is_list(annotation: Any) -> bool:
+    """Whether its sections stand in a list, which may be one form of several."""
+    if get_origin(annotation) is tuple:
+        return any(_models(annotation))
+    return any(map(_is_list, get_args(annotation)))
 
 
 def _choices(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:

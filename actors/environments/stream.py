@@ -6,6 +6,8 @@ function of (seed, prompt index).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from actors.environments.mixture import Mixture
 from actors.prompts import num_held_out, open_held_out, open_prompts
@@ -13,6 +15,9 @@ from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt, PromptSource
+
+if TYPE_CHECKING:
+    from actors.rendering.renderer import ChatRenderer
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,22 @@ class HeldOutStream:
 Stream = TrainingStream | HeldOutStream
 
 
-def open_stream(config: RunConfig) -> TrainingStream:
+def open_stream(config: RunConfig, renderer: "ChatRenderer") -> TrainingStream:
     """
+    Args:
+        renderer: measures the prompts where `data.truncation` is `filter`.
+
     Raises:
         ConfigError: the prompts of an entry cannot be opened, or it would play none of them.
     """
     entries, seed = config.entries, config.run.seed
-    sources = [open_prompts(entry.data, seed) for entry in entries]
+    # It imports transformers, which a check of a configuration does without.
+    from actors.prompts.fitting import fitting_rows
+
+    sources = []
+    for entry in entries:
+        own = config.model_copy(update={"data": entry.data})
+        sources.append(open_prompts(entry.data, seed, partial(fitting_rows, own, renderer)))
     return TrainingStream(entries, sources, shares(config))
 
 

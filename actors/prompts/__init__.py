@@ -1,79 +1,153 @@
-"""The prompt stream: files, procedural tasks, reasoning-gym, a user's own.
+"""The prompt stream: files and data sets, procedural tasks, reasoning-gym, a user's own.
+
+    _open          one source: a finite set of prompts (`PromptRows`), or a stream without an end
+    open_prompts   one stream of all sources: sets one after the other, or mixed by weight
+    open_held_out  the first prompts of each source, numbered from 0
 
 A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch in `_open`.
 """
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
+from typing import TypeAlias
 
-from actors.prompts.files import FilePrompts
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.prompts.epochs import Epochs
 from actors.prompts.levels import LevelPrompts
+from actors.prompts.mixture import Mixture
+from actors.prompts.rows import Columns, ConcatenatedPrompts, PromptRows, RowPrompts
+from actors.prompts.streams import FirstPrompts, NamedPrompts
 from actors.prompts.tasks import TASKS, TaskPrompts
-from actors.prompts.user import UserPrompts
+from actors.prompts.user import open_user_source
 from streamrl.config.data import DataSettings
-from streamrl.data_files import SUFFIXES
+from streamrl.config.data.source import SourceSettings
+from streamrl.data_files import SUFFIXES, has_rows, open_rows
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import PromptSource
 from streamrl.user_code import is_user_code
 
 HELD_OUT_SEED = 0
 
-
-def open_prompts(data: DataSettings, seed: int) -> PromptSource:
-    """The training stream that `data.source` names."""
-    return _open(data, "data.source", data.source, seed, held_out=False)
+Fitting: TypeAlias = Callable[[PromptRows, int], NDArray[np.int64]]
+"""Which of a set's prompts fit into `data.max_prompt_length`, and the number of the set."""
 
 
-def open_held_out(data: DataSettings) -> PromptSource:
-    """Held-out prompts, numbered from 0 to `num_held_out` - 1: the same ones whatever `run.seed`
-    is, and a file's from its first row on.
+def open_prompts(data: DataSettings, seed: int, fitting: Fitting | None = None) -> PromptSource:
+    """The training stream that `data.source` names.
+
+    Args:
+        fitting: with `data.truncation: filter`, chooses the prompts of a finite set; without it,
+            all are in the stream.
+    """
+    sources = data.sources
+    parts = [_open(data, "data.source", source, seed, held_out=False) for source in sources]
+    if all(source.weight is None for source in sources):
+        return _stream(data, _joined(sources, parts), (seed,), fitting, 0)
+    streams = [_stream(data, part, (seed, i), fitting, i) for i, part in enumerate(parts)]
+    weights = [1.0 if source.weight is None else source.weight for source in sources]
+    return streams[0] if len(streams) == 1 else Mixture(streams, weights, seed)
+
+
+def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
+    """Held-out prompts, numbered from 0 to `num_held_out` - 1: of each source at most
+    `data.num_eval_prompts`, the same ones whatever `run.seed` is, a file's from its first row on.
 
     Raises:
         ConfigError: `data.source` is a file or a user's own, and no `data.eval_source` was given.
     """
-    source = data.eval_source or data.source
-    knows_no_held_out = Path(source).suffix in SUFFIXES or is_user_code(source)
-    if data.eval_source is None and knows_no_held_out:
-        raise ConfigError(f"data.eval_source: is needed to evaluate; data.source is {source}")
-    if data.eval_source is None:
-        return _open(data, "data.source", source, HELD_OUT_SEED, held_out=True)
-    in_order = data.model_copy(update={"shuffle": False})
-    return _open(in_order, "data.eval_source", source, HELD_OUT_SEED, held_out=False)
+    setting = "data.eval_source" if data.eval_sources else "data.source"
+    for source in () if data.eval_sources else data.sources:
+        if has_rows(source.path) or is_user_code(source.path):
+            raise ConfigError(
+                f"data.eval_source: is needed to evaluate; data.source is {source.path}"
+            )
+    parts = [
+        _open(data, setting, source, HELD_OUT_SEED, held_out=not data.eval_sources)
+        for source in data.eval_sources or data.sources
+    ]
+    limit = data.num_eval_prompts
+    sets = [part if isinstance(part, PromptRows) else FirstPrompts(part, limit) for part in parts]
+    return ConcatenatedPrompts(sets, limit)
 
 
-def num_held_out(data: DataSettings, prompts: PromptSource) -> int:
-    """`data.num_eval_prompts`, or fewer where a source has an end before that."""
-    size = len(prompts) if isinstance(prompts, Sized) else data.num_eval_prompts
-    return min(size, data.num_eval_prompts)
+def num_held_out(data: DataSettings, prompts: Sized) -> int:
+    """The prompts of `open_held_out`."""
+    return len(prompts)
+
+
+def _joined(
+    sources: tuple[SourceSettings, ...], parts: list[PromptRows | PromptSource]
+) -> PromptRows | PromptSource:
+    """One source, or the sets of several one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    sets = [part for part in parts if isinstance(part, PromptRows)]
+    for source, part in zip(sources, parts, strict=True):
+        if not isinstance(part, PromptRows):
+            raise ConfigError(
+                f"data.source: {source.path} has no end, so nothing can follow it; give the "
+                "sources weights"
+            )
+    return ConcatenatedPrompts(sets)
+
+
+def _stream(
+    data: DataSettings,
+    part: PromptRows | PromptSource,
+    seed: tuple[int, ...],
+    fitting: Fitting | None,
+    number: int,
+) -> PromptSource:
+    """A set in epochs; a stream as it is."""
+    if not isinstance(part, PromptRows):
+        return part
+    is_filtered = fitting is not None and data.truncation == "filter"
+    kept = fitting(part, number) if fitting is not None and is_filtered else None
+    return Epochs(part, seed if data.shuffle else None, data.curriculum, kept)
 
 
 def _open(
-    data: DataSettings, field: str, source: str, seed: int, *, held_out: bool
+    data: DataSettings, setting: str, source: SourceSettings, seed: int, *, held_out: bool
+) -> PromptRows | PromptSource:
+    path, kwargs = source.path, source.kwargs
+    siblings = data.sources if setting == "data.source" else data.eval_sources
+    default_name = _default_name(path) if len(siblings) > 1 else ""
+    columns = Columns.of(data, setting, source, default_name)
+    if has_rows(path):
+        rows = open_rows(setting, path, subset=source.subset, split=source.split)
+        return RowPrompts(rows, columns, path)
+    if is_user_code(path):
+        return open_user_source(setting, path, kwargs, seed, columns)
+    stream = _open_task(data, setting, source, seed, held_out=held_out)
+    name = source.name or default_name
+    return NamedPrompts(stream, data.data_source_key, name) if name else stream
+
+
+def _open_task(
+    data: DataSettings, setting: str, source: SourceSettings, seed: int, *, held_out: bool
 ) -> PromptSource:
-    if Path(source).suffix in SUFFIXES:
-        return FilePrompts(
-            field,
-            Path(source),
-            prompt_key=data.prompt_key,
-            answer_key=data.answer_key,
-            seed=seed if data.shuffle else None,
-        )
-    if source == "environment":
+    if source.path == "environment":
         return LevelPrompts(None if held_out else seed)
-    if is_user_code(source):
-        return UserPrompts(field, source, data.source_kwargs, seed)
-    kind, _, name = source.partition(":")
+    kind, _, name = source.path.partition(":")
     if kind == "reasoning_gym":
         from actors.prompts.reasoning import ReasoningGymPrompts
 
-        return ReasoningGymPrompts(name, data.source_kwargs, seed, held_out=held_out)
-    if source not in TASKS:
+        return ReasoningGymPrompts(name, source.kwargs, seed, held_out=held_out)
+    if source.path not in TASKS:
         suffixes = ", ".join(SUFFIXES)
         raise ConfigError(
-            f"{field}: was {source!r}; a file ({suffixes}), reasoning_gym:NAME, PATH.py:NAME, "
-            f"environment or a task: "
-            f"{did_you_mean(source, TASKS)}"
+            f"{setting}: was {source.path!r}; a file ({suffixes}), datasets:NAME, "
+            "reasoning_gym:NAME, PATH.py:NAME, environment or a task: "
+            f"{did_you_mean(source.path, TASKS)}"
         )
+    num_eval_prompts = data.num_eval_prompts
     return TaskPrompts(
-        source, data.source_kwargs, seed, num_held_out=data.num_eval_prompts, held_out=held_out
+        source.path, source.kwargs, seed, num_held_out=num_eval_prompts, held_out=held_out
     )
+
+
+def _default_name(path: str) -> str:
+    """Of a source in a list: its file's name without suffixes, or what stands behind the colon."""
+    return Path(path).name.partition(".")[0] if has_rows(path) else path.rpartition(":")[2]

@@ -1,5 +1,5 @@
-'''A user's own prompt stream, named as PATH.py:NAME: called once with the seed and
-`data.source_kwargs`, it returns what a prompt index reads.
+'''A user's own prompts, named as PATH.py:NAME: called once with the arguments of the source, and
+with the seed if it takes one, it returns a stream or a data set.
 
     # riddles.py
     from streamrl.interfaces import Prompt
@@ -12,32 +12,31 @@
             """A pure function of the seed and the index: no position is stored."""
             number = (self.seed + prompt_index) % self.hardest
             return Prompt(f"{number}+1=", str(number + 1))
+
+What has a `__len__` as well, such as a `torch.utils.data.Dataset` or a `datasets.Dataset`, is a
+data set: its rows are read like those of a file. A row is a mapping, or a `Prompt`.
 '''
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
+from actors.prompts.rows import Columns
+from streamrl.data_files import Row
 from streamrl.errors import ConfigError
-from streamrl.interfaces import Prompt, PromptSource
+from streamrl.interfaces import Prompt
 from streamrl.user_code import attributed_to, load_user_code
 
 
 class UserPrompts:
     """The stream of PATH.py:NAME; what it raises and what it returns is checked.
 
-    Args:
-        field: the setting that names it; errors begin with it.
-
     Raises:
-        ConfigError: no such file or name, it does not take the arguments, or its first prompt is
-            not a `Prompt`.
+        ConfigError: its first prompt is not a `Prompt`.
     """
 
-    def __init__(self, field: str, entry: str, kwargs: Mapping[str, Any], seed: int) -> None:
-        self._name = f"{field}: {entry}"
-        make = load_user_code(field, entry)
-        with attributed_to(self._name):
-            self._source: PromptSource = make(seed=seed, **kwargs)
+    def __init__(self, name: str, source: Any) -> None:
+        self._name, self._source = name, source
         self[0]
 
     def __getitem__(self, prompt_index: int) -> Prompt:
@@ -49,3 +48,67 @@ class UserPrompts:
                 "streamrl.interfaces.Prompt"
             )
         return prompt
+
+
+class UserDataSet:
+    """The data set of PATH.py:NAME, whose rows are checked as they are read.
+
+    Raises:
+        ConfigError: it has no rows, or its first row has no prompt or no answer.
+    """
+
+    def __init__(self, name: str, source: Any, columns: Columns) -> None:
+        self._name, self._source, self._columns = name, source, columns
+        with attributed_to(name):
+            self._size = len(source)
+        if not self._size:
+            raise ConfigError(f"{name}: holds no rows")
+        self[0]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, number: int) -> Prompt:
+        place = f"row {number + 1} of {self._name.rpartition(':')[2]}"
+        with attributed_to(f"{self._name}: row {number + 1}"):
+            row = self._source[number]
+        if isinstance(row, Prompt):
+            return row
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"{self._name}: row {number + 1} was {type(row).__name__}; it must be a mapping or "
+                "a streamrl.interfaces.Prompt"
+            )
+        if not number:
+            self._columns.check(Row(row, place), self._name)
+        return self._columns.prompt(Row(row, place))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def open_user_source(
+    field: str, entry: str, kwargs: Mapping[str, Any], seed: int, columns: Columns
+) -> UserPrompts | UserDataSet:
+    """What PATH.py:NAME makes.
+
+    Args:
+        field: the setting that names it; errors begin with it.
+
+    Raises:
+        ConfigError: no such file or name, it does not take the arguments, or its first prompt
+            cannot be used.
+    """
+    name = f"{field}: {entry}"
+    make = load_user_code(field, entry)
+    with attributed_to(name):
+        arguments = {"seed": seed, **kwargs} if _takes_seed(make) else kwargs
+        source = make(**arguments)
+    if isinstance(source, Sized):
+        return UserDataSet(name, source, columns)
+    return UserPrompts(name, source)
+
+
+def _takes_seed(make: Any) -> bool:
+    parameters = inspect.signature(make).parameters.values()
+    return any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -19,7 +19,7 @@ from streamrl.interfaces import Message, Prompt, ToolSchema
 
 
 class PromptTooLongError(Exception):
-    """The prompt exceeds `data.max_prompt_length` and `data.truncation` is `drop`."""
+    """The prompt exceeds `data.max_prompt_length` and is left out by `data.truncation`."""
 
 
 class ChatRenderer:
@@ -54,7 +54,7 @@ class ChatRenderer:
 
         Raises:
             ConfigError: longer, and `data.truncation` is `error`.
-            PromptTooLongError: longer, and it is `drop`.
+            PromptTooLongError: longer, and it is `drop`, or `filter` where no row was filtered.
         """
         ids = self._ids(prompt)
         longest = self._data.max_prompt_length
@@ -65,7 +65,7 @@ class ChatRenderer:
                 return ids[-longest:]
             case "right":
                 return ids[:longest]
-            case "drop":
+            case "drop" | "filter":
                 raise PromptTooLongError(f"{len(ids)} tokens")
             case "error":
                 raise ConfigError(
@@ -73,6 +73,10 @@ class ChatRenderer:
                     f"({str(prompt.content)[:60]!r}...); data.truncation left, right or drop "
                     "would take it"
                 )
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether the prompt has at most `data.max_prompt_length` tokens."""
+        return len(self._ids(prompt)) <= self._data.max_prompt_length
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of the text as it stands, without a chat template or special tokens."""

@@ -16,7 +16,8 @@ from actors.episodes.surplus import first_finished, first_of_each
 from buffers.event_lengths import EventLengths
 from streamrl.config.algorithm.dynamic_sampling import DynamicSamplingSettings
 from streamrl.config.generator.oversample import OversampleSettings
-from streamrl.errors import RolloutError
+from streamrl.config.loading.load import load_config
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode
 from streamrl.types import DropReason, TrajectoryGroup
 from tests.records import make_trajectory
@@ -228,3 +229,30 @@ async def test_siblings_that_others_overtake_are_recorded_with_what_they_had():
     made = await replace(run.runner, oversample=oversample).run(unbuffered_lease("test", 3))
     assert len(made.trajectories) == 2
     assert made.discarded_lengths == (7,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["algorithm.dynamic_sampling={}", "generator.group_size=1", "algorithm.advantage=gpg"],
+            "algorithm.dynamic_sampling leaves out groups whose siblings are alike",
+        ),
+        (
+            [
+                "generator.oversample={num_siblings: 2, keep: first_finished}",
+                "algorithm.advantage=remax",
+            ],
+            "algorithm.advantage remax needs a greedy completion of each prompt",
+        ),
+        (
+            ["algorithm.dynamic_sampling={max_refills: 0}"],
+            "algorithm.dynamic_sampling.max_refills: was 0; input should be greater than 0",
+        ),
+        (["generator.oversample={keep: fastest}"], "generator.oversample.keep: was 'fastest'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides, sentence):
+    with pytest.raises(ConfigError) as caught:
+        load_config("configs/quickstart.yaml", overrides, {})
+    assert sentence in str(caught.value)

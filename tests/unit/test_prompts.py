@@ -127,7 +127,11 @@ def test_a_null_of_a_parquet_file_is_named(tmp_path, row):
         ("rows.json", b'["q"]', "row 1 of rows.json was 'q'; it must be a JSON object"),
         ("rows.jsonl", b'{"prompt": "\xff"}', "rows.jsonl is not UTF-8"),
         ("rows.parquet", b"PAR1", "rows.parquet is not parquet"),
-        ("rows.csv", b"prompt,answer", "a file (.jsonl, .json, .parquet), reasoning_gym:NAME"),
+        ("rows.txt", b"prompt,answer", ".jsonl.zst), datasets:NAME, reasoning_gym:NAME"),
+        ("rows.csv", b"prompt,answer", "rows.csv holds no rows"),
+        ("rows.csv", b"prompt,answer\nq", "line 2 of rows.csv has 1 values; there are 2 columns"),
+        ("rows.jsonl.gz", b"nothing", "rows.jsonl.gz cannot be decompressed"),
+        ("rows.jsonl.zst", b"nothing", "rows.jsonl.zst cannot be decompressed"),
     ],
 )
 def test_a_file_of_another_format_is_refused(tmp_path, name, content, sentence):

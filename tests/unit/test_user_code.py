@@ -184,7 +184,7 @@ async def sampled(own: str, environment: str, renderer: ChatRenderer) -> Traject
     config = run.config.model_copy(update={"data": data})
     seeded = config.run.model_copy(update={"seed": 3})
     config = config.model_copy(update={"run": seeded})
-    runner = make_runner(config, FakeEngine(), renderer, open_stream(config))
+    runner = make_runner(config, FakeEngine(), renderer, open_stream(config, renderer))
     lease = Lease(lease_id="a", prompt_index=0, min_policy_version=0, expires_at_s=0.0)
     return await runner.run(lease)
 
@@ -231,7 +231,7 @@ def test_prompts_of_the_users_own_get_seed_and_arguments(own):
     [
         ("Riddles", {"easiest": 1}, "TypeError: .*unexpected keyword argument 'easiest'"),
         ("Riddle", {}, "did you mean 'Riddles'"),
-        ("strings", {}, "prompt 0 was str; it must be a streamrl.interfaces.Prompt"),
+        ("strings", {}, "row 1 was str; it must be a mapping or a streamrl.interfaces.Prompt"),
         ("Riddles", {"hardest": 0}, "prompt 0: ZeroDivisionError"),
     ],
 )

@@ -19,6 +19,7 @@ from actors.rewards.builtin import extract_number
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.cli.preflight.model import local_folder
 from streamrl.config import RunConfig
+from streamrl.config.data.source import SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt, PromptSource
@@ -67,7 +68,7 @@ def _placed(entry: EnvironmentEntry, findings: Iterator[Finding]) -> Iterator[Fi
 
 def _check_source(config: RunConfig) -> Iterator[Finding]:
     data = config.data
-    if data.source.startswith(_GYM):
+    if isinstance(data.source, str) and data.source.startswith(_GYM):
         yield from _check_gym(data.source.removeprefix(_GYM))
         return
     yield from _check_training(config)
@@ -86,15 +87,23 @@ def _check_training(config: RunConfig) -> Iterator[Finding]:
     yield from _check_alphabet(config, prompts)
     yield from _check_lengths(config, prompts)
     if (size := _size(prompts)) is None:
-        yield fact(f"data.source: {config.data.source}, such as {_shown(first)}")
+        yield fact(f"data.source: {_sources(config)}, such as {_shown(first)}")
         return
     num_prompts = config.learner.groups_per_step
     if num_prompts > size:
         yield warning(
             f"learner.groups_per_step: {num_prompts} is more than the {size} prompts of "
-            f"{config.data.source}: a step trains the same prompt {num_prompts / size:.3g} times"
+            f"{_sources(config)}: a step trains the same prompt {num_prompts / size:.3g} times"
         )
-    yield fact(f"data.source: {config.data.source}: {size} prompts, such as {_shown(first)}")
+    yield fact(f"data.source: {_sources(config)}: {size} prompts, such as {_shown(first)}")
+
+
+def _sources(config: RunConfig) -> str:
+    return _listed(config.data.sources)
+
+
+def _listed(sources: tuple[SourceSettings, ...]) -> str:
+    return ", ".join(source.path for source in sources)
 
 
 def _check_held_out(config: RunConfig) -> Iterator[Finding]:
@@ -104,9 +113,12 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
         hint = "; or set run.evaluate: false" if config.data.eval_source is None else ""
         yield problem(f"{error}{hint}")
         return
-    size, wanted = num_held_out(config.data, held_out), config.data.num_eval_prompts
+    num_sources = len(config.data.eval_sources or config.data.sources)
+    size, wanted = num_held_out(config.data, held_out), config.data.num_eval_prompts * num_sources
     if wanted > size:
-        yield fact(f"data.num_eval_prompts: {config.data.eval_source} has {size}, not {wanted}")
+        yield fact(
+            f"data.num_eval_prompts: {_listed(config.data.eval_sources)} has {size}, not {wanted}"
+        )
 
 
 def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
@@ -115,8 +127,9 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
     rewards = {reward.reward for reward in data.all_rewards if not reward.data_source}
     if "task" in rewards and "dataset" not in prompt.row:
         yield problem(
-            f"data.reward: task is the scorer of reasoning_gym, and data.source {data.source} has "
-            "none; use exact_match, numeric_answer, regex or PATH.py:FUNCTION"
+            "data.reward: task is the scorer of reasoning_gym, and data.source "
+            f"{_sources(config)} has none; use exact_match, numeric_answer, regex or "
+            "PATH.py:FUNCTION"
         )
     weighs, difficulty = config.algorithm.sample_weight.difficulty, prompt.row.get("difficulty")
     if weighs and not isinstance(difficulty, int | float):

@@ -66,7 +66,8 @@ async def _sample(config: RunConfig) -> None:
     """Waits for the engine, the environment and the reward."""
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
-    renderer, stream = ChatRenderer.from_config(config), open_stream(config)
+    renderer = ChatRenderer.from_config(config)
+    stream = open_stream(config, renderer)
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"generator": generator})
     engine = make_engine(config, seed=config.run.seed)

@@ -4,7 +4,6 @@ Invariant: what has been read has its length in `run.max_steps` alone, so every 
 one setting, and a daemon that is given the resolved file needs no data to know when the run ends.
 """
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 from streamrl.config.data import DataSettings
 from streamrl.config.learner import LearnerSettings
 from streamrl.config.run import RunSettings
-from streamrl.data_files import SUFFIXES, count_rows
+from streamrl.data_files import SUFFIXES, count_rows, has_rows
 from streamrl.errors import ConfigError
 
 _FIELD, _RESOLVED = "run.total_epochs", "run.max_steps"
@@ -53,9 +52,15 @@ def with_steps(
 
 
 def _count(total_epochs: float, data: DataSettings) -> int:
-    if Path(data.source).suffix in SUFFIXES:
-        return count_rows(f"{_FIELD}: data.source", Path(data.source))
-    raise ConfigError(
-        f"{_FIELD}: was {total_epochs:g}, and data.source {data.source} has no end; only the rows "
-        f"of a file ({', '.join(SUFFIXES)}) are counted: set {_RESOLVED}"
+    for source in data.sources:
+        if not has_rows(source.path):
+            raise ConfigError(
+                f"{_FIELD}: was {total_epochs:g}, and data.source {source.path} has no end; only "
+                f"the rows of a file ({', '.join(SUFFIXES)}) or of a data set are counted: set "
+                f"{_RESOLVED}"
+            )
+    setting = f"{_FIELD}: data.source"
+    return sum(
+        count_rows(setting, source.path, subset=source.subset, split=source.split)
+        for source in data.sources
     )

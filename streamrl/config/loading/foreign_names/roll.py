@@ -46,6 +46,8 @@ ROLL = {
     "data_args.prompt": "data.prompt_key",
     "data_args.messages": "data.prompt_key",
     "data_args.template": "data.chat_template",
+    "data_args.domain_interleave_probs": "data.source, in records with weight",
+    "group_size_redundancy": "generator.oversample.num_siblings",
     "generating_args.max_new_tokens": "generator.max_new_tokens",
     "generating_args.temperature": "generator.temperature",
     "generating_args.top_p": "generator.top_p",

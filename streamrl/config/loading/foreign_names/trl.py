@@ -8,6 +8,9 @@ TRL = {
     "eval_dataset": "data.eval_source",
     "reward_funcs": "data.reward",
     "shuffle_dataset": "data.shuffle",
+    "dataset_config": "data.source, in a record with subset",
+    "dataset_train_split": "data.source, in a record with split",
+    "dataset_test_split": "data.eval_source, in a record with split",
     "max_prompt_length": "data.max_prompt_length",
     # Generation.
     "num_generations": "generator.group_size",

@@ -1,0 +1,215 @@
+"""From rows to prompts: which columns hold the prompt and its answer, and what a template makes.
+
+Invariant: every row is checked when its source is opened, so none ends a run that has begun.
+"""
+
+import itertools
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from streamrl.config.data import DataSettings
+from streamrl.config.data.source import SourceSettings
+from streamrl.config.data.template import MessageTemplate
+from streamrl.data_files import Row, Rows, shown
+from streamrl.errors import ConfigError, did_you_mean
+from streamrl.interfaces import Message, Prompt
+
+_PROMPT = "it must be text, or a list of messages that have a role and a content, both text"
+_JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+@runtime_checkable
+class PromptRows(Protocol):
+    """A finite set of prompts, by their number from 0."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Prompt: ...
+
+    def __iter__(self) -> Iterator[Prompt]: ...
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How the rows of one source become prompts."""
+
+    setting: str
+    """The one that names the source; errors begin with it."""
+    prompt_key: str
+    answer_key: str | None
+    template: str | tuple[MessageTemplate, ...] | None
+    data_source_key: str
+    name: str
+    """Replaces `data_source_key` of each row."""
+    default_name: str
+    """Stands for it where a row has none."""
+
+    @classmethod
+    def of(
+        cls, data: DataSettings, setting: str, source: SourceSettings, default_name: str
+    ) -> "Columns":
+        """Of one source; what it leaves open is as in `data`."""
+        template = source.prompt_template
+        return cls(
+            setting,
+            source.prompt_key or data.prompt_key,
+            source.answer_key or data.answer_key,
+            data.prompt_template if template is None else template,
+            data.data_source_key,
+            source.name,
+            default_name,
+        )
+
+    def check(self, row: Row, path: str) -> None:
+        """
+        Raises:
+            ConfigError: the first row lacks a column that all must have.
+        """
+        keys = {"prompt_key": None if self.template else self.prompt_key}
+        for name, key in {**keys, "answer_key": self.answer_key}.items():
+            if key is not None and _value(row.fields, key) is _MISSING:
+                hint = did_you_mean(key, row.fields)
+                known = "reward_model.ground_truth"
+                if name == "answer_key" and _value(row.fields, known) is not _MISSING:
+                    hint = f"did you mean {known!r}?"
+                raise ConfigError(f"data.{name}: {path} has no column {key!r}; {hint}")
+
+    def prompt(self, row: Row) -> Prompt:
+        """
+        Raises:
+            ConfigError: the row has no prompt or no answer.
+        """
+        content = self._rendered(row) if self.template else self._content(row)
+        return Prompt(content, self._answer(row), self._named(row.fields), row.place)
+
+    def _content(self, row: Row) -> str | tuple[Message, ...]:
+        value = self._required(row, self.prompt_key)
+        content = _content(value)
+        if not content:
+            place = f"{self.setting}: {row.place}: {self.prompt_key}"
+            raise ConfigError(f"{place} was {shown(value)}; {_PROMPT}")
+        return content
+
+    def _rendered(self, row: Row) -> str | tuple[Message, ...]:
+        try:
+            if isinstance(self.template, str):
+                return _compiled(self.template).render(row.fields)
+            assert self.template is not None, "asked by the caller"
+            return tuple(
+                {"role": m.role, "content": _compiled(m.content).render(row.fields)}
+                for m in self.template
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            raise ConfigError(
+                f"data.prompt_template: it cannot render {row.place}: {error}"
+            ) from error
+
+    def _answer(self, row: Row) -> str:
+        if self.answer_key is None:
+            return ""
+        answer = self._required(row, self.answer_key)
+        if answer is None or (isinstance(answer, float) and math.isnan(answer)):
+            raise ConfigError(
+                f"{self.setting}: {row.place}: {self.answer_key} was {answer}; it must have a value"
+            )
+        return json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
+
+    def _required(self, row: Row, key: str) -> Any:
+        value = _value(row.fields, key)
+        if value is _MISSING:
+            raise ConfigError(
+                f"{self.setting}: {row.place} lacks {key!r}; it has {', '.join(row.fields)}"
+            )
+        return value
+
+    def _named(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        name = self.name or ("" if self.data_source_key in fields else self.default_name)
+        return {**fields, self.data_source_key: name} if name else fields
+
+
+class RowPrompts:
+    """The prompts of the rows of files.
+
+    Raises:
+        ConfigError: a row has no prompt or no answer.
+    """
+
+    def __init__(self, rows: Rows, columns: Columns, path: str) -> None:
+        self._rows, self._columns = rows, columns
+        columns.check(rows[0], path)
+        for _ in self:
+            pass
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Prompt:
+        return self._columns.prompt(self._rows[number])
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self._columns.prompt, self._rows)
+
+
+class ConcatenatedPrompts:
+    """Several sets of prompts, one after the other; of each no more than `limit`."""
+
+    def __init__(self, parts: Sequence[PromptRows], limit: int | None = None) -> None:
+        self._parts = parts
+        sizes = (len(part) if limit is None else min(limit, len(part)) for part in parts)
+        self._ends = tuple(itertools.accumulate(sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Prompt:
+        part = bisect_right(self._ends, number)
+        return self._parts[part][number - (self._ends[part - 1] if part else 0)]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def column(prompt: Prompt, key: str) -> Any:
+    """The value of a column of the prompt's row, which a dot may reach into; None without it."""
+    value = _value(prompt.row, key)
+    return None if value is _MISSING else value
+
+
+@cache
+def _compiled(template: str) -> Template:
+    return _JINJA.from_string(template)
+
+
+_MISSING = object()
+
+
+def _value(fields: Mapping[str, Any], key: str) -> Any:
+    """A column may have a dot in its name."""
+    if key in fields:
+        return fields[key]
+    first, _, rest = key.partition(".")
+    inner = fields.get(first)
+    return _value(inner, rest) if rest and isinstance(inner, Mapping) else _MISSING
+
+
+def _content(value: Any) -> str | tuple[Message, ...]:
+    """The prompt's text or messages; empty if the value is neither."""
+    if isinstance(value, str):
+        return value
+    messages = value if isinstance(value, list) and all(map(_is_message, value)) else ()
+    # Parquet gives every message the keys of all, with null where it has none.
+    return tuple({k: v for k, v in turn.items() if v is not None} for turn in messages)
+
+
+def _is_message(turn: Any) -> bool:
+    return isinstance(turn, dict) and all(
+        isinstance(turn.get(key), str) for key in ("role", "content")
+    )

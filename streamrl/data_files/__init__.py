@@ -1,0 +1,104 @@
+"""Rows of files and data sets, each with its place, read when they are asked for.
+
+    rows       Row, what a set of rows offers, and how values are shown
+    text       JSONL (also compressed), JSON, CSV
+    parquet    parquet, as Arrow columns
+    hub        folders and names of the `datasets` library
+
+Invariant: a row that is returned is an object; a file that cannot be read, and a row that is none,
+is one sentence that begins with the setting and names the place. A new format is a suffix, a class
+with `__len__` and `__getitem__`, and a branch in `_open_file`.
+"""
+
+import glob
+from pathlib import Path
+
+from streamrl.data_files.hub import is_data_set, open_data_set
+from streamrl.data_files.parquet import Parquet, count_parquet
+from streamrl.data_files.rows import ConcatenatedRows, Row, Rows, explained, shown
+from streamrl.data_files.text import COMPRESSED, JsonLines, count_lines, read_csv, read_json
+from streamrl.errors import ConfigError
+
+__all__ = ["SUFFIXES", "Row", "Rows", "count_rows", "files_of", "has_rows", "open_rows", "shown"]
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", *COMPRESSED)
+
+
+def has_rows(source: str) -> bool:
+    """Whether the source is a file, a pattern of files, or a data set, with rows to count.
+
+    >>> has_rows("train/*.parquet"), has_rows("datasets:openai/gsm8k"), has_rows("addition")
+    (True, True, False)
+    """
+    return source.endswith(SUFFIXES) or is_data_set(source)
+
+
+def open_rows(setting: str, source: str, *, subset: str | None, split: str | None) -> Rows:
+    """The rows of what `has_rows`; of several files one after the other, sorted by name.
+
+    Raises:
+        ConfigError: it cannot be read, has another format, or has no rows.
+    """
+    rows: Rows
+    if is_data_set(source):
+        rows = open_data_set(setting, source, subset=subset, split=split)
+    else:
+        files = tuple(_open_file(setting, path) for path in _matching(setting, source))
+        rows = files[0] if len(files) == 1 else ConcatenatedRows(files)
+    if not len(rows):
+        raise ConfigError(f"{setting}: {source} holds no rows")
+    return rows
+
+
+def count_rows(
+    setting: str, source: str, *, subset: str | None = None, split: str | None = None
+) -> int:
+    """How many `open_rows` has; what they hold is looked at only where counting needs it.
+
+    Raises:
+        ConfigError: as `open_rows`.
+    """
+    if is_data_set(source):
+        return len(open_rows(setting, source, subset=subset, split=split))
+    counts = [_count(setting, path) for path in _matching(setting, source)]
+    if not sum(counts):
+        raise ConfigError(f"{setting}: {source} holds no rows")
+    return sum(counts)
+
+
+def files_of(source: str) -> tuple[Path, ...]:
+    """The files that a pattern of files matches, sorted; the file itself if it is no pattern."""
+    if not glob.has_magic(source) or Path(source).exists():
+        return (Path(source),)
+    return tuple(Path(match) for match in sorted(glob.glob(source, recursive=True)))
+
+
+def _matching(setting: str, source: str) -> tuple[Path, ...]:
+    files = files_of(source)
+    if not files:
+        raise ConfigError(f"{setting}: no file matches {source}")
+    return files
+
+
+def _open_file(setting: str, path: Path) -> Rows:
+    with explained(setting, path):
+        match path.suffix:
+            case ".parquet":
+                return Parquet(setting, path)
+            case ".json":
+                return read_json(setting, path)
+            case ".csv":
+                return read_csv(setting, path)
+            case _:
+                return JsonLines(setting, path)
+
+
+def _count(setting: str, path: Path) -> int:
+    with explained(setting, path):
+        match path.suffix:
+            case ".parquet":
+                return count_parquet(setting, path)
+            case ".json" | ".csv":
+                return len(_open_file(setting, path))
+            case _:
+                return count_lines(setting, path)

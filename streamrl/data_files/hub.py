@@ -1,0 +1,76 @@
+"""Data sets of the `datasets` library: folders that it saved, and names on the Hugging Face hub.
+
+A name is downloaded once; with HF_HUB_OFFLINE=1 it is read from the library's cache.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from streamrl.data_files.rows import Row, row
+from streamrl.errors import ConfigError
+
+_HUB = "datasets:"
+
+
+def is_data_set(source: str) -> bool:
+    """Whether it is datasets:NAME, or a folder."""
+    return source.startswith(_HUB) or Path(source).is_dir()
+
+
+class DataSetRows:
+    """The rows of a `datasets.Dataset`, which maps its files into memory."""
+
+    def __init__(self, setting: str, name: str, data_set: Any) -> None:
+        self._setting, self._name, self._data_set = setting, name, data_set
+
+    def __len__(self) -> int:
+        return len(self._data_set)
+
+    def __getitem__(self, number: int) -> Row:
+        return self._row(number, self._data_set[number])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self._row(number, fields) for number, fields in enumerate(self._data_set))
+
+    def _row(self, number: int, fields: Any) -> Row:
+        return row(self._setting, f"row {number + 1} of {self._name}", fields)
+
+
+def open_data_set(
+    setting: str, source: str, *, subset: str | None, split: str | None
+) -> DataSetRows:
+    """
+    Raises:
+        ConfigError: the library is not installed, has no such data set, or there are several
+            splits and none is named.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{setting}: {source} needs the library datasets: pip install 'streamrl[datasets]'"
+        ) from error
+    datasets.disable_progress_bars()
+    try:
+        if source.startswith(_HUB):
+            name = source.removeprefix(_HUB)
+            found = datasets.load_dataset(name, subset, split=split)
+        else:
+            name, found = Path(source).name, datasets.load_from_disk(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: cannot read {source}: {error}") from error
+    return DataSetRows(setting, name, _split(setting, source, found, split))
+
+
+def _split(setting: str, source: str, found: Any, split: str | None) -> Any:
+    """The one split of a dictionary of them, or that which is named."""
+    if not isinstance(found, dict):
+        return found
+    if split is None and len(found) == 1:
+        (only,) = found.values()
+        return only
+    if split not in found:
+        was = "has several splits" if split is None else f"has no split {split!r}"
+        raise ConfigError(f"{setting}: {source} {was}; set split to one of {', '.join(found)}")
+    return found[split]

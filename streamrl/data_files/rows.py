@@ -1,0 +1,92 @@
+"""A row, what a set of rows offers, and the sentences about them."""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from streamrl.errors import ConfigError
+
+
+class Row(NamedTuple):
+    """`place` is where a person finds it, such as "line 3 of a.jsonl"; both count from 1."""
+
+    fields: Mapping[str, Any]
+    place: str
+
+
+class Rows(Protocol):
+    """Rows by their number, which counts from 0; iteration may be faster than one by one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Row: ...
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+
+class ListedRows:
+    """Rows that are in memory as objects."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return self._rows[number]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+
+class ConcatenatedRows:
+    """The rows of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = tuple(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Row:
+        part = bisect_right(self._ends, number)
+        return self._parts[part][number - (self._ends[part - 1] if part else 0)]
+
+    def __iter__(self) -> Iterator[Row]:
+        return itertools.chain.from_iterable(self._parts)
+
+
+def row(setting: str, place: str, fields: Any) -> Row:
+    """
+    Raises:
+        ConfigError: it is not an object.
+    """
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{setting}: {place} was {shown(fields)}; it must be a JSON object")
+    return Row(fields, place)
+
+
+@contextmanager
+def explained(setting: str, path: Path) -> Iterator[None]:
+    """Around what reads a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no text.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{setting}: {path} is not UTF-8: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror or error}") from error
+
+
+def shown(value: object) -> str:
+    """The value in a sentence, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

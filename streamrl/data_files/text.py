@@ -1,0 +1,123 @@
+"""Files of text: JSON lines, which stay on disk, and JSON and CSV, which are read as a whole."""
+
+import csv
+import gzip
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, BinaryIO
+
+import numpy as np
+import zstandard
+
+from streamrl.data_files.rows import ListedRows, Row, explained, row, shown
+from streamrl.errors import ConfigError
+
+COMPRESSED = (".jsonl.gz", ".jsonl.zst")
+
+
+class JsonLines:
+    """One object a line; of a file that is not compressed, where its lines begin is in memory."""
+
+    def __init__(self, setting: str, path: Path) -> None:
+        self._setting, self._path = setting, path
+        starts, sizes, numbers = [], [], []
+        start = 0
+        is_compressed = path.name.endswith(COMPRESSED)
+        self._content = _opened(setting, path).read() if is_compressed else None
+        self._file = None if is_compressed else path.open("rb")
+        with io.BytesIO(self._content) if self._content is not None else path.open("rb") as lines:
+            # A line ends with a newline only: others may stand in a JSON string.
+            for number, line in enumerate(lines, 1):
+                if not line.isspace():
+                    starts.append(start)
+                    sizes.append(len(line))
+                    numbers.append(number)
+                start += len(line)
+        columns = (np.array(column, np.int64) for column in (starts, sizes, numbers))
+        self._starts, self._sizes, self._numbers = columns
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> Row:
+        with explained(self._setting, self._path):
+            line = self._line(int(self._starts[number]), int(self._sizes[number]))
+            text = line.decode("utf-8")
+        place = f"line {self._numbers[number]} of {self._path.name}"
+        try:
+            return row(self._setting, place, json.loads(text))
+        except ValueError as error:
+            raise ConfigError(f"{self._setting}: {place} is not JSON: {error}") from error
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(len(self)))
+
+    def _line(self, start: int, size: int) -> bytes:
+        if self._content is not None:
+            return self._content[start : start + size]
+        assert self._file is not None, "a file that is not compressed stays open"
+        return os.pread(self._file.fileno(), size, start)
+
+
+def count_lines(setting: str, path: Path) -> int:
+    """Those that are not blank."""
+    with _opened(setting, path) as lines:
+        return sum(not line.isspace() for line in lines)
+
+
+def read_json(setting: str, path: Path) -> ListedRows:
+    """A list of objects."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{setting}: {path} is not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise ConfigError(f"{setting}: {path} was {shown(rows)}; it must be a list of objects")
+    return ListedRows(
+        tuple(row(setting, f"row {i} of {path.name}", value) for i, value in enumerate(rows, 1))
+    )
+
+
+def read_csv(setting: str, path: Path) -> ListedRows:
+    """Comma-separated values with a line of column names; every value is text."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file, strict=True)
+        try:
+            names = next(lines, [])
+            rows, begin = [], lines.line_num + 1
+            for values in lines:
+                place, begin = f"line {begin} of {path.name}", lines.line_num + 1
+                if values and len(values) != len(names):
+                    raise ConfigError(
+                        f"{setting}: {place} has {len(values)} values; there are {len(names)} "
+                        f"columns: {', '.join(names)}"
+                    )
+                if values:
+                    rows.append(Row(dict(zip(names, values, strict=True)), place))
+        except csv.Error as error:
+            raise ConfigError(
+                f"{setting}: line {lines.line_num} of {path.name} is not CSV: {error}"
+            ) from error
+    return ListedRows(tuple(rows))
+
+
+def _opened(setting: str, path: Path) -> IO[bytes]:
+    """The file's bytes, decompressed."""
+    if path.suffix == ".zst":
+        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True)
+        return _checked(setting, path, reader)
+    if path.suffix == ".gz":
+        return _checked(setting, path, gzip.open(path))
+    return path.open("rb")
+
+
+def _checked(setting: str, path: Path, compressed: BinaryIO | gzip.GzipFile) -> IO[bytes]:
+    """All that a compressed file holds; memory holds it."""
+    try:
+        with compressed:
+            return io.BytesIO(compressed.read())
+    except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        raise ConfigError(f"{setting}: {path} cannot be decompressed: {error}") from error
