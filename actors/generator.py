@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 import uuid
 
 from actors.dynamic_sampling import UniformFilter
@@ -26,6 +25,7 @@ from actors.failures import FailureRecord
 from actors.leased_group import LeasedGroup, num_free_groups
 from actors.locality import weight_locality
 from actors.rendering.renderer import PromptTooLongError
+from actors.status_report import StatusReport
 from actors.version_gate import VersionGate
 from streamrl.config import RunConfig
 from streamrl.errors import (
@@ -86,7 +86,7 @@ class Generator:
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
-        self._last_report = (time.monotonic(), 0.0)
+        self._report_of = StatusReport(self._id, self._session, self._engine, self._failure_record)
 
     def stop(self) -> None:
         """Request no more leases; finish the groups, or release their leases."""
@@ -276,26 +276,5 @@ class Generator:
             self._changed.notify_all()
 
     def _status(self, *, is_leaving: bool = False) -> GeneratorStatus:
-        gauges = self._engine.gauges()
-        now_s, num_tokens = time.monotonic(), gauges["num_tokens"]
-        before_s, before = self._last_report
-        self._last_report = (now_s, num_tokens)
-        return GeneratorStatus(
-            generator_id=self._id,
-            session=self._session,
-            policy_version=self._engine.policy_version,
-            lease_ids=tuple(self._groups),
-            lease_ages_s=tuple(now_s - group.leased_at_s for group in self._groups.values()),
-            lease_num_tokens=tuple(group.progress.num_tokens for group in self._groups.values()),
-            num_active=int(gauges["num_active"]),
-            num_waiting=int(gauges["num_waiting"]),
-            num_tokens=int(num_tokens),
-            tokens_per_s=(num_tokens - before) / max(now_s - before_s, 1e-3),
-            pause_s=gauges["pause_s"],
-            is_leaving=is_leaving,
-            is_catching_up=not self._is_current(),
-            last_failure=self._failure_record.last,
-            failed_rows=self._failure_record.rows,
-            failed_rewards=self._failure_record.rewards,
-            num_lost_agents=self._failure_record.num_lost_agents,
-        )
+        catches_up = not self._is_current()
+        return self._report_of.make(self._groups, is_leaving=is_leaving, is_catching_up=catches_up)

@@ -81,6 +81,7 @@ class EpisodeRun:
         """Slots of the engine that it has, waits for or is about to ask for; none while it waits
         for its environment."""
         self._session: Session | None = None
+        self._has_asked = False
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +100,8 @@ class EpisodeRun:
         player, conversation = self._make_environment(), Conversation(start)
         try:
             if isinstance(player, Agent):
-                finish_reason = await self._run(self._attend(player, start, sampling))
+                playing = self._attend(player, conversation, start, sampling)
+                finish_reason = await self._run(playing)
             else:
                 async with closed_after(player.close):
                     turns = self._take_turns(player, conversation, start, sampling)
@@ -220,7 +222,9 @@ class EpisodeRun:
         media: Sequence[Media] = (),
     ) -> Completion:
         """A completion that the agent of this episode asks for. Waits for the engine."""
-        self.num_slots += 1
+        # Until it asks for the first time, an agent is about to.
+        self.num_slots = self.num_slots + 1 if self._has_asked else 1
+        self._has_asked = True
         try:
             return await generate(self._engine, prompt_token_ids, sampling, handle, media)
         finally:
@@ -228,19 +232,27 @@ class EpisodeRun:
             await self._on_slot_free()
 
     async def _attend(
-        self, agent: Agent, start: EnvironmentContext, sampling: SamplingParams
+        self,
+        agent: Agent,
+        conversation: Conversation,
+        start: EnvironmentContext,
+        sampling: SamplingParams,
     ) -> FinishReason:
         """Why the episode ended. Waits for the agent, which asks for its turns by itself."""
-        self.num_slots = 0
         self._session = session = Session(
             self,
             start.renderer,
             sampling,
             max_model_len=self._max_model_len,
+            max_turns=self._settings.max_turns,
             record=self._record,
             stop=self._stop,
         )
-        result = await play(agent, session, start)
+        try:
+            result = await play(agent, session, start)
+        finally:
+            conversation.messages = session.messages or conversation.messages
+            self._environment_wait_s = session.idle_s
         invalid = {INVALID_TURNS: float(session.num_invalid_turns)}
         self._metrics = {**result.metrics, **(invalid if session.num_invalid_turns else {})}
         return session.finish_reason

@@ -68,12 +68,14 @@ class Session:
         sampling: SamplingParams,
         *,
         max_model_len: int,
+        max_turns: int | None = None,
         record: EpisodeRecord | None = None,
         stop: asyncio.Event | None = None,
     ) -> None:
         """
         Args:
             sampling: of every completion, unless a call has its own.
+            max_turns: completions that it may ask for.
             record: what to record in.
             stop: ends the completions that are being sampled, when it is set.
         """
@@ -82,15 +84,21 @@ class Session:
         self.record = EpisodeRecord() if record is None else record
         self._engine = engine
         self._max_model_len = max_model_len
+        self._max_turns = max_turns
         self._stop = asyncio.Event() if stop is None else stop
         self._conversations = Conversations(renderer)
         self._handles: frozenset[CompletionHandle] = frozenset()
+        self._num_begun = 0
         self._last_change_s = time.monotonic()
         self._last_num_tool_calls = 0
         self._finish_reason = FinishReason.STOP
         self._end: str | None = None
         self.num_invalid_turns = 0
         """Completions whose tool calls cannot be read."""
+        self.idle_s = 0.0
+        """For how long, between completions, none was being sampled."""
+        self.messages: tuple[Message, ...] = ()
+        """The conversation of the completion that ended last."""
         self.answered: Mapping[str, Sequence[Message]] = {}
 
     @property
@@ -143,6 +151,11 @@ class Session:
         self._require_open()
         if self._stop.is_set():
             raise SessionEndedError("the episode has reached generator.group_deadline_s")
+        if self._num_begun == self._max_turns:
+            self._finish_reason = FinishReason.MAX_TURNS
+            raise SessionEndedError(
+                f"the episode has had its generator.episode.max_turns, {self._max_turns} turns"
+            )
         messages = [normalized(message) for message in messages]
         context = self._conversations.context(messages, tools)
         if len(context) >= self._max_model_len:
@@ -174,6 +187,7 @@ class Session:
         conversation = [*messages, message]
         self._conversations.add(conversation, tools, context, sampled)
         reply_id = uuid.uuid4().hex
+        self.messages = tuple(conversation)
         self.answered = {**self.answered, reply_id: conversation}
         return Reply(message, completion, len(context), reply_id)
 
@@ -187,18 +201,34 @@ class Session:
         named = [{"id": f"call_{uuid.uuid4().hex[:24]}", **call} for call in calls]
         return normalized({**message, "tool_calls": named})
 
+    async def _generated(
+        self,
+        context: tuple[int, ...],
+        sampling: SamplingParams,
+        handle: CompletionHandle,
+        media: tuple[Media, ...],
+    ) -> Completion:
+        if not media:
+            return await self._engine.generate(context, sampling, handle)
+        return await self._engine.generate(context, sampling, handle, media)
+
     async def _sampled(
         self, context: tuple[int, ...], sampling: SamplingParams, media: tuple[Media, ...]
     ) -> Completion:
         handle = CompletionHandle(self._stop)
+        if self._num_begun and not self._handles:
+            self.idle_s += time.monotonic() - self._last_change_s
+        self._num_begun += 1
         self._handles |= {handle}
         try:
-            if not media:
-                return await self._engine.generate(context, sampling, handle)
-            return await self._engine.generate(context, sampling, handle, media)
+            completion = await self._generated(context, sampling, handle, media)
+        except BaseException:
+            self._num_begun -= 1
+            raise
         finally:
             self._handles -= {handle}
             self._last_change_s = time.monotonic()
+        return completion
 
     def _require_open(self) -> None:
         if self._end is not None:
