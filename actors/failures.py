@@ -6,6 +6,7 @@ generator's heartbeats report both.
 
 from collections import Counter
 
+from streamrl.errors import LostAgentError
 from streamrl.types import MAX_FAILED_ROWS, FailedRow, GroupFailure
 from streamrl.types.failures import shortened
 
@@ -16,9 +17,12 @@ class FailureRecord:
     def __init__(self) -> None:
         self._rows: Counter[str] = Counter()
         self.last: GroupFailure | None = None
+        self.num_lost_agents = 0
+        """Groups whose agent disappeared."""
 
     def add(self, prompt_index: int, row: str, error: Exception) -> str:
         """Count the failure of a group of this prompt; the sentence for the log."""
+        self.num_lost_agents += isinstance(error, LostAgentError)
         self.last = GroupFailure(prompt_index=prompt_index, sentence=shortened(str(error)))
         if not row:
             return f"prompt {prompt_index} failed: {error}"

@@ -301,4 +301,5 @@ class Generator:
             is_catching_up=not self._is_current(),
             last_failure=self._failure_record.last,
             failed_rows=self._failure_record.rows,
+            num_lost_agents=self._failure_record.num_lost_agents,
         )

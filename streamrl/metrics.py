@@ -42,6 +42,7 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
         "generator/count": len(generators),
         "generator/num_active": sum(g.num_active for g in generators),
         "generator/num_waiting": sum(g.num_waiting for g in generators),
+        "generator/num_lost_agents": sum(g.num_lost_agents for g in generators),
         **{f"generator/{g.generator_id}/tokens_per_s": _tokens_per_s(g) for g in generators},
         **{f"generator/{g.generator_id}/policy_version": g.policy_version for g in generators},
     }

@@ -65,11 +65,12 @@ class _Call:
 
     def run(self) -> None:
         """Sets the outcome."""
+        if not self.outcome.set_running_or_notify_cancel():
+            return
         try:
             self.outcome.set_result(self._called())
         except (RolloutError, asyncio.CancelledError) as error:
-            with contextlib.suppress(asyncio.InvalidStateError):
-                self.outcome.set_exception(error)
+            self.outcome.set_exception(error)
 
     def cancel(self) -> None:
         """No effect on a call that is over, or that cannot be canceled."""

@@ -11,6 +11,7 @@ episode's key is served for as long as `play` waits, and no longer.
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from actors.gateway.agent import AgentResult
@@ -20,12 +21,15 @@ from actors.gateway.function_agent import FunctionAgent
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.server import GatewayServer
 from actors.gateway.session import Session
+from actors.gateway.start import AGENT
 from actors.gateway.task_routes import TaskRoutes
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
+from streamrl.config.environments import EnvironmentEntry
 from streamrl.config.generator.agent import AgentSettings
 from streamrl.errors import LostAgentError, RolloutError
 from streamrl.interfaces import EnvironmentContext
+from streamrl.user_code import attributed_to
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +46,29 @@ class StartedAgent(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """One environment of the run that agents play."""
+
+    agent: StartedAgent | None
+    """None: agents ask for its tasks."""
+    needs_reward: bool
+    """Whether its episodes cannot be scored without the agent."""
+
+
 class Gateway:
     """Plays any number of episodes at a time, between `start` and `close`."""
 
     def __init__(self, config: RunConfig) -> None:
         """
         Raises:
-            ConfigError: the function cannot be loaded, or the token is missing.
+            ConfigError: a function cannot be loaded, or the token is missing.
         """
+        played = [entry for entry in config.entries if entry.environment == AGENT]
+        self._entries = {entry.name: _entry(entry, config.generator.agent) for entry in played}
         self._settings = config.generator.agent
         self._num_generators = config.generator.count
-        self._needs_reward = config.data.reward == "environment"
         self._model = config.model.path
-        self._agent = _started_agent(self._settings)
         self._places = asyncio.Semaphore(self._settings.max_agents)
         self._episodes = OpenEpisodes()
         self._url = ""
@@ -63,8 +77,7 @@ class Gateway:
             self._episodes,
             self._task,
             token=self._settings.token,
-            is_pulled=self._agent is None,
-            needs_reward=self._needs_reward,
+            is_pulled=self._is_pulled,
         )
         self._server = GatewayServer(self._settings, self._episodes, tasks.routes, self._model)
 
@@ -78,7 +91,7 @@ class Gateway:
         renderer.encode_messages([{"role": "user", "content": "?"}])
         self._renderer = renderer
         self._url = await self._server.start(self._num_generators)
-        if self._agent is None:
+        if self._is_pulled:
             log.info("agents ask for tasks at %s/sessions", self._url)
         return self._url
 
@@ -88,17 +101,23 @@ class Gateway:
     async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
         """See `actors.gateway.agent.Agent`. Waits for an agent to take the episode, and to end it
         or fall silent."""
-        episode = OpenEpisode(session, context)
+        entry = self._entries[context.prompt.environment]
+        episode = OpenEpisode(session, context, needs_reward=entry.needs_reward)
         self._episodes.add(episode)
         try:
-            if self._agent is None:
+            if entry.agent is None:
                 await self._offered(episode)
                 return await self._ended(episode, None)
             async with self._places:
-                running = asyncio.create_task(self._agent.run(episode, self._task(episode)))
+                running = asyncio.create_task(entry.agent.run(episode, self._task(episode)))
                 return await self._ended(episode, running)
         finally:
             self._episodes.close(episode, "the episode is over")
+
+    @property
+    def _is_pulled(self) -> bool:
+        """Whether agents ask for tasks."""
+        return any(entry.agent is None for entry in self._entries.values())
 
     async def _offered(self, episode: OpenEpisode) -> None:
         """Waits until an agent has taken the episode."""
@@ -145,7 +164,7 @@ class Gateway:
             await asyncio.gather(silence, *started, return_exceptions=True)
 
     def _checked(self, result: AgentResult, episode: OpenEpisode) -> AgentResult:
-        if result.reward is None and self._needs_reward:
+        if result.reward is None and episode.needs_reward:
             raise RolloutError(
                 f"{episode.agent} ended without a reward, and data.reward is environment"
             )
@@ -163,6 +182,17 @@ class Gateway:
             "model": self._model,
             **episode.task(messages),
         }
+
+
+def _entry(entry: EnvironmentEntry, settings: AgentSettings) -> _Entry:
+    """
+    Raises:
+        ConfigError: the agent that the entry names cannot be used.
+    """
+    if entry.kwargs:
+        with attributed_to(entry.kwargs_setting):
+            settings = AgentSettings(**entry.kwargs)
+    return _Entry(_started_agent(settings), entry.data.reward == "environment")
 
 
 def _started_agent(settings: AgentSettings) -> StartedAgent | None:

@@ -25,8 +25,15 @@ _NUM_REMEMBERED = 4096
 class OpenEpisode:
     """One episode and its agent; `result` is set once the agent has closed it."""
 
-    def __init__(self, session: Session, context: EnvironmentContext) -> None:
+    def __init__(
+        self, session: Session, context: EnvironmentContext, *, needs_reward: bool
+    ) -> None:
+        """
+        Args:
+            needs_reward: whether it cannot be scored without the agent.
+        """
         self.session = session
+        self.needs_reward = needs_reward
         self.context = context
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.agent = "an agent"

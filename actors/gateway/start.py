@@ -27,6 +27,13 @@ AGENT = "agent"
 class UnservedAgent:
     """Stands for the environment where no gateway serves it."""
 
+    def __init__(self, function: str | None = None, command: str | list[str] | None = None) -> None:
+        """
+        Args:
+            function: as `generator.agent.function`, of one of several environments.
+            command: as `generator.agent.command`.
+        """
+
     async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
         """
         Raises:

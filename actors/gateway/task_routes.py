@@ -43,20 +43,17 @@ class TaskRoutes:
         *,
         token: str | None,
         is_pulled: bool,
-        needs_reward: bool,
     ) -> None:
         """
         Args:
             task_of: what an agent is told of its episode.
             token: what an agent must know to take a task; None: nothing.
             is_pulled: whether agents ask for tasks, instead of being started with one.
-            needs_reward: whether an episode cannot be scored without the agent.
         """
         self._episodes = episodes
         self._task_of = task_of
         self._token = token
         self._is_pulled = is_pulled
-        self._needs_reward = needs_reward
 
     @property
     def routes(self) -> list[web.RouteDef]:
@@ -99,7 +96,7 @@ class TaskRoutes:
     async def _close(self, request: web.Request) -> web.Response:
         episode = self._find(request)
         closed = converted(await read_object(request), _Close, {})
-        if closed.reward is None and self._needs_reward:
+        if closed.reward is None and episode.needs_reward:
             raise RequestError("reward: is missing, and data.reward is environment")
         values = {"reward": closed.reward or 0.0, **closed.metrics}
         for name, value in values.items():

@@ -129,7 +129,8 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     is sent to a buffer whose incarnation has changed, which may have forgotten these leases.
     `is_catching_up`: the generator requests no lease until it has loaded the version it needs.
     `last_failure` and `failed_rows` are of the groups that failed in this process, the rows with
-    most failures first, at most MAX_FAILED_ROWS.
+    most failures first, at most MAX_FAILED_ROWS; `num_lost_agents` are those of them whose agent
+    disappeared.
     """
 
     generator_id: Name
@@ -148,6 +149,7 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     is_catching_up: bool = False
     last_failure: GroupFailure | None = None
     failed_rows: Annotated[tuple[FailedRow, ...], Meta(max_length=MAX_NAMES)] = ()
+    num_lost_agents: Count = 0
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anthropic
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -78,11 +78,11 @@ async def playing(*answers: str, **agent: object) -> AsyncIterator[Played]:
     """An episode that an agent has asked for."""
     gateway = Gateway(config(**agent))
     url = await gateway.start(PlainRenderer())
-    prompt = Prompt("what?", "42", {"id": 5})
+    prompt = Prompt("what?", "42", {"id": 5}, environment="agent")
     played = Played(gateway, ScriptedEngine(*answers), prompt)
     running = asyncio.create_task(played.play())
     try:
-        async with httpx.AsyncClient() as http:
+        async with httpx2.AsyncClient() as http:
             response = await http.post(f"{url}/sessions", json={"wait_s": 10})
         await played.start(response.json())
         yield played
@@ -102,7 +102,7 @@ async def test_a_task_says_what_to_do_and_where():
         ]
         assert (task["row"], task["answer"]) == ({"id": 5}, "42")
         assert (task["seed"], task["episode_index"], task["model"]) == (7, 1, "policy")
-        async with httpx.AsyncClient() as http:
+        async with httpx2.AsyncClient() as http:
             assert (await http.get(task["session_url"])).json() == task
 
 
@@ -328,7 +328,7 @@ async def test_other_sampling_may_be_refused():
 
 
 async def test_a_body_that_is_too_large_or_no_json_is_refused():
-    async with playing("a;", max_request_bytes=1000) as played, httpx.AsyncClient() as http:
+    async with playing("a;", max_request_bytes=1000) as played, httpx2.AsyncClient() as http:
         url, key = f"{played.task['base_url']}/chat/completions", played.task["api_key"]
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
@@ -351,7 +351,7 @@ async def test_a_body_that_is_too_large_or_no_json_is_refused():
 
 
 async def test_another_key_is_refused_and_that_of_a_closed_episode_is_told_so():
-    async with playing("a;") as played, httpx.AsyncClient() as http:
+    async with playing("a;") as played, httpx2.AsyncClient() as http:
         stranger = await played.openai_client(played.task["base_url"], "sk-other")
         with pytest.raises(openai.AuthenticationError, match="no episode has this API key"):
             await stranger.chat.completions.create(model="m", messages=[QUESTION])

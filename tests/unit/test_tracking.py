@@ -190,6 +190,7 @@ def test_generators_are_told_apart_and_together():
             policy_version=i,
             tokens_per_s=10.0,
             num_tokens=20 * i,
+            num_lost_agents=i + 1,
         )
         for i in range(2)
     )
@@ -206,6 +207,7 @@ def test_generators_are_told_apart_and_together():
     assert math.isnan(metrics["generator/g0/tokens_per_s"]), "it has reported no token yet"
     assert metrics["generator/g1/tokens_per_s"] == 10.0
     assert metrics["generator/g1/policy_version"] == 1
+    assert metrics["generator/num_lost_agents"] == 3
 
 
 def test_staleness_is_a_distance():
