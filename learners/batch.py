@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from learners.episodes import Episodes
 from learners.packing import pack_shares
 from learners.parallel.plan import owners
 from learners.parallel.ranks import Ranks
@@ -50,6 +51,7 @@ class TrainingBatch:
     prompt_indices: tuple[int, ...]
     """[S] places in the prompt stream."""
     sequences: Sequences
+    episodes: Episodes
     rewards: torch.Tensor
     """[S]"""
     group_indices: torch.Tensor
@@ -64,6 +66,10 @@ class TrainingBatch:
     """[R]"""
     staleness: torch.Tensor
     """[R] versions between sampling and training, as a distance."""
+    is_in_loss: torch.Tensor
+    """[R] bool, as the environment decided."""
+    turn_rewards: torch.Tensor
+    """[R] what the environment gave for a turn, at the turn's last token."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
@@ -90,6 +96,7 @@ class TrainingBatch:
         outcomes = torch.tensor([_outcome(t) for t in trajectories]).view(-1, 5)
         behavior = _responses(trajectories, "behavior_logprobs", np.float32)
         versions = _responses(trajectories, "policy_versions", np.int32)
+        judged = ranks.sum(_among(tokens, _judgments(trajectories)))
         return cls(
             trajectories=trajectories,
             owners=tuple(owner.tolist()),
@@ -97,6 +104,7 @@ class TrainingBatch:
             lengths=tuple(n for h in headers for n in h.lengths),
             prompt_indices=tuple(h.prompt_index for h in headers for _ in h.lengths),
             sequences=sequences,
+            episodes=Episodes.of(headers, sequences),
             rewards=torch.tensor([reward for h in headers for reward in h.rewards]),
             group_indices=torch.arange(len(headers)).repeat_interleave(sizes),
             environment_indices=index.repeat_interleave(sizes),
@@ -104,6 +112,8 @@ class TrainingBatch:
             outcomes=ranks.sum(_among(own, outcomes)),
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
+            is_in_loss=judged[:, 0] > 0,
+            turn_rewards=judged[:, 1],
         )
 
     def __len__(self) -> int:
@@ -219,6 +229,24 @@ def _responses(trajectories: Sequence[Trajectory], field: str, dtype: Any) -> to
     """The field's values of all response tokens, in order."""
     arrays = [getattr(t, field)[t.response_mask] for t in trajectories]
     return torch.from_numpy(np.concatenate(arrays or [np.zeros(0, dtype)]))
+
+
+def _judgments(trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """[R, 2] of each response token: whether it counts for the loss, and what its turn, if it is
+    the last token of one, was rewarded with."""
+    columns = [np.zeros((0, 2), np.float32), *map(_judged, trajectories)]
+    return torch.from_numpy(np.concatenate(columns))
+
+
+def _judged(trajectory: Trajectory) -> np.ndarray[Any, np.dtype[np.float32]]:
+    mask = trajectory.loss_mask
+    column = np.zeros((trajectory.num_response_tokens, 2), np.float32)
+    column[:, 0] = 1.0 if mask is None else mask[trajectory.response_mask]
+    ends = np.cumsum([turn.num_completion_tokens for turn in trajectory.turns], dtype=np.int64)
+    # Turns are data of a generator: those that do not fit the tokens have no place to stand.
+    if len(ends) and ends[-1] == len(column):
+        np.add.at(column[:, 1], ends - 1, [turn.reward for turn in trajectory.turns])
+    return column
 
 
 @dataclass(frozen=True, eq=False)

@@ -143,8 +143,9 @@ class Trainer:
     def _mini_batches(self, batch: TrainingBatch) -> list[list[int]]:
         """The trajectories of each update."""
         if resampling := self._config.algorithm.pf_ppo:
-            chosen = self._ranks.first(pf_ppo_resample(batch.rewards, resampling))
-            return mini_batches(batch, self._config, chosen.tolist())
+            rewards = batch.episodes.each(batch.rewards)
+            chosen = self._ranks.first(pf_ppo_resample(rewards, resampling))
+            return mini_batches(batch, self._config, batch.episodes.members(chosen))
         return mini_batches(batch, self._config)
 
     def _accumulate(

@@ -85,10 +85,24 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     )
 
 
-groups = st.builds(
-    TrajectoryGroup,
-    group_id=names,
-    prompt_index=st.integers(0, 2**40),
-    environment=st.text(max_size=10),
-    trajectories=st.lists(trajectories(), min_size=1, max_size=4).map(tuple),
-)
+@st.composite
+def _groups(draw: st.DrawFn) -> TrajectoryGroup:
+    """Some have loss masks, in all of their trajectories or in none, as a packed group has."""
+    members = tuple(draw(st.lists(trajectories(), min_size=1, max_size=4)))
+    if draw(st.booleans()):
+        members = tuple(
+            msgspec.structs.replace(t, loss_mask=t.response_mask & (t.token_ids % 2 == 0))
+            for t in members
+        )
+    sizes = draw(st.lists(st.integers(1, 2), min_size=len(members), max_size=len(members)))
+    indices = [i for i, size in enumerate(sizes) for _ in range(size)][: len(members)]
+    return TrajectoryGroup(
+        group_id=draw(names),
+        prompt_index=draw(st.integers(0, 2**40)),
+        environment=draw(st.text(max_size=10)),
+        trajectories=members,
+        episode_indices=tuple(indices) if draw(st.booleans()) else (),
+    )
+
+
+groups = _groups()

@@ -1,6 +1,6 @@
 """A trainer on the tiny model and batches for it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
+from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, episode_indices
 from tests.tiny_model import make_llama
 
 POISON = 1
@@ -104,6 +104,29 @@ def with_metrics(group: TrajectoryGroup, **metrics: float) -> TrajectoryGroup:
     """The group with these metrics of each trajectory."""
     members = tuple(structs.replace(t, metrics=metrics) for t in group.trajectories)
     return structs.replace(group, trajectories=members)
+
+
+def segmented(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group with two segments for each episode that has two tokens."""
+    episodes = [list(_halves(t)) for t in group.trajectories]
+    return structs.replace(
+        group,
+        trajectories=tuple(segment for episode in episodes for segment in episode),
+        episode_indices=episode_indices(map(len, episodes)),
+    )
+
+
+def _halves(trajectory: Trajectory) -> Iterator[Trajectory]:
+    """Two segments that share out its response tokens, each with its prompt; or itself."""
+    places = np.flatnonzero(trajectory.response_mask)
+    if len(places) < 2:
+        yield trajectory
+        return
+    prompt = np.flatnonzero(~trajectory.response_mask)
+    for part in np.array_split(places, 2):
+        kept = np.concatenate([prompt, part])
+        names = ("token_ids", "response_mask", "behavior_logprobs", "policy_versions")
+        yield structs.replace(trajectory, **{n: getattr(trajectory, n)[kept] for n in names})
 
 
 def poisoned(

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from learners.checkpoints.contents import MODEL
+from learners.checkpoints.push import push, require_token
 from learners.checkpoints.shards import whole_tensors
 from learners.policy.hugging_face import save_model
 from learners.policy.lora import merged_weights, save_adapter
@@ -42,6 +43,8 @@ def main(arguments: argparse.Namespace) -> int:
             f"--max-shard-size: was {arguments.max_shard_size!r}, and must be a whole number of "
             "KB, MB, GB or TB, such as 500MB"
         )
+    if arguments.push:
+        require_token()
     config = find_run(arguments.folder)
     run = config.run.path
     checkpoint = _newest(run) if arguments.step is None else _of_step(run, arguments.step)
@@ -56,6 +59,8 @@ def main(arguments: argparse.Namespace) -> int:
     print(
         f"{folder}: step {checkpoint.policy_version}, {arguments.dtype}, {num_bytes / 1e6:,.1f} MB"
     )
+    if arguments.push:
+        print(push(folder, arguments.push, is_public=arguments.public))
     return 0
 
 

@@ -4,11 +4,13 @@
 
 Invariant: a function of the batch, the `algorithm:` section and the state below, which is part of a
 checkpoint.
-Shapes: R response tokens, S trajectories.
+An episode of several segments is credited as one.
+Shapes: R response tokens, E episodes, S trajectories.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -33,13 +35,13 @@ class CreditAssignment:
     """[R]"""
     returns: torch.Tensor | None
     """[R] what a critic is trained towards; None without one."""
-    sequence_mask: torch.Tensor | None
-    """[S] bool; false for prompts that are too easy or too hard, and for trajectories that a limit
-    cut, if these are masked. None keeps all."""
+    loss_mask: torch.Tensor | None
+    """[R] bool; false for prompts that are too easy or too hard, for trajectories that a limit cut,
+    if these are masked, and for turns that the environment left out. None keeps all."""
     sample_weights: torch.Tensor | None
     """[S], or None for 1."""
     metrics: dict[str, float]
-    """Means over the trajectories."""
+    """Means over the episodes."""
 
 
 class CreditAssigner:
@@ -61,31 +63,40 @@ class CreditAssigner:
 
         The log-probabilities [R] are for KL in the reward, the values [R] for gae.
         """
-        config, sequences = self._config, batch.sequences
+        config, episodes = self._config, batch.episodes
+        sequences = episodes.sequences
         shaped = shape_rewards(
-            batch.rewards,
-            self._normalization_groups(batch),
+            episodes.each(batch.rewards),
+            episodes.each(self._normalization_groups(batch)),
             sequences,
             config.reward,
             self._running,
-            batch.num_invalid_turns,
-            batch.is_truncated,
+            episodes.each(batch.num_invalid_turns),
+            episodes.each(batch.is_truncated),
         )
         kl, metrics = None, shaped.metrics
         if proximal_logprobs is not None and reference_logprobs is not None:
             kl = kl_penalty(proximal_logprobs, reference_logprobs, config.kl_reward.kind)
             metrics = {**metrics, "reward/kl": float(kl.mean()), "reward/kl_coef": self._kl.value}
-        rewards = token_rewards(shaped.rewards, sequences, kl, self._kl.value, config.reward.whiten)
+        rewards = token_rewards(
+            shaped.rewards,
+            sequences,
+            kl,
+            self._kl.value,
+            config.reward.whiten,
+            batch.turn_rewards if config.reward.placement == "turn" else None,
+        )
         if kl is not None:
             self._kl.update(float(kl.mean()), len(sequences))
-        baseline = batch.greedy_rewards if config.needs_greedy_rewards else None
-        advantage_input = AdvantageInput(rewards, batch.group_indices, sequences, values, baseline)
+        baseline = episodes.each(batch.greedy_rewards) if config.needs_greedy_rewards else None
+        groups = episodes.each(batch.group_indices)
+        advantage_input = AdvantageInput(rewards, groups, sequences, values, baseline)
         advantages = estimate_advantages(config.advantage, advantage_input, config.advantage_config)
         returns = None if values is None else gae_returns(advantage_input, config.advantage_config)
         return CreditAssignment(
             advantages=advantages,
             returns=returns,
-            sequence_mask=self._sequence_mask(batch),
+            loss_mask=self._loss_mask(batch),
             sample_weights=self._sample_weights(batch),
             metrics=metrics,
         )
@@ -107,17 +118,22 @@ class CreditAssigner:
                 return batch.environment_indices
         return batch.group_indices
 
-    def _sequence_mask(self, batch: TrainingBatch) -> torch.Tensor | None:
-        config, mask = self._config.reward, None
+    def _loss_mask(self, batch: TrainingBatch) -> torch.Tensor | None:
+        config, episodes = self._config.reward, batch.episodes
+        masks = [] if batch.is_in_loss.all() else [batch.is_in_loss]
         if config.difficulty_low is not None or config.difficulty_high is not None:
             low, high = config.difficulty_low, config.difficulty_high
-            mask = difficulty_mask(batch.rewards, batch.group_indices, low, high)
+            rewards, groups = episodes.each(batch.rewards), episodes.each(batch.group_indices)
+            mask = difficulty_mask(rewards, groups, low, high)
+            masks = [*masks, episodes.sequences.expand(mask)]
         if config.truncated == "mask":
-            mask = ~batch.is_truncated if mask is None else mask & ~batch.is_truncated
-        return mask
+            masks = [*masks, batch.sequences.expand(~batch.is_truncated)]
+        return reduce(torch.logical_and, masks) if masks else None
 
     def _sample_weights(self, batch: TrainingBatch) -> torch.Tensor | None:
         config = self._config.sample_weight
         if not config.difficulty and not config.length:
             return None
-        return sample_weights(batch.sequences.lengths, config, batch.difficulties).float()
+        episodes = batch.episodes
+        difficulties, lengths = episodes.each(batch.difficulties), episodes.sequences.lengths
+        return episodes.to_trajectories(sample_weights(lengths, config, difficulties).float())

@@ -138,7 +138,7 @@ class FactCollector:
             advantages=credit.advantages,
             rewards=batch.rewards,
             sample_weights=credit.sample_weights,
-            loss_mask=_to_tokens(credit.sequence_mask, batch),
+            loss_mask=credit.loss_mask,
             importance_weights=None,
             proximal_logprobs=policy if config.proximal == "recompute" else None,
             reference_logprobs=reference,
@@ -182,7 +182,3 @@ def _finite(
     """The column [R] with other numbers for sequences that are not finite: no mean over the batch,
     and no state from batch to batch, becomes NaN."""
     return None if column is None else torch.where(is_finite, column, instead)
-
-
-def _to_tokens(sequence_mask: torch.Tensor | None, batch: TrainingBatch) -> torch.Tensor | None:
-    return None if sequence_mask is None else batch.sequences.expand(sequence_mask)

@@ -30,16 +30,16 @@ class Part:
 
 def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     """Metrics of rewards, lengths and advantages."""
-    counts = [len(part.batch) for part in parts]
+    counts = [len(part.batch.episodes) for part in parts]
     means = {
         name: sum(n * part.means[name] for n, part in zip(counts, parts, strict=True)) / sum(counts)
         for name in parts[0].means
     }
-    rewards = torch.cat([part.batch.rewards for part in parts])
+    rewards = torch.cat([part.batch.episodes.each(part.batch.rewards) for part in parts])
     variances = torch.cat([_reward_variances(part.batch) for part in parts])
-    lengths = torch.cat([part.batch.sequences.lengths for part in parts]).float()
-    truncated = torch.cat([part.batch.is_truncated for part in parts])
-    at_deadline = torch.cat([part.batch.is_at_deadline for part in parts])
+    lengths = torch.cat([part.batch.episodes.sequences.lengths for part in parts]).float()
+    truncated = torch.cat([p.batch.episodes.each(p.batch.is_truncated) for p in parts])
+    at_deadline = torch.cat([p.batch.episodes.each(p.batch.is_at_deadline) for p in parts])
     advantages = torch.cat([part.facts.advantages for part in parts])
     return {
         **means,
@@ -101,8 +101,10 @@ def of_work(parts: Sequence[Part], max_tokens: int, update_s: float) -> dict[str
 
 def _reward_variances(batch: TrainingBatch) -> torch.Tensor:
     """[groups] of the batch."""
-    num_groups = int(batch.group_indices.max()) + 1
-    sums = torch.zeros(num_groups).index_add_(0, batch.group_indices, batch.rewards)
-    squares = torch.zeros(num_groups).index_add_(0, batch.group_indices, batch.rewards**2)
-    sizes = batch.group_indices.bincount()
+    indices = batch.episodes.each(batch.group_indices)
+    rewards = batch.episodes.each(batch.rewards)
+    num_groups = int(indices.max()) + 1
+    sums = torch.zeros(num_groups).index_add_(0, indices, rewards)
+    squares = torch.zeros(num_groups).index_add_(0, indices, rewards**2)
+    sizes = indices.bincount()
     return squares / sizes - (sums / sizes) ** 2

@@ -263,5 +263,8 @@ def layer_mask(local_size: int | None = None, **kwargs: Any) -> Any:
     return LayerMask(local_size)
 
 
-AttentionInterface.register(NAME, over_slices(packed_attention))
+attend = over_slices(packed_attention)
+"""As transformers calls it."""
+
+AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, layer_mask)

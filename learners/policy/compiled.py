@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from learners.parallel.sharding import layers
 from learners.policy import attention
 from learners.policy.network import Network
 
 
 def compile_layers(network: Network) -> None:
     """In place; the first passes of a run compile, which takes a minute or so."""
-    attend: Any = torch.compiler.disable(attention.packed_attention)
+    attend: Any = torch.compiler.disable(attention.attend)
     AttentionInterface.register(attention.NAME, attend)
-    decoder: Any = network.model.get_decoder()
-    for child in decoder.children():
-        if isinstance(child, torch.nn.ModuleList):
-            for layer in child:
-                layer.compile(dynamic=True)
+    for layer in layers(network):
+        layer.compile(dynamic=True)

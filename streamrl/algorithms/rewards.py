@@ -160,11 +160,19 @@ def token_rewards(
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
     whitened: bool = False,
+    turn_rewards: Tensor | None = None,
 ) -> Tensor:
-    """[R] the reward at the last token of each trajectory, less `kl_coef` times `kl` [R]."""
+    """[R] the reward at the last token of each trajectory, less `kl_coef` times `kl` [R].
+
+    Of it, `turn_rewards` [R] stand where they are; the rest is what is left of the whole.
+    """
+    if turn_rewards is not None:
+        rewards = rewards - sequences.sum(turn_rewards).to(rewards.dtype)
     lengths = sequences.lengths.to(rewards.device)
     last = (lengths.cumsum(0) - 1)[lengths > 0]
     placed = rewards.new_zeros(sequences.num_tokens).index_copy_(0, last, rewards[lengths > 0])
+    if turn_rewards is not None:
+        placed = placed + turn_rewards
     if kl is not None:
         placed = placed - kl_coef * kl
     return whiten(placed) if whitened else placed

@@ -110,14 +110,24 @@ async def publish(started: Run, good: Generator, counts: Fuzzed) -> None:
 
 
 async def send(address: str, batch: list[Frames]) -> None:
-    """One connection, which ends with a frame that is too large. Waits as its queues demand."""
-    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.setsockopt(zmq.SNDHWM, 10)
-    socket.connect(address)
-    for frames in (*batch, [TOO_LARGE]):
-        await socket.send_multipart(frames)
-    socket.close()
+    """One connection, which ends with a frame that is too large. Waits as its queues demand, for
+    WAIT_S at most."""
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.SNDHWM, 10)
+        socket.connect(address)
+        async with asyncio.timeout(WAIT_S):
+            for frames in (*batch, [TOO_LARGE]):
+                while not _is_sent(socket, frames):
+                    await asyncio.sleep(0.001)
+
+
+def _is_sent(socket: "zmq.Socket[bytes]", frames: Frames) -> bool:
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
 
 
 async def fuzz_receiver(num_messages: int, seed: int, *, num_drawn: int = 2000) -> int:

@@ -1,12 +1,17 @@
 """Compiled layers compute what plain ones do, for micro-batches of other lengths as well."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
+from learners.parallel.mesh import make_mesh
+from learners.parallel.sequence import sequence_block
 from learners.policy.compiled import compile_layers
 from learners.policy.network import Network
+from streamrl.config.learner import MeshSettings
+from tests.ranks import run_ranks
 from tests.training import make_batch, make_network
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -29,3 +34,25 @@ def test_compiled_layers_have_the_gradients_and_the_names_of_plain_ones():
         for name, gradient in expected.items():
             scale = float(gradient.abs().max())
             assert torch.allclose(found[name], gradient, atol=1e-5 * scale), name
+
+
+def logprobs_of_shared_tokens() -> torch.Tensor:
+    """Of a network whose tokens two ranks share."""
+    network = make_network(num_hidden_layers=1)
+    mesh = make_mesh(MeshSettings(sequence=2), torch.device("cpu"))
+    network.sequence_block = sequence_block(network.model, mesh)
+    compile_layers(network)
+    return logprobs(network)
+
+
+def logprobs(network: Network) -> torch.Tensor:
+    with torch.no_grad():
+        passes = [network(m).logprobs for m in make_batch(0).pack(100, network.device)]
+    return torch.cat(passes)
+
+
+@NEEDS_COMPILER
+def test_ranks_that_share_tokens_compute_the_same_with_compiled_layers(tmp_path: Path):
+    expected = logprobs(make_network(num_hidden_layers=1))
+    for found in run_ranks(logprobs_of_shared_tokens, 2, tmp_path):
+        assert torch.allclose(found, expected, atol=1e-5)

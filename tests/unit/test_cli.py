@@ -88,7 +88,7 @@ def test_import_and_help_cost_little_more_than_python_itself():
 
 
 GROUPS = {
-    "run": ["launch", "check", "buffer", "generator", "learner", "make-model", "keys new"],
+    "run": ["launch", "check", "buffer", "generator", "learner", "make-model", "new", "keys new"],
     "look": ["status", "watch", "report", "generators", "buffer inspect"],
     "operate": [
         *("generators cordon", "generators uncordon", "generators drain", "buffer drain"),

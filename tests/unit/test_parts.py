@@ -14,7 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
-from streamrl.types import FinishReason, TrajectoryGroup, replace
+from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, Turn, replace
 from tests.training import make_config, make_groups, make_policy, make_trainer
 
 WHOLE = (5,)
@@ -33,6 +33,7 @@ ACCEPTING: list[dict[str, Any]] = [
     *({"advantage": name} for name in ("reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo")),
     *({"advantage": name} for name in ("remax", "opo")),
     {"advantage": "reinforce", "advantage_config": {"gamma": 0.9, "clip": 0.3}},
+    {"advantage": "reinforce", "reward": {"placement": "turn"}},
     {"advantage_config": {"norm_adv_by_std": False}},
     *({"loss": name} for name in LOSS_SETTINGS if name not in ("clip_cov", "kl_cov")),
     *(
@@ -140,6 +141,15 @@ def of(algorithm: Mapping[str, Any]) -> RunConfig:
     return make_config(algorithm=algorithm, learner=learner, optimizer={"eps": 1e-5})
 
 
+def one_turn(trajectory: Trajectory) -> Turn:
+    return Turn(
+        num_observation_tokens=0,
+        num_completion_tokens=trajectory.num_response_tokens,
+        finish_reason=FinishReason.STOP,
+        reward=0.7,
+    )
+
+
 def with_facts(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
     """With what some settings read; the last of each group is truncated."""
     return [
@@ -149,6 +159,7 @@ def with_facts(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
                 replace(
                     t,
                     metrics={"greedy_reward": 0.2, "num_invalid_turns": float(i)},
+                    turns=(one_turn(t),),
                     finish_reason=FinishReason.LENGTH if i == 3 else FinishReason.STOP,
                 )
                 for i, t in enumerate(group.trajectories)

@@ -98,11 +98,11 @@ def test_a_batch_of_masked_trajectories_has_no_gradient():
 def test_both_masks_hold():
     config = make_config(algorithm={"reward": {"truncated": "mask", "difficulty_high": 0.5}})
     batch = batch_with(REASONS)
-    mask = CreditAssigner(config.algorithm).assign(batch).sequence_mask
+    mask = CreditAssigner(config.algorithm).assign(batch).loss_mask
     is_hard = batch.rewards.view(-1, 4).mean(1).repeat_interleave(4) < 0.5
     assert is_hard.any()
     assert not is_hard.all()
-    assert torch.equal(mask, is_hard & ~batch.is_truncated)
+    assert torch.equal(mask, batch.sequences.expand(is_hard & ~batch.is_truncated))
 
 
 @pytest.mark.parametrize("norm_mean", [None, "batch"])
@@ -115,6 +115,6 @@ def test_a_penalty_is_subtracted_before_rewards_are_compared(norm_mean: str | No
     plain = make_config(algorithm={"reward": {"norm_mean": norm_mean}}).algorithm
     expected = CreditAssigner(plain).assign(dataclasses.replace(batch, rewards=penalized))
     assert torch.allclose(credit.advantages, expected.advantages, atol=1e-6)
-    assert credit.sequence_mask is None
+    assert credit.loss_mask is None
     _, metrics = gradients(batch, reward)
     assert metrics["reward/mean"] == pytest.approx(float(batch.rewards.mean()))

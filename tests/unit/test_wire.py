@@ -79,6 +79,7 @@ def test_a_packed_group_is_the_group_and_has_its_header(group):
         ({"policy_versions": np.full(7, 2, np.int32)}, "must be >= 0 where"),
         ({"token_ids": np.full(7, -1, np.int32)}, "negative id"),
         ({"reward": float("nan")}, "reward: is nan"),
+        ({"loss_mask": np.ones(7, np.bool_)}, "loss_mask: must be off"),
     ],
 )
 def test_a_packed_group_is_checked_as_its_members_are(changes, sentence):
@@ -195,11 +196,19 @@ def test_a_claimed_size_allocates_nothing(body):
         ({"token_ids": np.full(7, -1, np.int32)}, "negative id"),
         ({"token_ids": np.zeros((7, 1), np.int32)}, "one-dimensional"),
         ({"reward": float("inf")}, "must be finite"),
+        ({"loss_mask": np.ones(7, np.bool_)}, "loss_mask: must be off"),
+        ({"loss_mask": np.zeros(6, np.bool_)}, "differ in length"),
     ],
 )
 def test_a_record_that_breaks_its_rules_cannot_be_made(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         msgspec.structs.replace(make_group(0).trajectories[0], **change)
+
+
+@pytest.mark.parametrize("indices", [(0,), (1, 1), (0, 2), (1, 0)])
+def test_episodes_that_do_not_share_out_the_trajectories_are_refused(indices):
+    with pytest.raises(ValueError, match="episode_indices: is"):
+        msgspec.structs.replace(make_group(0), episode_indices=indices)
 
 
 def test_a_rule_broken_by_a_foreign_writer_is_found_on_decode():

@@ -38,6 +38,11 @@ _RUN = {
         "make the small local model that model.recipe describes",
         options.config,
     ),
+    "new": Command(
+        "streamrl.cli.recipes.new:main",
+        "copy a recipe into a folder of your own, to start from",
+        options.new_from_recipe,
+    ),
     "keys new": Command(
         "streamrl.cli.keys:main", "make the keys of buffer.curve", options.new_folder
     ),

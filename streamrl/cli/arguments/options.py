@@ -92,10 +92,23 @@ def export(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="the adapter of learner.lora alone, for peft"
     )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="upload the folder to this repository of the Hugging Face hub, made if need be",
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="of a repository that is made; default: private"
+    )
 
 
 def new_folder(parser: ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="where the keys are written")
+
+
+def new_from_recipe(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="a new folder")
+    parser.add_argument("--recipe", metavar="NAME", help="its name; without one they are listed")
 
 
 def ablate(parser: ArgumentParser) -> None:

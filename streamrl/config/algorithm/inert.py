@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import (
     LOSS_SETTINGS,
     RATIO_SETTINGS,
@@ -39,6 +40,11 @@ _NO_WEIGHTS = (
     "the veto makes weights 0, and threshold null switches weights off, so it cannot act; set "
     "algorithm.rollout_is.threshold"
 )
+_SUM_ALONE = (
+    "algorithm.advantage {} reads the sum of an episode's rewards alone, so it cannot act; gae, "
+    "reinforce, reinforce_plus_plus and remax read where they stand"
+)
+_BY_PLACE = ("gae", "reinforce", "reinforce_plus_plus", "remax")
 
 
 class Inert(NamedTuple):
@@ -57,6 +63,8 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Iner
     )
     if config.needs_values and num_updates == 1:
         yield Inert(("value", "clip_range"), _VALUES_STAND)
+    if config.advantage in ADVANTAGE_SETTINGS and config.advantage not in _BY_PLACE:
+        yield Inert(("reward", "placement"), _SUM_ALONE.format(config.advantage))
     if config.rollout_is.threshold is None:
         yield Inert(("rollout_is", "veto_threshold"), _NO_WEIGHTS)
 

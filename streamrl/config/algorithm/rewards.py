@@ -61,6 +61,9 @@ class RewardSettings(Section):
     """Bound on the absolute reward."""
     length: LengthRewardSettings | None = None
     """Punishment of overlong responses; null for none."""
+    placement: Literal["episode", "turn"] = "episode"
+    """Where the reward stands before it is discounted: all of it at the last token of the episode,
+    or what the environment gave for a turn at that turn's end, and the rest at the last token."""
     whiten: bool = False
     """Standardize token rewards over the batch before the return."""
     difficulty_low: float | None = None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from learners.batch import TrainingBatch
 from learners.parallel.mesh import make_mesh
@@ -16,9 +17,17 @@ from learners.parallel.sharding import full_parameters
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings
-from streamrl.types import GroupHeader, TrajectoryGroup
+from streamrl.types import FinishReason, GroupHeader, TrajectoryGroup, Turn
 from tests.ranks import run_ranks
-from tests.training import make_config, make_groups, make_trainer, poison, poisoned, with_metrics
+from tests.training import (
+    make_config,
+    make_groups,
+    make_trainer,
+    poison,
+    poisoned,
+    segmented,
+    with_metrics,
+)
 
 NUM_STEPS = 3
 TWICE = {"updates_per_batch": 2, "epochs": 2}
@@ -46,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         "proximal": "behavior",
         "rollout_is": {"rejection": [{"token_k1": 20}], "normalize_by": "kept"},
     },
+    "segments": {"advantage": "reinforce_plus_plus", "reward": {"placement": "turn"}},
     "not-finite": {},
     "not-finite-critic": {"advantage": "gae"},
     "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
@@ -65,6 +75,22 @@ def configure(case: dict[str, Any]) -> RunConfig:
     return make_config(algorithm=algorithm, learner=learner, optimizer=optimizer)
 
 
+def of_turns(group: TrajectoryGroup) -> TrajectoryGroup:
+    """In segments, of which the first is one rewarded turn, half of it in the loss."""
+    group = segmented(group)
+    first, *others = group.trajectories
+    count, mask = first.num_response_tokens, first.response_mask.copy()
+    mask[-(count // 2) or len(mask) :] = False
+    turn = Turn(
+        num_observation_tokens=0,
+        num_completion_tokens=count,
+        finish_reason=FinishReason.STOP,
+        reward=1.0,
+    )
+    first = structs.replace(first, turns=(turn,), loss_mask=mask)
+    return structs.replace(group, trajectories=(first, *others))
+
+
 def make_step(step: int, *, is_finite: bool = True) -> list[TrajectoryGroup]:
     """Groups of uneven lengths."""
     groups = make_groups(seed=step, num_groups=6, group_size=3)
@@ -80,6 +106,7 @@ def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
     cuts = (slice(0, 1), slice(1, None)) if name == "parts" else (slice(None),)
     for step in range(NUM_STEPS):
         groups = make_step(step, is_finite=is_finite)
+        groups = list(map(of_turns, groups)) if name == "segments" else groups
         for cut in cuts:
             trainer.accumulate(share_of(groups[cut], step, ranks))
         metrics.append(trainer.update())

@@ -106,8 +106,11 @@ class Run:
 async def run(tmp_path: Path, curve: Path | None = None, **settings: object) -> AsyncIterator[Run]:
     async with asyncio.TaskGroup() as tasks:
         started = Run(tmp_path, tasks, curve, **settings)
-        yield started
-        for task in started.running:
-            task.cancel()
-        await asyncio.wait(started.running)
-        started.sender.close()
+        try:
+            yield started
+        finally:
+            for task in started.running:
+                task.cancel()
+            await asyncio.wait(started.running)
+            # Also after a failure: a context that is collected with an open socket blocks for good.
+            started.sender.close()

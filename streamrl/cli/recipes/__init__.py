@@ -1,0 +1,1 @@
+"""Recipes: complete examples to copy, each a folder with a configuration and a README."""

@@ -1,0 +1,123 @@
+"""`streamrl.train`: the daemons of a launch from a script, and what is known of the run there."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import streamrl
+from streamrl.errors import ConfigError
+from tests.system.conftest import DEADLINE_S
+
+CONFIG: dict[str, Any] = {
+    "run": {"name": "from_python", "max_steps": 2, "evaluate": False},
+    "data": {"max_prompt_length": 8, "shuffle": False},
+    "generator": {"group_size": 2, "max_new_tokens": 4, "num_threads": 1},
+    "buffer": {"url": "zmq://127.0.0.1:0"},
+    "learner": {"groups_per_step": 2, "num_threads": 1, "optimizer": {"warmup_steps": 0}},
+    "weights": {"address": "tcp://127.0.0.1:0"},
+}
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    return {**CONFIG, "model": {"path": str(model)}}
+
+
+def test_a_run_with_a_local_reward_and_rows_of_ones_own(config, capsys):
+    bonus = 0.25
+
+    def length(episode):
+        return bonus + episode.num_response_tokens
+
+    run = streamrl.train(config, reward=length, dataset=iter(ROWS), wait=False)
+    followed = [row["step"] for row in run.follow()]
+    assert run.wait(DEADLINE_S).exit_code == 0
+    rows = run.metrics()
+    assert followed == [row["step"] for row in rows] == [1, 2]
+    assert all(row["reward/mean"] > 1 and row["reward/mean"] % 0.25 == 0 for row in rows)
+    assert run.checkpoint == run.path / "checkpoints" / "step-00000002"
+    assert "the books close" in run.output
+    assert run.output in capsys.readouterr().out
+    again = streamrl.train(
+        {**config, "run": {**config["run"], "max_steps": 3}},
+        reward=length,
+        dataset=ROWS,
+        resume=True,
+        show=False,
+    )
+    assert [row["step"] for row in again.metrics()] == [1, 2, 3]
+    assert len(list(Path("runs/inputs").glob("*.jsonl"))) == 1
+
+
+def test_what_is_wrong_is_raised_as_the_command_line_says_it(config):
+    with pytest.raises(ConfigError, match=r"reward: was int; it must be a function or PATH"):
+        streamrl.train(config, reward=3, dataset=ROWS)
+    with pytest.raises(ConfigError, match=r"dataset: row 1 was str; it must be a mapping"):
+        streamrl.train(config, dataset=[ROWS[0], "a"])
+    with pytest.raises(ConfigError, match=r"run\.max_steps"):
+        streamrl.train(config, dataset=ROWS, settings={"run.max_steps": -1})
+    with pytest.raises(ConfigError, match=r"launch: .*data\.reward.*exact_match"):
+        streamrl.train(config, dataset=ROWS, reward="exact_mtach", show=False)
+
+
+@pytest.fixture
+def hub_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the model in a cache of the hub, which cannot be reached."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    repository = tmp_path / "hub" / "models--somebody--tiny"
+    shutil.copytree(model, repository / "snapshots" / "1234")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1234")
+    return "somebody/tiny"
+
+
+def test_a_run_of_a_model_by_its_hub_name_is_stopped_and_its_checkpoint_is_kept(config, hub_name):
+    settings = {"run.max_steps": 10_000, "model.path": hub_name}
+    run = streamrl.train(config, dataset=ROWS, settings=settings, wait=False, show=False)
+    next(run.follow())
+    run.stop(DEADLINE_S)
+    assert run.exit_code == 128 + signal.SIGTERM
+    assert run.checkpoint is not None
+
+
+def test_the_daemons_end_with_the_script(config, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import streamrl
+
+            def score(episode):
+                return 1.0
+
+            run = streamrl.train(
+                {config!r},
+                reward=score,
+                dataset={ROWS!r},
+                settings={{"run.max_steps": 10_000}},
+                wait=False,
+            )
+            next(run.follow())
+            print("begun", flush=True)
+            run.wait()
+            """
+        )
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert any(line == b"begun\n" for line in process.stdout)
+        daemons = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, signal.SIGKILL)
+    assert len(daemons) >= 4
+    assert not psutil.wait_procs(daemons, DEADLINE_S)[1]

@@ -1,0 +1,149 @@
+"""Credit of episodes: segments share it, turns may have rewards of their own, and what the
+environment leaves out of the loss is not trained."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from learners.batch import TrainingBatch
+from learners.objective.credit import CreditAssigner, CreditAssignment
+from learners.trainer import Trainer
+from streamrl.algorithms.advantages import ADVANTAGES
+from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, Turn
+from tests.training import make_config, make_groups, make_policy, segmented, with_metrics
+
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"advantage": name} for name in ADVANTAGES},
+    "length penalty": {"reward": {"length": {"max_length": 10, "buffer": 8}}},
+    "normalized": {"reward": {"norm_mean": "batch", "norm_std": "running"}},
+    "weights": {"sample_weight": {"length": True, "difficulty": True}},
+    "easy ones masked": {"reward": {"difficulty_high": 0.5}},
+}
+
+
+def groups() -> list[TrajectoryGroup]:
+    return [
+        with_metrics(group, greedy_reward=0.2, difficulty=0.1 * i)
+        for i, group in enumerate(make_groups())
+    ]
+
+
+def credit(algorithm: Mapping[str, Any], batch: TrainingBatch) -> CreditAssignment:
+    config = make_config(algorithm=algorithm).algorithm
+    values = torch.linspace(-1, 1, batch.sequences.num_tokens) if config.needs_values else None
+    return CreditAssigner(config).assign(batch, values=values)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_segments_have_the_credit_of_their_episode(name: str):
+    whole = TrainingBatch.of(groups(), policy_version=4)
+    parts = TrainingBatch.of(list(map(segmented, groups())), policy_version=4)
+    assert len(parts) > len(whole) == len(parts.episodes)
+    expected, found = credit(CASES[name], whole), credit(CASES[name], parts)
+    assert torch.equal(found.advantages, expected.advantages)
+    assert found.metrics == expected.metrics
+    if name == "easy ones masked":
+        assert not expected.loss_mask.all()
+        assert torch.equal(found.loss_mask, expected.loss_mask)
+    if name == "weights":
+        shared = parts.episodes.to_trajectories(expected.sample_weights)
+        assert torch.equal(found.sample_weights, shared)
+
+
+def test_metrics_count_episodes():
+    config = make_config()
+    found = Trainer(config, make_policy()).step(TrainingBatch.of(list(map(segmented, groups())), 4))
+    expected = Trainer(config, make_policy()).step(TrainingBatch.of(groups(), 4))
+    for name in expected:
+        if name.startswith(("reward/", "response_length/", "advantage/")):
+            assert found[name] == expected[name], name
+
+
+def test_resampling_draws_whole_episodes():
+    batch = TrainingBatch.of(list(map(segmented, groups())), policy_version=4)
+    members = batch.episodes.members(torch.tensor([2, 0, 2]))
+    assert members == [
+        *range(*bounds(batch, 2)),
+        *range(*bounds(batch, 0)),
+        *range(*bounds(batch, 2)),
+    ]
+    last = len(batch.episodes) - 1
+    assert batch.episodes.members(torch.tensor([last]))[-1] == len(batch) - 1
+
+
+def bounds(batch: TrainingBatch, episode: int) -> tuple[int, int]:
+    chosen = (batch.episodes.of_trajectory == episode).nonzero()[:, 0].tolist()
+    return chosen[0], chosen[-1] + 1
+
+
+def trajectory_of_turns(rewards: list[float], reward: float) -> Trajectory:
+    """A prompt token, then two tokens for each turn with an observed one between the turns."""
+    mask = np.array([False, *([True, True, False] * len(rewards))[:-1]])
+    turn = Turn(num_observation_tokens=1, num_completion_tokens=2, finish_reason=FinishReason.STOP)
+    return Trajectory(
+        token_ids=np.arange(2, 2 + len(mask), dtype=np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        policy_versions=np.where(mask, 0, -1).astype(np.int32),
+        reward=reward,
+        finish_reason=FinishReason.STOP,
+        turns=tuple(structs.replace(turn, reward=given) for given in rewards),
+    )
+
+
+def batch_of(*trajectories: Trajectory) -> TrainingBatch:
+    group = TrajectoryGroup(
+        group_id="a", prompt_index=0, environment="test", trajectories=trajectories
+    )
+    return TrainingBatch.of([group], policy_version=0)
+
+
+def test_a_turns_reward_stands_at_its_end_and_the_rest_at_the_end_of_the_episode():
+    batch = batch_of(trajectory_of_turns([1.0, 0.0, 4.0], reward=7.0))
+    for placement, expected in (("turn", [7, 7, 6, 6, 6, 6]), ("episode", [7] * 6)):
+        algorithm = {"advantage": "reinforce", "reward": {"placement": placement}}
+        assert credit(algorithm, batch).advantages.tolist() == expected
+
+
+def test_turns_that_do_not_fit_the_tokens_leave_the_reward_at_the_end():
+    odd = structs.replace(trajectory_of_turns([1.0, 2.0], reward=7.0), turns=())
+    algorithm = {"advantage": "reinforce", "reward": {"placement": "turn"}}
+    assert credit(algorithm, batch_of(odd)).advantages.tolist() == [7] * 4
+
+
+def gradient(batch: TrainingBatch, **reward: object) -> dict[str, torch.Tensor]:
+    """Of one step."""
+    config = make_config(optimizer={"max_grad_norm": None}, algorithm={"reward": reward})
+    trainer = Trainer(config, make_policy())
+    seen: dict[str, torch.Tensor] = {}
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: seen.update({n: p.grad.clone() for n, p in trainer.policy.parameters().items()})
+    )
+    trainer.step(batch)
+    return seen
+
+
+def masked(trajectory: Trajectory, num_tokens: int, logprob: float = -0.5) -> Trajectory:
+    """Without its first so many response tokens in the loss, which were sampled at `logprob`."""
+    places = np.flatnonzero(trajectory.response_mask)[:num_tokens]
+    mask, logprobs = trajectory.response_mask.copy(), trajectory.behavior_logprobs.copy()
+    mask[places], logprobs[places] = False, logprob
+    return structs.replace(trajectory, loss_mask=mask, behavior_logprobs=logprobs)
+
+
+def test_a_turn_outside_the_loss_has_no_part_in_the_gradient():
+    good, bad = (trajectory_of_turns([0.0, 0.0], reward) for reward in (1.0, 0.0))
+    whole = gradient(batch_of(good, bad))
+    part = gradient(batch_of(masked(good, 2), bad))
+    assert any(not torch.allclose(whole[name], part[name], atol=1e-6) for name in whole)
+    other = gradient(batch_of(masked(good, 2, logprob=-9.0), bad))
+    assert all(torch.equal(part[name], other[name]) for name in part)
+    # Without any of its tokens a trajectory counts as one does that a limit cut and that is masked.
+    none = gradient(batch_of(masked(good, 4), bad))
+    cut = structs.replace(good, finish_reason=FinishReason.LENGTH)
+    expected = gradient(batch_of(cut, bad), truncated="mask")
+    assert all(torch.equal(none[name], expected[name]) for name in expected)

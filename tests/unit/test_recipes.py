@@ -1,0 +1,48 @@
+"""`streamrl new` and the recipes that it copies."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.cli.recipes.new import recipes
+from streamrl.config import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_is_complete_where_it_is_copied_to(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "mine", "--recipe", name]) == 0
+    assert capsys.readouterr().out == (ROOT / f"configs/recipes/{name}/README.md").read_text()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert load_config("config.yaml", environment={}).config.run.name
+
+
+def test_what_cannot_be_copied_says_why(tmp_path, capsys):
+    assert main(["new", str(tmp_path), "--recipe", "own_reward"]) == 2
+    assert f"{tmp_path} exists already" in capsys.readouterr().err
+    assert main(["new", str(tmp_path / "a"), "--recipe", "own_rewards"]) == 2
+    assert "--recipe: was 'own_rewards'; did you mean 'own_reward'" in capsys.readouterr().err
+    assert main(["new"]) == 2
+    assert "own_reward" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_wheel_holds_the_recipes_and_says_that_it_is_typed(tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, env=os.environ)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"{package}/py.typed" for package in ("streamrl", "actors", "learners", "buffers")} <= (
+        names
+    )
+    for name, folder in recipes().items():
+        for file in folder.rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts:
+                assert f"streamrl/recipes/{name}/{file.relative_to(folder)}" in names
