@@ -60,6 +60,8 @@ RUN_BY = {
     "streamrl evaluate --config first.yaml": "first",
     "torchrun --nproc-per-node 2 --no-python streamrl learner --config configs/quickstart.yaml "
     "--resume": "test_ranks.py",
+    "cd configs/recipes/frozen_lake": "frozen_lake",
+    "streamrl launch config.yaml --new": "frozen_lake",
     "streamrl check plugins.yaml": "plugins",
     "streamrl launch plugins.yaml --new": "plugins",
 }
@@ -145,6 +147,16 @@ def test_the_first_run_on_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytes
     assert "\nin order\n" in output["streamrl buffer audit runs/first"]
     assert len(read_metrics(Path("runs/first/metrics.jsonl"))) == 3
     assert Path("runs/first/evaluation.json").exists()
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_frozen_lake_recipe(monkeypatch: pytest.MonkeyPatch):
+    folder, launch = _run_by("frozen_lake")
+    monkeypatch.chdir(folder.split()[1])
+    monkeypatch.setenv("STREAMRL__RUN__EVALUATE", "false")
+    assert "the books close" in _output(launch)
+    metrics = read_metrics(Path("runs/frozen_lake/metrics.jsonl"))
+    assert len(metrics) == 3
 
 
 @pytest.mark.usefixtures("environment")

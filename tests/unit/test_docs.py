@@ -96,7 +96,10 @@ def test_settings_in_the_documents_can_be_loaded(tmp_path: Path):
     for number, block in enumerate(parts):
         minimal = {"model": {"path": "model"}, "data": {"source": "copy"}}
         settings_shown = yaml.safe_load(block.text)
-        whole = minimal | {n: {**minimal.get(n, {}), **v} for n, v in settings_shown.items()}
+        whole = minimal | {
+            n: {**minimal.get(n, {}), **v} if isinstance(v, dict) else v
+            for n, v in settings_shown.items()
+        }
         path = tmp_path / f"{number}.yaml"
         path.write_text(yaml.safe_dump(whole), encoding="utf-8")
         load_config(path, environment={})

@@ -14,42 +14,8 @@ from actors.tools.tool import ToolError, ToolSession
 from streamrl.config.generator import CallLimits
 from streamrl.interfaces import ToolSchema
 
-_FIRST = [
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eva",
-    "Finn",
-    "Gina",
-    "Hugo",
-    "Ines",
-    "Jon",
-    "Kara",
-    "Leo",
-    "Mia",
-    "Nils",
-    "Olga",
-    "Paul",
-]
-_LAST = [
-    "Abel",
-    "Berg",
-    "Cole",
-    "Dorn",
-    "Eck",
-    "Frey",
-    "Graf",
-    "Holm",
-    "Ihle",
-    "Jahn",
-    "Kern",
-    "Lang",
-    "Moor",
-    "Nash",
-    "Ost",
-    "Pohl",
-]
+_FIRST = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ines", "Jon", "Kara", "Leo")
+_LAST = ("Abel", "Berg", "Cole", "Dorn", "Eck", "Frey", "Graf", "Holm", "Ihle", "Jahn", "Kern")
 _LINES_OF_A_FILE = 8
 _MAX_HITS = 20
 

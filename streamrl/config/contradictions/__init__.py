@@ -35,6 +35,7 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     training.evaluation_without_a_model,
     environments.environment_twice,
     environments.one_name_for_two,
+    environments.agent_of_no_environment,
     environments.limit_below_a_group,
     environments.limits_leave_prompts,
 )

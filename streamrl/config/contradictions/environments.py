@@ -29,6 +29,16 @@ def one_name_for_two(c: "RunConfig") -> str | None:
     )
 
 
+def agent_of_no_environment(c: "RunConfig") -> str | None:
+    agent = c.generator.agent
+    if agent == type(agent)() or any(entry.environment == "agent" for entry in c.entries):
+        return None
+    return (
+        f"generator.agent.{min(agent.model_fields_set)} cannot act: no environment is agent; set "
+        "generator.environment to agent, or leave it out"
+    )
+
+
 def limit_below_a_group(c: "RunConfig") -> str | None:
     for i, entry in enumerate(c.entries):
         if entry.max_groups == 0:

@@ -23,8 +23,7 @@ class GeneratorSettings(Section):
     environment: str = "single_turn"
     """What answers the policy, turn by turn: single_turn, tools (see `tools`), frozen_lake,
     sokoban, calculator, file_search, gymnasium:ID, textarena:ID, or PATH.py:CLASS; or what calls
-    the policy: agent (see `agent`), several stand in
-    `environments`."""
+    the policy: agent (see `agent`). Several environments stand in `environments`."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment."""
     agent: AgentSettings = AgentSettings()
