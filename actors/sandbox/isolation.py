@@ -62,7 +62,7 @@ def job(
     return {
         "namespaces": isolation == "namespaces",
         "folder": str(folder),
-        "hidden": [str(Path.home()), str(Path.cwd())],
+        "hidden": [os.path.expanduser("~"), str(Path.cwd())],
         "kept": [sys.prefix, sys.base_prefix],
         "limits": numbers,
         "command": [sys.executable, "-B", "-E", "-s", "-u", "main.py", *arguments],

@@ -89,6 +89,13 @@ class GeneratorSettings(Section):
         """Trajectories that are sampled per prompt."""
         return self.group_size + self.oversample.num_siblings
 
+    @model_validator(mode="after")
+    def _has_each_tool_once(self) -> "GeneratorSettings":
+        names = [tool.tool for tool in self.tools]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"tools: {twice[0]} stands there twice")
+        return self
+
     @property
     def truncations(self) -> tuple[str, ...]:
         """The settings that cut off the distribution that is sampled from, with their values."""

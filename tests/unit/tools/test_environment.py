@@ -6,10 +6,12 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.record import Rollout
 from actors.rendering.renderer import ChatRenderer
+from actors.sandbox.isolation import find_isolation
 from actors.tools.environment import ToolEnvironment
 from actors.tools.toolset import Toolset
 from streamrl.config.data import DataSettings
@@ -120,6 +122,16 @@ class TestEpisodes:
         rollout = await play(engine, "calculator")
         assert rollout.metrics["tool/calculator/num_calls"] == 32
         assert engine.read[1].count("error: not run") == 8
+
+    @pytest.mark.skipif(find_isolation() is None, reason="no isolation on this machine")
+    async def test_programs_that_attack_are_observations(self) -> None:
+        programs = ["while True: pass", "import os\nwhile True: os.fork()", "x = bytearray(10**12)"]
+        calls = "\n".join(call("python", code=code) for code in programs)
+        engine = ScriptedEngine(calls + END, "I give up." + END)
+        rollout = await play(engine, ToolSettings(tool="python", time_limit_s=2.0))
+        assert engine.read[1].count("<tool_response>\nerror: ") == 3
+        assert rollout.metrics["tool/python/num_errors"] == 3
+        assert len(rollout.turns) == 2
 
     async def test_some_of_the_generators_tools(self) -> None:
         engine = ScriptedEngine(call("python", code="1") + END, "Done." + END)

@@ -270,9 +270,15 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=sentence.replace("OWN", str(own))):
             Toolset.from_settings(generator)
 
-    async def test_one_name_for_two(self) -> None:
+    def test_one_tool_twice(self) -> None:
+        with pytest.raises(ValueError, match="tools: calculator stands there twice"):
+            GeneratorSettings(tools=("calculator", "calculator"))  # type: ignore[arg-type]
+
+    async def test_one_name_for_two(self, own: Path) -> None:
+        schema = {"name": "calculator"}
+        renamed = ToolSettings(tool=f"{own}:add", function_schema=schema)
         with pytest.raises(RolloutError, match="two tools are called 'calculator'"):
-            await open_tools("calculator", "calculator")
+            await open_tools("calculator", renamed)
 
     async def test_a_class_that_cannot_be_made(self, own: Path) -> None:
         with pytest.raises(RolloutError, match=r"Notes: TypeError"):
