@@ -7,7 +7,7 @@ Called by: episode.py, one object per turn.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from streamrl.interfaces import CompletionHandle, Engine, EnvironmentContext, Observation
+from streamrl.interfaces import CompletionHandle, EnvironmentContext, Observation, Sampler
 from streamrl.types import Completion, Media, SamplingParams
 from streamrl.vision.parts import has_media
 
@@ -40,7 +40,7 @@ class Context:
 
 
 async def generate(
-    engine: Engine,
+    engine: Sampler,
     token_ids: Sequence[int],
     sampling: SamplingParams,
     handle: CompletionHandle | None,

@@ -13,12 +13,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from actors.episodes.context import generate
 from actors.episodes.record import EpisodeRecord
 from actors.gateway.conversations import Conversations, normalized
 from streamrl.errors import StreamRLError
-from streamrl.interfaces import CompletionHandle, Message, Renderer, ToolSchema
+from streamrl.interfaces import CompletionHandle, Message, Renderer, Sampler, ToolSchema
 from streamrl.types import Completion, FinishReason, Media, SamplingParams
 from streamrl.vision.parts import has_media
 
@@ -42,20 +42,6 @@ class Reply:
     num_prompt_tokens: int
     reply_id: str
     """Under which `Session.answered` has the messages up to and with this one."""
-
-
-class Sampler(Protocol):
-    """The part of an engine that a session uses."""
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        handle: CompletionHandle | None = None,
-        media: Sequence[Media] = (),
-    ) -> Completion:
-        """As `Engine.generate`."""
-        ...
 
 
 class Session:
@@ -201,17 +187,6 @@ class Session:
         named = [{"id": f"call_{uuid.uuid4().hex[:24]}", **call} for call in calls]
         return normalized({**message, "tool_calls": named})
 
-    async def _generated(
-        self,
-        context: tuple[int, ...],
-        sampling: SamplingParams,
-        handle: CompletionHandle,
-        media: tuple[Media, ...],
-    ) -> Completion:
-        if not media:
-            return await self._engine.generate(context, sampling, handle)
-        return await self._engine.generate(context, sampling, handle, media)
-
     async def _sampled(
         self, context: tuple[int, ...], sampling: SamplingParams, media: tuple[Media, ...]
     ) -> Completion:
@@ -221,7 +196,7 @@ class Session:
         self._num_begun += 1
         self._handles |= {handle}
         try:
-            completion = await self._generated(context, sampling, handle, media)
+            completion = await generate(self._engine, context, sampling, handle, media)
         except BaseException:
             self._num_begun -= 1
             raise

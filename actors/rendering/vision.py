@@ -5,6 +5,7 @@ Invariant: the ids that are recorded are those that the model reads, placeholder
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import AutoConfig
 
@@ -30,6 +31,10 @@ class PromptVision:
         Raises:
             ConfigError: there is no model, or it lacks its image processor.
         """
+        folder = Path(model.path)
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            # A tokenizer alone renders text.
+            return None
         trust = model.trust_remote_code
         reader = PatchReader.of(model.path, trust_remote_code=trust)
         if reader is None:

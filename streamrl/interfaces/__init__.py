@@ -6,7 +6,7 @@ tests every implementation for them.
 """
 
 from streamrl.interfaces.buffer import GeneratorBuffer, LearnerBuffer, TrajectoryBuffer
-from streamrl.interfaces.engine import CompletionHandle, Engine
+from streamrl.interfaces.engine import CompletionHandle, Engine, Sampler
 from streamrl.interfaces.episodes import (
     Environment,
     EnvironmentContext,
@@ -37,6 +37,7 @@ __all__ = [
     "PromptSource",
     "Renderer",
     "Reward",
+    "Sampler",
     "Score",
     "ToolSchema",
     "Tracker",

@@ -21,13 +21,8 @@ class CompletionHandle:
     """Set by the engine: tokens sampled so far; stays -1 if it does not report them."""
 
 
-class Engine(Protocol):
-    """Token ids in, token ids out. Every method may be called from the event loop at any time."""
-
-    @property
-    def policy_version(self) -> int:
-        """The version that samples the next token."""
-        ...
+class Sampler(Protocol):
+    """Token ids in, token ids out: all of an engine that an episode needs."""
 
     async def generate(
         self,
@@ -47,6 +42,15 @@ class Engine(Protocol):
         Raises:
             RolloutError: this request cannot be served; others are not touched.
         """
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """Every method may be called from the event loop at any time."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version that samples the next token."""
         ...
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:

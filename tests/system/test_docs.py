@@ -54,7 +54,7 @@ RUN_BY = {
     "streamrl soak configs/quickstart.yaml --minutes 480 --faults-per-hour 30": "soak",
     "streamrl ablate configs/ablation/stale_bf16.yaml --vary algorithm.rollout_is=metrics_only,"
     "token_is,sequence_clip,token_is_veto --seeds 0,1,2": "ablate",
-    "streamrl launch configs/recipes/colors.yaml": "test_vision.py",
+    "streamrl launch configs/recipes/colors/config.yaml": "test_vision.py",
     "python prompts.py": "first",
     "streamrl check first.yaml": "first",
     "streamrl launch first.yaml --new": "first",

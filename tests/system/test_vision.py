@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from streamrl.cli.main import main
 from tests.system.test_launch import assert_books_close
 
-RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "colors.yaml"
+RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "colors" / "config.yaml"
 NUM_STEPS = 40
 
 

@@ -67,6 +67,7 @@ ACCEPTING: list[dict[str, Any]] = [
     {"reward": {"length": {"max_length": 10, "buffer": 8, "penalty": 0.5}}},
     {"reward": {"difficulty_low": 0.4, "difficulty_high": 0.6}},
     {"reward": {"truncated": "mask"}},
+    {"dynamic_sampling": {"metric": "reward", "max_refills": 2}},
     {"reward": {"truncated": "penalize", "truncated_penalty": 0.5}},
 ]
 REFUSING: list[dict[str, Any]] = [

@@ -71,9 +71,13 @@ def config_of(*environments: dict, **sections: object) -> RunConfig:
 
 
 def runner_of(config: RunConfig) -> MixedRunner:
-    renderer = ChatRenderer(make_tokenizer("PXOG_!\nLDRUcY0123456789="), config.data)
+    renderer = renderer_of(config)
     engine = SpellingEngine(renderer, "DYR")
-    return make_runner(config, engine, renderer, open_stream(config))
+    return make_runner(config, engine, renderer, open_stream(config, renderer))
+
+
+def renderer_of(config: RunConfig) -> ChatRenderer:
+    return ChatRenderer(make_tokenizer("PXOG_!\nLDRUcY0123456789="), config.data)
 
 
 async def groups_of(config: RunConfig, count: int):
@@ -110,13 +114,13 @@ async def test_the_learner_subtracts_invalid_turns_and_compares_within_an_enviro
 
 def test_an_engine_has_room_by_the_siblings_of_what_it_holds():
     runner = runner_of(config_of(LAKE, WORDS))
-    sizes = [runner.num_siblings_of(unbuffered_lease("test", index)) for index in range(6)]
+    sizes = [runner.num_episodes_of(unbuffered_lease("test", index)) for index in range(6)]
     assert Counter(sizes) == {3: 2, 2: 4}
 
 
 def test_held_out_prompts_are_those_of_each_entry_and_of_no_training():
     config = config_of(LAKE, WORDS)
-    held_out, training = open_held_out_stream(config), open_stream(config)
+    held_out, training = open_held_out_stream(config), open_stream(config, renderer_of(config))
     prompts = [held_out[i] for i in range(len(held_out))]
     assert Counter(prompt.environment for prompt in prompts) == {"lake": 5, "words": 5}
     trained = [training[i] for i in range(300)]
@@ -128,5 +132,6 @@ def test_held_out_prompts_are_those_of_each_entry_and_of_no_training():
 
 
 def test_a_weight_too_small_to_play_is_refused():
+    config = config_of({**LAKE, "weight": 1e-9}, WORDS)
     with pytest.raises(ConfigError, match=r"environments\.0\.weight: was 1e-09, too little"):
-        open_stream(config_of({**LAKE, "weight": 1e-9}, WORDS))
+        open_stream(config, renderer_of(config))

@@ -31,7 +31,7 @@ async def test_an_episode_is_the_call_the_result_and_the_answer(config: RunConfi
     renderer = ChatRenderer(tokenizer, config.data)
     renderer.require_replies()
     renderer.require_tool_calls()
-    prompt = open_stream(config)[0]
+    prompt = open_stream(config, renderer)[0]
     product = str(prompt.content).rstrip("?")
     texts = [f"[{product}]</s>", f"{prompt.answer}</s>"]
 
