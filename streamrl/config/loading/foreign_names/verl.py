@@ -197,7 +197,7 @@ VERL = {
     f"{_ROLLOUT}.enforce_eager": "generator.vllm.enforce_eager",
     f"{_ROLLOUT}.load_format": "generator.vllm.load_format",
     f"{_ROLLOUT}.engine_kwargs.sglang.attention_backend": "generator.sglang.attention_backend",
-    f"{_ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache": (
+    "engine_kwargs.vllm.disable_mm_preprocessor_cache": (
         "generator.engine_kwargs, where vLLM names it mm_processor_cache_gb"
     ),
     f"{_ROLLOUT}.free_cache_engine": "(generators do not stop for training)",

@@ -39,6 +39,7 @@ VERL_SYSTEM = {
     "trainer.project_name": "tracking.project",
     "trainer.experiment_name": "run.name",
     "trainer.default_local_dir": "run.folder",
+    "af_output_dir": "run.folder",
     "trainer.logger": "tracking.wandb and tracking.tensorboard",
     "trainer.nnodes": "(generators join from any machine)",
     "trainer.n_gpus_per_node": "learner.num_ranks and generator.count",
