@@ -56,6 +56,12 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ("multi_turn.max_turns=4", "verl's name; here it is generator.episode.max_turns"),
         ("multi_turn.tool_config_path=x", "verl's name; here it is generator.tools"),
         ("actor_rollout_ref.rollout.use_fire_sampling=true", "there is no such setting here (all"),
+        (
+            "actor_rollout_ref.model.override_config.attention_dropout=0",
+            "verl's name; there is no such setting here (the model's own config.json counts",
+        ),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1", "it is generator.engine_kwargs"),
+        ("system_envs.RAY_PROFILING=1", "(daemons inherit the environment of streamrl launch)"),
         ("actor_infer.device_mapping=x", "ROLL's name; here it is learner.device"),
         (
             "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size=2",

@@ -75,7 +75,7 @@ VERL = {
     f"{_MODEL}.trust_remote_code": "model.trust_remote_code",
     f"{_MODEL}.use_shm": "(files are read where they are)",
     f"{_MODEL}.external_lib": _OWN_CODE,
-    f"{_MODEL}.override_config": "(the model's own config.json counts; dropout is always off)",
+    f"{_MODEL}.override_config.*": "(the model's own config.json counts; dropout is always off)",
     f"{_MODEL}.lora_rank": "learner.lora.rank",
     f"{_MODEL}.lora_alpha": "learner.lora.alpha",
     f"{_MODEL}.target_modules": "learner.lora.targets",
@@ -196,10 +196,12 @@ VERL = {
     f"{_ROLLOUT}.enable_chunked_prefill": "generator.vllm.enable_chunked_prefill",
     f"{_ROLLOUT}.enforce_eager": "generator.vllm.enforce_eager",
     f"{_ROLLOUT}.load_format": "generator.vllm.load_format",
-    f"{_ROLLOUT}.engine_kwargs.sglang.attention_backend": "generator.sglang.attention_backend",
+    "engine_kwargs.sglang.attention_backend": "generator.sglang.attention_backend",
     "engine_kwargs.vllm.disable_mm_preprocessor_cache": (
         "generator.engine_kwargs, where vLLM names it mm_processor_cache_gb"
     ),
+    "engine_kwargs.vllm.*": "generator.engine_kwargs",
+    "engine_kwargs.sglang.*": "generator.engine_kwargs",
     f"{_ROLLOUT}.free_cache_engine": "(generators do not stop for training)",
     f"{_ROLLOUT}.disable_log_stats": "(vLLM's statistics are always on)",
     f"{_ROLLOUT}.mode": "(generation is always asynchronous)",
