@@ -41,6 +41,7 @@ _CHECK_EVERY = 5
 _WARM_UP = 20
 # Prompts far away from those that reinforcement learning starts with.
 _FIRST_PROMPT = 2**30
+_ANY_LENGTH = 2**30
 
 
 def make_model(config: RunConfig) -> None:
@@ -124,15 +125,17 @@ class Student:
     @classmethod
     def make(cls, config: RunConfig, recipe: RecipeSettings) -> "Student":
         longest = config.max_model_len
+        # What a run's prompts are cut to does not hold for what the model is warm-started on.
+        data = config.data.model_copy(update={"max_prompt_length": _ANY_LENGTH})
         if not recipe.vision:
             tokenizer = make_tokenizer(recipe.alphabet)
             model = LlamaForCausalLM(_architecture(recipe, longest, tokenizer))
-            return cls(model, tokenizer, ChatRenderer(tokenizer, config.data))
+            return cls(model, tokenizer, ChatRenderer(tokenizer, data))
         tokenizer = make_tokenizer(recipe.alphabet, SPECIAL)
         tokenizer.chat_template = TEMPLATE
         seeing = Qwen2_5_VLForConditionalGeneration(vision_config(recipe, longest, tokenizer))
         vision = PromptVision(PatchReader(image_processor()), Placeholders.of(seeing.config))
-        renderer = ChatRenderer(tokenizer, config.data, vision)
+        renderer = ChatRenderer(tokenizer, data, vision)
         return cls(seeing, tokenizer, renderer, VisionTower(seeing, vision.reader))
 
     def logits(self, batch: "Examples") -> torch.Tensor:

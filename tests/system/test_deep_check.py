@@ -110,7 +110,7 @@ def test_an_environment_that_fails_is_shown_with_its_line(deep, tmp_path):
     code, out, err = deep(f"generator.environment={own}:Guess")
     assert code != 0
     assert out.startswith("prompt, ")
-    assert f'File "{own}", line 14, in step' in err
+    assert f'File "{own}", line 16, in step' in err
     assert "AttributeError" in err
 
 

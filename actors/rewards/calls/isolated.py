@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -180,7 +181,9 @@ def _how(code: int) -> str:
 
 
 def plain(value: Any) -> Any:
-    """An array or a number of numpy as plain data."""
+    """An array or a number of numpy, or a path, as plain data."""
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
     raise TypeError(f"{type(value).__name__} is no plain data")

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -37,7 +37,7 @@ def main(descriptor: int) -> None:
         )
         _send(answers, Answer())
         while request := _read(requests):
-            episodes = msgspec.msgpack.decode(request, type=list[Episode])
+            episodes = msgspec.msgpack.decode(request, type=list[Episode], dec_hook=_field)
             _send(answers, _answer(bound, episodes))
 
 
@@ -46,6 +46,11 @@ def _answer(bound: BoundFunction, episodes: Sequence[Episode]) -> Answer:
         return Answer(scores=bound.score(episodes))
     except StreamRLError as error:
         return Answer(error=str(error))
+
+
+def _field(kind: Any, value: Any) -> Any:
+    """A field of an episode that `actors.rewards.calls.isolated.plain` has sent as plain data."""
+    return kind(value)
 
 
 def _send(answers: BinaryIO, answer: Answer) -> None:
