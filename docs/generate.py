@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from docs import reference
+from docs import coverage, reference
 from streamrl.config import RunConfig
 from streamrl.config.loading.foreign_names import FOREIGN_NAMES
 
@@ -51,28 +51,34 @@ that names the setting, the value and what is allowed. So is what
 def _migration() -> str:
     introduction = """# Names from verl, ROLL and TRL
 
-Settings of three other systems and what they are called here. A configuration that uses one of
-these names is refused with the name that it has here: `streamrl check FILE` names all of them at
+Settings and features of three other systems and what they are here. A configuration that uses one
+of these names is refused with the name that it has here: `streamrl check FILE` names all of them at
 once. Names of metrics are shared: what verl logs under `mismatch/` has the
 [same name here](importance-sampling.md#metrics).
 
-What has no counterpart as a setting says so: StreamRL always fills micro-batches by tokens, always
-packs sequences, and always records log-probabilities and versions.
+Names of verl and ROLL by what became of them:
 
 """
-    tables = (_names_table(system, names) for system, names in FOREIGN_NAMES.items())
-    return _NOTICE + introduction + "\n".join(tables)
+    found = [entry._replace(here=_here(entry.here)) for entry in coverage.entries()]
+    systems = dict.fromkeys(entry.system for entry in found)
+    parts = (part for system in systems for part in coverage.tables(system, found))
+    others = (item for item in FOREIGN_NAMES.items() if item[0] not in systems)
+    rest = (_names_table(name, names) for name, names in others)
+    text = introduction + coverage.counts(found) + "\n" + "\n".join((*parts, *rest))
+    return _NOTICE + text
 
 
 def _names_table(system: str, names: Mapping[str, str]) -> str:
-    rows = "".join(f"| `{name}` | {_here(setting)} |\n" for name, setting in names.items())
+    rows = "".join(
+        f"| `{name}` | {'no setting: ' * setting.startswith('(')}{_here(setting).strip('()')} |\n"
+        for name, setting in names.items()
+    )
     return f"## {system}\n\n| in {system} | here |\n|---|---|\n{rows}"
 
 
-def _here(setting: str) -> str:
-    if setting.startswith("("):
-        return f"no setting: {setting.strip('()')}"
-    return _SETTING.sub(lambda found: f"`{found[0]}`", setting)
+def _here(text: str) -> str:
+    """The text with its settings in code."""
+    return _SETTING.sub(lambda found: f"`{found[0]}`", text)
 
 
 if __name__ == "__main__":

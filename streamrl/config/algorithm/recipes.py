@@ -10,8 +10,8 @@ from streamrl.config.algorithm.losses import LOSS_SETTINGS
 _PUBLISHED = {
     "dapo": (
         "DAPO is algorithm.advantage: grpo and algorithm.loss: ppo with "
-        "algorithm.loss_config.clip_ratio_high: 0.28, learner.updates_per_batch: 16 and "
-        "algorithm.reward.truncated: mask"
+        "algorithm.loss_config.clip_ratio_high: 0.28, learner.updates_per_batch: 16, "
+        "algorithm.dynamic_sampling.metric: reward and algorithm.reward.truncated: mask"
     ),
     "dr.grpo": (
         "Dr. GRPO is algorithm.advantage: dr_grpo and algorithm.loss: ppo with "

@@ -3,19 +3,16 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
-from streamrl.config import RunConfig, load_config
-from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
-from streamrl.config.algorithm.losses import LOSS_SETTINGS
+from streamrl.config import load_config
 from streamrl.config.algorithm.recipes import NOT_ADVANTAGES, NOT_LOSSES
 from streamrl.config.loading.foreign_names import FOREIGN_NAMES
 from streamrl.config.loading.foreign_names.usual import USUAL
 from streamrl.errors import ConfigError
+from tests.settings import named_in, setting_names
 
 MINIMAL = "model: {path: some-model}\ndata: {source: addition}\n"
 
@@ -54,6 +51,22 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ("algorithm.beta=0.1", "TRL's name; here it is algorithm.kl_loss.coef"),
         ("temperature=0.7", "TRL's name; here it is generator.temperature"),
         ("algorithm.loss_config.epsilon_high=0.3", "it is algorithm.loss_config.clip_ratio_high"),
+        ("actor.freeze_vision_tower=true", "here it is learner.freeze_vision_tower"),
+        ("actor_rollout_ref.model.lora_rank=8", "verl's name; here it is learner.lora.rank"),
+        ("multi_turn.max_turns=4", "verl's name; here it is generator.episode.max_turns"),
+        ("multi_turn.tool_config_path=x", "verl's name; here it is generator.tools"),
+        ("actor_rollout_ref.rollout.use_fire_sampling=true", "there is no such setting here (all"),
+        (
+            "actor_rollout_ref.model.override_config.attention_dropout=0",
+            "verl's name; there is no such setting here (the model's own config.json counts",
+        ),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1", "it is generator.engine_kwargs"),
+        ("system_envs.RAY_PROFILING=1", "(daemons inherit the environment of streamrl launch)"),
+        ("actor_infer.device_mapping=x", "ROLL's name; here it is learner.device"),
+        (
+            "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size=2",
+            "ROLL's name; there is no such setting here (layers are not divided into stages",
+        ),
         (
             "actor_rollout_ref.actor.use_dynamic_bsz=true",
             "verl's name; there is no such setting here (micro-batches are always filled",
@@ -100,7 +113,8 @@ CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_rati
         ("data.reward_function=x", "unknown key; here it is data.reward"),
         ("algorithm.clip_eps=0.2", f"unknown key; here it is {CLIP}"),
         ("learner.save_every=9", "unknown key; here it is learner.checkpoint.every"),
-        ("learner.lora_r=8", "there is no such setting here (all parameters of the model are"),
+        ("learner.lora_r=8", "unknown key; here it is learner.lora.rank"),
+        ("lora=true", "unknown key; here it is learner.lora"),
         ("run.steps=9", "unknown key; here it is run.max_steps"),
         ("algorithm.loss=grpo", "set algorithm.advantage: grpo and algorithm.loss: ppo"),
         ("algorithm.loss=GRPO", "was 'GRPO'; grpo is an advantage here"),
@@ -150,38 +164,14 @@ def test_every_key_of_a_foreign_section_is_named_with_its_line(tmp_path):
     ]
 
 
-def _settings(model: type[BaseModel], path: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        here = f"{path}{name}"
-        yield here
-        for nested in _models(field.annotation):
-            yield from _settings(nested, f"{here}.")
-
-
-def _models(annotation: object) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in getattr(annotation, "__args__", ()):
-        yield from _models(argument)
-
-
 def test_every_setting_that_a_table_names_exists():
-    ours = {
-        *_settings(RunConfig, ""),
-        *(f"algorithm.loss_config.{f}" for r in LOSS_SETTINGS.values() for f in r.model_fields),
-        *(
-            f"algorithm.advantage_config.{f}"
-            for r in ADVANTAGE_SETTINGS.values()
-            for f in r.model_fields
-        ),
-        "generator.engine_kwargs.block_size",
-    }
+    ours = setting_names()
     named = {
         setting
         for names in (*FOREIGN_NAMES.values(), USUAL)
         for text in names.values()
         if not text.startswith("(")
-        for setting in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text.partition(":")[0])
+        for setting in named_in(text.partition(":")[0])
     }
     assert named - ours == set()
     assert len(named) > 80

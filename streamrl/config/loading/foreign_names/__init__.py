@@ -1,10 +1,11 @@
 """Settings by the names that other systems give them, for those who come from there.
 
 Invariant: a setting that a table names exists here (a test reads them all); one in parentheses has
-no setting here, and the parentheses say what holds instead.
+no setting here, and the parentheses say what holds instead. A name that ends in `.*` is a record,
+with whatever keys.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from streamrl.config.loading.foreign_names.roll import ROLL
@@ -44,7 +45,11 @@ def find_foreign_name(path: str) -> ForeignName | None:
     'generator.group_size'
     """
     parts = path.split(".")
-    suffixes = [".".join(parts[start:]) for start in range(len(parts))]
+    suffixes = [
+        suffix
+        for start in range(len(parts))
+        for suffix in (".".join(parts[start:]), *_records(parts[start:]))
+    ]
     for names in (FOREIGN_NAMES, {"": USUAL}, _LAST_PARTS):
         for suffix in suffixes:
             for system, settings in names.items():
@@ -52,6 +57,12 @@ def find_foreign_name(path: str) -> ForeignName | None:
                 if setting is not None and setting != path:
                     return ForeignName(system, setting)
     return None
+
+
+def _records(parts: Sequence[str]) -> Iterator[str]:
+    """The records that a key may be in, the innermost first."""
+    for end in range(len(parts), 0, -1):
+        yield ".".join((*parts[:end], "*"))
 
 
 def _last_parts(settings: Mapping[str, str]) -> dict[str, str]:

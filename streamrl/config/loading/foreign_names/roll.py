@@ -1,6 +1,8 @@
 """Names of ROLL's configuration. A setting in parentheses says what holds here without one."""
 
 _PER_MICRO_BATCH = "learner.max_tokens_per_micro_batch"
+_NO_PIPELINE = "(layers are not divided into stages; learner.mesh.shard divides parameters)"
+_NO_EXPERTS = "(experts are sharded by learner.mesh.shard, as all parameters are)"
 
 ROLL = {
     # The run.
@@ -11,6 +13,21 @@ ROLL = {
     "save_steps": "learner.checkpoint.every",
     "logging_steps": "(every step is recorded)",
     "resume_from_checkpoint": "run.resume",
+    "eval_steps": "validation.every",
+    "local_rank": "(torchrun gives it to each rank)",
+    "num_nodes": "(generators join from any machine; torchrun starts ranks on several)",
+    "num_gpus_per_node": "learner.num_ranks and generator.count",
+    "world_size": "learner.num_ranks for the learner and generator.count for generators",
+    "device_mapping": "learner.device and generator.device",
+    "checkpoint_config.type": "(checkpoints are in the run folder)",
+    "checkpoint_config.output_dir": "(checkpoints are in the run folder)",
+    "tracker_kwargs.log_dir": "(TensorBoard's files are in the run folder)",
+    "tracker_kwargs.project": "tracking.project",
+    "render_save_dir": "tracking.samples.num_groups, which are texts",
+    "system_envs.*": "(daemons inherit the environment of streamrl launch)",
+    "system_envs.USE_MODELSCOPE": "(names are those of the Hugging Face hub)",
+    "defaults": "(a configuration is one file; --set and the environment change it)",
+    "generate_opt_level": "(each sibling is a request of its own)",
     "logging_dir": "(logs stand in the run folder)",
     "track_with": "tracking.wandb and tracking.tensorboard",
     "rpc_timeout": "buffer.deadline_s, weights.deadline_s and generator.group_deadline_s",
@@ -52,6 +69,10 @@ ROLL = {
     "data_args.template": "data.chat_template",
     "data_args.domain_interleave_probs": "data.source, in records with weight",
     "group_size_redundancy": "generator.oversample.num_siblings",
+    "model_args.lora_rank": "learner.lora.rank",
+    "model_args.lora_alpha": "learner.lora.alpha",
+    "model_args.lora_target": "learner.lora.targets",
+    "model_args.attn_implementation": "(packed attention is StreamRL's own)",
     "generating_args.max_new_tokens": "generator.max_new_tokens",
     "generating_args.temperature": "generator.temperature",
     "generating_args.top_p": "generator.top_p",
@@ -63,6 +84,19 @@ ROLL = {
     "strategy_config.max_model_len": "generator.max_model_len",
     "strategy_config.load_format": "generator.vllm.load_format",
     "strategy_config.recompute_granularity": "learner.gradient_checkpointing",
+    "strategy_config.tensor_model_parallel_size": "learner.mesh.tensor",
+    "strategy_config.tensor_parallel_size": "generator.vllm.tensor_parallel_size",
+    "strategy_config.context_parallel_size": "learner.mesh.sequence",
+    "strategy_config.sequence_parallel": "learner.mesh.sequence",
+    "strategy_config.pipeline_model_parallel_size": _NO_PIPELINE,
+    "strategy_config.virtual_pipeline_model_parallel_size": _NO_PIPELINE,
+    "strategy_config.expert_model_parallel_size": _NO_EXPERTS,
+    "strategy_config.moe_token_dispatcher_type": _NO_EXPERTS,
+    "strategy_config.moe_shared_expert_overlap": _NO_EXPERTS,
+    "strategy_config.moe_grouped_gemm": "(experts run as transformers runs them)",
+    "strategy_config.moe_layer_recompute": "learner.gradient_checkpointing, of whole layers",
+    "strategy_config.overlap_grad_reduce": "(FSDP2 always overlaps it)",
+    "strategy_config.use_distributed_optimizer": "(learner.mesh.shard divides its state, too)",
     "strategy_config.block_size": "generator.engine_kwargs.block_size",
     "training_args.learning_rate": "learner.optimizer.lr",
     "training_args.weight_decay": "learner.optimizer.weight_decay",

@@ -4,7 +4,6 @@ parentheses says what holds here without one."""
 _CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high"
 _LENGTHS = "data.max_prompt_length for prompts and generator.max_new_tokens for responses"
 _PLACES = "learner.device and generator.device; generator.count is the number of generators"
-_LORA = "(all parameters of the model are trained)"
 
 USUAL = {
     # The model, the data, the reward.
@@ -12,11 +11,16 @@ USUAL = {
     "model.id": "model.path",
     "model_name": "model.path",
     "model_path": "model.path",
-    "lora": _LORA,
-    "lora_r": _LORA,
-    "lora_rank": _LORA,
-    "lora_alpha": _LORA,
-    "peft": _LORA,
+    "lora": "learner.lora",
+    "lora_r": "learner.lora.rank",
+    "lora_rank": "learner.lora.rank",
+    "lora_alpha": "learner.lora.alpha",
+    "lora_dropout": "learner.lora.dropout",
+    "lora_target_modules": "learner.lora.targets",
+    "target_modules": "learner.lora.targets",
+    "peft": "learner.lora",
+    "freeze_vision": "learner.freeze_vision_tower",
+    "images": "data.image_key",
     "dataset": "data.source",
     "dataset_name": "data.source",
     "train_data": "data.source",
@@ -87,7 +91,6 @@ USUAL = {
     "save_every": "learner.checkpoint.every",
     "save_freq": "learner.checkpoint.every",
     "save_interval": "learner.checkpoint.every",
-    "eval_steps": "validation.every",
     "eval_every": "validation.every",
     "eval_freq": "validation.every",
     "eval_interval": "validation.every",
