@@ -89,7 +89,7 @@ def _become_program(
     """Never returns; an error of the set-up ends the process with a sentence on its stderr."""
     try:
         os.setsid()
-        if all(map(privileges.can_be_read_by_others, kept)):
+        if all(map(privileges.can_be_read_by_others, (*kept, folder.parent))):
             privileges.stop_being_root(folder, job["seed"])
         privileges.end_with_parent(signal.SIGKILL)
         os.chdir(folder)

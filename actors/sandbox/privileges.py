@@ -1,6 +1,7 @@
 """What a program of the sandbox may use: its user, its limits, and whose end ends it.
 
-Invariant: root gives up being root wherever the program can still be read by another user.
+Invariant: root gives up being root wherever another user can still read Python and reach the
+program's folder.
 """
 
 import contextlib

@@ -244,6 +244,15 @@ class TestNamespaces:
         code = f"import os; print([os.listdir(f'{tmp_path}/{{x}}') for x in ('home', 'run')])"
         assert (await run("namespaces", code)).stdout == "[[], []]\n"
 
+    async def test_the_working_folder_may_be_below_a_private_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        os.chmod(tmp_path, 0o700)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        result = await run("namespaces", f"open('a', 'w'); open({str(tmp_path / 'b')!r}, 'w')")
+        assert "Read-only file system" in result.stderr
+        assert os.listdir(tmp_path) == []
+
     async def test_memory_of_all_processes_together_is_bounded(self) -> None:
         code = (
             "import os, time\n"
