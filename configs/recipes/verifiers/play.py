@@ -17,6 +17,8 @@ from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.utils.generic import concrete_type
 from verifiers.v1.utils.loaders import environment_class, load_environment
 
+# Of a taskset without an end: it makes every task before the one that is asked for.
+NUM_TASKS = 1000
 ROLE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
@@ -35,8 +37,7 @@ async def play(taskset, number):
     """The sum of the rewards of the episode's traces. Waits for the agents."""
     environment = environment_of(taskset)
     tasks = environment.taskset
-    if tasks.bounded:
-        number %= sum(1 for _ in tasks)
+    number %= sum(1 for _ in tasks) if tasks.bounded else NUM_TASKS
     task = next(itertools.islice(tasks, number, None))
     base_url = os.environ["OPENAI_BASE_URL"]
     client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
