@@ -91,6 +91,7 @@ def _become_program(
         os.setsid()
         if all(map(privileges.can_be_read_by_others, (*kept, folder.parent))):
             privileges.stop_being_root(folder, job["seed"])
+        privileges.give_up_capabilities()
         privileges.end_with_parent(signal.SIGKILL)
         os.chdir(folder)
         if job["namespaces"]:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 # Users that no machine names, of systemd's range for services: a limit of processes is one user's.
 _FIRST_UID, _NUM_UIDS = 61184, 4336
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_NUM_CAPABILITIES = 64
 
 _LIMITS: Mapping[str, int] = {
     "cpu_s": resource.RLIMIT_CPU,
@@ -45,6 +46,12 @@ def stop_being_root(folder: Path, seed: int) -> None:
         os.setgid(uid)
         os.setuid(uid)
         _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def give_up_capabilities() -> None:
+    """From the next program on, also for root: it could undo what the namespaces hide."""
+    for capability in range(_NUM_CAPABILITIES):
+        _prctl(_PR_CAPBSET_DROP, capability)
 
 
 def can_be_read_by_others(path: Path) -> bool:

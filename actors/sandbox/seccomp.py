@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 _AUDIT_ARCH: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Sockets, the calls that make one by another way, other processes' memory, and new namespaces.
+# Sockets, the calls that make one by another way, other processes' memory, mounts and namespaces.
 _REFUSED: Mapping[str, Mapping[str, int]] = {
     "x86_64": {
         "socket": 41,
@@ -29,7 +29,10 @@ _REFUSED: Mapping[str, Mapping[str, int]] = {
         "bpf": 321,
         "userfaultfd": 323,
         "io_uring_setup": 425,
+        "move_mount": 429,
+        "fsmount": 432,
         "pidfd_getfd": 438,
+        "mount_setattr": 442,
     },
     "aarch64": {
         "umount2": 39,
@@ -47,7 +50,10 @@ _REFUSED: Mapping[str, Mapping[str, int]] = {
         "bpf": 280,
         "userfaultfd": 282,
         "io_uring_setup": 425,
+        "move_mount": 429,
+        "fsmount": 432,
         "pidfd_getfd": 438,
+        "mount_setattr": 442,
     },
 }
 # New processes and signals to others, where no namespace of processes keeps them apart.

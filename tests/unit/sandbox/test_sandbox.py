@@ -253,6 +253,23 @@ class TestNamespaces:
         assert "Read-only file system" in result.stderr
         assert os.listdir(tmp_path) == []
 
+    async def test_a_program_that_stays_root_cannot_make_the_file_system_writable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        os.chmod(tmp_path, 0o700)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        code = (
+            "import ctypes, struct\n"
+            "status = open('/proc/self/status').read()\n"
+            "print(int(status.split('CapEff:')[1].split()[0], 16))\n"
+            "attributes = ctypes.create_string_buffer(struct.pack('QQQQ', 0, 1, 0, 0), 32)\n"
+            "print(ctypes.CDLL(None).syscall(442, -100, b'/', 0x8000, attributes, 32))\n"
+            f"open({str(tmp_path / 'b')!r}, 'w')\n"
+        )
+        result = await run("namespaces", code)
+        assert result.stdout == "0\n-1\n"
+        assert "Read-only file system" in result.stderr
+
     async def test_memory_of_all_processes_together_is_bounded(self) -> None:
         code = (
             "import os, time\n"
