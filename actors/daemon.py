@@ -27,7 +27,9 @@ from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.service import Shutdown
-from streamrl.types.ids import check_id
+from streamrl.tracking.prometheus import Exported, exporting
+from streamrl.tracking.prometheus.readings import of_generator
+from streamrl.types.ids import check_id, named_after_host
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _name(given: str | None) -> str:
-    """The id given, or a random one.
+    """The id given, where {host} is the host's name, or a random one.
 
     Raises:
         ConfigError: it is no id; the log of the daemon is named after it.
@@ -47,13 +49,20 @@ def _name(given: str | None) -> str:
     if given is None:
         return f"generator-{uuid.uuid4().hex[:6]}"
     try:
-        return check_id("--id", given)
+        return check_id("--id", named_after_host(given))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
 async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> None:
     """Generates until the run is over or a signal arrives."""
+    with exporting(config, "generator", generator_id) as exported:
+        await _generate(config, generator_id, shutdown, exported)
+
+
+async def _generate(
+    config: RunConfig, generator_id: str, shutdown: Shutdown, exported: Exported
+) -> None:
     require_model(config)
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
@@ -65,12 +74,14 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
         renderer.require_replies()
     if any(entry.environment == TOOLS for entry in config.entries):
         renderer.require_tool_calls()
-    engine = make_engine(config, seed=zlib.crc32(generator_id.encode()) ^ config.run.seed)
+    seed = zlib.crc32(generator_id.encode()) ^ config.run.seed
+    engine = make_engine(config, seed=seed, is_shared=True)
     buffer = connect(config)
     try:
         async with serving_agents(config, generator_id, renderer) as agents:
             runner = make_runner(config, engine, renderer, stream).played_by(agents)
             generator = Generator(config, generator_id, runner, buffer)
+            generator.on_report = lambda status: exported.show("self", lambda: of_generator(status))
             log.info(
                 "%s serves %s with %s", generator_id, config.model.path, config.generator.engine
             )

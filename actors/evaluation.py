@@ -77,10 +77,14 @@ def _model_in(checkpoint: Checkpoint) -> Path:
 
 async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
     """Mean reward of greedy completions of `data.num_eval_prompts` held-out prompts."""
-    groups = await greedy_groups(config, model)
+    return scores_of(config, str(model), await greedy_groups(config, model))
+
+
+def scores_of(config: RunConfig, model: str, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+    """What `evaluation.json` says of them."""
     num_too_long = len(open_held_out_stream(config)) - len(groups)
     too_long = {"num_too_long": num_too_long} if num_too_long else {}
-    return {"model": str(model), "num_prompts": len(groups), **too_long, **_summary(groups)}
+    return {"model": model, "num_prompts": len(groups), **too_long, **_summary(groups)}
 
 
 async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]:
@@ -97,16 +101,24 @@ async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]
     config = config.model_copy(update={"model": section, "generator": generator})
     require_model(config)
     engine = make_engine(config, seed=config.run.seed)
-    renderer, stream = ChatRenderer.from_config(config), open_held_out_stream(config)
-    sampling = structs.replace(sampling_params(config), temperature=0.0)
-    greedy = make_runner(config, engine, renderer, stream).single().changed(sampling=sampling)
-    numbers = range(len(stream))
     try:
         if generator.url is not None:
             await _send_weights(config, engine)
-        groups = await asyncio.gather(*(_group(greedy, number) for number in numbers))
+        return await greedy_groups_of(config, engine)
     finally:
         await engine.close()
+
+
+async def greedy_groups_of(config: RunConfig, engine: Engine) -> list[TrajectoryGroup]:
+    """The same from an engine with whatever weights it has.
+
+    Raises:
+        ConfigError: no prompt fits into `data.max_prompt_length`.
+    """
+    renderer, stream = ChatRenderer.from_config(config), open_held_out_stream(config)
+    sampling = structs.replace(sampling_params(config), temperature=0.0)
+    greedy = make_runner(config, engine, renderer, stream).single().changed(sampling=sampling)
+    groups = await asyncio.gather(*(_group(greedy, number) for number in range(len(stream))))
     fitting = [group for group in groups if group is not None]
     if not fitting:
         raise ConfigError(

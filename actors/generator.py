@@ -15,15 +15,18 @@ import contextlib
 import itertools
 import logging
 import uuid
+from collections.abc import Callable
+from functools import partial
 
 from actors.dynamic_sampling import UniformFilter
+from actors.engines.targets import WeightTarget, receiver_of, weight_targets
 from actors.environments.runner import MixedRunner
 from actors.episodes.progress import GroupProgress
 from actors.episodes.rollout import GroupRunner, TruncatedGroupError
 from actors.failure_limit import FailureLimit
 from actors.failures import FailureRecord
-from actors.leased_group import LeasedGroup, num_free_groups
-from actors.locality import weight_locality
+from actors.leased_group import LeasedGroup, due_of, next_groups, num_free_groups
+from actors.occupancy import Occupancy
 from actors.rendering.renderer import PromptTooLongError
 from actors.status_report import StatusReport
 from actors.version_gate import VersionGate
@@ -48,7 +51,6 @@ from streamrl.types import (
     WeightUpdate,
     replace,
 )
-from streamrl.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,8 @@ class Generator:
             lacks_weights=config.generator.lacks_weights,
         )
         self._groups: dict[str, LeasedGroup] = {}
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        self._is_notified = False
         self._stopping = asyncio.Event()
         self._uniform_filter = UniformFilter(
             config.algorithm.dynamic_sampling, config.learner.groups_per_step
@@ -86,7 +89,12 @@ class Generator:
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
-        self._report_of = StatusReport(self._id, self._session, self._engine, self._failure_record)
+        self._occupancy = Occupancy(config.generator, config.max_num_episodes)
+        self._report_of = StatusReport(
+            self._id, self._session, self._engine, self._failure_record, self._occupancy
+        )
+        self.on_report: Callable[[GeneratorStatus], None] = lambda _: None
+        """Called with each heartbeat."""
 
     def stop(self) -> None:
         """Request no more leases; finish the groups, or release their leases."""
@@ -94,24 +102,21 @@ class Generator:
 
     async def run(self) -> None:
         """Runs until stopped. An error in any of the loops ends the generator."""
-        receiver = WeightReceiver(
-            self._config.weights.address,
-            self._id,
-            self._load,
-            locality=weight_locality(self._config.generator),
-            num_ranks=self._config.generator.num_ranks,
-            has_weights=not self._config.generator.lacks_weights,
-            curve=self._config.buffer.curve,
-        )
+        targets = weight_targets(self._engine, self._config.generator)
+        receivers = [
+            receiver_of(target, self._config, self._id, partial(self._load, target))
+            for target in targets
+        ]
         async with asyncio.TaskGroup() as tasks:
-            receiving = tasks.create_task(receiver.run())
+            receiving = [tasks.create_task(receiver.run()) for receiver in receivers]
             heartbeats = tasks.create_task(self._send_heartbeats())
             leasing = tasks.create_task(self._lease_groups(tasks))
             await self._stopping.wait()
             leasing.cancel()
             await self._drain()
             heartbeats.cancel()
-            receiving.cancel()
+            for task in receiving:
+                task.cancel()
         # If the buffer does not answer, the leases expire.
         with contextlib.suppress(TimeoutError, TransportError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
@@ -124,12 +129,14 @@ class Generator:
         its environment brings, or an update; then for admission.
         """
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._num_free() > 0 and self._is_current())
+            while not (self._num_free() > 0 and self._is_current()):
+                await self._changed.wait()
             numbers = itertools.islice(self._numbers, self._num_free())
             lease_ids = [f"{self._session}/{number}" for number in numbers]
-            for lease in await self._buffer.lease(lease_ids, self._id, LEASE_WAIT_S):
+            leases = await self._buffer.lease(lease_ids, self._id, LEASE_WAIT_S)
+            for lease in sorted(leases, key=due_of):
                 await self._begin(lease, tasks)
+            self._notify()
 
     async def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
         if self._version_gate.lacks_weights:
@@ -152,8 +159,9 @@ class Generator:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
         lease_id = lease.lease_id
         try:
-            progress = await self._wait_for_turn(lease_id)
-            group = await self._runner.run(lease, progress)
+            leased = self._groups[lease_id]
+            await leased.turn.wait()
+            group = await self._runner.run(lease, leased.progress)
             self._failure_limit.on_success()
             if self._uniform_filter.leaves_out(group):
                 await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
@@ -178,7 +186,7 @@ class Generator:
             self._failure_limit.on_failure(error)
         finally:
             self._groups.pop(lease_id, None)
-            await self._notify()
+            self._notify()
 
     async def _put(self, lease_id: str, group: TrajectoryGroup) -> None:
         """Put the group; again if the buffer restarted with an older state meanwhile."""
@@ -191,28 +199,15 @@ class Generator:
                 raise
             await self._buffer.put(lease_id, group)
 
-    async def _wait_for_turn(self, lease_id: str) -> GroupProgress:
-        """Waits for the version that may sample the group, and for the groups due before it to
-        begin. Returns the group's progress."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_next(lease_id))
-            group = self._groups[lease_id]
-            group.has_begun = True
-            self._changed.notify_all()
-        return group.progress
-
-    def _is_next(self, lease_id: str) -> bool:
-        groups = self._groups
-        return groups[lease_id].is_next(groups.values(), self._engine.policy_version)
-
-    async def _load(self, update: WeightUpdate) -> LoadReport:
+    async def _load(self, target: WeightTarget, update: WeightUpdate) -> LoadReport:
         try:
-            report = await self._engine.load_weights(update)
+            report = await target.load(update)
         except WeightTransferError:
-            self._version_gate.on_load_failed()
+            if not target.is_spare():
+                self._version_gate.on_load_failed()
             raise
         self._version_gate.on_loaded()
-        await self._notify()
+        self._notify()
         return report
 
     async def _send_heartbeats(self) -> None:
@@ -221,7 +216,7 @@ class Generator:
             held = tuple(self._groups)
             reply = await self._report()
             self._on_heartbeat_reply(reply, held)
-            await self._notify()
+            self._notify()
             await asyncio.sleep(min(1.0, self._config.buffer.lease_ttl_s / 4))
 
     def _on_heartbeat_reply(self, reply: HeartbeatReply, held: tuple[str, ...]) -> None:
@@ -251,7 +246,9 @@ class Generator:
 
         Waits for the buffer's reply.
         """
-        reply = await self._buffer.heartbeat(self._status())
+        status = self._status()
+        self.on_report(status)
+        reply = await self._buffer.heartbeat(status)
         while self._incarnation and reply.incarnation != self._incarnation:
             log.warning("the buffer has restarted: reasserting %d leases", len(self._groups))
             self._incarnation = reply.incarnation
@@ -271,9 +268,21 @@ class Generator:
             for task in unfinished:
                 task.cancel()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        """Groups, slots or versions have changed: all that changes in one turn of the event loop is
+        handled at once, after it."""
+        if not self._is_notified:
+            self._is_notified = True
+            asyncio.get_running_loop().call_soon(self._on_change)
+
+    def _on_change(self) -> None:
+        """Begin the groups whose turn it is, and let those that wait for a change look again."""
+        self._is_notified = False
+        for group in next_groups(self._groups.values(), self._engine.policy_version):
+            group.turn.set()
+        self._occupancy.update(self._groups.values())
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def _status(self, *, is_leaving: bool = False) -> GeneratorStatus:
         catches_up = not self._is_current()

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from actors.episodes.progress import GroupProgress
 from streamrl.config.generator import GeneratorSettings
@@ -25,7 +26,8 @@ class LeasedGroup:
     num_episodes: int
     min_policy_version: int
     progress: GroupProgress = field(default_factory=GroupProgress)
-    has_begun: bool = False
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it begins."""
 
     @classmethod
     def of(
@@ -50,11 +52,21 @@ class LeasedGroup:
         """Episodes that are not over."""
         return self.progress.num_running if self.progress.episodes else self.num_episodes
 
-    def is_next(self, groups: Iterable["LeasedGroup"], policy_version: int) -> bool:
-        """Whether it may begin among `groups`, in an engine of this version."""
-        if policy_version < self.min_policy_version:
-            return False
-        return all(other.has_begun or self.due <= other.due for other in groups)
+    @property
+    def has_begun(self) -> bool:
+        return self.turn.is_set()
+
+
+def due_of(lease: Lease) -> tuple[int, int]:
+    """Smaller for a group that is due earlier, as it was when it was leased."""
+    return lease.min_policy_version, lease.prompt_index
+
+
+def next_groups(groups: Iterable[LeasedGroup], policy_version: int) -> list[LeasedGroup]:
+    """Those that begin in an engine of this version: the first that are due, in this order, up to
+    one that a newer version has to sample."""
+    waiting = sorted((g for g in groups if not g.has_begun), key=lambda group: group.due)
+    return list(takewhile(lambda g: g.min_policy_version <= policy_version, waiting))
 
 
 def num_free_groups(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from actors.failures import FailureRecord
 from actors.leased_group import LeasedGroup
+from actors.occupancy import Occupancy
 from streamrl.interfaces import Engine
 from streamrl.types import GeneratorStatus
 
@@ -16,12 +17,18 @@ class StatusReport:
     """Of one process."""
 
     def __init__(
-        self, generator_id: str, session: str, engine: Engine, failures: FailureRecord
+        self,
+        generator_id: str,
+        session: str,
+        engine: Engine,
+        failures: FailureRecord,
+        occupancy: Occupancy,
     ) -> None:
         self._id = generator_id
         self._session = session
         self._engine = engine
         self._failures = failures
+        self._occupancy = occupancy
         self._last = (time.monotonic(), 0.0)
 
     def make(
@@ -29,6 +36,7 @@ class StatusReport:
     ) -> GeneratorStatus:
         """With the groups by the ids of their leases."""
         gauges, failures = self._engine.gauges(), self._failures
+        occupancy = self._occupancy.at_present()
         now_s, num_tokens = time.monotonic(), gauges["num_tokens"]
         before_s, before = self._last
         self._last = (now_s, num_tokens)
@@ -44,6 +52,10 @@ class StatusReport:
             num_tokens=int(num_tokens),
             tokens_per_s=(num_tokens - before) / max(now_s - before_s, 1e-3),
             pause_s=gauges["pause_s"],
+            kv_usage=gauges.get("kv_usage"),
+            max_num_groups=occupancy.max_num_groups,
+            busy_s=occupancy.busy_s,
+            uptime_s=occupancy.uptime_s,
             is_leaving=is_leaving,
             is_catching_up=is_catching_up,
             last_failure=failures.last,

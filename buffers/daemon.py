@@ -1,12 +1,14 @@
 """The buffer daemon (`streamrl buffer`): a ledger behind a socket.
 
 It continues where its journal ends, and waits while that cannot be opened (a full disk). It ends
-after a signal, or when the run is complete: the run has ended and every generator has left. It then
-writes the last stats to `books.json` in the run's folder.
+after a signal, or when the run is complete: the run has ended and every generator has left. When
+its launcher has ended, so that all daemons drain, it ends after the others, which need it for that.
+It writes the last stats to `books.json` in the run's folder.
 """
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -25,7 +27,11 @@ from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, StorageError
 from streamrl.run_folder import write_books
 from streamrl.service import Shutdown
+from streamrl.tracking.prometheus import Exported, exporting
+from streamrl.tracking.prometheus.readings import of_buffer
 from streamrl.types import OverduePolicy
+
+SIBLINGS_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +43,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     """Serve until the run is complete. Waits for the server's thread, which a signal stops."""
+    with exporting(config, "buffer", "buffer") as exported:
+        await _serve(config, shutdown, exported)
+
+
+async def _serve(config: RunConfig, shutdown: Shutdown, exported: Exported) -> None:
     if not config.buffer.url.startswith("zmq://"):
         scheme = config.buffer.url.partition("://")[0]
         raise ConfigError(f"buffer.url: a buffer at {scheme}:// needs no daemon")
@@ -48,7 +59,7 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     )
     state = BufferState[Frame](ledger, lease_ttl_s=config.buffer.lease_ttl_s)
     stop = threading.Event()
-    signaled = asyncio.create_task(shutdown.requested.wait())
+    signaled = asyncio.create_task(_asked_to_stop(shutdown, config.buffer.deadline_s))
     signaled.add_done_callback(lambda _: stop.set())
     with service.binding("buffer.url", config.buffer.url):
         journal = await _wait_for_journal(config, state, stop)
@@ -61,6 +72,9 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
             journal=journal,
             curve=config.buffer.curve,
             max_group_bytes=config.buffer.max_group_bytes,
+            on_stats=(lambda stats: exported.show("stats", lambda: of_buffer(stats)))
+            if exported.is_on
+            else None,
         )
     log.info("serving at %s", server.url)
     stats = await asyncio.to_thread(server.serve, stop, until_complete=True)
@@ -68,6 +82,17 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     if journal is not None:
         journal.close()
     write_books(config, stats)
+
+
+async def _asked_to_stop(shutdown: Shutdown, deadline_s: float) -> None:
+    """Waits for a signal, or for the end of the launcher and of what it has started; for the latter
+    `deadline_s` at most. Polls, since only a parent is told."""
+    await shutdown.requested.wait()
+    if service.launcher_has_ended():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while service.has_siblings():  # noqa: ASYNC110
+                    await asyncio.sleep(SIBLINGS_S)
 
 
 async def _wait_for_journal(

@@ -23,7 +23,8 @@ from learners.micro_batch import MicroBatch
 from learners.packing import pack_shares
 from learners.parallel.plan import owners
 from learners.parallel.ranks import Ranks
-from learners.policy.attention import Packing
+from learners.policy.attention import Packing, offsets_within
+from learners.policy.candidates import sampling_mask, top_candidates
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError
 from streamrl.types import (
@@ -189,25 +190,29 @@ class TrainingBatch:
         # The first token of a trajectory is never a response: no token before it predicts it.
         positions = torch.from_numpy(np.flatnonzero(is_response))
         token_ids = torch.from_numpy(ids).long()
+        targets = token_ids[positions]
+        mask, top = sampling_mask(chosen), top_candidates(chosen, targets)
         indices = torch.tensor(list(members), dtype=torch.int64)
         return MicroBatch(
             token_ids=token_ids[None].to(device),
             packing=Packing(tuple(t.num_tokens for t in chosen) or (1,), device),
             predictors=(positions - 1).to(device),
-            targets=token_ids[positions].to(device),
+            targets=targets.to(device),
             members=indices,
             responses=self.rows(members),
             sequences=Sequences.from_lengths(self.sequences.lengths[indices]),
             prompt_indices=tuple(self.prompt_indices[i] for i in members),
             media=tuple(tuple(self.media[name] for name in t.media) for t in chosen) or ((),),
+            sampling_mask=mask and mask.to(device),
+            top_candidates=top and top.to(device),
         )
 
     def rows(self, members: Sequence[int]) -> torch.Tensor:
         """[R of these trajectories] which response tokens are theirs, in this order."""
-        lengths = self.sequences.lengths
-        ends = lengths.cumsum(0)
-        spans = [torch.arange(int(ends[i] - lengths[i]), int(ends[i])) for i in members]
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *spans])
+        lengths, chosen = self.sequences.lengths, torch.tensor(members, dtype=torch.int64)
+        starts = (lengths.cumsum(0) - lengths)[chosen]
+        lengths = lengths[chosen]
+        return starts.repeat_interleave(lengths) + offsets_within(lengths)
 
     @cached_property
     def places(self) -> dict[int, int]:

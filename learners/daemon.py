@@ -15,7 +15,7 @@ import torch
 
 from buffers.connect import connect
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.restore import restore
+from learners.checkpoints.restore import load_trainer
 from learners.checkpoints.start import Start, choose, resumed
 from learners.checkpoints.writer import CheckpointWriter
 from learners.learner import Learner
@@ -23,8 +23,8 @@ from learners.parallel.commands import LearnerRank
 from learners.parallel.lockstep import Lockstep
 from learners.parallel.place import Place, join
 from learners.parallel.starter import is_starter, start_ranks
-from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from learners.replay.recorder import Recorder
 from learners.samples import SampleWriter
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
@@ -38,6 +38,8 @@ from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.service import Shutdown
+from streamrl.tracking.prometheus import Exported, exporting
+from streamrl.tracking.prometheus.readings import of_learner
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
 
@@ -69,7 +71,8 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     try:
         place.require_same(state.policy_version)
         if place.all.index == 0:
-            await _lead(config, shutdown, place, trainer, buffer, state, start)
+            with exporting(config, "learner", "learner") as exported:
+                await _lead(config, shutdown, place, trainer, buffer, state, start, exported)
         else:
             await _follow(config, place, trainer, buffer, start)
         # Not after a failure, which ends the other ranks too.
@@ -86,11 +89,14 @@ async def _lead(
     buffer: TrajectoryBuffer,
     state: LearnerState,
     start: Start,
+    exported: Exported,
 ) -> None:
     """The first rank: the loop, and all that the learner does beside it."""
     sender = _make_sender(config, trainer.policy)
-    records = RunRecords(config, start, sender.validating)
+    recorder = _make_recorder(config, place)
+    records = RunRecords(config, start, sender.validating, (exported,), recorder)
     reporter = StatusReporter(config, buffer, sender)
+    reporter.on_report = lambda s: exported.show("status", lambda: of_learner(s, config))
     validations = Validations(config, sender, records, reporter)
     samples = SampleWriter(config, state.policy_version, records.log_samples)
     rank = LearnerRank(
@@ -100,6 +106,7 @@ async def _lead(
         save=records.save,
         snapshot=sender.snapshot,
         show=samples.add,
+        record=None if recorder is None else recorder.add,
     )
     lockstep = Lockstep(rank, place.all, place.liveness)
     fetch = lockstep.fetch if place.all.count > 1 else None
@@ -127,12 +134,15 @@ async def _follow(
 ) -> None:
     """Another rank: what the first one commands. Signals are for the first one to decide upon."""
     writer = CheckpointWriter(config, start.history)
+    recorder = _make_recorder(config, place)
+    flush = (lambda: None) if recorder is None else recorder.flush
     rank = LearnerRank(
         trainer,
         place.data,
         fetch=buffer.fetch,
-        save=writer.save,
+        save=lambda trainer, state: writer.save(trainer, state, flush=flush),
         snapshot=lambda parameters, _: [parameters[name] for name in parameters],
+        record=None if recorder is None else recorder.add,
     )
     lockstep = Lockstep(rank, place.all, place.liveness)
     async with asyncio.TaskGroup() as tasks:
@@ -145,20 +155,20 @@ async def _follow(
 
 def _load(config: RunConfig, place: Place) -> tuple[Trainer, LearnerState, Start]:
     """From the checkpoint that `run.resume` means, or from `model.path`."""
-    torch.manual_seed(config.run.seed)
     start = choose(config)
-    path = start.checkpoint.path if start.checkpoint else None
-    policy = Policy.from_config(config, mesh=place.mesh)
-    algorithm, mesh = config.algorithm, place.mesh
-    reference = Policy.reference_of(config, policy, mesh) if algorithm.needs_reference else None
-    critic = Critic.from_config(config, mesh) if algorithm.needs_values else None
-    trainer = Trainer(config, policy, reference, critic, place.data)
-    state = LearnerState()
+    trainer, state = load_trainer(config, start.checkpoint, place.mesh, place.data)
     if start.checkpoint:
-        state = restore(start.checkpoint, config, trainer)
         require_steps_left(start.checkpoint, config.run.max_steps)
+    path = start.checkpoint.path if start.checkpoint else None
     log.info("starting from %s at version %d", path or config.model.path, state.policy_version)
     return trainer, state, start
+
+
+def _make_recorder(config: RunConfig, place: Place) -> Recorder | None:
+    """If `buffer.record` asks for one."""
+    if not config.buffer.record:
+        return None
+    return Recorder(config, place.data.index, place.data.count)
 
 
 def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
@@ -188,7 +198,8 @@ def _require_port(config: RunConfig) -> None:
 def _warn_of_truncation(config: RunConfig) -> None:
     for setting in config.generator.truncations:
         log.warning(
-            "%s cuts off the sampled distribution, which the learner's log-probabilities cannot "
-            "reproduce: importance weights will be below 1",
+            "%s cuts off the sampled distribution, and the learner's log-probabilities are over "
+            "all tokens: importance weights will be below 1; set generator.keep_sampling_mask=true "
+            "and generator.top_k, which replay what was left",
             setting,
         )

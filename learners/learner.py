@@ -23,6 +23,7 @@ from learners.checkpoints.schedule import RETRY_S
 from learners.fairness import FairnessWindow
 from learners.parallel.commands import Accumulate, Discard, Save, Snapshot, Update
 from learners.parallel.lockstep import Lockstep
+from learners.profiling.scaling import ScalingWindow
 from learners.profiling.times import StepTimes
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
@@ -62,6 +63,7 @@ class Learner:
         self._published_version = -1
         self._logged_s = time.perf_counter()
         self._times = StepTimes()
+        self._scaling = ScalingWindow(lockstep.num_ranks)
         self._stopping = asyncio.Event()
         every = config.learner.checkpoint.every
         self._saver = CheckpointSaver(every, session, reporter, self._stopping, self._save)
@@ -177,9 +179,11 @@ class Learner:
                 **buffer_metrics(stats),
                 **reward_metrics(stats, [r.label for r in self._config.data.all_rewards]),
                 **self._fairness.metrics(stats, step_s, loan.headers),
+                **self._scaling.metrics(stats, step_s, metrics),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,
                 "learner/step_s": step_s,
+                "learner/wait_frac": metrics["learner/wait_s"] / max(step_s, 1e-9),
                 "learner/stalls": self._reporter.num_stalls,
                 "learner/num_unsaved_steps": self._version - self._saver.saved_version,
                 "time_s": time.time(),

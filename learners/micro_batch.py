@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from learners.policy.attention import Packing
+from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.sequences import Sequences
 from streamrl.types import Media
 
@@ -33,6 +34,10 @@ class MicroBatch:
     """[S] places in the prompt stream."""
     media: tuple[tuple[Media, ...], ...]
     """Of each stretch of `packing`, in the order of their places."""
+    sampling_mask: Candidates | None = None
+    """What each response token was sampled among; no candidate for the whole vocabulary."""
+    top_candidates: Candidates | None = None
+    """The likeliest others beside each response token, as the behavior policy saw them."""
 
     @property
     def is_empty(self) -> bool:
@@ -59,4 +64,6 @@ class MicroBatch:
             sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
             prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
             media=tuple(self.media[i] for i in chosen) or ((),),
+            sampling_mask=self.sampling_mask and self.sampling_mask.select(responses.to(device)),
+            top_candidates=self.top_candidates and self.top_candidates.select(responses.to(device)),
         )

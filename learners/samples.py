@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from streamrl.config import RunConfig
-from streamrl.samples import ImportanceWeights, Sample, sample_of
+from streamrl.samples import Sample, sample_of
 from streamrl.samples.decoding import open_decoder
 from streamrl.samples.files import SampleFile
 from streamrl.samples.record import Decode, as_json
@@ -26,11 +28,12 @@ LogTable: TypeAlias = Callable[[Sequence[Mapping[str, Any]], int], None]
 
 
 class StepSamples(Struct, frozen=True):
-    """Groups that the step after `policy_version` has trained; `weights` by (group, trajectory)."""
+    """Groups that the step after `policy_version` has trained; `weights` [response tokens] by
+    (group, trajectory)."""
 
     policy_version: int
     groups: Sequence[TrajectoryGroup]
-    weights: Mapping[tuple[int, int], ImportanceWeights]
+    weights: Mapping[tuple[int, int], NDArray[np.float32]]
 
 
 class SampleWriter:
@@ -81,12 +84,12 @@ class SampleWriter:
             sample_of(
                 trajectory,
                 decode,
+                step.weights.get((i, j)),
                 step=step.policy_version + 1,
                 prompt_index=step.groups[i].prompt_index,
                 sibling=(step.groups[i].episode_indices or range(j + 1))[j],
                 environment=step.groups[i].environment,
                 staleness=abs(step.policy_version - (trajectory.oldest_version or 0)),
-                importance_weights=step.weights.get((i, j)),
             )
             for i in sorted(numbers)
             for j, trajectory in enumerate(step.groups[i].trajectories)

@@ -14,7 +14,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ class StatusReporter:
             activity_s=0.0,
             time_s=time.time(),
         )
+
+        self.on_report: Callable[[LearnerStatus], None] = lambda _: None
+        """Called with each report."""
 
     @property
     def num_stalls(self) -> int:
@@ -145,7 +148,9 @@ class StatusReporter:
     def _write(self) -> None:
         """Replace the file as a whole; the learner does not depend on it."""
         unfinished = self._file.with_name(f".{self._file.name}.unfinished")
-        content = json.dumps(msgspec.to_builtins(self._current(), str_keys=True)).encode()
+        status = self._current()
+        self.on_report(status)
+        content = json.dumps(msgspec.to_builtins(status, str_keys=True)).encode()
         try:
             try:
                 unfinished.write_bytes(content)

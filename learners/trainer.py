@@ -11,10 +11,13 @@ log-probabilities; `FactCollector` says when a pass of their own comes first.
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from learners.batch import TrainingBatch
 from learners.micro_batch import MicroBatch
@@ -31,8 +34,8 @@ from learners.policy.policy import Policy
 from learners.profiling.profile import StepProfile
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
+from streamrl.algorithms.rollout_is import SEQUENCE_ESS
 from streamrl.config import RunConfig
-from streamrl.samples import ImportanceWeights
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +125,9 @@ class Trainer:
         profile = self._profile.take(work["learner/train_s"])
         return {**of_facts(parts), **of_updates(updates), **work, **profile}
 
-    def take_weights(self) -> Mapping[int, ImportanceWeights]:
-        """Of the trajectories of the last batch's first part that this rank has trained."""
+    def take_weights(self) -> Mapping[int, NDArray[np.float32]]:
+        """[response tokens] of the trajectories of the last batch's first part that this rank has
+        trained."""
         return self._gradient.seen_weights.take()
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
@@ -190,7 +194,8 @@ class Trainer:
             policy = update(
                 self.optimizer,
                 self.policy.parameters().values(),
-                learning_rate(policy_version, settings, self._config.run.max_steps),
+                self._rate_scale(losses)
+                * learning_rate(policy_version, settings, self._config.run.max_steps),
                 settings.max_grad_norm,
                 prefix="learner",
                 is_frozen=is_masked or is_warmup,
@@ -201,3 +206,12 @@ class Trainer:
             MASKED: float(is_masked),
         }
         return {**losses, **self._corrected, **critic, **policy, **counts}
+
+    def _rate_scale(self, losses: Mapping[str, float]) -> float:
+        """What `rollout_is.scale_lr` multiplies the policy's learning rate by (VCPO, arXiv
+        2602.17616, section 3.2): sqrt(ESS / B), with ESS = (sum w)^2 / sum w^2 of the B sequences
+        of the update, or of the batch where weights are those of the batch."""
+        if not self._config.algorithm.rollout_is.scale_lr:
+            return 1.0
+        found = {**self._parts[0].means, **self._corrected, **losses}
+        return math.sqrt(found.get(SEQUENCE_ESS, 1.0))

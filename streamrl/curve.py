@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from streamrl.config.addresses import is_loopback
+from streamrl.config.addresses import host_of, is_loopback
 from streamrl.errors import ConfigError
 
 
@@ -54,13 +54,15 @@ class CurveServer:
     ) -> None:
         if folder is None and not is_loopback(url):
             raise ConfigError(needs_keys(url, setting))
+        self._url = url
         self._folder = folder
         self._context = context
         self._authenticator: Any = None
         self._accepted = b"" if folder is None else _key(folder, "client.public")
 
     def configure(self, socket: "zmq.Socket[Any]") -> None:
-        """Set the keys of a socket that is not yet bound."""
+        """Set the keys of a socket that is not yet bound, and the address family of its URL."""
+        choose_family(socket, self._url)
         if self._folder is None:
             return
         from zmq.auth.thread import ThreadAuthenticator
@@ -84,7 +86,9 @@ class CurveServer:
 def set_client_keys(
     socket: "zmq.Socket[Any]", url: str, folder: Path | None, setting: str = "buffer.url"
 ) -> None:
-    """Set the keys of a client's socket that is not yet connected to the URL in `setting`."""
+    """Set the keys of a client's socket that is not yet connected to the URL in `setting`, and the
+    address family of the URL."""
+    choose_family(socket, url)
     if folder is None:
         if not is_loopback(url):
             raise ConfigError(needs_keys(url, setting))
@@ -92,6 +96,13 @@ def set_client_keys(
     socket.setsockopt(zmq.CURVE_SERVERKEY, _key(folder, "server.public"))
     socket.setsockopt(zmq.CURVE_PUBLICKEY, _key(folder, "client.public"))
     socket.setsockopt(zmq.CURVE_SECRETKEY, _key(folder, "client.secret"))
+
+
+def choose_family(socket: "zmq.Socket[Any]", url: str) -> None:
+    """ZeroMQ takes an IPv6 address with this option only; with it a name such as localhost would be
+    its IPv6 address alone."""
+    if ":" in host_of(url):
+        socket.setsockopt(zmq.IPV6, 1)
 
 
 def serve_with_new_key(socket: "zmq.Socket[Any]") -> str:

@@ -5,6 +5,8 @@ lengths those of a window of steps.
 """
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from streamrl.types import (
@@ -17,6 +19,10 @@ from streamrl.types import (
     ResponseLengths,
     length_distance,
 )
+
+STALENESS_EDGES = (0, 1, 2, 4, 8)
+"""The largest staleness of each bucket but the last one, which has no largest."""
+STALENESS_BUCKETS = ("0", "1", "2", "3_4", "5_8", "9_plus")
 
 
 def books_metrics(books: Books) -> dict[str, float]:
@@ -38,13 +44,19 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
     return {
         **{f"buffer/refused_{reason}": stats.refused.get(reason, 0) for reason in RefusalReason},
         "buffer/num_bytes": stats.num_bytes,
+        "buffer/capacity": stats.capacity,
         "buffer/max_leases_per_prompt": max((p.num_leases for p in stats.retried), default=0),
         "generator/count": len(generators),
         "generator/num_active": sum(g.num_active for g in generators),
         "generator/num_waiting": sum(g.num_waiting for g in generators),
+        "generator/max_num_groups": sum(g.max_num_groups for g in generators),
         "generator/num_lost_agents": sum(g.num_lost_agents for g in generators),
         **{f"generator/{g.generator_id}/tokens_per_s": _tokens_per_s(g) for g in generators},
         **{f"generator/{g.generator_id}/policy_version": g.policy_version for g in generators},
+        **{
+            f"generator/{g.generator_id}/heartbeat_age_s": age_s
+            for g, age_s in zip(generators, stats.heartbeat_ages_s, strict=False)
+        },
     }
 
 
@@ -70,11 +82,17 @@ def sampling_metrics(num_tokens: float, seconds: float) -> dict[str, float]:
 
 
 def staleness_metrics(headers: Sequence[GroupHeader], policy_version: int) -> dict[str, float]:
-    """Versions between the oldest token of each group and the version that trains it."""
+    """Versions between the oldest token of each group and the version that trains it, and how many
+    groups are in each bucket."""
     distances = [abs(policy_version - header.oldest_version) for header in headers]
+    numbers = Counter(bisect_left(STALENESS_EDGES, distance) for distance in distances)
     return {
         "buffer/staleness_mean": sum(distances) / len(distances),
         "buffer/staleness_max": max(distances),
+        **{
+            f"buffer/staleness_{bucket}/num_groups": numbers[i]
+            for i, bucket in enumerate(STALENESS_BUCKETS)
+        },
     }
 
 

@@ -2,16 +2,18 @@
 
 runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  learner.json  parity.json
             evaluation.json  report.png  checkpoints/  abandoned/  buffer/  logs/ROLE.log
-            weights/  parity/  quarantine/
+            weights/  parity/  quarantine/  record/  replay/
 
 buffer/     journal.sqlite  payloads/
 """
 
 import json
 import logging
+import random
 import shutil
 import socket
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,16 @@ log = logging.getLogger(__name__)
 
 LEARNER_FILE = "learner.json"
 BOOKS_FILE = "books.json"
+_TARGETS = ".prometheus"
+# Below those that systems give to connections, and to whoever listens anywhere, such as srun.
+_PICKED_PORTS = range(20_000, 29_000)
+_PICKS = 100
 
 
-def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
+def prepare(config: RunConfig, *, resume: bool, new: bool, binds: bool = True) -> RunConfig:
     """The configuration with free ports for those given as 0, written into the run's folder.
+
+    Without `binds` buffer and learner are on other machines, and the ports are a plan's.
 
     Raises:
         ConfigError: the folder holds a run already and neither flag says what to do with it, or
@@ -48,8 +56,11 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
             f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it "
             "aside, or choose another run.name"
         )
-    resolved = _with_ports(config)
+    resolved = _with_ports(config) if binds else config
     try:
+        # Daemons that were killed are still named there.
+        for target in config.run.folder.glob(f"{_TARGETS}/{config.run.name}@*.json"):
+            target.unlink(missing_ok=True)
         if has_run and not resume:
             aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
             shutil.move(folder, aside)
@@ -61,6 +72,11 @@ def prepare(config: RunConfig, *, resume: bool, new: bool) -> RunConfig:
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {folder}: {error.strerror}") from error
     return resolved
+
+
+def target_file(runs: Path, name: str, daemon_id: str) -> Path:
+    """Where Prometheus reads the address of a daemon's metrics; no id has an @."""
+    return runs / _TARGETS / f"{name}@{daemon_id}.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -170,28 +186,39 @@ def read_books(folder: Path) -> Books | None:
 
 def _with_ports(config: RunConfig) -> RunConfig:
     buffer, weights = config.buffer, config.weights
-    url = _bound("buffer.url", buffer.url) if buffer.has_daemon else buffer.url
+    # Both are held until both are known, or the second could get the port of the first.
+    with ExitStack() as held:
+        url = _bound("buffer.url", buffer.url, held) if buffer.has_daemon else buffer.url
+        address = _bound("weights.address", weights.address, held)
     return config.model_copy(
         update={
             "buffer": buffer.model_copy(update={"url": url}),
-            "weights": weights.model_copy(
-                update={"address": _bound("weights.address", weights.address)}
-            ),
+            "weights": weights.model_copy(update={"address": address}),
         }
     )
 
 
-def _bound(name: str, url: str) -> str:
-    """The URL with a port that is free at this moment."""
+def _bound(name: str, url: str, held: ExitStack) -> str:
+    """The URL with a port that is free at this moment, and bound until `held` closes."""
     scheme, _, place = url.partition("://")
     host, _, port = place.rpartition(":")
-    with socket.socket() as probe:
+    probe = held.enter_context(socket.socket())
+    try:
+        _bind(probe, host, int(port))
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{name}: cannot listen at {url}: {error}; is another run using it? Port 0 picks a "
+            "free one"
+        ) from error
+    return f"{scheme}://{host}:{probe.getsockname()[1]}"
+
+
+def _bind(probe: socket.socket, host: str, port: int) -> None:
+    """To the port; if it is 0 to one that no other process is given before the daemon listens."""
+    if port:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(
-                f"{name}: cannot listen at {url}: {error}; is another run using it? Port 0 picks "
-                "a free one"
-            ) from error
-        return f"{scheme}://{host}:{probe.getsockname()[1]}"
+    for picked in () if port else random.sample(_PICKED_PORTS, _PICKS):
+        with suppress(OSError):
+            probe.bind((host, picked))
+            return
+    probe.bind((host, port))

@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,21 +41,30 @@ from streamrl.errors import (
     TransportError,
     exit_code_of,
 )
+from streamrl.log_lines import JsonFormatter, log_as_json
+from streamrl.process_environment import processes_with
 from streamrl.user_code import user_traceback
 
 # mallopt(3): the parameters' numbers are part of glibc's binary interface.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+FORWARDED_S = 1.0
 _IS_EXPECTED = "is_expected"
 
 log = logging.getLogger(__name__)
 
 
 class Shutdown:
-    """Requested by the first signal, which drains; the second signal exits at once."""
+    """Requested by the first signal, which drains; the second signal exits at once.
+
+    A rank of a learner may get one order to stop twice, from a terminal or Slurm, which signal
+    every process, and from torchrun, which passes it on: within FORWARDED_S it counts once.
+    """
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
+        self._is_rank = "RANK" in os.environ
+        self._requested_s = 0.0
 
     def install(self) -> None:
         loop = asyncio.get_running_loop()
@@ -70,9 +80,12 @@ class Shutdown:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.requested.is_set():
+            if self._is_rank and time.monotonic() - self._requested_s < FORWARDED_S:
+                return
             log.warning("second %s: stopping at once", signal.Signals(number).name)
             os._exit(EXIT_CRASHED)
         log.info("%s: draining; a second one stops at once", signal.Signals(number).name)
+        self._requested_s = time.monotonic()
         self.requested.set()
 
 
@@ -102,6 +115,18 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
         return _report(error)
     log.info("%s: done", role)
     return 0
+
+
+def launcher_has_ended() -> bool:
+    """Whether this process was started by a launcher that is gone."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    return parent is not None and os.getppid() != int(parent)
+
+
+def has_siblings() -> bool:
+    """Whether another process that the same launcher has started still runs."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    return parent is not None and bool(processes_with(PARENT_VARIABLE, parent.__eq__))
 
 
 @contextmanager
@@ -142,9 +167,8 @@ def _prepare_folder(config: RunConfig) -> None:
 
 async def _watch_parent(shutdown: Shutdown) -> None:
     """Drain when the launcher has ended. Polls the parent's id, since no signal reports that."""
-    parent = os.environ.get(PARENT_VARIABLE)
-    while parent is not None and not shutdown.requested.is_set():
-        if os.getppid() != int(parent):
+    while PARENT_VARIABLE in os.environ and not shutdown.requested.is_set():
+        if launcher_has_ended():
             log.info("the launcher has ended: draining")
             shutdown.requested.set()
         await asyncio.sleep(1.0)
@@ -193,22 +217,34 @@ def _start_logging(role: str, config: RunConfig) -> None:
     """To standard error, and to logs/ROLE.log unless standard error already goes there."""
     log_file = config.run.path / "logs" / f"{role}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    form = f"%(asctime)s {role} %(levelname).1s %(name)s: %(message)s"
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    if not _is_standard_error(log_file):
-        handlers[0].setFormatter(_TerminalFormatter(form))
+    is_file = _is_standard_error(log_file)
+    if config.run.log_format == "json":
+        formatter: logging.Formatter = JsonFormatter(role)
+        handlers: list[logging.Handler] = [logging.StreamHandler(log_as_json(role))]
+    else:
+        formatter = logging.Formatter(f"%(asctime)s {role} %(levelname).1s %(name)s: %(message)s")
+        handlers = [logging.StreamHandler(sys.stderr)]
+    handlers[0].setFormatter(formatter if is_file else _TerminalFormatter(formatter))
+    if not is_file:
         handlers.append(logging.FileHandler(log_file))
-    level = config.run.log_level.upper()
-    logging.basicConfig(level=level, format=form, handlers=handlers, force=True)
+        handlers[1].setFormatter(formatter)
+    logging.basicConfig(level=config.run.log_level.upper(), handlers=handlers, force=True)
+    if config.run.log_level == "info":
+        # A line for each request of a client.
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 class _TerminalFormatter(logging.Formatter):
     """Without the traceback of an expected error."""
 
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self._formatter = formatter
+
     def format(self, record: logging.LogRecord) -> str:
         if getattr(record, _IS_EXPECTED, False):
             record = logging.makeLogRecord({**vars(record), "exc_info": None})
-        return super().format(record)
+        return self._formatter.format(record)
 
 
 def _is_standard_error(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from typing import Any
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()
+# What a shell starts in the background ignores Ctrl-C, and so would every process of the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long a machine takes to draw inputs says nothing about the code under test.
 settings.register_profile("streamrl", suppress_health_check=[HealthCheck.too_slow])
@@ -25,7 +28,8 @@ def pytest_collection_finish() -> None:
 
 
 ON_VLLM = ("VllmEngines", "VllmUrlEngines")
-ENGINES = ON_VLLM if find_spec("vllm") else ("HfEngines", "SglangEngines")
+ON_SGLANG = ("SglangEngines",)
+ENGINES = ON_VLLM if find_spec("vllm") else ON_SGLANG if find_spec("sglang") else ("HfEngines",)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=ENGINES)

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
+from actors.engines.sglang.arguments import launch_command
 from actors.engines.vllm.start import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
@@ -22,7 +23,7 @@ from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
 from streamrl.weights.transports.file_formats import write_whole
 from tests.ports import free_port
-from tests.tiny_model import EOS, make_llama
+from tests.tiny_model import EOS, make_llama, make_tokenizer
 
 MakeEngine = Callable[..., Awaitable[Engine]]
 
@@ -38,6 +39,9 @@ class HfEngines:
     # Tokens that take it seconds: an update comes through meanwhile, on a busy machine, too.
     num_long = 1500
     reports_tokens = True
+    has_seeds = True
+    # Whether top-p counts the probabilities of all tokens, or of those that top-k has kept.
+    truncates_jointly = False
 
     def __init__(self, folder: Path) -> None:
         self._made: list[Engine] = []
@@ -75,6 +79,8 @@ class VllmEngines:
 
     num_long = 3000
     reports_tokens = True
+    has_seeds = True
+    truncates_jointly = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -154,15 +160,19 @@ class UrlEngines(VllmEngines):
 
 
 class SglangEngines(UrlEngines):
-    """On the server that stands in for SGLang."""
+    """On a real SGLang that another process serves."""
 
     engine = "sglang"
     num_long = 1500
+    # Only its batch-invariant kernels, which need a GPU, apply a request's seed.
+    has_seeds = False
+    truncates_jointly = True
 
     def command(self, path: Path, dtype: str, port: int) -> list[str]:
-        words = [sys.executable, "-m", "tests.standins.sglang_server", "--model-path", str(path)]
-        words += ["--port", str(port), "--dtype", dtype, "--enable-metrics"]
-        return [*words, "--enable-deterministic-inference"]
+        make_tokenizer().save_pretrained(path)
+        # With a minimum of tokens the server has a tokenizer.
+        config = run_config(path, dtype=dtype, max_model_len=4000, max_num_seqs=4, min_new_tokens=1)
+        return launch_command(config, host="127.0.0.1", port=port, seed=0)
 
 
 class VllmUrlEngines(UrlEngines):
@@ -190,13 +200,13 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
 }
 
 
 def open_engine(path: Path, engine: str, url: str | None = None, **generator: object) -> Engine:
     """An engine of the model in the folder, as a run's configuration would make it."""
-    seeds = {"enable_deterministic_inference": True} if engine == "sglang" else {}
-    ours = {engine: {"url": url, **seeds}} if url else {}
+    ours = {engine: {"url": url}} if url else {}
     config = run_config(path, engine=engine, **ours, **generator)
     return make_engine(config, seed=0)
 

@@ -5,7 +5,15 @@ import msgspec
 import numpy as np
 
 from streamrl.interfaces import GeneratorBuffer
-from streamrl.types import FinishReason, Lease, Trajectory, TrajectoryGroup, Turn
+from streamrl.types import (
+    FinishReason,
+    Lease,
+    TokenSets,
+    TopLogprobs,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 
 async def lease_one(
@@ -55,6 +63,26 @@ def make_group(
         environment="test",
         trajectories=tuple(make_trajectory(seed=i, **kwargs) for i in range(size)),
     )
+
+
+def with_candidates(group: TrajectoryGroup, mask_size: int, num_top: int) -> TrajectoryGroup:
+    """The group with sampling masks of up to so many ids, and so many candidates of each token.
+
+    What no engine gives: the ids are random, and some tokens have no mask.
+    """
+    members = []
+    for t in group.trajectories:
+        rng = np.random.default_rng(int(t.token_ids.sum()))
+        kept, ids, logprobs = [], [], []
+        for token, is_response in zip(t.token_ids, t.response_mask, strict=True):
+            drawn = rng.permutation(np.setdiff1d(np.arange(2, 40), [token])).astype(np.int32)
+            size = int(rng.integers(0, mask_size)) if is_response else 0
+            kept.append(np.append(drawn[:size], token).astype(np.int32) if size else drawn[:0])
+            ids.append(drawn[: num_top if is_response else 0])
+            logprobs.append(-2.0 - rng.random(len(ids[-1]), dtype=np.float32))
+        mask, top = TokenSets.of(kept), TopLogprobs.of(ids, logprobs)
+        members.append(msgspec.structs.replace(t, sampling_mask=mask, top_logprobs=top))
+    return msgspec.structs.replace(group, trajectories=tuple(members))
 
 
 def damaged(group: TrajectoryGroup, **changes: object) -> TrajectoryGroup:

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 40
 EOS = 1
@@ -26,6 +27,13 @@ def make_llama(seed: int = 0, **overrides: object) -> LlamaForCausalLM:
     }
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**settings)).eval()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One word for each token, of which one ends a sequence."""
+    words = {"</s>" if i == EOS else f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="w0")
 
 
 def save_llama(folder: Path, seed: int = 0, **overrides: object) -> Path:

@@ -169,8 +169,9 @@ def make_trainer(
     """With the models that the algorithm needs, distributed over a mesh if there is one; the
     reference has a larger head."""
     torch.manual_seed(0)
-    policy = make_policy()
-    reference = make_policy() if config.algorithm.needs_reference else None
+    temperature = config.generator.temperature
+    policy = make_policy(temperature)
+    reference = make_policy(temperature) if config.algorithm.needs_reference else None
     if reference is not None:
         with torch.no_grad():
             reference.model.get_output_embeddings().weight.mul_(1.5)

@@ -12,16 +12,20 @@ from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Engine
 
+MakeEngine = Callable[[RunConfig, int, bool], Engine]
 
-def make_engine(config: RunConfig, *, seed: int) -> Engine:
+
+def make_engine(config: RunConfig, *, seed: int, is_shared: bool = False) -> Engine:
     """The engine that `generator.engine` names, with its weights loaded; call it in the event loop.
 
-    `seed` is the seed of sampling, another one for each generator of a run.
+    `seed` is the seed of sampling, another one for each generator of a run. With `is_shared` an
+    engine on servers elsewhere shares them with other generators of the run, and has no weights
+    before the learner has sent some.
     """
-    return find_engine(config.generator)(config, seed)
+    return find_engine(config.generator)(config, seed, is_shared)
 
 
-def find_engine(generator: GeneratorSettings) -> Callable[[RunConfig, int], Engine]:
+def find_engine(generator: GeneratorSettings) -> MakeEngine:
     """What makes the engine that `generator.engine` names; nothing is imported before it is called.
 
     Raises:
@@ -46,25 +50,25 @@ def find_engine(generator: GeneratorSettings) -> Callable[[RunConfig, int], Engi
             raise ConfigError(f"generator.engine: was {name!r}; {did_you_mean(name, allowed)}")
 
 
-def _make_hf(config: RunConfig, seed: int) -> Engine:
+def _make_hf(config: RunConfig, seed: int, is_shared: bool) -> Engine:
     from actors.engines.hf.engine import HfEngine
 
     return HfEngine.from_config(config, seed=seed)
 
 
-def _make_sglang(config: RunConfig, seed: int) -> Engine:
+def _make_sglang(config: RunConfig, seed: int, is_shared: bool) -> Engine:
     from actors.engines.sglang.start import open_sglang
 
-    return open_sglang(config, seed=seed)
+    return open_sglang(config, seed=seed, is_shared=is_shared)
 
 
-def _open_vllm(config: RunConfig, seed: int) -> Engine:
+def _open_vllm(config: RunConfig, seed: int, is_shared: bool) -> Engine:
     from actors.engines.vllm.start import open_vllm
 
-    return open_vllm(config)
+    return open_vllm(config, is_shared=is_shared)
 
 
-def _make_vllm(config: RunConfig, seed: int) -> Engine:
+def _make_vllm(config: RunConfig, seed: int, is_shared: bool) -> Engine:
     from actors.engines.vllm.engine import VllmEngine
 
     return VllmEngine.from_config(config, seed=seed)
@@ -83,5 +87,7 @@ def _require_sglang() -> None:
     if find_spec("sglang") is None:
         raise ConfigError(
             "generator.engine sglang: SGLang is not installed here; on a GPU machine "
-            "`pip install streamrl[sglang]`, or name a server elsewhere in generator.sglang.url"
+            "`pip install streamrl[sglang]`, on a CPU `make .venv-sglang/sglang.stamp` and start "
+            "the generator with .venv-sglang/bin/streamrl, or name a server elsewhere in "
+            "generator.sglang.url"
         )

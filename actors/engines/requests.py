@@ -58,6 +58,22 @@ class InFlightRequests(Generic[T]):
 
 
 @asynccontextmanager
+async def slot_or_stop(slots: asyncio.Semaphore, stop: asyncio.Event) -> AsyncIterator[bool]:
+    """Whether there was a slot before the stop. Waits for one of the two; gives the slot back."""
+    acquiring = asyncio.create_task(slots.acquire())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([acquiring, stopping], return_when=asyncio.FIRST_COMPLETED)
+        yield acquiring.done()
+    finally:
+        stopping.cancel()
+        if acquiring.done():
+            slots.release()
+        else:
+            acquiring.cancel()
+
+
+@asynccontextmanager
 async def aborted_on(
     stop: asyncio.Event, abort: Callable[[], Awaitable[None]]
 ) -> AsyncIterator[None]:

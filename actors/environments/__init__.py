@@ -88,36 +88,49 @@ _EXTRAS = {"gymnasium": "gym", "textarena": "textarena", "verifiers": "verifiers
 def make_environment(
     entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS
 ) -> "Environment | Agent":
-    """A fresh environment of the entry.
+    """A fresh environment of the entry; arguments and errors are those of `environment_maker`."""
+    return environment_maker(entry, toolset)()
+
+
+def environment_maker(entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS) -> Make:
+    """What makes a fresh environment of the entry at each call; the entry is checked here, once.
 
     Args:
         toolset: of the generator, which the episodes of environment `tools` share.
 
     Raises:
-        ConfigError: the name or an argument is unknown, a package is not installed, or a user's own
-            cannot be loaded.
+        ConfigError: the name or an argument is unknown or a package is not installed; by the call,
+            if a value is not allowed or a user's own cannot be loaded.
     """
     if is_user_code(entry.environment):
-        return UserEnvironment(entry)
+        return partial(UserEnvironment, entry)
     kind, colon, own_id = entry.environment.partition(":")
-    loads = BY_ID if colon else BUILT_IN
-    if kind not in loads or (colon and not own_id):
+    make = _built_in(entry, kind, own_id if colon else None)
+    make = partial(make, own_id) if colon else make
+    make = partial(make, toolset) if kind == TOOLS else make
+    check_arguments(entry, make)
+    return partial(_made, entry, make)
+
+
+def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
+    loads = BUILT_IN if own_id is None else BY_ID
+    if kind not in loads or own_id == "":
         known = (*BUILT_IN, *(f"{name}:ID" for name in BY_ID))
         raise ConfigError(
             f"{entry.setting}: was {entry.environment!r}; PATH.py:NAME or "
             f"{did_you_mean(entry.environment, known)}"
         )
     try:
-        make = loads[kind]()
+        return loads[kind]()
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         raise ConfigError(
             f"{entry.setting}: {entry.environment} needs {package}, which is not installed: "
             f"pip install 'streamrl[{_EXTRAS.get(package, package)}]'"
         ) from error
-    make = partial(make, own_id) if colon else make
-    make = partial(make, toolset) if kind == TOOLS else make
-    check_arguments(entry, make)
+
+
+def _made(entry: EnvironmentEntry, make: Make) -> "Environment | Agent":
     try:
         return make(**entry.kwargs)
     except ValueError as error:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from actors.environments import make_environment
+from actors.environments import environment_maker
 from actors.environments.shared import open_group
 from actors.environments.stream import Stream
 from actors.episodes.progress import GroupProgress
@@ -96,7 +96,7 @@ def _group_runner(
         engine=engine,
         prompts=stream,
         renderer=renderer,
-        make_environment=partial(make_environment, entry, toolset),
+        make_environment=environment_maker(entry, toolset),
         environment=entry.name,
         reward=make_reward(entry.data),
         sampling=sampling_params(config),
@@ -122,4 +122,6 @@ def sampling_params(config: RunConfig) -> SamplingParams:
         top_k=generator.top_k,
         stop_token_ids=generator.stop_token_ids,
         ignore_eos=generator.ignore_eos,
+        keep_sampling_mask=generator.keep_sampling_mask,
+        num_top_logprobs=config.num_top_logprobs,
     )

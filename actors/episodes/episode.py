@@ -10,17 +10,18 @@ environment is closed, however it ended.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from time import perf_counter
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from actors.episodes.answers import checked_observation, checked_transition
 from actors.episodes.closing import closed_after
 from actors.episodes.context import Context, generate
 from actors.episodes.conversation import Conversation
+from actors.episodes.deadline import Deadline, DeadlineError
 from actors.episodes.record import EpisodeRecord, Rollout
-from actors.gateway.agent import Agent, play
+from actors.gateway.agent import Agent, is_agent, play
 from actors.gateway.session import Session
 from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.errors import RolloutError
@@ -35,15 +36,8 @@ from streamrl.types import INVALID_TURNS, Completion, FinishReason, Media, Sampl
 
 Answer = TypeVar("Answer")
 
-# An engine may be loading an update at the deadline, and an environment has to see the last turn.
-_GRACE_S = 30.0
 
-
-class _DeadlineError(Exception):
-    """The grace after a deadline of ours is over."""
-
-
-async def _nobody() -> None:
+def _nobody() -> None:
     """Is told that a slot is free."""
 
 
@@ -58,7 +52,7 @@ class EpisodeRun:
         max_model_len: int,
         deadline_s: float,
         settings: EpisodeSettings | None = None,
-        on_slot_free: Callable[[], Awaitable[None]] = _nobody,
+        on_slot_free: Callable[[], None] = _nobody,
     ) -> None:
         """
         Args:
@@ -99,16 +93,18 @@ class EpisodeRun:
         """
         player, conversation = self._make_environment(), Conversation(start)
         try:
-            if isinstance(player, Agent):
-                playing = self._attend(player, conversation, start, sampling)
+            if is_agent(type(player)):
+                agent = cast(Agent, player)
+                playing = self._attend(agent, conversation, start, sampling)
                 finish_reason = await self._run(playing)
             else:
-                async with closed_after(player.close):
-                    turns = self._take_turns(player, conversation, start, sampling)
+                environment = cast(Environment, player)
+                async with closed_after(environment.close):
+                    turns = self._take_turns(environment, conversation, start, sampling)
                     finish_reason = await self._run(turns)
         finally:
             self.is_over, self.num_slots = True, 0
-        await self._on_slot_free()
+        self._on_slot_free()
         record = self._record
         rollout = record.rollout(finish_reason, {**self._counts(), **self._metrics})
         return rollout.with_messages(conversation.messages)
@@ -116,9 +112,9 @@ class EpisodeRun:
     async def _run(self, playing: Awaitable[FinishReason]) -> FinishReason:
         """Why the episode ended. Waits as `run` does."""
         try:
-            async with self._within(self._deadline_s):
+            async with Deadline(self._deadline_s, self._stop):
                 finish_reason = await playing
-        except _DeadlineError:
+        except DeadlineError:
             finish_reason = FinishReason.DEADLINE
         if self._record.segments:
             return finish_reason
@@ -169,39 +165,16 @@ class EpisodeRun:
         began_s = perf_counter()
         self.num_slots = 0
         try:
-            await self._on_slot_free()
+            self._on_slot_free()
             return await answer
         finally:
             self.num_slots = 1
             self._environment_wait_s += perf_counter() - began_s
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    def _turn(self) -> AbstractAsyncContextManager[object]:
         """Around a turn, or the start of the environment."""
-        if self._settings.turn_deadline_s is None:
-            yield
-        else:
-            async with self._within(self._settings.turn_deadline_s):
-                yield
-
-    @asynccontextmanager
-    async def _within(self, deadline_s: float) -> AsyncIterator[None]:
-        """Stops the episode at the deadline, and cancels the block after the grace.
-
-        Raises:
-            _DeadlineError: it was canceled.
-        """
-        timer = asyncio.get_running_loop().call_later(deadline_s, self._stop.set)
-        limit = asyncio.timeout(deadline_s + min(_GRACE_S, deadline_s))
-        try:
-            async with limit:
-                yield
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise _DeadlineError from error
-        finally:
-            timer.cancel()
+        turn_s = self._settings.turn_deadline_s
+        return nullcontext() if turn_s is None else Deadline(turn_s, self._stop)
 
     def _counts(self) -> dict[str, float]:
         """What is recorded of every episode."""
@@ -229,7 +202,7 @@ class EpisodeRun:
             return await generate(self._engine, prompt_token_ids, sampling, handle, media)
         finally:
             self.num_slots -= 1
-            await self._on_slot_free()
+            self._on_slot_free()
 
     async def _attend(
         self,

@@ -1,12 +1,12 @@
 """A group while it is sampled, as its generator reads it: tokens, and slots that it needs."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actors.episodes.episode import EpisodeRun
 
 
-async def _nobody() -> None:
+def _nobody() -> None:
     """Is told that a slot is free."""
 
 
@@ -15,7 +15,7 @@ class GroupProgress:
     """The episodes of a group that is being sampled; none before it begins."""
 
     episodes: Sequence[EpisodeRun] = ()
-    on_slot_free: Callable[[], Awaitable[None]] = _nobody
+    on_slot_free: Callable[[], None] = _nobody
     """Called when an episode begins to wait for its environment, or ends."""
 
     @property

@@ -9,7 +9,7 @@ completion whose prompt begins with the tokens and media of a segment continues 
 begins a segment of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,11 +17,14 @@ from msgspec import structs
 
 from streamrl.interfaces import Message
 from streamrl.types import (
+    BoolArray,
     Completion,
     FinishReason,
     Float32Array,
     Int32Array,
     Media,
+    TokenSets,
+    TopLogprobs,
     Trajectory,
     Turn,
 )
@@ -35,6 +38,8 @@ class Span:
     logprobs: Float32Array
     policy_versions: Int32Array
     in_loss: bool = True
+    sampling_mask: TokenSets | None = None
+    top_logprobs: TopLogprobs | None = None
 
     @classmethod
     def observed(cls, token_ids: tuple[int, ...]) -> "Span":
@@ -44,7 +49,13 @@ class Span:
     @classmethod
     def sampled(cls, completion: Completion) -> "Span":
         c = completion
-        return cls(c.token_ids, c.logprobs, c.policy_versions)
+        return cls(
+            c.token_ids,
+            c.logprobs,
+            c.policy_versions,
+            sampling_mask=c.sampling_mask,
+            top_logprobs=c.top_logprobs,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,20 +76,26 @@ class Segment:
         """The flat record; see `streamrl.types.Trajectory`."""
         spans = self.spans
         response_mask = np.concatenate([s.policy_versions >= 0 for s in spans])
-        in_loss = np.concatenate([np.full(len(s.token_ids), s.in_loss) for s in spans])
+        lengths = [len(s.token_ids) for s in spans]
         is_whole = all(s.in_loss for s in spans)
         return Trajectory(
             token_ids=np.concatenate([s.token_ids for s in spans]),
             response_mask=response_mask,
             behavior_logprobs=np.concatenate([s.logprobs for s in spans]),
             policy_versions=np.concatenate([s.policy_versions for s in spans]),
-            loss_mask=None if is_whole else response_mask & in_loss,
+            loss_mask=None if is_whole else response_mask & _in_loss(spans),
             reward=reward,
             finish_reason=finish_reason,
             turns=self.turns,
             metrics=dict(metrics),
             media=tuple(medium.id for medium in self.media),
+            sampling_mask=TokenSets.joined([s.sampling_mask for s in spans], lengths),
+            top_logprobs=TopLogprobs.joined([s.top_logprobs for s in spans], lengths),
         )
+
+
+def _in_loss(spans: Sequence[Span]) -> BoolArray:
+    return np.concatenate([np.full(len(span.token_ids), span.in_loss) for span in spans])
 
 
 @dataclass(frozen=True)
@@ -155,8 +172,11 @@ class EpisodeRecord:
         """What the environment says of the completion that was added last."""
         segment = self.segments[self._current]
         *earlier, turn = segment.turns
-        turn = structs.replace(turn, reward=reward, num_tool_calls=num_tool_calls)
         *spans, sampled = segment.spans
+        known = (turn.reward, turn.num_tool_calls, sampled.in_loss)
+        if known == (reward, num_tool_calls, in_loss):
+            return
+        turn = structs.replace(turn, reward=reward, num_tool_calls=num_tool_calls)
         spans = [*spans, replace(sampled, in_loss=in_loss)]
         self._set(replace(segment, spans=tuple(spans), turns=(*earlier, turn)))
 

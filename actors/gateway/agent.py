@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol, runtime_checkable
 
 from actors.gateway.session import Session
@@ -32,6 +33,13 @@ class Agent(Protocol):
             RolloutError: the agent failed or disappeared.
         """
         ...
+
+
+@cache
+def is_agent(player: type) -> bool:
+    """Whether players of this class are agents. Kept, since to look takes as long as an episode of
+    one turn."""
+    return issubclass(player, Agent)
 
 
 async def play(agent: Agent, session: Session, context: EnvironmentContext) -> AgentResult:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from streamrl.interfaces import Message, Renderer, ToolSchema
 
 
@@ -92,8 +94,8 @@ def _normalized_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function", call)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        with contextlib.suppress(json.JSONDecodeError):
-            arguments = json.loads(arguments)
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            arguments = msgspec.json.decode(arguments)
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 

@@ -70,7 +70,9 @@ class TaskRoutes:
 
     async def _take(self, request: web.Request) -> web.Response:
         """Waits for a task, as long as the agent asks for."""
-        if self._token and not hmac.compare_digest(key_of(request).encode(), self._token.encode()):
+        # A header may hold bytes that are no text.
+        key = key_of(request).encode(errors="surrogateescape")
+        if self._token and not hmac.compare_digest(key, self._token.encode()):
             raise RequestError("a task needs the token: Authorization: Bearer TOKEN", 401)
         if not self._is_pulled:
             raise RequestError(

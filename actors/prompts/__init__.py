@@ -59,7 +59,7 @@ def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
     """
     setting = "data.eval_source" if data.eval_sources else "data.source"
     for source in () if data.eval_sources else data.sources:
-        if has_rows(source.path) or is_user_code(source.path):
+        if _has_rows(source.path) or is_user_code(source.path):
             raise ConfigError(
                 f"data.eval_source: is needed to evaluate; data.source is {source.path}"
             )
@@ -115,7 +115,7 @@ def _open(
     siblings = data.sources if setting == "data.source" else data.eval_sources
     default_name = _default_name(path) if len(siblings) > 1 else ""
     columns = Columns.of(data, setting, source, default_name)
-    if has_rows(path):
+    if _has_rows(path):
         rows = open_rows(setting, path, subset=source.subset, split=source.split)
         return RowPrompts(rows, columns, path)
     if is_user_code(path):
@@ -150,4 +150,9 @@ def _open_task(
 
 def _default_name(path: str) -> str:
     """Of a source in a list: its file's name without suffixes, or what stands behind the colon."""
-    return Path(path).name.partition(".")[0] if has_rows(path) else path.rpartition(":")[2]
+    return Path(path).name.partition(".")[0] if _has_rows(path) else path.rpartition(":")[2]
+
+
+def _has_rows(path: str) -> bool:
+    """A task is one also where a folder has its name; ./NAME is the folder."""
+    return path not in TASKS and has_rows(path)

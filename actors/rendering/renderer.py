@@ -235,7 +235,7 @@ class ChatRenderer:
                 add_generation_prompt=is_open,
                 tokenize=False,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"data.chat_template: it cannot render {place}: {error}") from error
         return str(rendered)
 

@@ -37,6 +37,8 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "regex": builtin.regex,
     "task": builtin.task,
 }
+QUICK = frozenset({"environment", "exact_match", "length", "numeric_answer"})
+"""Of `BUILT_IN`: without `pattern`, whose search may take any time, they take microseconds."""
 STATEFUL: Mapping[str, str] = {
     "code": "actors.rewards.code.reward:Code",
     "http": "actors.rewards.remote.http:HttpReward",
@@ -112,7 +114,9 @@ def _weighted(
     if is_isolated:
         setup = WorkerSetup(settings.reward, kwargs, name, data_source_key)
         processes = Processes(setup, output)
-    scorer = FunctionReward(bound, _limits(settings, bound, is_isolated), output, processes)
+    is_quick = settings.reward in QUICK and "pattern" not in kwargs and not is_isolated
+    limits = _limits(settings, bound, is_isolated)
+    scorer = FunctionReward(bound, limits, output, processes, is_quick=is_quick)
     return WeightedReward(settings.label, scorer, settings.weight, settings.data_source)
 
 

@@ -110,7 +110,17 @@ class BoundFunction:
 
     def _call(self, episodes: Sequence[Episode]) -> Any:
         args, named = self.form.arguments(episodes, self.data_source_key)
-        return self.function(*args, **_taken(self.function, named), **self.kwargs)
+        return self.function(*args, **self._taken(named), **self.kwargs)
+
+    def _taken(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Of the arguments by name, those that the function takes."""
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._parameters.values()):
+            return named
+        return {name: value for name, value in named.items() if name in self._parameters}
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
 
     def _read(self, answer: Any, num_episodes: int) -> list[Score | None]:
         answers = answer
@@ -142,14 +152,6 @@ class BoundFunction:
             needed, answers = "it must return one finite number", answers[0]
         place = f"{self.title}{defined_at(self.function)}"
         return RolloutError(f"{place} returned {reprlib.repr(answers)}: {needed}")
-
-
-def _taken(function: Callable[..., Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Of the arguments by name, those that the function takes."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return named
-    return {name: value for name, value in named.items() if name in parameters}
 
 
 def score_of(answer: Any) -> Score:

@@ -26,6 +26,8 @@ from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.samples.decoding import open_decoder
 from streamrl.service import Shutdown
+from streamrl.tracking.prometheus import exporting
+from streamrl.tracking.prometheus.readings import of_validator
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,11 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
         several = runner.changed(group_size=config.validation.num_samples)
         validator = Validator(config, NAME, several, len(stream), decode)
         log.info("%s serves %s with %s", NAME, config.model.path, config.generator.engine)
-        await _run_until_over(validator, buffer, shutdown)
+        with exporting(config, "validator", NAME) as exported:
+            validator.on_status = lambda status: exported.show(
+                "status", lambda: of_validator(status, engine.gauges()["num_tokens"])
+            )
+            await _run_until_over(validator, buffer, shutdown)
     finally:
         await engine.close()
         await buffer.close()

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -78,6 +78,8 @@ class Validator:
             is_busy=self._has_first,
             num_prompts=self._num_prompts,
         )
+        self.on_status: Callable[[ValidatorStatus], None] = lambda _: None
+        """Called with each change of what it does."""
         self._loaded: asyncio.Queue[WeightUpdate] = asyncio.Queue()
         num_groups = math.ceil(config.generator.max_num_seqs / self._settings.num_samples)
         self._room = asyncio.Semaphore(num_groups)
@@ -94,6 +96,7 @@ class Validator:
 
     async def run(self) -> None:
         """Until cancelled: validate what the learner sends. Waits for versions without a limit."""
+        self.on_status(self._status)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receiver.run())
             if self._has_first:
@@ -218,6 +221,7 @@ class Validator:
     def _set(self, **fields: object) -> None:
         self._status = structs.replace(self._status, **fields)
         self._receiver.set_validator(self._status)
+        self.on_status(self._status)
 
 
 def _episodes(group: TrajectoryGroup) -> list[list[Trajectory]]:

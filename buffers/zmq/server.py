@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 Frames: TypeAlias = Sequence[Frame]
 POLL_S = 0.2
+STATS_S = 1.0
 SHUTDOWN_GRACE_S = 0.5
 # One commit's worth: more would keep the first ones waiting.
 MAX_REQUESTS = 256
@@ -73,7 +74,9 @@ class ZmqBufferServer:
         curve: Path | None = None,
         max_group_bytes: int = wire.MAX_MESSAGE_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        on_stats: Callable[[BufferStats], None] | None = None,
     ) -> None:
+        """`on_stats` is called in the thread of `serve`, every STATS_S at most."""
         self._state = state
         self._quarantine = Quarantine(quarantine)
         self._peers = Peers()
@@ -84,6 +87,7 @@ class ZmqBufferServer:
         self._replies = Replies()
         self._max_group_bytes = max_group_bytes
         self._clock = clock
+        self._on_stats, self._stats_s = on_stats, clock()
         self._incomplete_s = clock()
         self._pending_requests = PendingRequests()
         self._context = zmq.Context()
@@ -113,6 +117,7 @@ class ZmqBufferServer:
                 self._retry_pending()
                 self._commit()
                 self._replies.send(self._socket, self._refusal)
+                self._show_stats()
                 if self._refusals.is_spent:
                     stop.wait(REST_S)
             return self._state.stats(self._clock())
@@ -120,6 +125,12 @@ class ZmqBufferServer:
             self._socket.close()
             self._curve.close()
             self._context.term()
+
+    def _show_stats(self) -> None:
+        now_s = self._clock()
+        if self._on_stats is not None and now_s >= self._stats_s:
+            self._stats_s = now_s + STATS_S
+            self._on_stats(self._state.stats(now_s))
 
     def _has_ended(self) -> bool:
         """Closing at once would lose the replies that clients have not read."""

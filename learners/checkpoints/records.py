@@ -15,12 +15,14 @@ from typing import Any
 
 from learners.checkpoints.start import Start
 from learners.checkpoints.writer import CheckpointWriter
+from learners.replay.recorder import Recorder, forget
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints import abandoned
 from streamrl.checkpoints.retention import Validated
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, did_you_mean
+from streamrl.interfaces import Tracker
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, JsonlTracker
 from streamrl.tracking.validation import VALIDATION_FILE, read_validations
@@ -34,14 +36,23 @@ class RunRecords:
     """Of a learner that starts from `start`; `begin` comes first.
 
     The first rank has it; the others take part in `save` with a `CheckpointWriter` alone.
-    `validating` returns the versions that are being validated, whose checkpoints are kept.
+    `validating` returns the versions that are being validated, whose checkpoints are kept;
+    `more_trackers` get what those of `tracking` get; the recorder, if there is one, keeps what each
+    step has trained.
     """
 
     def __init__(
-        self, config: RunConfig, start: Start, validating: Callable[[], Collection[int]] = tuple
+        self,
+        config: RunConfig,
+        start: Start,
+        validating: Callable[[], Collection[int]] = tuple,
+        more_trackers: Sequence[Tracker] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         self._config = config
+        self._more_trackers = more_trackers
         self._start = start
+        self._recorder = recorder
         self._trackers: Trackers | None = None
         self._trained: JsonlTracker | None = None
         self._validations: JsonlTracker | None = None
@@ -67,10 +78,14 @@ class RunRecords:
             )
             _take_lines(run, start.lines_from)
             first_step = start.policy_version + 1
+            is_continued = _is_same_folder(start.lines_from, run)
+            forget(run, first_step if is_continued else 1)
             self._trained = JsonlTracker(run / TRAINED_FILE, first_step=first_step)
             self._validations = JsonlTracker(run / VALIDATION_FILE, first_step=first_step)
             self.validated = read_validations(run)
-            self._trackers = open_trackers(self._config, first_step=first_step)
+            self._trackers = open_trackers(
+                self._config, first_step=first_step, more=self._more_trackers
+            )
         except OSError as error:
             raise CheckpointWriteError(f"{run} cannot be written: {error}") from error
         if found is not None:
@@ -130,8 +145,10 @@ class RunRecords:
         try:
             self._trained.flush()
             self._trackers.flush()
+            if self._recorder is not None:
+                self._recorder.flush()
         except OSError as error:
-            raise OSError(f"the lines of its steps cannot be written: {error}") from error
+            raise OSError(f"the records of its steps cannot be written: {error}") from error
 
     def close(self) -> None:
         """Wait for the save under way; lines of steps that are in no checkpoint may be lost."""
@@ -144,7 +161,7 @@ class RunRecords:
 
 def _take_lines(run: Path, lines_from: Path | None) -> None:
     """Replace the run's lines by those of the history, which another folder has, or nobody."""
-    if lines_from is not None and lines_from.absolute() == run.absolute():
+    if _is_same_folder(lines_from, run):
         return
     for name in _LINE_FILES:
         unfinished = run / f".{name}.unfinished"
@@ -153,3 +170,7 @@ def _take_lines(run: Path, lines_from: Path | None) -> None:
         else:
             shutil.copyfile(lines_from / name, unfinished)
         unfinished.replace(run / name)
+
+
+def _is_same_folder(one: Path | None, other: Path) -> bool:
+    return one is not None and one.absolute() == other.absolute()

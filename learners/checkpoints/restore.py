@@ -1,9 +1,14 @@
 """A trainer goes on from a checkpoint: everything that it needs to repeat the next step exactly."""
 
+import torch
 import torch.distributed as dist
 
 from learners.checkpoints.contents import load_tensors
 from learners.checkpoints.random_state import restore_random_state
+from learners.parallel.mesh import Mesh
+from learners.parallel.ranks import Ranks
+from learners.policy.critic import Critic
+from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints.find import Checkpoint
@@ -34,3 +39,20 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
         rank = dist.get_rank() if distributed else 0
         restore_random_state(record["random"], rank, dist.get_world_size() if distributed else 1)
     return LearnerState(policy_version=checkpoint.policy_version, books=checkpoint.books)
+
+
+def load_trainer(
+    config: RunConfig,
+    checkpoint: Checkpoint | None,
+    mesh: Mesh | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Trainer, LearnerState]:
+    """The trainer that goes on from a checkpoint, or from `model.path` without one."""
+    torch.manual_seed(config.run.seed)
+    policy = Policy.from_config(config, mesh=mesh)
+    algorithm = config.algorithm
+    reference = Policy.reference_of(config, policy, mesh) if algorithm.needs_reference else None
+    critic = Critic.from_config(config, mesh) if algorithm.needs_values else None
+    trainer = Trainer(config, policy, reference, critic, ranks)
+    state = LearnerState() if checkpoint is None else restore(checkpoint, config, trainer)
+    return trainer, state

@@ -40,18 +40,27 @@ def correct(
     behavior_logprobs: torch.Tensor,
     staleness: torch.Tensor,
     sequences: Sequences,
+    advantages: torch.Tensor | None = None,
 ) -> Correction:
     """The correction of these tokens [R].
 
     Args:
         logprobs: under the policy at the start of the batch for proximal `recompute`, else under
             the current one.
+        advantages: 0 for tokens that are not trained; of a batch that is corrected as a whole.
     """
     proximal = logprobs
     if config.proximal != "recompute":
         proximal = proximal_logprobs(config.proximal, logprobs, behavior_logprobs, staleness)
     train = weighed_logprobs(config, logprobs, proximal)
-    found = rollout_is_weights(train, behavior_logprobs, sequences, config.rollout_is, staleness)
+    found = rollout_is_weights(
+        train,
+        behavior_logprobs,
+        sequences,
+        config.rollout_is,
+        staleness,
+        advantages=advantages,
+    )
     if config.ratio_holds_correction:
         weights, mask = None, None if bool(found.accepted.all()) else found.accepted
     else:

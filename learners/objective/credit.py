@@ -61,7 +61,8 @@ class CreditAssigner:
     ) -> CreditAssignment:
         """Credit for the whole batch.
 
-        The log-probabilities [R] are for KL in the reward, the values [R] for gae.
+        The log-probabilities [R] are for KL in the reward, those of the proximal policy for opob,
+        too; the values [R] are for gae.
         """
         config, episodes = self._config, batch.episodes
         sequences = episodes.sequences
@@ -90,7 +91,15 @@ class CreditAssigner:
             self._kl.update(float(kl.mean()), len(sequences))
         baseline = episodes.each(batch.greedy_rewards) if config.needs_greedy_rewards else None
         groups = episodes.each(batch.group_indices)
-        advantage_input = AdvantageInput(rewards, groups, sequences, values, baseline)
+        advantage_input = AdvantageInput(
+            rewards,
+            groups,
+            sequences,
+            values,
+            baseline,
+            logprobs=proximal_logprobs,
+            behavior_logprobs=batch.behavior_logprobs,
+        )
         advantages = estimate_advantages(config.advantage, advantage_input, config.advantage_config)
         returns = None if values is None else gae_returns(advantage_input, config.advantage_config)
         return CreditAssignment(

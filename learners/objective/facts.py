@@ -56,6 +56,13 @@ class Facts:
     """[S] bool, false where a pass without gradient found a number that is not finite: no loss may
     count the sequence."""
 
+    @property
+    def trained_advantages(self) -> torch.Tensor:
+        """[R] 0 for tokens that are left out of the loss."""
+        if self.loss_mask is None:
+            return self.advantages
+        return torch.where(self.loss_mask, self.advantages, 0.0)
+
     def with_correction(self, rows: torch.Tensor, correction: Correction) -> "Facts":
         """The facts of an update on these rows, with a correction made for it as a whole."""
         weights = torch.ones_like(self.behavior_logprobs)
@@ -150,7 +157,9 @@ class FactCollector:
         if facts.proximal_logprobs is None or sampled is None:
             return facts, credit.metrics
         behavior, staleness = facts.behavior_logprobs, facts.staleness
-        correction = correct(config, sampled, behavior, staleness, batch.sequences)
+        correction = correct(
+            config, sampled, behavior, staleness, batch.sequences, facts.trained_advantages
+        )
         rows = torch.arange(num_tokens)
         return facts.with_correction(rows, correction), {**credit.metrics, **correction.metrics}
 
@@ -172,7 +181,8 @@ class FactCollector:
         sequences = Sequences.from_lengths(lengths)
         is_finite = finite_sequences(batch.sequences, logprobs)
         sampled = torch.where(sequences.expand(is_finite[chosen]), logprobs[rows], behavior)
-        correction = correct(config, sampled, behavior, staleness, sequences)
+        advantages = facts.trained_advantages[rows]
+        correction = correct(config, sampled, behavior, staleness, sequences, advantages)
         facts = replace(facts, is_finite=facts.is_finite & is_finite)
         return facts.with_correction(rows, correction), correction.metrics
 

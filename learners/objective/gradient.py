@@ -26,11 +26,12 @@ from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
 from streamrl.algorithms.losses import BatchTotals, LossInput
-from streamrl.algorithms.objective import policy_objective, trained_fraction
+from streamrl.algorithms.objective import mask_metrics, policy_objective, trained_fraction
 from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.proximal import proximal_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
 
 Term = TypeVar("Term", float, torch.Tensor)
 Work: TypeAlias = tuple[tuple[MicroBatch, Facts], ...]
@@ -69,6 +70,8 @@ class Gradient:
         self._algorithm = config.algorithm.model_copy(update={"loss_config": config.loss_config})
         self._ranks = ranks
         self._with_entropy = config.algorithm.entropy_coef > 0 or config.learner.report_entropy
+        self._keeps_mask = config.generator.keep_sampling_mask
+        self._num_top = config.num_top_logprobs
         self._sums_each = config.learner.sum_each_micro_batch
         self._policy = policy
         self._reference = reference
@@ -181,6 +184,7 @@ class Gradient:
             micro_batch,
             with_entropy=self._with_entropy,
             trains_entropy=self._algorithm.entropy_coef != 0,
+            with_top_logprobs=self._needs_top_logprobs(micro_batch),
             reference=self._exact(micro_batch),
         )
         assert current.logprobs is not None, "they are asked for by default"
@@ -212,6 +216,8 @@ class Gradient:
             loss_mask=loss_mask,
             sample_weights=facts.sample_weights,
             totals=totals,
+            top_candidates=micro_batch.top_candidates,
+            top_logprobs=current.top_logprobs,
         )
         output = policy_objective(
             loss_input,
@@ -223,7 +229,24 @@ class Gradient:
         output.loss.backward()
         trained = trained_fraction(loss_input, self._algorithm)
         metrics = {**output.metrics, "actor/trained_token_frac": trained}
+        if self._keeps_mask:
+            metrics |= mask_metrics(micro_batch.sampling_mask, loss_input)
         return metrics, statistics, is_finite
+
+    def _needs_top_logprobs(self, micro_batch: MicroBatch) -> bool:
+        """
+        Raises:
+            ConfigError: a generator did not record them.
+        """
+        if not self._num_top or micro_batch.is_empty:
+            return False
+        if micro_batch.top_candidates is None:
+            raise ConfigError(
+                f"algorithm.loss_config.divergence_topk: was {self._num_top}, and groups came "
+                "without the log-probabilities of the likeliest tokens: start every daemon of a "
+                "run with one configuration"
+            )
+        return True
 
     def _proximal(self, facts: Facts, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal != "recompute":

@@ -59,13 +59,17 @@ class End(Struct, frozen=True, tag="end"):
 
 Computation: TypeAlias = Accumulate | Update | Discard | Snapshot | Save
 Command: TypeAlias = Fetch | Computation | End
+Record: TypeAlias = Callable[
+    [int, Sequence[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]]]], None
+]
+"""(version that was made, the headers and this rank's groups of each part)"""
 
 
 class LearnerRank:
     """What one rank holds, and what each command does to it.
 
     `fetch` is the buffer's; `save` and `snapshot` are called on every rank, in lockstep. `show`
-    gets what each step has trained on, of this rank's share.
+    and `record` get what each step has trained on, of this rank's share.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class LearnerRank:
         save: Callable[[Trainer, LearnerState], object],
         snapshot: Callable[[Mapping[str, torch.Tensor], int], object],
         show: Callable[[StepSamples], None] | None = None,
+        record: Record | None = None,
     ) -> None:
         self._trainer = trainer
         self._ranks = ranks
@@ -84,6 +89,8 @@ class LearnerRank:
         self._save = save
         self._snapshot = snapshot
         self._show = show
+        self._record = record
+        self._parts: tuple[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]], ...] = ()
         self._first: tuple[TrainingBatch, Sequence[TrajectoryGroup]] | None = None
 
     async def fetch(self, command: Fetch) -> tuple[TrajectoryGroup, ...]:
@@ -97,18 +104,26 @@ class LearnerRank:
             case Accumulate(headers, policy_version):
                 batch = TrainingBatch.shared(headers, groups, policy_version, self._ranks)
                 self._first = self._first or (batch, groups)
+                if self._record is not None:
+                    self._parts = (*self._parts, (headers, groups))
                 self._trainer.accumulate(batch)
             case Update():
                 metrics = self._trainer.update()
+                self._record_step()
                 self._show_samples()
                 return metrics
             case Discard():
-                self._first = None
+                self._first, self._parts = None, ()
                 self._trainer.discard()
             case Snapshot(policy_version):
                 self._snapshot(Gathered(self._trainer.policy.weights()), policy_version)
             case Save(state):
                 return self._save(self._trainer, state)
+
+    def _record_step(self) -> None:
+        parts, self._parts = self._parts, ()
+        if self._record is not None and self._first is not None:
+            self._record(self._first[0].policy_version + 1, parts)
 
     def _show_samples(self) -> None:
         """Of the first part of the batch that was trained."""

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from streamrl.error_record import leave_record
 from streamrl.errors import EXIT_UNREACHABLE, TransportError
-from streamrl.weights.locality import this_host
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,15 @@ class Liveness:
         log.critical("%s; ending at once", sentence)
         leave_record(self._lost)
         os._exit(EXIT_UNREACHABLE)
+
+
+def this_host() -> str:
+    """Equal where one process sees another by its id; "" if the system does not say."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def _key(rank: int) -> str:

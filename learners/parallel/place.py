@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from learners.parallel.liveness import Liveness
 from learners.parallel.mesh import Mesh, make_mesh
 from learners.parallel.ranks import Ranks
-from learners.policy.policy import device_of
+from learners.policy.loading import device_of
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 

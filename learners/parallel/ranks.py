@@ -39,7 +39,7 @@ class Ranks:
         """The sum over all ranks. A column of which each rank has some rows, and 0 elsewhere,
         becomes whole, bit for bit."""
         if self.count > 1:
-            with _in_time():
+            with in_time():
                 dist.all_reduce(column, group=self.group)
         return column
 
@@ -73,19 +73,19 @@ class Ranks:
         return wire.decode(_bytes(data), kind)
 
     def _from_first(self, tensor: Tensor) -> Tensor:
-        with _in_time():
+        with in_time():
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     def _all(self, tensor: Tensor) -> Sequence[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.count)]
-        with _in_time():
+        with in_time():
             dist.all_gather(gathered, tensor, group=self.group)
         return gathered
 
 
 @contextmanager
-def _in_time() -> Iterator[None]:
+def in_time() -> Iterator[None]:
     """Around a collective operation.
 
     Raises:

@@ -122,14 +122,22 @@ class TokenSlice:
             num_rows=len(predictors),
         )
 
-    def gather(self, column: torch.Tensor | None) -> torch.Tensor | None:
-        """[R] of the whole micro-batch from this rank's [r]; None stays None."""
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Of R, the first of this rank's response tokens, and the one behind its last."""
+        return self.first_row, self.first_row + len(self.targets)
+
+    def gather(
+        self, column: torch.Tensor | None, first: int | None = None, num_rows: int | None = None
+    ) -> torch.Tensor | None:
+        """[R] of the whole micro-batch from this rank's [r]; None stays None. Of a column that has
+        other rows than these, `first` and `num_rows` say which this rank has, and how many all."""
         if self.exchange is None or column is None:
             return column
+        first = self.first_row if first is None else first
+        num_rows = self.num_rows if num_rows is None else num_rows
         group = self.exchange.block.group
-        gathered: torch.Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-            column, self.first_row, self.num_rows, group
-        )
+        gathered: torch.Tensor = _Gather.apply(column, first, num_rows, group)  # type: ignore[no-untyped-call]
         return gathered
 
 

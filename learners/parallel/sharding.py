@@ -36,7 +36,7 @@ def shard(
     in the host's memory, where the optimizer works on them; a layer is copied to the GPU as it is
     gathered.
     """
-    if mesh is None or (mesh.world_size == 1 and not on_host):
+    if mesh is None or not is_sharded(mesh, on_host):
         compute_in(network, dtype)
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -49,6 +49,11 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             # Gloo has no sum that divides.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def is_sharded(mesh: Mesh, on_host: bool) -> bool:
+    """Whether `shard` makes shards: one rank has them only in the memory of the host."""
+    return mesh.world_size > 1 or on_host
 
 
 def sum_gradients(network: Network, is_on: bool) -> None:

@@ -42,6 +42,12 @@ class UnsupportedAttention(ConfigError):
     """The model asks for something that packed attention does not compute."""
 
 
+def offsets_within(lengths: torch.Tensor) -> torch.Tensor:
+    """[S] -> [sum of the lengths]: 0, 1, ... of each stretch of so many, one after the other."""
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+
+
 @dataclass(frozen=True, eq=False)
 class Packing:
     """The bounds of the trajectories: `lengths` of consecutive stretches of the N tokens."""
@@ -62,7 +68,7 @@ class Packing:
     @cached_property
     def positions(self) -> torch.Tensor:
         """[N] position of each token in its trajectory."""
-        return torch.cat([torch.arange(length) for length in self.lengths]).to(self.device)
+        return offsets_within(torch.tensor(self.lengths)).to(self.device)
 
     @cached_property
     def trajectory_indices(self) -> torch.Tensor:

@@ -13,9 +13,9 @@ from learners.micro_batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.parallel.mesh import Mesh
 from learners.parallel.offload import keep_state_on_host
+from learners.policy.loading import load_network
 from learners.policy.master_weights import master_of
 from learners.policy.network import Network
-from learners.policy.policy import load_network
 from streamrl.algorithms.losses import BatchTotals, value_loss
 from streamrl.config import RunConfig
 

@@ -15,7 +15,7 @@ from learners.parallel.sequence import sequence_block
 from learners.parallel.sharding import shard
 from learners.parallel.tensor import split_matrices
 from learners.policy.network import Network
-from streamrl.config.learner import LearnerSettings
+from streamrl.config.learner import LearnerSettings, OffloadSettings
 
 
 def distribute(
@@ -35,6 +35,10 @@ def distribute(
         checkpoint_layers(network, on_host=settings.offload.activations)
     if is_reference:
         network.requires_grad_(False)
-    offload = settings.offload
-    on_host = offload.parameters or (offload.reference and is_reference)
+    on_host = is_on_host(settings.offload, is_reference)
     shard(network, mesh, getattr(torch, settings.dtype), on_host=on_host)
+
+
+def is_on_host(offload: OffloadSettings, is_reference: bool) -> bool:
+    """Whether the parameters of this network are in the memory of the host."""
+    return offload.parameters or (offload.reference and is_reference)

@@ -38,7 +38,7 @@ def save_model(
         OSError, SafetensorError: it cannot be written.
     """
     dtype = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
-    model = _skeleton(model_config, settings, dtype)
+    model = make_skeleton(model_config, settings, dtype)
     if weights:
         model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=max_shard_size)
     else:
@@ -49,10 +49,10 @@ def save_model(
         copy_processor_files(settings.path, folder)
 
 
-def _skeleton(
+def make_skeleton(
     model_config: PretrainedConfig, settings: ModelSettings, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model without weights."""
+    """The model on the device `meta`: names and shapes, and no memory."""
     with torch.device("meta"):
         model: PreTrainedModel = auto_model(model_config).from_config(
             copy.deepcopy(model_config), dtype=dtype, trust_remote_code=settings.trust_remote_code

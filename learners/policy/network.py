@@ -20,8 +20,9 @@ from learners.parallel.sequence_attention import SequenceBlock
 from learners.policy import attention
 from learners.policy.decoding import decode, is_attention_only, own_attention
 from learners.policy.logits import logit_transform
+from streamrl.algorithms.candidates import candidate_logprobs, masked_logprobs
 from streamrl.algorithms.kl import full_kl
-from streamrl.algorithms.logprobs import token_logprobs
+from streamrl.algorithms.logprobs import TokenLogprobs, token_logprobs
 from streamrl.vision.tower import VisionTower, set_attention
 
 
@@ -44,6 +45,8 @@ class NetworkOutput:
     """Expected return before each response token."""
     kl: torch.Tensor | None = None
     """To the reference, over the whole vocabulary, in nats."""
+    top_logprobs: torch.Tensor | None = None
+    """[M] of the micro-batch's `top_candidates`, in nats, without gradient."""
 
 
 # Sharding looks for the tensors of an output, where the backward pass will begin.
@@ -96,38 +99,90 @@ class Network(torch.nn.Module):
         with_logprobs: bool = True,
         with_entropy: bool = False,
         trains_entropy: bool = True,
+        with_top_logprobs: bool = False,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         """What is asked for, and the values if there is a value head.
 
+        Log-probabilities and entropies are those of the distribution that a token was sampled from:
+        over its sampling mask, if it has one.
+
         Args:
             trains_entropy: the entropy has a gradient.
+            with_top_logprobs: also of the other candidates; the micro-batch has some.
             reference: the output of the policy that `kl` is taken to.
         """
         tokens = TokenSlice.of(micro_batch, self.sequence_block)
         hidden = self._hidden_states(tokens, micro_batch)
         head: Any = self.model.get_output_embeddings()
         bias: torch.Tensor | None = getattr(head, "bias", None)
-        logprobs = entropy = values = kl = None
+        logprobs = entropy = values = kl = top = None
         if with_logprobs:
-            computed = token_logprobs(
+            computed = self._logprobs(
                 hidden,
-                head.weight,
-                tokens.targets,
-                bias=bias,
-                transform=self._transform,
+                tokens,
+                micro_batch,
                 with_entropy=with_entropy,
                 trains_entropy=trains_entropy,
             )
             logprobs, entropy = computed.logprobs, computed.entropy
+            if with_top_logprobs:
+                top = self._top_logprobs(hidden, tokens, micro_batch, logprobs)
         if self.value_head is not None:
             values = self._values(hidden, self.value_head)
         if reference is not None:
             theirs = (reference.hidden, reference.head_weight)
             biases = (bias, reference.head_bias)
             kl = full_kl(hidden, head.weight, *theirs, self._transform, *biases)
-        columns = (tokens.gather(column) for column in (logprobs, entropy, values, kl))
-        return NetworkOutput(hidden, head.weight, bias, *columns)
+        return NetworkOutput(
+            hidden=hidden,
+            head_weight=head.weight,
+            head_bias=bias,
+            logprobs=tokens.gather(logprobs),
+            entropy=tokens.gather(entropy),
+            values=tokens.gather(values),
+            kl=tokens.gather(kl),
+            top_logprobs=top,
+        )
+
+    def _logprobs(
+        self, hidden: torch.Tensor, tokens: TokenSlice, micro_batch: MicroBatch, **entropy: bool
+    ) -> TokenLogprobs:
+        """Of this rank's response tokens [r]."""
+        head: Any = self.model.get_output_embeddings()
+        bias: torch.Tensor | None = getattr(head, "bias", None)
+        mask = micro_batch.sampling_mask
+        if mask is None:
+            return token_logprobs(
+                hidden, head.weight, tokens.targets, bias, self._transform, **entropy
+            )
+        mask = mask.rows(*tokens.rows)
+        return masked_logprobs(
+            hidden, head.weight, tokens.targets, mask, bias, self._transform, **entropy
+        )
+
+    def _top_logprobs(
+        self,
+        hidden: torch.Tensor,
+        tokens: TokenSlice,
+        micro_batch: MicroBatch,
+        logprobs: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """[M] of the whole micro-batch."""
+        head: Any = self.model.get_output_embeddings()
+        candidates = micro_batch.top_candidates
+        assert candidates is not None, "who asks for them has looked"
+        column = candidate_logprobs(
+            hidden,
+            head.weight,
+            tokens.targets,
+            logprobs.detach(),
+            candidates.rows(*tokens.rows),
+            getattr(head, "bias", None),
+            self._transform,
+        )
+        first = candidates.entries(*tokens.rows).start
+        return tokens.gather(column, first, len(candidates.owners))
 
     def _values(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
         """[R]; products of the compute dtype are summed in float32."""

@@ -1,4 +1,4 @@
-"""The policy, or its reference: a network, and how it is loaded and saved.
+"""The policy, or its reference: a network, and what of it is trained, sent and saved.
 
 Invariant: parameters have the names that transformers gives them, here, in checkpoints and on the
 weight channel; master weights are float32.
@@ -8,32 +8,24 @@ Shapes: R response tokens.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from learners.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh
-from learners.policy.compiled import compile_layers
-from learners.policy.distribute import distribute
 from learners.policy.hugging_face import save_model
+from learners.policy.loading import load_network
 from learners.policy.lora import (
     Factors,
     MergedWeights,
-    add_adapter,
     merged_weights,
     without_adapter,
 )
 from learners.policy.master_weights import master_of
 from learners.policy.network import Network, NetworkOutput
-from learners.policy.packing_check import choose_packing
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
-from streamrl.errors import ConfigError
-from streamrl.vision.families import auto_model_at
-from streamrl.vision.patches import PatchReader
-from streamrl.vision.tower import VisionTower, vision_tower
 
 
 class Policy:
@@ -72,6 +64,7 @@ class Policy:
         with_logprobs: bool = True,
         with_entropy: bool = False,
         trains_entropy: bool = True,
+        with_top_logprobs: bool = False,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         with self._mode():
@@ -80,6 +73,7 @@ class Policy:
                 with_logprobs=with_logprobs,
                 with_entropy=with_entropy,
                 trains_entropy=trains_entropy,
+                with_top_logprobs=with_top_logprobs,
                 reference=reference,
             )
         return output
@@ -138,70 +132,3 @@ class _WithoutAdapter(Policy):
 
     def _mode(self) -> AbstractContextManager[None]:
         return without_adapter(self.model)
-
-
-def load_network(
-    config: RunConfig,
-    path: Path | str | None = None,
-    *,
-    has_values: bool = False,
-    lora: LoraSettings | None = None,
-    is_reference: bool = False,
-    mesh: Mesh | None = None,
-) -> Network:
-    """With the weights at `path`, by default those of `model.path`; distributed over a mesh.
-
-    Raises:
-        ConfigError: there is no model, or the settings of `learner` do not fit it.
-    """
-    learner = config.learner
-    name = str(path or config.model.path)
-    try:
-        trust = config.model.trust_remote_code
-        model: Any = auto_model_at(name, trust_remote_code=trust).from_pretrained(
-            name, dtype=torch.float32, trust_remote_code=trust
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: no model at {name!r}: {error}") from error
-    if lora is not None:
-        if mesh is not None and mesh.size("tensor") > 1:
-            raise ConfigError(
-                f"learner.mesh.tensor: was {mesh.size('tensor')}, and the matrices of learner.lora "
-                "are not divided: set it to 1"
-            )
-        add_adapter(model, lora)
-    network = Network(
-        model.to(device_of(learner.device) if mesh is None else mesh.device),
-        temperature=config.generator.temperature,
-        has_values=has_values,
-        tower=_tower(model, config, mesh),
-    )
-    if learner.check_packing:
-        choose_packing(network)
-    if learner.compile:
-        compile_layers(network)
-    distribute(network, mesh, learner, is_reference=is_reference)
-    return network
-
-
-def _tower(model: PreTrainedModel, config: RunConfig, mesh: Mesh | None) -> VisionTower | None:
-    """
-    Raises:
-        ConfigError: ranks would share the tokens or the matrices of a model that sees images.
-    """
-    reader = PatchReader.of(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    tower = vision_tower(model, reader, is_trained=not config.learner.freeze_vision_tower)
-    for axis in ("sequence", "tensor"):
-        if tower is not None and mesh is not None and mesh.size(axis) > 1:
-            raise ConfigError(
-                f"learner.mesh.{axis}: was {mesh.size(axis)}; it must be 1 for a model that sees "
-                f"images, such as this {model.config.model_type}"
-            )
-    return tower
-
-
-def device_of(name: str) -> torch.device:
-    """`auto` is a GPU if there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)

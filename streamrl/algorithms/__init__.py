@@ -7,7 +7,7 @@ no formula has a mask. The modules, in the order a step uses them:
     advantages   ADVANTAGES: gae, grpo, dr_grpo, rloo, reinforce_plus_plus, remax, opo, ...
     proximal     the policy that ratios are taken to: recompute, behavior or loglinear
     rollout_is   weights for stale or mismatched generation, and the metrics of the mismatch
-    losses       POLICY_LOSSES: ppo, gspo, cispo, clip_cov, geo_mean, sapo, topr, ...; aggregate;
+    losses       POLICY_LOSSES: ppo, gspo, cispo, clip_cov, geo_mean, sapo, vespo, ...; aggregate;
                  LOSS_SETTINGS and ADVANTAGE_SETTINGS name the record of numbers of each
     objective    policy loss + KL + entropy + SFT, as the `algorithm:` section asks
     logprobs, kl log-probabilities, entropy and exact KL without the logits of a whole batch
@@ -23,6 +23,10 @@ Which rollout-IS preset to start from (`algorithm: {rollout_is: <preset>}`):
                     long responses, where a product of ratios over- or underflows
     icepop          zeroes tokens outside [0.5, 5]: for mixture-of-experts models, whose routers
                     differ between engine and learner
+    m2po            masks the harmful tokens with the largest ratios until the batch's second moment
+                    is small; no other bound: for lag of many versions
+    vcpo            the whole sequence's ratio, capped at 8, and a learning rate that falls with the
+                    effective sample size; advantage opob belongs to it
     metrics_only    changes nothing and reports everything: run it before you choose
     off             no weights, no metrics
 

@@ -53,12 +53,17 @@ class AdvantageInput:
     """[R] of the critic; gae needs them."""
     baseline: Tensor | None = None
     """[S] reward of the greedy rollout of the same prompt; remax needs it."""
+    logprobs: Tensor | None = None
+    """[R] nats, under the policy at the start of the batch; opob needs them."""
+    behavior_logprobs: Tensor | None = None
+    """[R] nats, under the distribution sampled from; opob needs them."""
     reduce: Callable[[Moments], Moments] | None = None
     """Merges this shard's moments with those of the others before whitening."""
 
     def __post_init__(self) -> None:
         num_tokens, num_sequences = self.sequences.num_tokens, len(self.sequences)
-        rows = {"token_rewards": num_tokens, "values": num_tokens}
+        per_token = ("token_rewards", "values", "logprobs", "behavior_logprobs")
+        rows = dict.fromkeys(per_token, num_tokens)
         rows |= {"groups": num_sequences, "baseline": num_sequences}
         for name, count in rows.items():
             tensor = getattr(self, name)
@@ -82,6 +87,9 @@ class AdvantageConfig(GaeSettings, GroupNormSettings, GpgAdvantageSettings):
     """The numbers of all estimators in one record, which every estimator accepts: for Python code
     that sweeps over them. A configuration has the record of one estimator."""
 
+
+_SMALLEST_NORM = 1e-12
+"""Of a gradient, so that a group whose tokens all have the probability 1 has a mean."""
 
 Advantage = Callable[[AdvantageInput, Any], Tensor]
 """(batch, settings) -> [R]; the settings are an `ADVANTAGE_SETTINGS[name]`, an `AdvantageConfig`,
@@ -171,6 +179,25 @@ def opo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     return batch.to_tokens(_centered(batch, Groups.of(batch.groups), weights=lengths))
 
 
+def opob(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
+    """s less the baseline of least variance for off-policy data, sum(w^2 g^2 s) / sum(w^2 g^2) over
+    the group (OPOB of VCPO, arXiv 2602.17616); a group of one keeps s.
+
+    w is the ratio of the whole trajectory, not bounded; g^2 the squared norm of the gradient of its
+    log-probability. The paper measures g with a backward pass per trajectory. Here it is taken with
+    respect to the logits and from log-probabilities alone, as the sum over tokens of (1 - p)^2,
+    which is the entry of the sampled token; the whole norm is at most twice that. With w = 1 it is
+    the optimal baseline on policy, of which OPO assumes that g^2 is the length.
+    """
+    groups, sequences = Groups.of(batch.groups), batch.sequences
+    logprobs = _required(batch.logprobs, "logprobs", "opob").double()
+    behavior = _required(batch.behavior_logprobs, "behavior_logprobs", "opob").double()
+    log_ratio = sequences.sum(logprobs - behavior)
+    norm = sequences.sum(logprobs.expm1().square()) + _SMALLEST_NORM
+    baseline = groups.mean_by_log_weights(batch.returns, 2 * log_ratio + norm.log())
+    return batch.to_tokens(torch.where(groups.alone, batch.returns, batch.returns - baseline))
+
+
 def gpg(batch: AdvantageInput, config: GpgAdvantageSettings) -> Tensor:
     """(S / nonzero)(s - mean) / f_norm (GPG, arXiv 2504.02546); nonzero counts rewards not 0."""
     scores = batch.returns
@@ -189,6 +216,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "rloo": rloo,
     "remax": remax,
     "opo": opo,
+    "opob": opob,
     "gpg": gpg,
 }
 

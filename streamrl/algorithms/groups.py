@@ -40,6 +40,12 @@ class Groups:
         weights = torch.ones_like(scores) if weights is None else weights
         return (self._sum(weights * scores) / self._sum(weights).clamp(min=1))[self.index]
 
+    def mean_by_log_weights(self, scores: Tensor, log_weights: Tensor) -> Tensor:
+        """[S], weighted by exp(`log_weights` [S]), of which each group uses the differences."""
+        largest = log_weights.new_full((len(self),), -torch.inf)
+        largest.scatter_reduce_(0, self.index, log_weights, "amax")
+        return self.mean(scores, (log_weights - largest[self.index]).exp())
+
     def std(self, scores: Tensor) -> Tensor:
         """[S] with ddof 1; 0 in a group of one."""
         squares = self._sum((scores - self.mean(scores)).square())

@@ -45,9 +45,9 @@ class LogitTransform:
         return self.scale / self.temperature
 
     def uncap_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Gradient before the softcap, in place, from transformed `logits`, which are lost."""
+        """Gradient before the softcap, in place, from transformed `logits`."""
         if self.softcap is not None:
-            share = logits.mul_(self.temperature / self.softcap)
+            share = logits.mul(self.temperature / self.softcap)
             gradient = gradient.mul_(share.square_().neg_().add_(1.0))
         return gradient
 

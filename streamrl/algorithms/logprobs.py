@@ -1,8 +1,8 @@
 """Log-probabilities of chosen tokens straight from hidden states, without the logits of a batch.
 
 The vocabulary is walked in blocks: forward keeps a running logsumexp, backward recomputes each
-block. So the [R, V] logits never exist; the price is one more matrix product. On a GPU with
-liger-kernel installed its fused kernels do the same.
+block. So the [R, V] logits never exist; the price is one more matrix product, which is saved where
+they are few enough to be kept. On a GPU with liger-kernel installed its fused kernels do the same.
 
 Invariant: the results are those of log_softmax in float32 over whole logits.
 
@@ -22,6 +22,8 @@ from streamrl.algorithms.logit_transform import PLAIN_LOGITS, LogitTransform
 CPU_BLOCK_ELEMENTS = 1 << 20
 """[R, B] logits that stay near a core's caches."""
 CUDA_BLOCK_ELEMENTS = 1 << 26
+KEPT_ELEMENTS = 1 << 25
+"""[R, V] logits that are kept for the backward pass, 128 MiB at most."""
 MIN_BLOCK = 256
 """Tokens of the vocabulary below which a matrix product is no longer worth its start."""
 
@@ -80,10 +82,11 @@ def _blocked(
     transform: LogitTransform,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    keeps_logits = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_ELEMENTS
     # Backward recomputes outside autocast, so forward must not run inside it.
     with torch.autocast(hidden.device.type, enabled=False):
         result: tuple[Tensor, Tensor | None] = _BlockedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, transform, with_entropy
+            hidden, weight, bias, targets, transform, with_entropy, keeps_logits
         )
     return result
 
@@ -107,10 +110,14 @@ class _BlockedLogprobs(torch.autograd.Function):
         targets: Tensor,
         transform: LogitTransform,
         with_entropy: bool,
+        keeps_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        kept: list[tuple[slice, Tensor]] = []
         normalizer = hidden.new_full((len(hidden),), -torch.inf, dtype=_wide(hidden))
         chosen, mean_logit = torch.zeros_like(normalizer), torch.zeros_like(normalizer)
         for block, logits in _logits(hidden, weight, bias, transform):
+            if keeps_logits:
+                kept.append((block, logits))
             inside, index = _locate(targets, block)
             chosen = torch.where(inside, logits.gather(1, index).squeeze(1), chosen)
             block_normalizer = logits.logsumexp(1)
@@ -124,7 +131,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         logprobs = chosen - normalizer
         entropy = normalizer - mean_logit if with_entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.transform = transform
+        ctx.transform, ctx.kept = transform, kept
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -140,7 +147,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         factor = _row_factor(normalizer, *upstream).mul_(ctx.transform.slope)[:, None]
         at_target = _at_target(normalizer, *upstream)
         scaled = (hidden * factor).to(hidden.dtype)
-        for block, logits in _logits(hidden, weight, bias, ctx.transform):
+        for block, logits in ctx.kept or _logits(hidden, weight, bias, ctx.transform):
             gradient = _logit_gradient(logits, normalizer, entropy, *upstream)
             inside, index = _locate(targets, block)
             gradient.scatter_add_(1, index, (at_target * inside)[:, None])
@@ -153,7 +160,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight[block] = gradient.T @ scaled
         hidden_result = None if grad_hidden is None else (grad_hidden * factor).to(hidden.dtype)
-        return hidden_result, grad_weight, grad_bias, None, None, None
+        return hidden_result, grad_weight, grad_bias, None, None, None, None
 
 
 def _logits(

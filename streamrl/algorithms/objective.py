@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.advantages import advantage_estimator
+from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.kl import kl_penalty
 from streamrl.algorithms.losses import (
     LossInput,
@@ -85,6 +86,20 @@ def trained_fraction(batch: LossInput, config: AlgorithmSettings) -> Tensor:
     if batch.importance_weights is not None and not has_other_terms:
         trained = (batch.importance_weights != 0).to(trained.dtype)
     return token_mean(trained, batch.sequences, batch.batch_totals, batch.loss_mask)
+
+
+def mask_metrics(mask: Candidates | None, batch: LossInput) -> dict[str, Tensor]:
+    """Share of the counted tokens that have a sampling mask, and how many candidates a token has
+    on average, 0 without one; they add up as the metrics of a loss do."""
+    zeros = torch.zeros_like(batch.logprobs.detach())
+    counts = zeros if mask is None else mask.counts.to(zeros.dtype)
+    parts = {"masked_token_frac": (counts > 0).to(zeros.dtype), "mask_size": counts}
+    return {
+        f"actor/sampling_{name}": token_mean(
+            values, batch.sequences, batch.batch_totals, batch.loss_mask
+        )
+        for name, values in parts.items()
+    }
 
 
 def _policy_loss(batch: LossInput, config: AlgorithmSettings) -> LossOutput:

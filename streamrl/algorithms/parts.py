@@ -16,7 +16,7 @@ from streamrl.config.algorithm.rewards import RewardSettings
 
 _ADVANTAGES = frozenset({"reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo", "remax", "opo"})
 _LOSSES = frozenset(
-    {"ppo", "gspo", "gpg", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl"}
+    {"ppo", "gspo", "gpg", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo"}
     | {"topr", "reinforce", "dro"}
 )
 
@@ -39,6 +39,7 @@ def accepts_parts(config: AlgorithmSettings, num_updates: int = 1) -> bool:
         or config.kl_reward.coef > 0
         or correction.batch_normalize
         or correction.normalize_by == "kept"
+        or correction.second_moment is not None
     )
     return (
         num_updates == 1

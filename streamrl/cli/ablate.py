@@ -1,18 +1,22 @@
-"""`streamrl ablate`: one configuration under several values of one setting, several seeds each.
+"""`streamrl ablate`: one configuration under several values of settings, several seeds each.
 
     streamrl ablate configs/ablation/stale_bf16.yaml
         --vary algorithm.rollout_is=metrics_only,token_is --seeds 0,1,2
 
-Every run is a `streamrl launch` of its own under `run.folder`/`run.name`; complete runs are not
-repeated, so an ablation that was stopped continues. Writes a table (`ablation.md`) and
-`ablation.png`.
+Every combination of what --vary and --variants vary is run, as a `streamrl launch` of its own under
+`run.folder`/`run.name`, or with --lag in one process each (see `streamrl.cli.ablation.exact_lag`);
+complete runs are not repeated, so an ablation that was stopped continues.
+Writes a table (`ablation.md`), of two axes a grid too, and `ablation.png`.
 """
 
 import argparse
+import itertools
 import re
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,22 +24,26 @@ from typing import Any
 
 from rich.console import Console
 
+from streamrl.cli.ablation.grid import grid, name_of
+from streamrl.cli.ablation.variants import axes
 from streamrl.cli.display.figure import drawn
 from streamrl.cli.display.numbers import metric_mean
-from streamrl.cli.processes.command import executable
-from streamrl.config import RunConfig, load_config
+from streamrl.cli.processes.command import call, executable
+from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.arguments import configuration
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 
+EXACT_LAG = "streamrl.cli.ablation.exact_lag"
 _WINDOW = 10
 _ESS = "mismatch/rollout_is_eff_sample_size"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One value of the setting, one seed."""
+    """One value of each setting that is varied, one seed."""
 
     value: str
     seed: int
@@ -74,13 +82,34 @@ def main(arguments: argparse.Namespace) -> int:
     base = configuration(arguments).config
     source = arguments.file or arguments.config
     runs = list(plan(base, source, arguments))
-    for number, run in enumerate(runs, 1):
-        if not run.is_complete:
-            console.print(f"run {number} of {len(runs)}: {run.value}, seed {run.seed}")
-            _launch(run, source)
+    if arguments.lag is None and arguments.jobs != 1:
+        raise ConfigError("--jobs: several runs at once are for --lag; a launch takes the machine")
+    if arguments.jobs < 1:
+        raise ConfigError(f"--jobs: was {arguments.jobs}; must be at least 1")
+    missing = [(number, run) for number, run in enumerate(runs, 1) if not run.is_complete]
+
+    if arguments.lag is not None and missing:
+        _make_model(base)
+
+    def make(number: int, run: Run) -> None:
+        console.print(f"run {number} of {len(runs)}: {run.value}, seed {run.seed}")
+        _make(run, source, arguments.lag)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        futures = [pool.submit(make, number, run) for number, run in missing]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     values = list(dict.fromkeys(run.value for run in runs))
     outcomes = [outcome(value, [run for run in runs if run.value == value]) for value in values]
-    table = "\n".join(markdown(arguments.vary.partition("=")[0], outcomes)) + "\n"
+    varied = axes(arguments.vary, arguments.variants)
+    lines = list(markdown(name_of(*(axis.name for axis in varied)), outcomes))
+    if len(varied) == 2:
+        lines += ["", *grid(varied, {o.value: o.final_rewards for o in outcomes})]
+    table = "\n".join(lines) + "\n"
     folder = base.run.path
     (folder / "ablation.md").write_text(table)
     _draw(values, runs, folder / "ablation.png")
@@ -90,18 +119,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 def plan(base: RunConfig, source: str, arguments: argparse.Namespace) -> Iterator[Run]:
     """Every run, its configuration checked before the first one starts."""
-    key, equals, values = arguments.vary.partition("=")
-    if not equals or not values:
-        raise ConfigError(f"--vary {arguments.vary}: must look like section.key=first,second")
     try:
         seeds = [int(seed) for seed in arguments.seeds.split(",")]
     except ValueError as error:
         raise ConfigError(f"--seeds {arguments.seeds}: must look like 0,1,2") from error
+    varied = [axis.variants for axis in axes(arguments.vary, arguments.variants)]
     for seed in seeds:
-        for value in values.split(","):
+        for variants in itertools.product(*varied):
+            value = name_of(*(variant.name for variant in variants))
             overrides = (
                 *arguments.overrides,
-                f"{key}={value}",
+                *(override for variant in variants for override in variant.overrides),
                 f"run.seed={seed}",
                 f"run.folder={base.run.path}",
                 f"run.name={_in_a_name(value)}-seed{seed}",
@@ -144,10 +172,22 @@ def markdown(setting: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
         )
 
 
-def _launch(run: Run, source: str) -> None:
+def _make_model(config: RunConfig) -> None:
+    """Once, for the runs that go beside each other."""
+    if config.model.recipe is not None and not Path(config.model.path).exists():
+        config.run.path.mkdir(parents=True, exist_ok=True)
+        file = config.run.path / "config.yaml"
+        write_file(file, to_yaml(config))
+        call("make-model", "--config", str(file))
+
+
+def _make(run: Run, source: str, lag: str | None) -> None:
+    """Waits for the run's end."""
     command = [executable(), "launch", source, "--no-view", "--new"]
-    for override in run.overrides:
-        command += ["--set", override]
+    if lag is None:
+        command += [word for override in run.overrides for word in ("--set", override)]
+    else:
+        command = [sys.executable, "-P", "-m", EXACT_LAG, lag, source, *run.overrides]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:
         raise StreamRLError(

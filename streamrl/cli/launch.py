@@ -6,31 +6,57 @@ run buffer, learner and generators until the learner ends or a signal comes; eva
 
 import argparse
 import asyncio
-import contextlib
-import sys
-from pathlib import Path
 
 from rich.console import Console
 
 from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.display.summary import summary
 from streamrl.cli.display.view import ProgressView
+from streamrl.cli.launchers import chosen, launcher, starts_here
+from streamrl.cli.launchers.hosts import with_hosts
 from streamrl.cli.parity.compare import require_parity
+from streamrl.cli.plans.command import print_plan
 from streamrl.cli.preflight.child import require_startable
-from streamrl.cli.processes.command import call
 from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
+from streamrl.cli.processes.run_commands import (
+    call_for,
+    evaluation_may_fail,
+    make_missing_model,
+    require_books,
+    write_books,
+)
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
+from streamrl.config.arguments import config_file
+from streamrl.config.loading.load import load_usable
 from streamrl.config.loading.similar import RESOLVED_FILE
-from streamrl.errors import Interrupted, StreamRLError
+from streamrl.config.secrets import hand_down
+from streamrl.errors import Interrupted
+from streamrl.placement.assign import make_plan
+from streamrl.placement.hosts import hosts_of
 from streamrl.run_folder import prepare
 
 
 def main(arguments: argparse.Namespace) -> int:
+    """On this machine, or wherever the options and `cluster` say; the exit code."""
+    arguments = with_hosts(arguments)
+    loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
+    if loaded is not None:
+        hand_down(arguments, loaded.config.buffer.password_of_url)
+    name = chosen(loaded.config if loaded else None, arguments)
+    if starts_here(name):
+        require_startable(arguments)
+    if refusal is not None:
+        raise refusal
+    assert loaded is not None, "what is not refused is usable"
+    return (launcher(name) if name else launch_here)(loaded.config, arguments)
+
+
+def launch_here(config: RunConfig, arguments: argparse.Namespace) -> int:
     console = Console()
-    require_startable(arguments)
-    config = configuration(arguments).config
+    if arguments.dry_run:
+        print_plan(make_plan(config, hosts_of(config), resume=arguments.resume))
+        return 0
     require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
     config = prepare(config, resume=arguments.resume, new=arguments.new)
     remedy = f"streamrl launch {_config_file(config)} --resume"
@@ -40,7 +66,8 @@ def main(arguments: argparse.Namespace) -> int:
         )
         remedy = f"streamrl evaluate {_config_file(config)}"
         if config.run.evaluate:
-            _evaluate(config)
+            with evaluation_may_fail():
+                call_for(config, "evaluate")
     except KeyboardInterrupt:
         _summarize(config, console)
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
@@ -60,41 +87,22 @@ def run_here(
 ) -> None:
     """The whole run, from the missing model to the last books.
 
-    A buffer server without a daemon of ours outlives its runs: a new run must not train on what an
-    older one left there.
-
     Raises:
         Interrupted: a signal stopped the run before its end.
         StreamRLError: a process failed and is not started again.
     """
-    if not config.buffer.has_daemon:
-        _call("books", config, *([] if resume else ["--forget" if new else "--require-none"]))
-    if not Path(config.model.path).exists() and config.model.recipe is not None:
-        console.print(f"making {config.model.path} (streamrl make-model)")
-        _call("make-model", config)
+    require_books(config, resume=resume, new=new)
+    make_missing_model(config, console)
     if config.parity.is_required:
         require_parity(config, console)
     view = ProgressView(config, console, live=live)
+    plan = make_plan(config, hosts_of(config), resume=resume)
     stopped_by = asyncio.run(
-        run_daemons(config, resume=resume, view=view.run, notify=view.print, background=background)
+        run_daemons(plan, view=view.run, notify=view.print, background=background)
     )
-    if not config.buffer.has_daemon:
-        with contextlib.suppress(StreamRLError):
-            _call("books", config)
+    write_books(config)
     if stopped_by is not None:
         raise Interrupted(stopped_by)
-
-
-def _call(command: str, config: RunConfig, *arguments: str) -> str:
-    return call(command, *arguments, "--config", _config_file(config))
-
-
-def _evaluate(config: RunConfig) -> None:
-    """Score the final checkpoint on held-out prompts; a failure does not fail the run."""
-    try:
-        _call("evaluate", config)
-    except StreamRLError as error:
-        print(f"no evaluation: {error}", file=sys.stderr)
 
 
 def _summarize(config: RunConfig, console: Console) -> None:

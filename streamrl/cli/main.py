@@ -17,11 +17,16 @@ from streamrl.errors import Interrupted, StreamRLError, exit_code_of
 
 # As a shell reports a process that SIGPIPE ended.
 EXIT_BROKEN_PIPE = 141
+DAEMONS = ("buffer", "generator", "learner", "validator")
+# `streamrl.log_lines.FORMAT_VARIABLE`, without its imports.
+FORMAT_VARIABLE = "STREAMRL__RUN__LOG_FORMAT"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of the command, by the kind of its failure; see docs/operating.md."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
+    if parsed.command in DAEMONS and os.environ.get(FORMAT_VARIABLE) == "json":
+        import_command("streamrl.log_lines").log_as_json(parsed.command)
     module, _, function = parsed.entry.partition(":")
     try:
         code: int = getattr(import_command(module), function)(parsed)

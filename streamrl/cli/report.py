@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 
 from streamrl.cli.display.figure import drawn
-from streamrl.cli.display.page import write_page
-from streamrl.cli.display.summary import summary
+from streamrl.cli.display.summary import SUMMARY_METRICS, summary
+from streamrl.cli.page.write import write_page
 from streamrl.config import RunConfig
 from streamrl.run_folder import find_run
-from streamrl.tracking.jsonl import read_metrics
+from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
 
 # title, (metric, label)s
 _PANELS = (
@@ -47,6 +47,9 @@ _PANELS = (
 
 def main(arguments: argparse.Namespace) -> int:
     config = find_run(arguments.folder)
+    if arguments.html:
+        print(write_page(config, read_metrics(config.run.path / METRICS_FILE, SUMMARY_METRICS)))
+        return 0
     write_report(config)
     Console().print(summary(config))
     return 0
@@ -55,7 +58,8 @@ def main(arguments: argparse.Namespace) -> int:
 def write_report(config: RunConfig) -> list[dict[str, Any]]:
     """Draw `report.png` from `metrics.jsonl`, and write the run's page; the lines of the former."""
     folder = config.run.path
-    lines = read_metrics(folder / "metrics.jsonl")
+    names = {name for _, series in _PANELS for name, _ in series}
+    lines = read_metrics(folder / METRICS_FILE, SUMMARY_METRICS | names)
     if lines:
         _draw(lines, folder)
     write_page(config, lines)

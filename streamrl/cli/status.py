@@ -24,13 +24,14 @@ from buffers.try_stats import try_stats
 from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder, require_url
 from streamrl.cli.display.books import balance, books_rows
 from streamrl.cli.display.generators import print_generators
-from streamrl.cli.display.numbers import wait_shares
+from streamrl.cli.display.numbers import numbers_of, wait_shares
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.due import lasting_wait
 from streamrl.diagnosis.failures import failed_groups
 from streamrl.diagnosis.outcome import RunState, age, outcome, state_of
+from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
 from streamrl.run_folder import find_config, read_books
 from streamrl.tracking.jsonl import read_last
 from streamrl.types import Books, BufferStats, LearnerStatus, replace
@@ -45,6 +46,11 @@ class RunStatus:
     reading: Reading
     last_line: Mapping[str, Any]
     books: Books | None = None
+
+    @property
+    def scaling(self) -> ScalingHint | None:
+        """Of the last step, if it was measured."""
+        return scaling_hint(self.last_line)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -74,11 +80,21 @@ async def read_status(target: str) -> RunStatus:
     """
     if "://" in target:
         require_url(target)
-        stats, unreachable = await _stats(target, target)
-        reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
-        return RunStatus(target, reading, {})
-    config = find_config(target)
-    reading, last_line = read_folder(config), read_last(config.run.path / "metrics.jsonl")
+        return await status_at(target)
+    return await status_of(find_config(target))
+
+
+async def status_at(url: str) -> RunStatus:
+    """Of the run of the buffer at this URL."""
+    stats, unreachable = await _stats(url, url)
+    reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
+    return RunStatus(url, reading, {})
+
+
+async def status_of(config: RunConfig) -> RunStatus:
+    """Of the run of this configuration, from its folder and its buffer."""
+    reading = read_folder(config)
+    last_line = numbers_of(read_last(config.run.path / "metrics.jsonl"))
     if "time_s" in last_line:
         reading = replace(reading, idle_s=max(0.0, time.time() - last_line["time_s"]))
     if state_of(reading) is not RunState.FINISHED:
@@ -131,11 +147,13 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
             "learner",
             f"number {stats.books.learner_term} attached, at version {stats.policy_version}",
         )
-    if (failures := _failures(status.reading)) and not _is_finding(status.reading, failures):
+    if (failures := failures_of(status.reading)) and not _is_finding(status.reading, failures):
         yield "failed", failures
-    waits_for = _waits_for(status.reading)
-    if waits_for and not status.reading.is_stalled:
-        yield "waiting", waits_for
+    waiting = waits_for(status.reading)
+    if waiting and not status.reading.is_stalled:
+        yield "waiting", waiting
+    if (hint := status.scaling) is not None:
+        yield "scaling", hint.sentence
 
 
 def as_json(status: RunStatus) -> dict[str, Any]:
@@ -149,14 +167,15 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "findings": msgspec.to_builtins(findings),
         "step": status.last_line.get("step"),
         "max_steps": reading.max_steps,
-        "failures": _failures(reading),
+        "failures": failures_of(reading),
         "reward": status.last_line.get("reward/mean"),
         "last_step_s": reading.idle_s,
         "waited_s": reading.waited_s,
-        "waits_for": _waits_for(reading),
+        "waits_for": waits_for(reading),
         "stall_s": reading.stall_s,
         "buffer": msgspec.to_builtins(reading.stats, str_keys=True),
         "learner": msgspec.to_builtins(reading.learner, str_keys=True),
+        "scaling": msgspec.to_builtins(status.scaling),
     }
 
 
@@ -182,7 +201,7 @@ def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
     return f"{learner.activity}, for {reading.waited_s:.1f} s{shares}"
 
 
-def _failures(reading: Reading) -> str:
+def failures_of(reading: Reading) -> str:
     """The sentence about groups that failed; that of the learner once the buffer is gone."""
     if reading.stats is not None:
         return failed_groups(reading.stats)
@@ -193,6 +212,6 @@ def _is_finding(reading: Reading, sentence: str) -> bool:
     return any(finding.sentence == sentence for finding in diagnose(reading))
 
 
-def _waits_for(reading: Reading) -> str:
+def waits_for(reading: Reading) -> str:
     """The group that the run waits for; "" if it waits for none."""
     return "" if reading.stats is None or reading.is_over else lasting_wait(reading.stats)

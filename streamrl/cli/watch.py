@@ -1,4 +1,4 @@
-"""`streamrl watch`: the live view of a run folder, also of one that other machines write.
+"""`streamrl watch`: the progress of a run folder in lines, also of one that other machines write.
 
 0  the run has made its last step, or was stopped      130  Ctrl-C
 """
@@ -6,33 +6,24 @@
 import argparse
 import time
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 
 from streamrl.cli.buffer.target import read_folder
-from streamrl.cli.display.view import REFRESH_S, LinePrinter, render
+from streamrl.cli.display.view import REFRESH_S, LinePrinter
 from streamrl.config import RunConfig
 from streamrl.diagnosis.outcome import outcome, state_of
 from streamrl.run_folder import find_run
-from streamrl.tracking.followed import FollowedMetrics
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Waits for new lines in metrics.jsonl; ends when the learner has ended, or at Ctrl-C."""
     config = find_run(arguments.folder)
     console = Console(highlight=False)
-    if console.is_terminal:
-        metrics = FollowedMetrics(config.run.path / "metrics.jsonl")
-        with Live(_view(config, metrics), console=console) as screen:
-            while not _has_ended(config):
-                time.sleep(REFRESH_S)
-                screen.update(_view(config, metrics))
-    else:
-        printer = LinePrinter(config, console)
-        while not _has_ended(config):
-            printer.print_if_due()
-            time.sleep(REFRESH_S)
-        printer.print_now()
+    printer = LinePrinter(config, console)
+    while not _has_ended(config):
+        printer.print_if_due()
+        time.sleep(REFRESH_S)
+    printer.print_now()
     console.print(outcome(read_folder(config)))
     return 0
 
@@ -41,14 +32,3 @@ def _has_ended(config: RunConfig) -> bool:
     """Whether the learner says so: one that only fell silent may be started again."""
     reading = read_folder(config)
     return reading.is_over and state_of(reading).has_ended
-
-
-def _view(config: RunConfig, metrics: FollowedMetrics) -> Group:
-    lines = metrics.read()
-    return render(config, lines, _roles(lines))
-
-
-def _roles(lines: list[dict[str, object]]) -> dict[str, str]:
-    last = lines[-1] if lines else {}
-    names = [n.split("/")[1] for n in last if n.startswith("generator/") and n.endswith("version")]
-    return {"buffer": "", "learner": "", **dict.fromkeys(sorted(names), "")}

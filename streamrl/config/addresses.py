@@ -1,6 +1,7 @@
 """Which addresses can be used at all, and which stay on this machine: those need no keys."""
 
 import ipaddress
+import socket
 from collections.abc import Iterator
 
 LARGEST_PORT = 65_535
@@ -49,6 +50,16 @@ def host_of(url: str) -> str:
 def port_of(url: str) -> int:
     """The port of scheme://host:port; 0 where it is to be picked."""
     return int(url.rpartition(":")[2])
+
+
+def url_host(host: str) -> str:
+    """A host as a URL has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """That of an IPv6 address, else that of IPv4, which names are resolved to as well."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_loopback(url: str) -> bool:

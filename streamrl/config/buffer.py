@@ -55,6 +55,11 @@ class BufferSettings(Section):
     """Whether zmq:// keeps its state in the run folder (buffer/)."""
     durability: Literal["process", "machine"] = "process"
     """What the journal survives: a killed buffer, or (waiting for the disk) a power failure too."""
+    record: bool = False
+    """Whether the learner keeps what it trained, compressed, in record/ of the run's folder, for
+    `streamrl replay`."""
+    record_max_bytes: Positive = 10 * 2**30
+    """Size of record/; beyond it the oldest steps are dropped."""
     curve: Path | None = None
     """Folder of the keys (`streamrl keys new`) that zmq:// and `weights.address` need on any but a
     loopback address; on a loopback one they are used if it is set."""

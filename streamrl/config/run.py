@@ -40,6 +40,9 @@ class RunSettings(Section):
     step."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What the daemons write to their logs."""
+    log_format: Literal["text", "json"] = "text"
+    """`json`: every line of a log is one object with time, level, role, pid, logger, message and,
+    where there is one, the traceback as exception."""
 
     @property
     def path(self) -> Path:

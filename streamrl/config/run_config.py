@@ -11,6 +11,7 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.inert import refusals
 from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
+from streamrl.config.cluster import ClusterSettings
 from streamrl.config.contradictions import CONTRADICTIONS
 from streamrl.config.data import DataSettings
 from streamrl.config.environments import EnvironmentEntry, EnvironmentSettings, entries_of
@@ -26,6 +27,8 @@ from streamrl.config.weights import WeightSettings
 
 # Its id, mask, log-probability and policy version, as `streamrl.types.PackedGroup` holds them.
 _TOKEN_BYTES = 4 + 1 + 4 + 4
+# Of `streamrl.types.TopLogprobs` and `TokenSets`.
+_COUNT_BYTES, _ID_BYTES, _LOGPROB_BYTES = 4, 4, 4
 
 
 class RunConfig(Section):
@@ -55,6 +58,8 @@ class RunConfig(Section):
     """Held-out prompts that are scored while the run trains."""
     tracking: TrackingSettings = TrackingSettings()
     """Where metrics go."""
+    cluster: ClusterSettings = ClusterSettings()
+    """The machines of the run."""
 
     @property
     def max_model_len(self) -> int:
@@ -71,12 +76,13 @@ class RunConfig(Section):
 
     @property
     def needs_policy_pass(self) -> bool:
-        """Whether a pass of the policy comes before the first update: KL in the reward needs it,
-        and a proximal policy that stays where the policy was while several updates move it, or
-        that weighs the batch as a whole."""
+        """Whether a pass of the policy comes before the first update: KL in the reward and ratios
+        in the advantage need it, and a proximal policy that stays where the policy was while
+        several updates move it, or that weighs the batch as a whole."""
         algorithm = self.algorithm
         is_anchor = self.learner.num_updates > 1 or algorithm.corrects_as_a_whole
-        return algorithm.kl_reward.coef > 0 or (algorithm.proximal == "recompute" and is_anchor)
+        is_in_credit = algorithm.kl_reward.coef > 0 or algorithm.needs_ratios
+        return is_in_credit or (algorithm.proximal == "recompute" and is_anchor)
 
     def for_validator(self) -> "RunConfig":
         """With the sampling and the engine of the validator as those of `generator`."""
@@ -107,10 +113,20 @@ class RunConfig(Section):
         total = sum(entry.weight for entry in self.entries)
         return sum(entry.weight * entry.group_size for entry in self.entries) / total
 
-    def group_bytes(self, num_tokens: int) -> int:
+    @property
+    def num_top_logprobs(self) -> int:
+        """Candidates of each token whose log-probabilities the loss reads."""
+        return getattr(self.algorithm.loss_config, "divergence_topk", 0)
+
+    def group_bytes(self, num_tokens: int, *, num_kept: int = 1) -> int:
         """Bytes of the largest group whose trajectories have so many tokens each, without a few of
-        names."""
-        return self.max_group_size * num_tokens * _TOKEN_BYTES
+        names; `num_kept` is the size of a token's sampling mask, if it is kept."""
+        per_token = _TOKEN_BYTES
+        if self.generator.keep_sampling_mask:
+            per_token += _COUNT_BYTES + _ID_BYTES * num_kept
+        if self.num_top_logprobs:
+            per_token += _COUNT_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * self.num_top_logprobs
+        return self.max_group_size * num_tokens * per_token
 
     @model_validator(mode="after")
     def _has_no_contradiction(self) -> "RunConfig":

@@ -1,9 +1,15 @@
 """`tracking`: where metrics go beside metrics.jsonl."""
 
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
+from pydantic import Field
+
+from streamrl.config.addresses import LARGEST_PORT
 from streamrl.config.numbers import NotNegative, Positive
 from streamrl.config.section import Section
+
+# Room for the ports above it, up to generator-999's.
+Port: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST_PORT - 1_100)]
 
 
 class SampleSettings(Section):
@@ -18,6 +24,19 @@ class SampleSettings(Section):
     """Steps between two tables of samples in TensorBoard and Weights & Biases."""
 
 
+class PrometheusSettings(Section):
+    """A metrics endpoint on every daemon, for Prometheus."""
+
+    enabled: bool = False
+    """Serve http://HOST:PORT/metrics on each daemon."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Whoever reaches it reads the metrics, without a key: off the loopback
+    address, keep it on a network that you trust."""
+    port: Port = 0
+    """Of the buffer; the learner has the next one, the validator the one after that, and
+    generator-N port + 10 + N. 0 picks free ones, which `run.folder`/.prometheus names."""
+
+
 class TrackingSettings(Section):
     """metrics.jsonl is always written."""
 
@@ -29,5 +48,7 @@ class TrackingSettings(Section):
     """Weights & Biases (extra: wandb)."""
     project: str = "streamrl"
     """Project name at Weights & Biases."""
+    prometheus: PrometheusSettings = PrometheusSettings()
+    """Metrics of each daemon while it runs."""
     samples: SampleSettings = SampleSettings()
     """What is kept of the texts that the policy writes."""

@@ -58,7 +58,8 @@ class Engine(Sampler, Protocol):
         ...
 
     def gauges(self) -> Mapping[str, float]:
-        """Readings: `num_active`, `num_waiting`; running totals: `num_tokens`, `pause_s`."""
+        """Readings: `num_active`, `num_waiting`; running totals: `num_tokens`, `pause_s`. An engine
+        that knows it adds `kv_usage`, the share of its KV cache in use."""
         ...
 
     async def close(self) -> None:

@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import Struct, structs
+from numpy.typing import NDArray
 
+from streamrl.samples.pieces import piece_lengths
 from streamrl.types import Trajectory
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -18,10 +20,16 @@ POLICY, ENVIRONMENT = "assistant", "environment"
 
 
 class Message(Struct, frozen=True):
-    """Consecutive tokens of one origin: `role` is `assistant` or `environment`."""
+    """Consecutive tokens of one origin: `role` is `assistant` or `environment`.
+
+    Of what the policy wrote, where the importance weights are known, `weights` are those of its
+    first tokens, and `token_lengths` how many characters of `content` each of these is.
+    """
 
     role: str
     content: str
+    token_lengths: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 class ImportanceWeights(Struct, frozen=True):
@@ -30,6 +38,11 @@ class ImportanceWeights(Struct, frozen=True):
     mean: float
     min: float
     max: float
+
+    @classmethod
+    def of(cls, weights: NDArray[np.float32]) -> "ImportanceWeights":
+        """[response tokens], at least one."""
+        return cls(float(weights.mean()), float(weights.min()), float(weights.max()))
 
 
 class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -62,14 +75,23 @@ class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "\n".join(m.content for m in self.messages if m.role == POLICY)
 
 
-def sample_of(trajectory: Trajectory, decode: Decode, **facts: Any) -> Sample:
-    """The sample of a trajectory with at least one response token; `facts` are the other fields."""
+def sample_of(
+    trajectory: Trajectory,
+    decode: Decode,
+    weights: NDArray[np.float32] | None = None,
+    **facts: Any,
+) -> Sample:
+    """The sample of a trajectory with at least one response token; `weights` [response tokens] are
+    importance weights, `facts` the other fields."""
     spans = list(_spans(trajectory))
     prompt, rest = ((), spans) if spans[0][0] == POLICY else (spans[0][1], spans[1:])
     versions = trajectory.policy_versions[trajectory.response_mask]
+    if weights is not None and len(weights) != len(versions):
+        weights = None
     return Sample(
         prompt=decode(prompt),
-        messages=tuple(Message(role, decode(ids)) for role, ids in rest),
+        messages=tuple(_messages(rest, decode, weights)),
+        importance_weights=None if weights is None else ImportanceWeights.of(weights),
         reward=trajectory.reward,
         finish_reason=str(trajectory.finish_reason),
         num_response_tokens=trajectory.num_response_tokens,
@@ -82,10 +104,30 @@ def sample_of(trajectory: Trajectory, decode: Decode, **facts: Any) -> Sample:
 def as_json(sample: Sample) -> dict[str, Any]:
     """Of plain types, without what is not known."""
     plain: dict[str, Any] = structs.asdict(sample)
-    messages = [structs.asdict(message) for message in sample.messages]
+    messages = [
+        {name: value for name, value in structs.asdict(message).items() if value != ()}
+        for message in sample.messages
+    ]
     weights = sample.importance_weights and structs.asdict(sample.importance_weights)
     both = {**plain, "messages": messages, "importance_weights": weights}
     return {name: value for name, value in both.items() if value not in (None, "")}
+
+
+def _messages(
+    spans: Sequence[tuple[str, tuple[int, ...]]],
+    decode: Decode,
+    weights: NDArray[np.float32] | None,
+) -> Iterator[Message]:
+    num_before = 0
+    for role, ids in spans:
+        text = decode(ids)
+        if role != POLICY or weights is None:
+            yield Message(role, text)
+            continue
+        lengths = piece_lengths(ids, text, decode)
+        own = weights[num_before : num_before + len(lengths)]
+        num_before += len(ids)
+        yield Message(role, text, lengths, tuple(float(f"{weight:.3g}") for weight in own))
 
 
 def _spans(trajectory: Trajectory) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -18,8 +18,10 @@ from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 log = logging.getLogger(__name__)
 
 
-def open_trackers(config: RunConfig, *, first_step: int) -> "Trackers":
-    """Those that `tracking` asks for.
+def open_trackers(
+    config: RunConfig, *, first_step: int, more: Sequence[Tracker] = ()
+) -> "Trackers":
+    """Those that `tracking` asks for, and `more`.
 
     `metrics.jsonl` loses its lines of `first_step` and later: they are of steps after the
     checkpoint from which the run resumes.
@@ -41,7 +43,7 @@ def open_trackers(config: RunConfig, *, first_step: int) -> "Trackers":
         from streamrl.tracking.wandb import WandbTracker
 
         makers.append(lambda: WandbTracker(config))
-    return Trackers([make() for make in makers])
+    return Trackers([*(make() for make in makers), *more])
 
 
 class Trackers:

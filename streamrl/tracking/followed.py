@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-_NUM_NEWEST = 20
+NUM_NEWEST = 20
 _MOST_OLDER = 1000
 
 
@@ -56,7 +56,7 @@ class FollowedMetrics:
         if not isinstance(line, dict) or "step" not in line:
             return
         self._newest.append(line)
-        if len(self._newest) <= _NUM_NEWEST:
+        if len(self._newest) <= NUM_NEWEST:
             return
         oldest = self._newest.popleft()
         if self._num_lines % self._every == 0:

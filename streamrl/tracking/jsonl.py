@@ -10,9 +10,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +74,23 @@ class JsonlTracker:
         self._pending = b""
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last line that was cut off is left out."""
+def read_metrics(path: Path, names: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last line that was cut off is left out.
+
+    With `names` only these and the step are kept of all lines but the last, since a long run has
+    more than fits into memory.
+    """
     if not path.exists():
         return []
-    texts = path.read_bytes().decode(errors="replace").splitlines()
-    return [line for text in texts if (line := _parsed(text))]
+    lines: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            if (line := _parsed(text)) is None:
+                continue
+            if names is not None and lines:
+                lines[-1] = {k: v for k, v in lines[-1].items() if k == "step" or k in names}
+            lines.append(line)
+    return lines
 
 
 def read_last(path: Path) -> dict[str, Any]:
@@ -112,8 +125,8 @@ def _keep_before(path: Path, first_step: int) -> None:
 
 def _parsed(text: str) -> dict[str, Any] | None:
     try:
-        line = json.loads(text)
-    except json.JSONDecodeError:
+        line = msgspec.json.decode(text)
+    except msgspec.MsgspecError:
         return None
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.tracking.groups import GROUPS, grouped
 from streamrl.tracking.tables import markdown_table
 from streamrl.tracking.validation import VERSION
 
 
 class TensorboardTracker:
-    """Scalars under the metrics' own names; `first_step` and later steps are purged first."""
+    """Scalars under the metrics' own names, and the charts of `GROUPS` as custom scalars;
+    `first_step` and later steps are purged first."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         try:
@@ -20,9 +22,16 @@ class TensorboardTracker:
                 "tracking.tensorboard: is not installed: pip install 'streamrl[tensorboard]'"
             ) from error
         self._writer = SummaryWriter(folder, purge_step=first_step)
+        self._writer.add_custom_scalars(
+            {
+                group.title: {c.title: ["Multiline", [*c.metrics]] for c in group.charts}
+                for group in GROUPS
+                if group.charts
+            }
+        )
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        for name, value in metrics.items():
+        for name, value in grouped(metrics).items():
             # At its version, by `log_validation`.
             is_repeated = name.startswith("validation/") and step != metrics.get(VERSION)
             if isinstance(value, int | float) and not is_repeated:

@@ -8,6 +8,7 @@ from typing import Any
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.tracking.groups import grouped
 from streamrl.tracking.tables import COLUMNS, rows
 from streamrl.tracking.validation import VERSION
 
@@ -48,7 +49,7 @@ class WandbTracker:
         self._run.define_metric("validation/*", step_metric=VERSION)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log(grouped(metrics), step=step)
 
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
         """With the next step's metrics, over the version as their x-axis."""

@@ -23,7 +23,6 @@ from streamrl.types.buffer import (
     SchedulingState,
     admission_capacity,
 )
-from streamrl.types.checks import BoolArray, Float32Array, Int32Array
 from streamrl.types.failures import MAX_FAILED_ROWS, FailedReward, FailedRow, GroupFailure
 from streamrl.types.index_ranges import IndexRanges, ranges_of
 from streamrl.types.lengths import (
@@ -61,12 +60,15 @@ from streamrl.types.rollouts import (
     Turn,
     episode_indices,
 )
+from streamrl.types.tokens.checks import BoolArray, Float32Array, Int32Array
+from streamrl.types.tokens.sets import TokenSets, TopLogprobs
 from streamrl.types.validation import ValidationReport, ValidatorStatus
 from streamrl.types.weights import (
     BroadcastEndpoint,
     CudaMemory,
     Endpoint,
     FilesEndpoint,
+    HeldEndpoint,
     HostMemory,
     LoadReport,
     Locality,
@@ -103,6 +105,7 @@ __all__ = [
     "GroupFailure",
     "GroupHeader",
     "HeartbeatReply",
+    "HeldEndpoint",
     "HostMemory",
     "IndexRanges",
     "Int32Array",
@@ -131,6 +134,8 @@ __all__ = [
     "SharedEndpoint",
     "TensorSpec",
     "Text",
+    "TokenSets",
+    "TopLogprobs",
     "Trajectory",
     "TrajectoryGroup",
     "Turn",

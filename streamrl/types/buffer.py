@@ -128,6 +128,10 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     tokens sampled so far by the longest sibling of each, -1 if its engine has reported none. `held`
     is sent to a buffer whose incarnation has changed, which may have forgotten these leases.
     `is_catching_up`: the generator requests no lease until it has loaded the version it needs.
+    `max_num_groups` is how many groups it has room for, 0 if it does not say; of the `uptime_s`
+    since its start all of that room was in use for `busy_s`, half of it counting half. `kv_usage`
+    is the share of the engine's KV cache in use, None for an engine that does not say; `pause_s` is
+    all the time that the engine has stood still for weights.
     `last_failure`, `failed_rows` and `failed_rewards` are of the groups that failed in this
     process, the rows with most failures first, at most MAX_FAILED_ROWS; `num_lost_agents` are those
     of them whose agent disappeared.
@@ -145,6 +149,10 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
     num_tokens: Count = 0
     tokens_per_s: Finite = 0.0
     pause_s: NotNegative = 0.0
+    kv_usage: NotNegative | None = None
+    max_num_groups: Count = 0
+    busy_s: NotNegative = 0.0
+    uptime_s: NotNegative = 0.0
     is_leaving: bool = False
     is_catching_up: bool = False
     last_failure: GroupFailure | None = None

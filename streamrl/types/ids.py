@@ -5,6 +5,7 @@ Runs and generators are named by ids.
 """
 
 import re
+import socket
 
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 _ID = re.compile(ID_PATTERN.removesuffix("$"))
@@ -25,6 +26,12 @@ def check_id(field: str, value: str) -> str:
             "'-', with a letter or digit first"
         )
     return value
+
+
+def named_after_host(value: str) -> str:
+    """The value with the host's name for {host}: replicas of one command, as containers and pods
+    are, have ids of their own, which outlive their processes."""
+    return value.replace("{host}", socket.gethostname())
 
 
 def _shortened(value: str) -> str:

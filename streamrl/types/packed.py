@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from streamrl.types.checks import (
+from streamrl.types.media import Media, check_media
+from streamrl.types.ranges import Count, Name, PromptIndex, Text
+from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, TrajectoryGroup, Turn
+from streamrl.types.tokens.checks import (
     BoolArray,
     Float32Array,
     Int32Array,
@@ -20,14 +23,13 @@ from streamrl.types.checks import (
     check_tokens,
     oldest_version,
 )
-from streamrl.types.media import Media, check_media
-from streamrl.types.ranges import Count, Name, PromptIndex, Text
-from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, TrajectoryGroup, Turn
+from streamrl.types.tokens.sets import TokenSets, TopLogprobs, check_token_sets
 
 
 def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
     """The fields of a `PackedGroup`, unchecked, for `streamrl.wire` to encode."""
     members = group.trajectories
+    lengths = [t.num_tokens for t in members]
     return (
         group.group_id,
         group.prompt_index,
@@ -41,6 +43,8 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         group.episode_indices,
         group.discarded_lengths,
         group.media,
+        TokenSets.joined([t.sampling_mask for t in members], lengths),
+        TopLogprobs.joined([t.top_logprobs for t in members], lengths),
     )
 
 
@@ -85,11 +89,14 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     episode_indices: tuple[Count, ...] = ()
     discarded_lengths: tuple[Count, ...] = ()
     media: tuple[Media, ...] = ()
+    sampling_mask: TokenSets | None = None
+    top_logprobs: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
         check_group(self.facts, self.prompt_index, self.episode_indices)
         check_media(self.facts, self.media)
         check_tokens(self)
+        check_token_sets(self, self.response_mask)
         for facts in self.facts:
             if facts.num_tokens < 1:
                 raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
@@ -151,6 +158,8 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             metrics=facts.metrics,
             loss_mask=None if self.loss_mask is None else self.loss_mask[tokens],
             media=facts.media,
+            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.part(tokens),
+            top_logprobs=None if self.top_logprobs is None else self.top_logprobs.part(tokens),
         )
 
 

@@ -9,7 +9,9 @@ from enum import StrEnum
 import numpy as np
 from msgspec import Struct
 
-from streamrl.types.checks import (
+from streamrl.types.media import Media, check_media
+from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, Text
+from streamrl.types.tokens.checks import (
     BoolArray,
     Float32Array,
     Int32Array,
@@ -19,8 +21,7 @@ from streamrl.types.checks import (
     oldest_version,
     require_one_length,
 )
-from streamrl.types.media import Media, check_media
-from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, Text
+from streamrl.types.tokens.sets import TokenSets, TopLogprobs, check_token_sets
 
 
 class FinishReason(StrEnum):
@@ -44,7 +45,10 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
-    """How one completion is sampled; `top_k` 0 and `top_p` 1.0 switch truncation off."""
+    """How one completion is sampled; `top_k` 0 and `top_p` 1.0 switch truncation off.
+
+    `keep_sampling_mask` and `num_top_logprobs` ask for the records of `Completion`.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -54,6 +58,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     min_new_tokens: int = 0
     ignore_eos: bool = False
     seed: int | None = None
+    keep_sampling_mask: bool = False
+    num_top_logprobs: int = 0
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -61,16 +67,21 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     `logprobs` [N] are under the distribution actually sampled from (after temperature, top-k and
     top-p); greedy decoding reports them at temperature 1. `policy_versions` [N] is the version
-    whose weights sampled each token.
+    whose weights sampled each token. `sampling_mask` [N sets] is what the truncation left of the
+    vocabulary, an empty set for all of it, and `top_logprobs` [N sets] the likeliest tokens of what
+    it left; None if they were not asked for.
     """
 
     token_ids: Int32Array
     logprobs: Float32Array
     policy_versions: Int32Array
     finish_reason: FinishReason
+    sampling_mask: TokenSets | None = None
+    top_logprobs: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
         require_one_length(self, "token_ids", "logprobs", "policy_versions")
+        check_token_sets(self)
 
 
 class Turn(Struct, frozen=True, kw_only=True):
@@ -97,6 +108,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     (nats) and `policy_versions` [T] hold, elsewhere they are 0 and -1. `loss_mask` [T] is true
     where a token counts for the loss, which only a response token may; None: each of them does.
     `media` are the ids of the group's media that its tokens hold places for, in their order.
+    `sampling_mask` and `top_logprobs` [T sets] are those of the completions, empty elsewhere.
     """
 
     token_ids: Int32Array
@@ -109,9 +121,12 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     loss_mask: BoolArray | None = None
     media: tuple[Name, ...] = ()
+    sampling_mask: TokenSets | None = None
+    top_logprobs: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
         check_tokens(self)
+        check_token_sets(self, self.response_mask)
         if not self.num_tokens:
             raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
         check_reward(self.reward)

@@ -52,11 +52,10 @@ class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
 
 
 class HostMemory(Struct, frozen=True, kw_only=True, tag="host"):
-    """Memory of process `pid`, which has it open as file descriptor `fd`; `inode` differs for
-    another one that got the same numbers."""
+    """Memory that the process which made it gives, as a file descriptor, to who connects to its
+    `socket`; `inode` is the file's."""
 
-    pid: Count
-    fd: Count
+    socket: Text
     inode: Annotated[int, Meta(ge=0)]
     num_bytes: Count
 
@@ -91,7 +90,11 @@ class SharedEndpoint(Struct, frozen=True, kw_only=True, tag="shared"):
     checksums: bytes = b""
 
 
-Endpoint: TypeAlias = BroadcastEndpoint | FilesEndpoint | SharedEndpoint
+class HeldEndpoint(Struct, frozen=True, kw_only=True, tag="held"):
+    """No tensors: the receiver's inference server has the version from another receiver."""
+
+
+Endpoint: TypeAlias = BroadcastEndpoint | FilesEndpoint | SharedEndpoint | HeldEndpoint
 
 
 class Locality(Struct, frozen=True, kw_only=True):

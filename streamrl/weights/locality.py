@@ -3,12 +3,13 @@
 A sender compares it with each receiver's to decide who can share its memory.
 """
 
-import os
 from pathlib import Path
 
 import torch
 
 from streamrl.types import Locality
+
+SHARED_FOLDER = Path("/dev/shm")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -28,12 +29,12 @@ def locality_of(device: torch.device | str, num_ranks: int = 1) -> Locality:
 
 
 def this_host() -> str:
-    """The boot id and the PID namespace: equal where one process can open what another has open.
+    """The boot id and the file system at /dev/shm: equal where processes can share memory by name.
 
-    A container is a host of its own; "" if the system does not say.
+    A container is a host of its own unless it shares /dev/shm; "" if the system does not say.
     """
     try:
-        return f"{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{_BOOT_ID.read_text().strip()}/{SHARED_FOLDER.stat().st_dev}"
     except OSError:
         return ""
 

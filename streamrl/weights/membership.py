@@ -14,7 +14,7 @@ secret, or when the name has been silent. Runs in one event loop; the deadlines 
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct, structs
 
@@ -28,6 +28,9 @@ MAX_RECEIVERS = 4096
 FREE_MISSES = 8
 """Failed loads before a receiver is asked less often; a deadline that it misses counts as many."""
 MAX_WAIT_S = 60.0
+HANDOVER_S = 10.0
+"""A receiver that went silent in a load may still write to its inference server for so long; no
+other receiver on that server is sent a version meanwhile."""
 
 
 class Peer(Struct, frozen=True):
@@ -132,6 +135,30 @@ class Membership:
             and peer.asked_again_s <= now_s
             and self._wants(peer.hello, version)
         ]
+
+    def by_server(
+        self, outdated: Sequence[Peer], version: int, asked: set[str]
+    ) -> tuple[list[Peer], list[Peer]]:
+        """Whom of the outdated to send the version, and whom to tell that its inference server has
+        it. Of the receivers on one server one is sent it, and nobody while one of them is `asked`
+        or may still be loading."""
+        holders = [peer for peer in self.alive() if self.version_of(peer) == version]
+        held = {peer.hello.server for peer in holders} - {""}
+        busy = self._busy_servers(asked)
+        alone = [peer for peer in outdated if not peer.hello.server]
+        sharing = sorted(
+            (peer for peer in outdated if peer.hello.server and peer.hello.server not in busy),
+            key=lambda peer: (peer.hello.server, peer.num_misses, peer.name),
+        )
+        first = {peer.hello.server: peer for peer in reversed(sharing)}
+        sent = [peer for server, peer in first.items() if server not in held]
+        return [*alone, *sent], [peer for peer in sharing if peer.hello.server in held]
+
+    def _busy_servers(self, asked: set[str]) -> set[str]:
+        now_s = self._clock()
+        silent = [p for p in self._fenced.values() if now_s - p.seen_s <= HANDOVER_S]
+        loading = [p for p in self._peers.values() if p.name in asked]
+        return {peer.hello.server for peer in [*silent, *loading]}
 
     def version_of(self, peer: Peer) -> int:
         """The version of this learner that the peer has; -1 for none."""

@@ -15,6 +15,9 @@ A joiner, a receiver that missed an update and one that outlived its learner are
 have another version, so the next round is for them. A receiver that exceeds a deadline is fenced:
 left out until its next Hello that finds it idle.
 
+Receivers on one inference server say so in their Hellos. One of them is sent the version; once it
+has loaded it, the others get a Transfer without tensors (`HeldEndpoint`).
+
 A validator (`actors.validation`) is a receiver that keeps a version for a while: its Hellos say
 which version it is to be sent next, and what it has found.
 
@@ -45,7 +48,8 @@ class Hello(Struct, frozen=True, tag="hello"):
     proves to be of the same process. `learner_id` is the learner its weights are from: "" while
     they are the model folder's, NO_LEARNER while nobody knows. `locality` is where it receives.
 
-    `is_loading`: it does not read the next message before it has loaded the last one. `validator`
+    `is_loading`: it does not read the next message before it has loaded the last one. `server` is
+    the inference server that it receives for, "" if nobody else does. `validator`
     says which versions a validator is to be sent; None: each, as a generator is.
     """
 
@@ -57,6 +61,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     num_ranks: NumRanks = 1
     is_loading: bool = False
     validator: ValidatorStatus | None = None
+    server: Text = ""
 
 
 class Announce(Struct, frozen=True, tag="announce"):

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from enum import Enum
 from pathlib import Path
 
 import zmq
@@ -42,10 +43,21 @@ LOG_S = 10.0
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 
+class Holding(Enum):
+    """What has become of the version that was loaded last."""
+
+    KEPT = "kept"
+    LOST = "lost"
+    GONE = "gone"
+    """With the process that had it; there is nothing to load into."""
+
+
 class WeightReceiver:
     """Runs in the generator's event loop. `load` receives and loads a version off the loop's
     thread, in the processes at `locality`, which have `num_ranks` ranks. Without
-    `has_weights` it is sent version 0, too. `validator` is None for a generator. `curve` is the
+    `has_weights` it is sent version 0, too. `server` is the inference server that receives, if
+    other receivers may load for it, and `holding` says what has become of what was loaded.
+    `validator` is None for a generator. `curve` is the
     folder of the keys."""
 
     def __init__(
@@ -57,6 +69,8 @@ class WeightReceiver:
         locality: Locality = UNKNOWN_LOCALITY,
         num_ranks: int = 1,
         has_weights: bool = True,
+        server: str = "",
+        holding: Callable[[], Holding] = lambda: Holding.KEPT,
         validator: ValidatorStatus | None = None,
         curve: Path | None = None,
     ) -> None:
@@ -64,8 +78,16 @@ class WeightReceiver:
         learner_id = "" if has_weights else NO_LEARNER
         session = secrets.token_hex(16)
         self._hello = Hello(
-            receiver_id, session, 0, learner_id, locality, num_ranks, validator=validator
+            receiver_id,
+            session,
+            0,
+            learner_id,
+            locality,
+            num_ranks,
+            validator=validator,
+            server=server,
         )
+        self._holding = holding
         self._is_due = asyncio.Event()
         self._logged_s = -LOG_S
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -99,10 +121,18 @@ class WeightReceiver:
         not block it."""
         while True:
             self._is_due.clear()
-            await self._send(self._hello)
+            await self._greet()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HELLO_S):
                     await self._is_due.wait()
+
+    async def _greet(self) -> None:
+        """A Hello, unless what it receives for is gone; the sender forgets it meanwhile."""
+        holding = self._holding()
+        if holding is Holding.LOST:
+            self._hello = structs.replace(self._hello, policy_version=0, learner_id=NO_LEARNER)
+        if holding is not Holding.GONE:
+            await self._send(self._hello)
 
     async def _receive_messages(self) -> None:
         """Waits for a message of the learner, without a limit."""
@@ -138,11 +168,18 @@ class WeightReceiver:
             await self._send(Loaded(name, attempt, report))
 
     async def _load_in_time(self, update: WeightUpdate) -> LoadReport:
-        """Waits for the engine, LOAD_S at most; with one that hangs the process must end, or it
-        would sample with old weights for good."""
+        """Waits for the engine, LOAD_S at most; with one that hangs, or gives up without a word,
+        the process must end, or it would sample with old weights for good."""
         try:
             async with asyncio.timeout(LOAD_S) as deadline:
                 return await self._load(update)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise RuntimeError(
+                f"the engine has canceled its load of version {update.policy_version}"
+            ) from error
         except TimeoutError as error:
             if not deadline.expired():
                 raise

@@ -27,6 +27,7 @@ from streamrl.errors import WeightTransferError
 from streamrl.types import (
     Endpoint,
     FilesEndpoint,
+    HeldEndpoint,
     ValidationReport,
     ValidatorStatus,
     WeightUpdate,
@@ -120,14 +121,17 @@ class Rounds:
         """Send the version to everybody who lacks it; waits for all but those that read files."""
         asked = self.socket.asked()
         outdated = self._membership.outdated(held.policy_version)
-        peers = [peer for peer in outdated if peer.name not in asked]
-        if not peers:
+        peers, informed = self._membership.by_server(
+            [peer for peer in outdated if peer.name not in asked], held.policy_version, asked
+        )
+        if not (peers or informed):
             return
         by_route = self._routes.split(peers)
         self._note(ready_wait_s=0.0)
         async with asyncio.TaskGroup() as sending:
             sending.create_task(self._share(by_route["shared memory"], held))
             sending.create_task(self._send_broadcasts(by_route["broadcast"], held))
+            sending.create_task(self._inform(informed, held.policy_version))
         await self._send_files(by_route["file"], held, tasks)
 
     def close(self) -> None:
@@ -140,6 +144,13 @@ class Rounds:
         if report is not None and report.learner_id in (self._learner_id, ""):
             self.on_report(report)
         self._request_round()
+
+    async def _inform(self, peers: Sequence[Peer], version: int) -> None:
+        """Tell those whose inference server has the version from another one. Waits for the
+        answers, or for the deadline."""
+        if peers:
+            attempt = await self._transfer(dict.fromkeys(peers, HeldEndpoint()), version)
+            await self._conclude(peers, attempt, version, self._settings.deadline_s / 4)
 
     async def _share(self, peers: Sequence[Peer], held: Written) -> None:
         """All read at once, each at its own pace; waits for the slowest, or for the deadline."""
@@ -244,6 +255,9 @@ class Rounds:
                 log.warning("%s did not load version %d: %s", name, version, answer.reason)
         for name in reports:
             self._membership.on_loaded(name, version)
+        if any(peer.hello.server for peer in peers if peer.name in reports):
+            # Now the others on these servers can be told.
+            self._request_round()
         if reports:
             self._routes.on_loaded()
             self._note(

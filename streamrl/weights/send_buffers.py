@@ -47,6 +47,9 @@ class Written:
 class SendBuffers:
     """Two copies of the parameters: while a transfer reads one, the learner writes the other.
 
+    One would not do. A transfer may last longer than a step: either the learner would wait for it,
+    or a slow receiver would never get a version that is whole.
+
     Invariant: the learner never waits for a reader, and a reader gets the newest complete version.
     `write` runs in the learner's thread, the rest in the sender's event loop and its threads.
     """

@@ -23,7 +23,7 @@ from streamrl.types import pack
 from tests.benchmarks import buffer_growth, buffer_load
 from tests.benchmarks.buffer_load import IN_FLIGHT, SIZES, template
 
-PEER = Path(__file__).with_name("peer_transfer_queue.py")
+PEER = Path(__file__).parent / "peers" / "transfer_queue.py"
 CONTENDERS = ("raw zmq", "codec", "raw redis", "memory", "zmq", "zmq+journal", "redis")
 COUNTS = {"20 KB": 1024, "1 MB": 128}
 

@@ -1,22 +1,23 @@
-"""HF engine against batched `model.generate`: useful tokens/s on the same requests.
+"""HF engine against batched `model.generate`, then every engine there is on the same requests.
 
-    python tests/benchmarks/bench_engine.py [--requests 512] [--threads 1] [--mean 32]
+    python tests/benchmarks/bench_engine.py [--engines hf,vllm] [--dtypes bfloat16]
 
 Two workloads: log-normal lengths (max/mean >= 6) and equal lengths. `generate` runs each batch to
 its longest request, as it must, with transformers' own attention (sdpa, its default); both run at
-each batch size by turns, and the best of each counts. Where vLLM is installed (.venv-vllm) it gets
-the same requests with as many slots as the largest batch. One JSON line per dtype and workload;
-nobody imports this.
+each batch size by turns, and the best of each counts, by the clock and by CPU time, which other
+work on the machine disturbs less. Then engine_figures.py measures HF and, from .venv-vllm and
+.venv-sglang where they were made, vLLM and SGLang; one that takes longer than --engine-s is ended.
+One JSON line per dtype, workload and engine; nobody but engine_figures.py imports this.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import tempfile
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actors.engines.hf.engine import HfEngine
 from streamrl.interfaces import Engine
 from streamrl.types import SamplingParams
-from tests.engines import open_engine, update_to
+from tests.engines import ENVIRONMENT, ROOT
 
-HAS_VLLM = find_spec("vllm") is not None
+PYTHONS = {
+    "hf": Path(sys.executable),
+    "vllm": ROOT / ".venv-vllm/bin/python",
+    "sglang": ROOT / ".venv-sglang/bin/python",
+}
 
+DTYPES = ("float32", "bfloat16")
 BATCH_SIZES = (64, 128, 256, 512)
 PROMPT_TOKENS = 16
 VOCAB_SIZE = 64
@@ -39,27 +45,68 @@ Run = Callable[[LlamaForCausalLM, list[list[int]], np.ndarray, int], None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    prompts, lengths_of = workloads(arguments)
+    for dtype in arguments.dtypes if "hf" in arguments.engines else ():
+        model = make_model(getattr(torch, dtype))
+        for name, lengths in lengths_of.items():
+            figures = compare(model, prompts, lengths, arguments.rounds)
+            about = {"dtype": dtype, "workload": name}
+            setting = {"threads": arguments.threads, "cores": os.cpu_count()}
+            shape = {"max_over_mean": round(float(lengths.max() / lengths.mean()), 2)}
+            line = {"benchmark": "engine", **about, **shape, **setting, **figures}
+            print(json.dumps(line), flush=True)
+    failed = [engine for engine in arguments.engines if not run_figures(engine, arguments)]
+    if failed:
+        raise SystemExit(f"no figures of {', '.join(failed)}")
+
+
+def run_figures(engine: str, arguments: argparse.Namespace) -> bool:
+    """Whether engine_figures.py has measured the engine. Waits for it, `engine_s` at most."""
+    python = PYTHONS[engine]
+    if not python.exists():
+        print(json.dumps({"benchmark": "engine_figures", "engine": engine, "missing": str(python)}))
+        return True
+    words = [str(python), str(ROOT / "tests/benchmarks/engine_figures.py"), engine, *sys.argv[1:]]
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(arguments.threads)}
+    try:
+        ended = subprocess.run(
+            words, env={**os.environ, **ENVIRONMENT, **own}, timeout=arguments.engine_s
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return ended.returncode == 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--mean", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    parser.add_argument("--slots", type=int, default=max(BATCH_SIZES))
+    parser.add_argument("--engines", type=names_of(PYTHONS), default=list(PYTHONS))
+    parser.add_argument("--dtypes", type=names_of(DTYPES), default=list(DTYPES))
+    parser.add_argument("--engine-s", type=float, default=900.0)
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    def names(text: str) -> list[str]:
+        given = text.split(",")
+        if unknown := [name for name in given if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return given
+
+    return names
+
+
+def workloads(arguments: argparse.Namespace) -> tuple[list[list[int]], dict[str, np.ndarray]]:
+    """Prompts, and by name the lengths of their completions."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, VOCAB_SIZE, (arguments.requests, PROMPT_TOKENS)).tolist()
-    workloads = {
-        "log-normal": long_tailed(rng, arguments.requests, arguments.mean),
-        "equal": np.full(arguments.requests, arguments.mean),
-    }
-    for dtype in (torch.float32, torch.bfloat16):
-        model = make_model(dtype)
-        vllm = asyncio.run(measure_vllm(model, prompts, workloads, arguments)) if HAS_VLLM else {}
-        for name, lengths in workloads.items():
-            figures = compare(model, prompts, lengths, arguments.rounds) | vllm.get(name, {})
-            about = {"dtype": str(dtype).removeprefix("torch."), "workload": name}
-            setting = {"threads": arguments.threads, "cores": os.cpu_count()}
-            shape = {"max_over_mean": round(float(lengths.max() / lengths.mean()), 2)}
-            print(json.dumps({"benchmark": "engine", **about, **shape, **setting, **figures}))
+    long = long_tailed(rng, arguments.requests, arguments.mean)
+    return prompts, {"log-normal": long, "equal": np.full(arguments.requests, arguments.mean)}
 
 
 def long_tailed(rng: np.random.Generator, count: int, mean: int) -> np.ndarray:
@@ -91,24 +138,29 @@ def make_model(dtype: torch.dtype) -> LlamaForCausalLM:
 def compare(
     model: LlamaForCausalLM, prompts: list[list[int]], lengths: np.ndarray, rounds: int
 ) -> dict[str, float]:
-    engine, generate = [], []
+    runs: dict[Run, list[tuple[float, float]]] = {run_engine: [], run_generate: []}
     for _ in range(rounds):
         for size in BATCH_SIZES:
-            engine.append(tokens_per_s(run_engine, model, prompts, lengths, size))
-            generate.append(tokens_per_s(run_generate, model, prompts, lengths, size))
+            for run, seconds in runs.items():
+                seconds.append(seconds_of(run, model, prompts, lengths, size))
+    (engine_s, engine_cpu_s), (generate_s, generate_cpu_s) = (
+        tuple(map(min, zip(*seconds, strict=True))) for seconds in runs.values()
+    )
     return {
-        "ratio": round(max(engine) / max(generate), 3),
-        "engine_tokens_per_s": round(max(engine)),
-        "generate_tokens_per_s": round(max(generate)),
+        "ratio": round(generate_s / engine_s, 3),
+        "cpu_ratio": round(generate_cpu_s / engine_cpu_s, 3),
+        "engine_tokens_per_s": round(float(lengths.sum()) / engine_s),
+        "generate_tokens_per_s": round(float(lengths.sum()) / generate_s),
     }
 
 
-def tokens_per_s(
+def seconds_of(
     run: Run, model: LlamaForCausalLM, prompts: list[list[int]], lengths: np.ndarray, size: int
-) -> float:
-    start = time.perf_counter()
+) -> tuple[float, float]:
+    """By the clock, and of CPU time."""
+    start, cpu_start = time.perf_counter(), time.process_time()
     run(model, prompts, lengths, size)
-    return float(lengths.sum() / (time.perf_counter() - start))
+    return time.perf_counter() - start, time.process_time() - cpu_start
 
 
 def run_engine(
@@ -132,46 +184,6 @@ async def answer_all(engine: Engine, prompts: list[list[int]], lengths: np.ndarr
         )
     )
     assert sum(len(c.token_ids) for c in completions) == lengths.sum()
-
-
-async def measure_vllm(
-    model: LlamaForCausalLM,
-    prompts: list[list[int]],
-    workloads: dict[str, np.ndarray],
-    arguments: argparse.Namespace,
-) -> dict[str, dict[str, float]]:
-    """By workload; `start_s` and an update's times while it was answering stand beside it."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        start = time.perf_counter()
-        engine = open_engine(
-            Path(folder),
-            "vllm",
-            max_num_seqs=max(BATCH_SIZES),
-            max_model_len=512,
-            num_threads=arguments.threads,
-            dtype=str(model.dtype).removeprefix("torch."),
-        )
-        start_s = time.perf_counter() - start
-        update = update_to(model, 1, Path(folder) / "update.safetensors")
-        measured = {}
-        for name, lengths in workloads.items():
-            seconds = []
-            for _ in range(arguments.rounds):
-                start = time.perf_counter()
-                await answer_all(engine, prompts, lengths)
-                seconds.append(time.perf_counter() - start)
-            answering = asyncio.create_task(answer_all(engine, prompts, lengths))
-            report = await engine.load_weights(update)
-            await answering
-            measured[name] = {
-                "vllm_tokens_per_s": round(float(lengths.sum()) / min(seconds)),
-                "vllm_start_s": round(start_s, 1),
-                "vllm_transfer_s": round(report.transfer_s, 4),
-                "vllm_pause_s": round(report.pause_s, 4),
-            }
-        await engine.close()
-        return measured
 
 
 @torch.inference_mode()

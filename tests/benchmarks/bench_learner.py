@@ -12,8 +12,8 @@
 
 All in float32 but what says bfloat16, on one thread, each contender by turns in processes of its
 own. Seconds are those of the CPU, the best of several. The gradients of packed and padded
-trajectories are compared, too (`gradient_gap`, of the largest). `peer_step.py` compares whole steps
-with TRL's.
+trajectories are compared, too (`gradient_gap`, of the largest). `peers/steps.py` compares whole
+steps with TRL's.
 """
 
 import argparse

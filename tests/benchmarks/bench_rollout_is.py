@@ -6,18 +6,17 @@ metrics. verl's function is loaded from the `verl` package, installed without it
 """
 
 import argparse
-import importlib
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from measure import contest, measured
 from torch import Tensor
+
+from tests.benchmarks.peers.verl_functions import load
 
 THREADS = 2
 NUM_SEQUENCES, WIDTH, NUM_TOKENS = 256, 4096, 533_000
@@ -97,27 +96,10 @@ def _verl_file() -> Path | None:
 
 
 def _load_verl() -> Callable[[Tensor, Tensor, Tensor], object]:
-    """The function alone: what verl imports beside torch is replaced by empty stand-ins."""
     file = _verl_file()
     if file is None:
         raise SystemExit("verl is not installed")
-    for name in (
-        "tensordict",
-        "verl",
-        "verl.protocol",
-        "verl.utils",
-        "verl.utils.device",
-        "verl.trainer",
-        "verl.trainer.config",
-        "verl.trainer.config.algorithm",
-        "verl.workers",
-        "verl.workers.config",
-        "verl.workers.config.actor",
-    ):
-        _install(_StandIn(name))
-    functional = file.parents[2] / "utils" / "torch_functional.py"
-    _install(_load("verl.utils.torch_functional", functional))
-    helper = _load("verl_helper", file)
+    helper = load(file.parents[2], f"trainer/ppo/{file.name}")
     if file.name == "mismatch_helper.py":
         return lambda train, behavior, mask: helper.compute_rollout_importance_weights(
             train, behavior, mask, "token", "truncate", 2.0, None, 1e-4
@@ -125,40 +107,6 @@ def _load_verl() -> Callable[[Tensor, Tensor, Tensor], object]:
     return lambda train, behavior, mask: helper.compute_rollout_correction_and_rejection_mask(
         train, behavior, mask, "token", 2.0
     )
-
-
-class _Record:
-    """Stands in for any class; `from_dict` is all that verl's function calls."""
-
-    @classmethod
-    def from_dict(cls, tensors: object) -> "_Record":
-        return cls()
-
-
-class _StandIn(ModuleType):
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Record
-
-
-def _install(module: ModuleType) -> None:
-    sys.modules[module.__name__] = module
-    parent, _, name = module.__name__.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], name, module)
-
-
-def _load(name: str, file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

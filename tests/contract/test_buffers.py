@@ -47,7 +47,7 @@ from streamrl.types import (
     pack,
     ranges_of,
 )
-from tests.records import damaged, lease_one, make_group
+from tests.records import damaged, lease_one, make_group, with_candidates
 
 Connect = Callable[[], TrajectoryBuffer]
 # One test waits for it; in all others nobody may lose a lease to a machine that is busy elsewhere.
@@ -272,6 +272,27 @@ async def test_a_call_grants_no_more_than_a_generators_share(connect):
     assert len(await other.lease([f"other/{number}" for number in range(9)], "other", 0.0)) == 1
     assert len(await one.lease([f"one/{number}" for number in range(9)], "one", 0.0)) == 3
     assert await other.lease(["other/9"], "other", 0.0) == ()
+
+
+async def test_sets_of_candidates_come_back_as_they_were_put(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    leases = await generator.lease(["a", "b"], "g", 1.0)
+    groups = [
+        with_candidates(make_group(lease.prompt_index, lease_id=lease.lease_id), 7, 3)
+        for lease in leases
+    ]
+    for lease, group in zip(leases, groups, strict=True):
+        await generator.put(lease.lease_id, group)
+    loan = await learner.take(2, 0, 5.0)
+    taken = await learner.fetch([header.prompt_index for header in loan.headers])
+    for ours, theirs in zip(groups, taken, strict=True):
+        for one, other in zip(ours.trajectories, theirs.trajectories, strict=True):
+            for field in ("sampling_mask", "top_logprobs"):
+                sets, kept = getattr(one, field), getattr(other, field)
+                assert len(sets.token_ids)
+                for column in sets.__struct_fields__:
+                    assert np.array_equal(getattr(sets, column), getattr(kept, column))
 
 
 async def test_a_take_may_bring_the_payloads_and_advance_the_stats(connect):

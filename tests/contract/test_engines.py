@@ -1,7 +1,7 @@
 """What every engine promises, held against a plain forward pass of the same weights.
 
 Runs on the engines this environment has: a vLLM in this process and one by URL where vLLM is
-installed, else HF, and SGLang's client on a server that stands in for SGLang.
+installed, an SGLang by URL where SGLang is, else HF.
 """
 
 import asyncio
@@ -75,6 +75,43 @@ async def test_greedy_equals_transformers_greedy(make_engine):
         )
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+async def test_the_sampling_mask_is_what_was_left_to_sample_from(make_engine, top_p):
+    """Over it, a plain forward pass has the engine's log-probabilities; without it, others."""
+    model = make_model()
+    engine = await make_engine(make_model())
+    sampling = SamplingParams(
+        max_new_tokens=12, temperature=0.7, top_k=5, top_p=top_p, keep_sampling_mask=True, **FREE
+    )
+    completions = await asyncio.gather(*(engine.generate(p, sampling) for p in PROMPTS))
+    sizes = set()
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        plain, mask = logprobs_of(model, prompt, completion, 0.7), completion.sampling_mask
+        for i, row in enumerate(plain):
+            kept = torch.from_numpy(mask.part(slice(i, i + 1)).token_ids).long()
+            token, behavior = int(completion.token_ids[i]), float(completion.logprobs[i])
+            assert abs(float(row[token] - row[kept].logsumexp(0)) - behavior) < 1e-4
+            assert float(row[token]) < behavior - 1e-3
+            assert 1 <= len(kept) <= 5
+            sizes |= {len(kept)}
+        assert completion.top_logprobs is None
+    assert (sizes == {5}) == (top_p == 1)
+
+
+async def test_top_logprobs_are_those_of_the_likeliest_tokens(make_engine):
+    model = make_model()
+    engine = await make_engine(make_model())
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.7, num_top_logprobs=4, **FREE)
+    completions = await asyncio.gather(*(engine.generate(p, sampling) for p in PROMPTS))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        likeliest = logprobs_of(model, prompt, completion, 0.7).topk(4)
+        top = completion.top_logprobs
+        assert top.counts.tolist() == [4] * len(completion.token_ids)
+        assert (top.token_ids == likeliest.indices.flatten().numpy()).all()
+        assert np.abs(top.logprobs - likeliest.values.flatten().numpy()).max() < 1e-4
+        assert completion.sampling_mask is None
+
+
 # The logits are as large as 10, where neighboring bfloat16 numbers are 0.06 apart.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.3)])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -92,20 +129,17 @@ async def test_logprobs_equal_a_forward_pass(make_engine, dtype, tolerance, temp
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.7}])
-async def test_logprobs_are_of_the_truncated_distribution(make_engine, truncation):
+async def test_logprobs_are_of_the_truncated_distribution(make_engine, engines, truncation):
     engine = await make_engine()
     sampling = SamplingParams(max_new_tokens=40, **truncation, **FREE)
     completion = await engine.generate([5, 6], sampling)
     whole = logprobs_of(make_model(), [5, 6], completion)
     for row, token, logprob in zip(whole, completion.token_ids, completion.logprobs, strict=True):
-        kept = np.array(sorted(row.exp().tolist(), reverse=True))
-        kept = (
-            kept[: truncation.get("top_k", VOCAB_SIZE)]
-            / kept[: truncation.get("top_k", VOCAB_SIZE)].sum()
-        )
+        full = np.array(sorted(row.exp().tolist(), reverse=True))
+        kept = full[: truncation.get("top_k", VOCAB_SIZE)]
         before = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
-        mass = kept[before < truncation.get("top_p", 1.0) + 1e-9]
-        full = np.array(sorted(row.exp().tolist(), reverse=True))[: len(mass)]
+        whole_mass = 1.0 if engines.truncates_jointly else kept.sum()
+        full = kept[before / whole_mass < truncation.get("top_p", 1.0) + 1e-9]
         assert row[token].exp() >= full[-1] * (1 - 1e-5), "a token outside the kept ones"
         assert logprob == pytest.approx(row[token].item() - np.log(full.sum()), abs=1e-4)
 
@@ -121,8 +155,12 @@ async def test_tokens_follow_the_distribution(make_engine):
     assert chi_squared < seen.sum() + 6 * np.sqrt(2 * seen.sum())
 
 
-async def test_a_seed_gives_the_same_completion_whoever_else_is_running(make_engine):
+async def test_a_seed_gives_the_same_completion_whoever_else_is_running(make_engine, engines):
     engine = await make_engine()
+    if not engines.has_seeds:
+        with pytest.raises(RolloutError, match="enable_deterministic_inference"):
+            await engine.generate([5], SamplingParams(max_new_tokens=2, seed=3))
+        return
     seeded = SamplingParams(max_new_tokens=20, seed=3, **FREE)
     alone = await engine.generate(PROMPTS[0], seeded)
     other = SamplingParams(max_new_tokens=25, **FREE)
@@ -269,6 +307,38 @@ async def test_an_update_in_mid_generation_keeps_requests_and_marks_every_token(
     fresh = await engine.generate([9], SamplingParams(max_new_tokens=20, **FREE))
     expected = chosen(logprobs_of(make_model(seed=1), [9], fresh), fresh)
     assert np.abs(expected - fresh.logprobs).max() < 1e-4
+
+
+async def test_prefixes_are_not_shared_across_versions(make_engine, tmp_path):
+    """Of requests that an update finds sampling, waiting or yet to come, with one long prompt."""
+    engine = await make_engine(max_model_len=4000)
+    prompt, short = ([5, 6, 7, 8, 9] * 60)[:290], SamplingParams(max_new_tokens=8, **FREE)
+    endless = SamplingParams(max_new_tokens=3500, **FREE)
+
+    def of_one_version(version: int, completions: list[Completion]) -> None:
+        for completion in completions:
+            assert set(completion.policy_versions.tolist()) == {version}
+            expected = chosen(logprobs_of(make_model(version), prompt, completion), completion)
+            assert np.abs(expected - completion.logprobs).max() < 1e-4
+
+    of_one_version(0, [await engine.generate(prompt, short) for _ in range(2)])
+    for version in (1, 2):
+        handle = CompletionHandle()
+        running = [asyncio.create_task(engine.generate(prompt, endless, handle)) for _ in range(4)]
+        await until(lambda: engine.gauges()["num_active"] == 4)
+        waiting = [asyncio.create_task(engine.generate(prompt, short)) for _ in range(6)]
+        await until(lambda: engine.gauges()["num_waiting"] == 6)
+        update = update_to(make_model(version), version, tmp_path / "w.safetensors")
+        await engine.load_weights(update)
+        come = [asyncio.create_task(engine.generate(prompt, short)) for _ in range(2)]
+        handle.stop.set()
+        kept = await asyncio.gather(*running)
+        of_one_version(version, await asyncio.gather(*waiting, *come))
+        # The next turn of a conversation whose first was sampled by two versions.
+        turn = [*prompt, *kept[0].token_ids.tolist()]
+        again = await engine.generate(turn, short)
+        expected = chosen(logprobs_of(make_model(version), turn, again), again)
+        assert np.abs(expected - again.logprobs).max() < 1e-4
 
 
 async def test_weights_of_another_model_are_refused_and_change_nothing(make_engine, tmp_path):

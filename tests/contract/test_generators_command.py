@@ -42,6 +42,7 @@ def test_generators_are_listed_and_scheduled(backend: str, tmp_path: Path, capsy
     with serving(backend, tmp_path, max_staleness=2) as url:
         target = target_of(url, tmp_path)
         held = {"lease_ids": ("quick/1",), "lease_ages_s": (12.5,), "tokens_per_s": 1234.4}
+        held |= {"uptime_s": 50.0, "busy_s": 40.0, "pause_s": 1.0, "kv_usage": 0.25}
         ask(url, lambda buffer: buffer.attach(5, None))
         ask(url, lambda buffer: buffer.heartbeat(status("quick", policy_version=4, **held)))
         ask(url, lambda buffer: buffer.heartbeat(status("late", is_catching_up=True)))
@@ -51,12 +52,13 @@ def test_generators_are_listed_and_scheduled(backend: str, tmp_path: Path, capsy
         table = capsys.readouterr().out.splitlines()
         assert table[0].split() == [
             *("generator", "state", "version", "behind", "leases", "oldest", "lease"),
-            *("prompts", "tokens/s", "heartbeat"),
+            *("prompts", "tokens/s", "busy", "KV", "pause", "heartbeat"),
         ]
         assert table[1].startswith("late")
         assert "catching up" in table[1]
         assert table[2].split()[:-2] == [
             *("quick", "cordoned", "4", "1", "1", "12.5", "s", "0", "1234"),
+            *("80", "%", "25", "%", "2", "%"),
         ]
         assert main(["generators", "uncordon", target, "quick"]) == 0
         assert main(["generators", target, "--json"]) == 0

@@ -257,7 +257,7 @@ async def test_a_run_of_another_release_is_refused_and_left_as_it_is(
             with pytest.raises(OtherReleaseError) as refusal:
                 await call()
             assert str(refusal.value) == (
-                f"run.name: the run at {redis.url} has format 1, and this release knows format 4: "
+                f"run.name: the run at {redis.url} has format 1, and this release knows format 5: "
                 "another release of StreamRL wrote it; start the run anew with --new (or streamrl "
                 "books --forget), or go on with that release"
             )

@@ -1,4 +1,4 @@
-"""What SGLang's client promises beyond any engine's, on the server that stands in for SGLang."""
+"""SGLang's client when its server refuses, does not fit or ends; a stand-in serves it."""
 
 import asyncio
 import sys
@@ -6,16 +6,19 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from msgspec import structs
 
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
+from actors.engines.served.server import Request
+from actors.engines.sglang.candidates import sets_of
+from actors.engines.sglang.messages import FinishReason, GenerateMetaInfo
 from streamrl.errors import ConfigError, RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import Engine
-from streamrl.types import Completion, SamplingParams
+from streamrl.types import SamplingParams
 from tests.engines import ENVIRONMENT, make_model, run_config, update_to
 from tests.ports import free_port
 
@@ -59,67 +62,6 @@ async def engine(stand_in: StandIn) -> AsyncIterator[Engine]:
     await opened.close()
 
 
-@torch.no_grad()
-def logprob_errors(seed: int, prompt: list[int], completion: Completion) -> np.ndarray:
-    """How far what was recorded is from a forward pass of the seed's model, per token [N]."""
-    ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
-    logits = make_model(seed=seed)(ids).logits[0, len(prompt) - 1 : -1].float()
-    index = torch.from_numpy(completion.token_ids).long()[:, None]
-    expected = torch.log_softmax(logits, dim=-1).gather(-1, index)[:, 0].numpy()
-    return np.abs(expected - completion.logprobs)
-
-
-async def update_in_mid_generation(engine: Engine, path: Path) -> list[Completion]:
-    """Completions of PROMPTS that were running when seed 1 replaced seed 0 as version 1."""
-    update = update_to(make_model(seed=1), 1, path / "one.safetensors")
-    running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
-    async with asyncio.timeout(20):
-        while engine.gauges()["num_active"] < 3:
-            await asyncio.sleep(0.001)
-    await engine.load_weights(update)
-    return await asyncio.gather(*running)
-
-
-async def test_recompute_kv_is_as_if_the_new_weights_had_read_it_all(stand_in, tmp_path):
-    engine = stand_in.open(recompute_kv=True)
-    completions = await update_in_mid_generation(engine, tmp_path)
-    await engine.close()
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        assert len(completion.token_ids) == 600
-        old = completion.policy_versions == 0
-        assert 0 < old.sum() < 600
-        assert logprob_errors(0, prompt, completion)[old].max() < 1e-4
-        assert logprob_errors(1, prompt, completion)[~old].max() < 1e-4
-
-
-async def test_abort_begins_anew(stand_in, tmp_path):
-    engine = stand_in.open(pause_mode="abort")
-    completions = await update_in_mid_generation(engine, tmp_path)
-    await engine.close()
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        assert len(completion.token_ids) == 600
-        assert set(completion.policy_versions.tolist()) == {1}
-        assert logprob_errors(1, prompt, completion).max() < 1e-4
-
-
-async def test_a_new_engine_has_the_first_weights_whatever_another_one_left(stand_in, tmp_path):
-    engine = stand_in.open()
-    first = await engine.generate([9], GREEDY)
-    await engine.load_weights(update_to(make_model(seed=1), 1, tmp_path / "one.safetensors"))
-    updated = await engine.generate([9], GREEDY)
-    assert updated.token_ids.tolist() != first.token_ids.tolist()
-    # As a generator leaves it that dies inside an update.
-    await engine._server._http.send("/pause_generation", {"mode": "in_place"})
-    await engine._server._http.send("/begin_weight_update", {})
-    await engine.close()
-    engine = stand_in.open()
-    again = await engine.generate([9], GREEDY)
-    assert engine.policy_version == 0
-    assert again.token_ids.tolist() == first.token_ids.tolist()
-    assert set(again.policy_versions.tolist()) == {0}
-    await engine.close()
-
-
 async def test_a_second_generator_on_the_server_ends_the_first(stand_in, engine):
     await engine.generate([9], GREEDY)
     second = stand_in.open()
@@ -141,6 +83,50 @@ async def test_what_the_server_refuses_fails_alone(engine):
     assert len((await good).token_ids) == 600
 
 
+async def test_the_mask_is_what_the_log_probabilities_are_over(engine):
+    cut = SamplingParams(
+        max_new_tokens=9, temperature=0.7, top_k=4, ignore_eos=True, keep_sampling_mask=True
+    )
+    plain = SamplingParams(max_new_tokens=9, ignore_eos=True, num_top_logprobs=3)
+    masked, top = await asyncio.gather(engine.generate([5], cut), engine.generate([5], plain))
+    assert masked.sampling_mask.counts.tolist() == [4] * 9
+    ids = torch.tensor([[5, *masked.token_ids.tolist()]])
+    for i, row in enumerate(make_model()(ids).logits[0, :-1].detach() / 0.7):
+        kept = torch.from_numpy(masked.sampling_mask.part(slice(i, i + 1)).token_ids).long()
+        logprob = row[masked.token_ids[i]] - row[kept].logsumexp(0)
+        assert abs(float(logprob) - masked.logprobs[i]) < 1e-4
+    ids = torch.tensor([[5, *top.token_ids.tolist()]])
+    likeliest = make_model()(ids).logits[0, :-1].log_softmax(-1).topk(3)
+    assert (top.top_logprobs.token_ids == likeliest.indices.flatten().numpy()).all()
+
+
+def test_the_likeliest_of_a_truncated_distribution_are_those_of_its_mask():
+    """SGLang's are of the whole one: what is left of them gets as much more as the token itself."""
+    meta = GenerateMetaInfo(
+        finish_reason=FinishReason("length"),
+        output_token_logprobs=[(-1.5, 7, None)],
+        output_token_sampling_logprobs=[-1.0],
+        output_token_sampling_mask=[[7, 8]],
+        output_top_logprobs=[[(-0.5, 9, None), (-1.0, 8, None), (-1.5, 7, None)]],
+    )
+    sampling = SamplingParams(
+        max_new_tokens=1, top_k=2, keep_sampling_mask=True, num_top_logprobs=3
+    )
+    request = Request(
+        id="a",
+        prompt_token_ids=[1],
+        sampling=sampling,
+        max_new_tokens=1,
+        stops=frozenset(),
+        cache_salt="",
+    )
+    mask, top = sets_of(meta, request, 1)
+    assert mask.token_ids.tolist() == [7, 8]
+    assert (top.token_ids.tolist(), top.logprobs.tolist()) == ([8, 7], [-0.5, -1.0])
+    with pytest.raises(RolloutError, match="no sampling mask for 1 of its tokens"):
+        sets_of(structs.replace(meta, output_token_sampling_mask=None), request, 1)
+
+
 async def test_an_update_without_a_group_changes_nothing(stand_in, engine, tmp_path, monkeypatch):
     before = await engine.generate([9], GREEDY)
     relay = engine._server._relay
@@ -160,6 +146,7 @@ async def test_an_update_without_a_group_changes_nothing(stand_in, engine, tmp_p
         ({"sglang": {"tp_size": 2}}, r"sglang\.tp_size: was 2, but .* started with 1"),
         ({"max_model_len": 9000}, r"takes 4000 tokens .*max_model_len is 9000"),
         ({"min_new_tokens": 1}, "min_new_tokens: was 1, for which SGLang needs a tokenizer"),
+        ({"sglang": {"recompute_kv": False}}, "started with --disable-overlap-schedule"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused(stand_in, generator, message):

@@ -111,13 +111,15 @@ async def publish(started: Run, good: Generator, counts: Fuzzed) -> None:
 
 async def send(address: str, batch: list[Frames]) -> None:
     """One connection, which ends with a frame that is too large. Waits as its queues demand, for
-    WAIT_S at most."""
+    WAIT_S at most with no message taken."""
+    loop = asyncio.get_running_loop()
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
         socket.setsockopt(zmq.SNDHWM, 10)
         socket.connect(address)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(WAIT_S) as limit:
             for frames in (*batch, [TOO_LARGE]):
+                limit.reschedule(loop.time() + WAIT_S)
                 while not _is_sent(socket, frames):
                     await asyncio.sleep(0.001)
 
@@ -197,7 +199,8 @@ def _plausible(number: int) -> Transfer:
 
 
 def _memory(number: int) -> HostMemory:
-    return HostMemory(pid=1 + number % 3, fd=number % 10, inode=0, num_bytes=100)
+    sockets = ["/dev/shm/none", "/dev/null", "\0", "x" * 1000, "", "/dev/shm"]
+    return HostMemory(socket=sockets[number % 6], inode=0, num_bytes=100)
 
 
 def _rss_mb() -> int:

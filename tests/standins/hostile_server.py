@@ -343,7 +343,7 @@ REPLY: Mapping[str, Callable[[Reply], Reply]] = {
 }
 OK: Mapping[str, Any] = {
     "/get_world_size": {"world_size": 1},
-    "/v1/models": {"data": [{"max_model_len": 4000}]},
+    "/v1/models": {"data": [{"id": "model", "max_model_len": 4000}]},
     "/server_info": {"tp_size": 1, "enable_deterministic_inference": False, "enable_metrics": True},
     "/metrics": "vllm:num_requests_running 1.0\nsglang:num_running_reqs 1.0\n",
 }

@@ -14,7 +14,7 @@ import torch
 from actors.engines.hf.batch import Request
 from actors.engines.hf.engine import HfEngine
 from streamrl.interfaces import CompletionHandle
-from streamrl.types import Completion, FinishReason, SamplingParams
+from streamrl.types import Completion, FinishReason, SamplingParams, TokenSets, TopLogprobs
 
 
 class StandInEngine(HfEngine):
@@ -93,6 +93,12 @@ def joined(first: Completion | None, rest: Completion) -> Completion:
         logprobs=np.concatenate([first.logprobs, rest.logprobs]),
         policy_versions=np.concatenate([first.policy_versions, rest.policy_versions]),
         finish_reason=rest.finish_reason,
+        sampling_mask=TokenSets.joined(
+            [first.sampling_mask, rest.sampling_mask], [len(first.token_ids), len(rest.token_ids)]
+        ),
+        top_logprobs=TopLogprobs.joined(
+            [first.top_logprobs, rest.top_logprobs], [len(first.token_ids), len(rest.token_ids)]
+        ),
     )
 
 

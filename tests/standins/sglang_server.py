@@ -15,19 +15,28 @@ import signal
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from streamrl.interfaces import CompletionHandle
-from streamrl.types import Completion, FinishReason, SamplingParams
+from streamrl.types import Completion, FinishReason, SamplingParams, TokenSets
 from tests.standins.http_server import serve
 from tests.standins.sglang_engine import StandInEngine, is_retracted, joined
 
 Answer = tuple[int, Any]
 _SAMPLING = {"max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k"}
 _SAMPLING |= {"stop_token_ids", "ignore_eos", "sampling_seed"}
+
+
+def _each(column: Any, sets: TokenSets) -> list[Any]:
+    return np.split(column, np.cumsum(sets.counts)[:-1])
+
+
+def _entries(logprobs: Any, token_ids: Any) -> list[list[Any]]:
+    return [[p, t, None] for p, t in zip(logprobs.tolist(), token_ids.tolist(), strict=True)]
 
 
 class StandIn:
@@ -63,7 +72,7 @@ class StandIn:
         return 200, vars(self.arguments)
 
     async def v1_models(self, _: Any) -> Answer:
-        return 200, {"data": [{"max_model_len": self.arguments.context_length}]}
+        return 200, {"data": [{"id": "model", "max_model_len": self.arguments.context_length}]}
 
     async def metrics(self, _: Any) -> Answer:
         read = self._engine.gauges()
@@ -77,7 +86,12 @@ class StandIn:
 
     async def generate(self, body: dict[str, Any]) -> Answer:
         rid, prompt = body["rid"], body["input_ids"]
-        sampling = self._sampling(body["sampling_params"])
+        has_mask = body.get("return_sampling_mask", False)
+        sampling = structs.replace(
+            self._sampling(body["sampling_params"]),
+            keep_sampling_mask=has_mask,
+            num_top_logprobs=body.get("top_logprobs_num", 0),
+        )
         length = self.arguments.context_length
         if len(prompt) + sampling.max_new_tokens > length or len(prompt) >= length - 6:
             raise ValueError("Requested token count exceeds the model's maximum context length")
@@ -89,13 +103,18 @@ class StandIn:
             done = await self._complete(prompt, sampling, aborted)
         finally:
             del self._asked[rid]
-        has_mask = body.get("return_sampling_mask", False)
         is_cut = sampling.top_k or sampling.top_p < 1
-        return 200, {
-            "text": "",
-            "output_ids": done.token_ids.tolist(),
-            "meta_info": {"id": rid} | self._meta(done, has_mask=has_mask, is_cut=bool(is_cut)),
-        }
+        meta = {"id": rid} | self._meta(done, has_mask=has_mask, is_cut=bool(is_cut))
+        if (mask := done.sampling_mask) is not None:
+            ids = _each(mask.token_ids, mask)
+            meta |= {"output_token_sampling_mask": [one.tolist() for one in ids]}
+        if (top := done.top_logprobs) is not None and not is_cut:
+            pairs = zip(_each(top.logprobs, top), _each(top.token_ids, top), strict=True)
+            entries = [
+                [[float(p), int(t), None] for p, t in zip(*pair, strict=True)] for pair in pairs
+            ]
+            meta |= {"output_top_logprobs": entries}
+        return 200, {"text": "", "output_ids": done.token_ids.tolist(), "meta_info": meta}
 
     def _sampling(self, given: dict[str, Any]) -> SamplingParams:
         if unknown := given.keys() - _SAMPLING:

@@ -31,7 +31,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(params=["zmq", "redis"])
+@pytest.fixture(params=["zmq", pytest.param("redis", marks=pytest.mark.long)])
 def url(request: pytest.FixtureRequest) -> str:
     if request.param == "zmq":
         return "zmq://127.0.0.1:0"

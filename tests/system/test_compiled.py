@@ -9,10 +9,12 @@ import torch
 from learners.parallel.mesh import make_mesh
 from learners.parallel.sequence import sequence_block
 from learners.policy.compiled import compile_layers
+from learners.policy.loading import load_network
 from learners.policy.network import Network
 from streamrl.config.learner import MeshSettings
 from tests.ranks import run_ranks
-from tests.training import make_batch, make_network
+from tests.tiny_model import save_llama
+from tests.training import make_batch, make_config, make_network
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -34,6 +36,17 @@ def test_compiled_layers_have_the_gradients_and_the_names_of_plain_ones():
         for name, gradient in expected.items():
             scale = float(gradient.abs().max())
             assert torch.allclose(found[name], gradient, atol=1e-5 * scale), name
+
+
+@NEEDS_COMPILER
+def test_the_setting_compiles_every_layer_of_the_model_that_is_loaded(tmp_path: Path):
+    sections = {"model": {"path": str(save_llama(tmp_path, num_hidden_layers=1))}}
+    plain = load_network(make_config(**sections))
+    compiled = load_network(make_config(**sections, learner={"compile": True}))
+    for network, is_compiled in ((plain, False), (compiled, True)):
+        layers = network.model.model.layers
+        assert [layer._compiled_call_impl is not None for layer in layers] == [is_compiled]
+    assert torch.allclose(logprobs(compiled), logprobs(plain), atol=1e-5)
 
 
 def logprobs_of_shared_tokens() -> torch.Tensor:

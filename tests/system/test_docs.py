@@ -4,6 +4,7 @@ environment."""
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -31,18 +32,25 @@ RUN_BY = {
     "streamrl check configs/quickstart.yaml": "launch",
     "streamrl check configs/quickstart.yaml --deep": "launch",
     "streamrl parity configs/quickstart.yaml": "launch",
+    "streamrl plan configs/quickstart.yaml": "plan",
+    "streamrl plan configs/quickstart.yaml --json": "plan",
     "streamrl score --model runs/models/reverse --input sequences.jsonl "
     "--output logprobs.jsonl": "score",
     "streamrl launch configs/quickstart.yaml --new": "launch",
     "streamrl launch configs/quickstart.yaml --resume": "launch",
     "streamrl evaluate --config configs/quickstart.yaml": "launch",
     "streamrl report runs/quickstart": "launch",
+    "streamrl report runs/quickstart --html": "launch",
     "streamrl samples runs/quickstart --worst --limit 3": "launch",
     "streamrl samples runs/quickstart --step 10-20 --max-reward 0.5 --grep 9": "launch",
     "streamrl samples runs/quickstart --best --json": "launch",
     "streamrl export runs/quickstart --dtype bfloat16 --output quickstart-bf16": "launch",
     "streamrl buffer audit runs/quickstart": "launch",
     "streamrl status runs/quickstart": "status",
+    "streamrl top runs/quickstart --once": "top",
+    "streamrl top runs/quickstart --once --json": "top",
+    "streamrl doctor": "test_doctor.py",
+    "streamrl doctor configs/quickstart.yaml": "launch",
     "streamrl buffer inspect runs/quickstart/config.yaml": "inspect",
     "streamrl generators runs/quickstart/config.yaml": "restart",
     "streamrl generators cordon runs/quickstart/config.yaml generator-0": "restart",
@@ -54,6 +62,13 @@ RUN_BY = {
     "streamrl soak configs/quickstart.yaml --minutes 480 --faults-per-hour 30": "soak",
     "streamrl ablate configs/ablation/stale_bf16.yaml --vary algorithm.rollout_is=metrics_only,"
     "token_is,sequence_clip,token_is_veto --seeds 0,1,2": "ablate",
+    "streamrl ablate configs/ablation/lag.yaml --variants "
+    "configs/ablation/corrections.variants.yaml --vary buffer.max_staleness=0,1,4,8,16 "
+    "--seeds 0,1,2,3,4 --lag even --jobs 2": "lag",
+    "streamrl launch configs/quickstart.yaml --new --set buffer.record=true": "test_replay.py",
+    "streamrl replay runs/quickstart": "test_replay.py",
+    "streamrl replay runs/quickstart --set algorithm.rollout_is=m2po "
+    "--set learner.optimizer.lr=5e-5": "test_replay.py",
     "streamrl launch configs/recipes/colors/config.yaml": "test_vision.py",
     "python prompts.py": "first",
     "streamrl check first.yaml": "first",
@@ -64,6 +79,20 @@ RUN_BY = {
     "streamrl evaluate --config first.yaml": "first",
     "torchrun --nproc-per-node 2 --no-python streamrl learner --config configs/quickstart.yaml "
     "--resume": "test_ranks.py",
+    "cd deploy": "test_compose.py",
+    "docker compose --profile cpu up -d --build": "test_compose.py",
+    "docker compose --profile cpu exec learner streamrl status /runs/quickstart": "test_compose.py",
+    "docker compose --profile cpu up -d --scale generator=3": "test_compose.py",
+    "docker compose --profile cpu stop": "test_compose.py",
+    "docker compose --profile cpu run --rm --no-deps buffer buffer audit "
+    "/runs/quickstart": "test_compose.py",
+    "docker compose --profile cpu down --volumes": "test_compose.py",
+    "mkdir -m 700 secrets": "test_compose.py",
+    "head -c 24 /dev/urandom | base64 > secrets/redis-password": "test_compose.py",
+    "docker compose --env-file redis.env up -d": "test_compose.py",
+    "docker compose --env-file redis.env stop learner generator": "test_compose.py",
+    "docker compose --env-file redis.env run --rm --no-deps learner buffer audit "
+    "/runs/quickstart": "test_compose.py",
     "cd configs/recipes/frozen_lake": "frozen_lake",
     "streamrl launch config.yaml --new": "frozen_lake",
     "streamrl check plugins.yaml": "plugins",
@@ -109,6 +138,17 @@ def test_the_two_commands_of_the_start_are_targets_of_make():
 
 
 @pytest.mark.usefixtures("environment")
+def test_a_plan_is_printed_for_persons_and_programs(capsys):
+    as_text, as_json = _run_by("plan")
+    assert main(_words(as_text)[1:]) == 0
+    text = capsys.readouterr().out
+    assert main(_words(as_json)[1:]) == 0
+    processes = json.loads(capsys.readouterr().out)["processes"]
+    assert [process["name"] for process in processes] == ["buffer", "learner", "generator-0"]
+    assert all(shlex.join(process["command"]) in text for process in processes)
+
+
+@pytest.mark.usefixtures("environment")
 def test_the_daemons_find_each_other_in_the_order_of_the_documents():
     make_model, *daemons = _run_by("daemons")
     subprocess.run(_words(make_model), check=True, timeout=DEADLINE_S, capture_output=True)
@@ -135,7 +175,7 @@ def test_a_launch_and_what_follows_it(monkeypatch: pytest.MonkeyPatch):
     assert "by position in the response" in output
     assert "\nin order\n" in output
     assert Path("runs/quickstart/report.png").exists()
-    assert "<h2>What the newest steps" in Path("runs/quickstart/report.html").read_text()
+    assert '"title":"What the newest steps' in Path("runs/quickstart/report.html").read_text()
     assert Path("runs/quickstart/evaluation.json").exists()
     assert Path("quickstart-bf16/model.safetensors").exists()
 
@@ -197,6 +237,23 @@ def test_the_ablation_ends_with_a_table_and_a_plot():
     assert (folder / "ablation.png").exists()
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("environment")
+def test_the_corrections_are_compared_at_several_lags():
+    """Two of them at two lags, for one seed."""
+    (command,) = _run_by("lag")
+    file = Path("configs/ablation/corrections.variants.yaml")
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if line.startswith(("none:", "m2po:"))))
+    short = command.replace("=0,1,4,8,16", "=0,2").replace("--seeds 0,1,2,3,4", "--seeds 1")
+    output = _output(short, 2 * DEADLINE_S)
+    *_, head, _, none, m2po = output.strip().splitlines()
+    assert head.endswith("| 0 | 2 |")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (none, m2po)]
+    assert [row[0] for row in cells] == ["none", "m2po"]
+    assert [len(row) for row in cells] == [3, 3]
+
+
 @pytest.mark.usefixtures("with_model")
 def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -212,6 +269,9 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     try:
         _until(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 3)
         assert "\nhealthy\n" in _output(status)
+        screen, record = map(_output, _run_by("top"))
+        assert "step time" in screen
+        assert json.loads(record)["generators"][0]["id"] == "generator-0"
         output = _output(inspect)
         assert "leased" in output
         assert "the books close" in output

@@ -17,7 +17,7 @@ import pytest
 
 from streamrl.checkpoints.find import list_checkpoints
 from streamrl.cli.main import main
-from tests.system.conftest import STREAMRL, Launched, RunFolder, slow_reward
+from tests.system.conftest import DEADLINE_S, STREAMRL, Launched, RunFolder, slow_reward
 
 Launch = Callable[..., Launched]
 # Where a second generator would be one more to start, and nothing is said of it.
@@ -170,6 +170,21 @@ def test_a_killed_buffer_without_a_journal_gets_its_state_back(launch: Launch):
     log = run.log("learner")
     assert "attaching again" in log
     assert log.count("starting from") == 1
+
+
+def test_what_a_killed_launcher_has_started_drains_and_the_buffer_ends_last(launch: Launch):
+    run = launch(*_set("run.max_steps=100000", ONE))
+    run.until_step(3)
+    daemons = psutil.Process(run.process.pid).children()
+    run.process.kill()
+    _, alive = psutil.wait_procs(daemons, timeout=DEADLINE_S)
+    assert not alive
+    for role in ("learner", "generator-0", "buffer"):
+        assert f"{role}: done" in run.log(role).splitlines()[-1]
+        assert "no answer" not in run.log(role)
+    newest = list_checkpoints(run.folder)[-1].name
+    assert newest == f"step-{run.lines[-1]['step']:08d}"
+    assert run.books["leased"] == 0
 
 
 def test_sigterm_ends_a_daemon_within_ten_seconds_and_a_kill_costs_the_leases_only(

@@ -42,6 +42,7 @@ def grown(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_a_soak_under_faults_is_audited_and_leaves_nothing(tmp_path: Path, model: Path):
     timing = ("--minutes", "0.3", "--warm-up", "60", "--faults-per-hour", "400", "--seed", "3")
     done = soak(tmp_path, model, *timing)
@@ -62,6 +63,7 @@ def test_a_soak_under_faults_is_audited_and_leaves_nothing(tmp_path: Path, model
     assert not any(psutil.pid_exists(pid) for life in lives for pid in life.values())
 
 
+@pytest.mark.long
 def test_a_reward_that_keeps_memory_is_found(tmp_path: Path, model: Path):
     (tmp_path / "leaking.py").write_text(LEAKING)
     reward = f"data.reward={tmp_path / 'leaking.py'}:score"

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from streamrl.cli.ablate import main, markdown, outcome, plan
 from streamrl.cli.main import main as streamrl
@@ -16,14 +17,19 @@ ROOT = Path(__file__).parents[2]
 ABLATION = str(ROOT / "configs" / "ablation" / "stale_bf16.yaml")
 
 
-def arguments(folder: Path, vary: str, seeds: str = "0,1") -> argparse.Namespace:
+def arguments(
+    folder: Path, vary: str, seeds: str = "0,1", variants: Path | None = None
+) -> argparse.Namespace:
     return argparse.Namespace(
         command="ablate",
         file=ABLATION,
         config=None,
-        vary=vary,
+        vary=vary.split(";"),
+        variants=variants and str(variants),
         seeds=seeds,
         overrides=[f"run.folder={folder}", "run.max_steps=20"],
+        lag=None,
+        jobs=1,
     )
 
 
@@ -101,7 +107,7 @@ def test_complete_runs_are_not_repeated(tmp_path, capsys, monkeypatch):
     given = arguments(tmp_path, "algorithm.rollout_is=token_is")
     for run in planned(given):
         write_run(run.config.run.path, [0.5] * 20, greedy=0.8)
-    monkeypatch.setattr("streamrl.cli.ablate._launch", lambda *_: pytest.fail("launched again"))
+    monkeypatch.setattr("streamrl.cli.ablate._make", lambda *_: pytest.fail("launched again"))
     assert main(given) == 0
     assert "0.500 (0.500, 0.500)" in capsys.readouterr().out
     assert (tmp_path / "stale_bf16" / "ablation.png").stat().st_size > 10_000
@@ -113,3 +119,55 @@ def test_a_run_that_fails_is_named(tmp_path, capsys, monkeypatch):
     command = ["ablate", ABLATION, "--vary", "algorithm.rollout_is=token_is", "--seeds", "3"]
     assert streamrl([*command, "--set", f"run.folder={tmp_path}"]) == 1
     assert "token_is-seed3 ended with exit code 1" in capsys.readouterr().err
+
+
+LAG = str(ROOT / "configs" / "ablation" / "lag.yaml")
+CORRECTIONS = ROOT / "configs" / "ablation" / "corrections.variants.yaml"
+
+
+def test_the_corrections_that_are_shipped_are_each_a_run_at_each_lag(tmp_path):
+    """Each a configuration that can run, none the same as another."""
+    given = arguments(tmp_path, "buffer.max_staleness=0,8", "0", CORRECTIONS)
+    base = load_config(LAG, given.overrides).config
+    runs = list(plan(base, LAG, given))
+    names = list(yaml.safe_load(CORRECTIONS.read_text()))
+    assert [run.value for run in runs] == [f"{name}, {lag}" for name in names for lag in (0, 8)]
+    assert len({run.config.run.path for run in runs}) == 2 * len(names)
+    settings = [(str(r.config.algorithm), str(r.config.learner)) for r in runs[::2]]
+    assert len(set(settings)) == len(names)
+
+
+def test_two_axes_make_a_grid_of_final_rewards(tmp_path, capsys):
+    variants = tmp_path / "of_mine.yaml"
+    variants.write_text('plain: {algorithm.rollout_is: "off"}\nvespo: {algorithm.loss: vespo}\n')
+    given = arguments(tmp_path, "buffer.max_staleness=0,8", variants=variants)
+    runs = planned(given)
+    for run, reward in zip(runs, (0.8, 0.4, 0.8, 0.6, 0.8, 0.4, 0.8, 0.8), strict=True):
+        write_run(run.config.run.path, [reward] * 20, greedy=reward)
+    assert main(given) == 0
+    *_, head, _, plain, vespo = capsys.readouterr().out.strip().splitlines()
+    assert head == "| final reward (spread), % of the first | 0 | 8 |"
+    assert plain == "| plain | 0.800 (0.000), 100 % | 0.400 (0.000), 50 % |"
+    assert vespo == "| vespo | 0.800 (0.000), 100 % | 0.700 (0.141), 88 % |"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("- off\n", "must be a mapping of names to settings"),
+        ("vespo: algorithm.loss=vespo\n", "vespo was 'algorithm.loss=vespo'; must be a mapping"),
+        ("vespo: {algorithm.loss: vespoo}\n", "did you mean 'vespo'"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_mistake_in_the_variants_is_refused_before_anything_runs(tmp_path, text, sentence):
+    file = tmp_path / "variants.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        planned(arguments(tmp_path, "buffer.max_staleness=0,8", variants=file))
+
+
+def test_nothing_to_vary_is_refused(tmp_path):
+    given = argparse.Namespace(**{**vars(arguments(tmp_path, "a=b")), "vary": []})
+    with pytest.raises(ConfigError, match=r"give --vary .* or --variants FILE"):
+        planned(given)

@@ -14,10 +14,11 @@ import pytest
 
 from streamrl import wire
 from streamrl.cli.main import main
-from streamrl.cli.preflight import machine, model
+from streamrl.cli.preflight import model
 from streamrl.cli.preflight.report import Report, examine
 from streamrl.config import load_config
 from streamrl.config.loading.load import load_usable
+from streamrl.placement import hosts
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from streamrl.types.packed import PackedGroup, pack
 from tests.ports import free_port
@@ -207,7 +208,7 @@ TRAPS = [
 
 @pytest.fixture(autouse=True)
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+    monkeypatch.setattr(hosts, "usable_devices", tuple)
 
 
 @pytest.mark.parametrize(
@@ -295,8 +296,6 @@ def test_weights_and_biases_online_needs_a_key(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"sliding_window": 4096}, r"generator.engine: hf .* has sliding windows"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "has linear_attention: use vllm"),
         ({"auto_map": {"AutoModel": "own.Model"}}, "model.trust_remote_code: is false, and"),
         ({"vocab_size": 12}, "has ids up to 12, and .* knows those below 12: they do not belong"),
     ],
@@ -305,6 +304,20 @@ def test_a_model_that_cannot_be_used_is_refused(folder, config, sentence):
     make_model_folder(folder / "other", **config)
     (problem,) = report(folder, "model.path=other").problems
     assert re.search(sentence, problem)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"sliding_window": 4096}, "has sliding windows, through transformers' own cache"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "has linear_attention, through"),
+    ],
+)
+def test_a_model_that_decodes_slower_is_warned_of(folder, config, sentence):
+    make_model_folder(folder / "other", **config)
+    found = report(folder, "model.path=other")
+    assert found.problems == ()
+    assert any(sentence in warning for warning in found.warnings)
 
 
 def test_a_window_that_is_not_used_is_none(folder):

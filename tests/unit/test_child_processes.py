@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import run_daemons
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, FencedError, RolloutError, StreamRLError
+from streamrl.placement.assign import make_plan
+from streamrl.placement.hosts import this_machine
 from tests.standins.streamrl_command import DEAF, WAIT, starts_of, write_command
 
 STEP = "open({file!r}, 'a').write('{{\"step\": 1}}\\n'); "
@@ -53,8 +56,7 @@ class Launch:
 
         return asyncio.run(
             run_daemons(
-                *(self.config,),
-                resume=False,
+                make_plan(self.config, [this_machine()]),
                 view=view,
                 notify=self.notices.append,
                 background=None,
@@ -114,6 +116,19 @@ def test_a_process_that_is_killed_is_started_again_and_continues(launched: Launc
     assert ["killed by SIGKILL" in notice for notice in launched.notices] == [True, True]
     log = (launched.config.run.path / "logs" / "learner.log").read_text()
     assert log.count("launcher: learner was killed by SIGKILL") == 2
+
+
+def test_what_the_launcher_writes_into_a_log_has_the_format_of_the_run(
+    launched: Launch, monkeypatch
+):
+    monkeypatch.setattr(daemons, "GRACE_PERIOD_S", 1.5)
+    settings = launched.config.run.model_copy(update={"log_format": "json"})
+    launched.config = launched.config.model_copy(update={"run": settings})
+    launched.run({"learner": "starts < 2 and os.kill(os.getpid(), signal.SIGKILL)"})
+    log = (launched.config.run.path / "logs" / "learner.log").read_text()
+    (line,) = map(json.loads, log.splitlines())
+    assert line["message"].startswith("was killed by SIGKILL")
+    assert (line["role"], line["logger"], line["level"]) == ("learner", "launcher", "error")
 
 
 def test_a_process_without_a_reason_says_its_exit_code_and_its_log(launched: Launch):

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from streamrl.cli.display.view import headline, read_wait, render
 from streamrl.cli.main import main
 from streamrl.cli.report import write_report
 from streamrl.config import load_config
+from streamrl.config.addresses import port_of
 from streamrl.errors import (
     ConfigError,
     FencedError,
@@ -90,17 +92,20 @@ def test_import_and_help_cost_little_more_than_python_itself():
 
 GROUPS = {
     "run": [
-        *("launch", "check", "buffer", "generator", "learner", "validator"),
-        *("make-model", "new", "keys new"),
+        *("launch", "doctor", "check", "plan", "buffer", "generator", "learner", "validator"),
+        *("make-model", "get-model", "new", "keys new"),
     ],
-    "look": ["status", "watch", "report", "samples", "generators", "buffer inspect"],
+    "look": [
+        *("status", "top", "healthy", "watch", "report", "samples", "generators"),
+        "buffer inspect",
+    ],
     "operate": [
         *("generators cordon", "generators uncordon", "generators drain", "buffer drain"),
         *("export", "books"),
     ],
     "verify": [
         *("evaluate", "parity", "parity sample", "parity score", "score"),
-        *("buffer audit", "chaos", "soak", "ablate"),
+        *("buffer audit", "replay", "chaos", "soak", "ablate"),
     ],
 }
 
@@ -227,9 +232,26 @@ def test_a_launch_refuses_a_buffer_that_lives_in_one_process(tmp_path):
         prepare(config, resume=False, new=False)
 
 
-def test_a_port_that_is_taken_is_named(tmp_path):
-    import socket
+def test_two_ports_that_are_picked_are_two_that_no_connection_gets(tmp_path, monkeypatch):
+    any_port = ["buffer.url=zmq://127.0.0.1:0", "weights.address=tcp://127.0.0.1:0"]
+    config = load_config(QUICKSTART, [f"run.folder={tmp_path}", *any_port]).config
+    picked = []
 
+    def sample(ports, _):
+        picked.append(ports)
+        return ports[100:140]
+
+    monkeypatch.setattr("streamrl.run_folder.random.sample", sample)
+    resolved = prepare(config, resume=False, new=False)
+    ports = [port_of(resolved.buffer.url), port_of(resolved.weights.address)]
+    assert ports[0] != ports[1]
+    assert {*ports} <= {*picked[0]}
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if given.exists():
+        assert max(ports) < int(given.read_text().split()[0])
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -389,7 +411,7 @@ def test_the_report_is_drawn_from_the_metrics(tmp_path):
     tracker.close()
     assert len(write_report(config)) == 30
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert '<img src="report.png"' in (folder / "report.html").read_text()
+    assert "Training reward" in (folder / "report.html").read_text()
 
 
 def test_a_sparkline_shows_the_shape():

@@ -17,6 +17,8 @@ from streamrl.cli import books
 from streamrl.cli.processes.daemons import make_children
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
+from streamrl.placement.assign import make_plan
+from streamrl.placement.hosts import this_machine
 from streamrl.run_folder import prepare
 from streamrl.service import Shutdown
 
@@ -84,9 +86,8 @@ def test_the_keys_of_a_run_share_a_hash_tag():
 
 async def test_a_server_that_needs_no_daemon_of_ours_gets_none(tmp_path):
     config = configured(tmp_path, "redis://:secret@127.0.0.1:1")
-    assert "buffer" not in [
-        child.role for child in make_children(config, resume=False, notify=print)
-    ]
+    plan = make_plan(config, [this_machine()])
+    assert "buffer" not in [child.role for child in make_children(plan, notify=print)]
     assert prepare(config, resume=False, new=False).buffer == config.buffer
     with pytest.raises(ConfigError, match="a buffer at redis:// needs no daemon") as caught:
         await serve(config, Shutdown())

@@ -121,6 +121,15 @@ def test_every_rendezvous_has_a_timeout():
     assert all("timeout" in {keyword.arg for keyword in call.keywords} for call in calls)
 
 
+UPDATE = WeightUpdate(
+    policy_version=7,
+    learner_id="h",
+    manifest=(),
+    endpoint=FilesEndpoint(path="nowhere"),
+    key=b"",
+)
+
+
 async def test_an_engine_that_never_loads_ends_its_generator(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(receiving, "LOAD_S", 0.05)
 
@@ -128,14 +137,31 @@ async def test_an_engine_that_never_loads_ends_its_generator(monkeypatch: pytest
         await asyncio.Event().wait()
         raise AssertionError
 
-    update = WeightUpdate(
-        policy_version=7,
-        learner_id="h",
-        manifest=(),
-        endpoint=FilesEndpoint(path="nowhere"),
-        key=b"",
-    )
     receiver = WeightReceiver("tcp://127.0.0.1:9", "g", never)
     with pytest.raises(RuntimeError, match=r"not loaded version 7 for 0\.05 s"):
-        await receiver._load_in_time(update)
+        await receiver._load_in_time(UPDATE)
+    receiver._socket.close()
+
+
+async def test_a_load_that_is_canceled_from_inside_ends_the_generator():
+    """As by a socket that is closed under it; one that is canceled from outside is canceled."""
+    begun = asyncio.Event()
+
+    async def canceled(_: WeightUpdate) -> LoadReport:
+        raise asyncio.CancelledError
+
+    async def endless(_: WeightUpdate) -> LoadReport:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    receiver = WeightReceiver("tcp://127.0.0.1:9", "g", canceled)
+    with pytest.raises(RuntimeError, match="canceled its load of version 7"):
+        await receiver._load_in_time(UPDATE)
+    receiver._load = endless
+    loading = asyncio.create_task(receiver._load_in_time(UPDATE))
+    await begun.wait()
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
     receiver._socket.close()

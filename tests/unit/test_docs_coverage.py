@@ -1,6 +1,8 @@
 """The table of verl's and ROLL's settings agrees with the settings and with `streamrl check`."""
 
+import re
 from collections import Counter
+from pathlib import Path
 
 from docs.coverage import STATUSES, entries
 from docs.generate import pages
@@ -50,6 +52,28 @@ def test_what_is_there_names_a_setting_and_what_is_not_there_says_why():
         assert is_setting != entry.here.startswith("("), entry
         assert entry.status != "partly" or entry.note, entry
         assert not is_setting or _names_a_setting(entry.here), entry
+
+
+def test_every_setting_that_the_table_names_is_set_by_a_test():
+    tests = Path(__file__).parents[1]
+    folders = ("unit", "contract", "system", "vllm", "gpu")
+    files = [path for folder in folders for path in (tests / folder).rglob("*.py")]
+    words = Counter(
+        word
+        for path in files
+        if path != Path(__file__)
+        for line in path.read_text().splitlines()
+        for word in re.findall(r"[\"'.]?\b([a-z_0-9]+)(?:=|: |[\"'])", line)
+    )
+    sections = set(RunConfig.model_fields)
+    named = {
+        name
+        for entry in ENTRIES
+        if entry.status in ("have", "partly")
+        for name in named_in(entry.here.partition(": ")[0])
+        if name.partition(".")[0] in sections
+    }
+    assert sorted(name for name in named if not words[name.rpartition(".")[2]]) == []
 
 
 def test_every_line_is_on_the_page():

@@ -35,7 +35,9 @@ def groups() -> list[TrajectoryGroup]:
 def credit(algorithm: Mapping[str, Any], batch: TrainingBatch) -> CreditAssignment:
     config = make_config(algorithm=algorithm).algorithm
     values = torch.linspace(-1, 1, batch.sequences.num_tokens) if config.needs_values else None
-    return CreditAssigner(config).assign(batch, values=values)
+    proximal = -torch.linspace(0.1, 2, batch.sequences.num_tokens)
+    logprobs = proximal if config.advantage == "opob" else None
+    return CreditAssigner(config).assign(batch, logprobs, values=values)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import pytest
 
+from actors.engines.targets import WeightTarget
 from actors.environments.single_turn import SingleTurn
 from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
@@ -377,10 +378,10 @@ async def test_a_generator_that_joins_late_leases_nothing_before_it_has_caught_u
     async with run.generating() as generator:
         await run.until(lambda: bool(run.state.registry))
         assert (await run.learner.stats()).generators[0].is_catching_up
-        await generator._load(update(2))
+        await generator._load(WeightTarget(generator._engine.load_weights), update(2))
         await asyncio.sleep(0.2)
         assert run.books.granted == 0
-        await generator._load(update(3))
+        await generator._load(WeightTarget(generator._engine.load_weights), update(3))
         await run.until(lambda: run.books.buffered == 4)
         await run.until(lambda: not run.state.registry.statuses[0].is_catching_up)
 
@@ -391,7 +392,9 @@ async def test_a_generator_whose_update_failed_leases_nothing_before_it_has_caug
     async with run.generating() as generator:
         await run.until(lambda: run.books.buffered == 4)
         with pytest.raises(WeightTransferError):
-            await generator._load(update(1, "unreadable"))
+            await generator._load(
+                WeightTarget(generator._engine.load_weights), update(1, "unreadable")
+            )
         headers = (await run.learner.take(2, 0, 1.0)).headers
         assert len(headers) == 2
         await run.learner.advance(1)
@@ -402,7 +405,7 @@ async def test_a_generator_whose_update_failed_leases_nothing_before_it_has_caug
         assert run.books.dropped == {DropReason.RELEASED: num_returned}
         await run.until(lambda: run.state.registry.statuses[0].is_catching_up)
         assert (run.books.leased, run.books.granted) == (0, 4 + num_returned)
-        await generator._load(update(1))
+        await generator._load(WeightTarget(generator._engine.load_weights), update(1))
         await run.until(lambda: run.books.buffered == 4)
 
 
@@ -424,6 +427,39 @@ async def test_one_call_leases_all_that_the_engine_has_room_for(monkeypatch):
         await run.train(0)
         await run.until(lambda: run.books.granted == 6)
         assert all(1 <= count <= 4 for count in asked)
+
+
+class TurnsEngine(FakeEngine):
+    """Knows in which turn of the event loop each of its requests came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = 0
+        self.asked_at: list[int] = []
+
+    async def count_turns(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+    async def generate(self, *arguments: object) -> Completion:
+        self.asked_at.append(self.turn)
+        return await super().generate(*arguments)
+
+
+async def test_what_was_leased_together_begins_together_and_in_order():
+    run = Run()
+    run.engine = engine = TurnsEngine()
+    run.runner = dataclasses.replace(run.runner, engine=engine)
+    engine.open.clear()
+    counting = asyncio.create_task(engine.count_turns())
+    await run.learner.attach(0, None)
+    async with run.generating():
+        await run.until(lambda: len(engine.asked_at) == 8)
+        assert len(set(engine.asked_at)) == 1, "an engine prefills them at once"
+        assert engine.begun == [1, 1, 2, 2, 3, 3, 4, 4]
+        engine.open.set()
+    counting.cancel()
 
 
 async def test_a_drained_generator_finishes_its_groups_and_leaves():

@@ -51,9 +51,9 @@ async def test_close_waits_a_while_for_a_step_and_then_leaves_it_alone(monkeypat
         may_end.wait()
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(model, "forward", hanging_forward)
     monkeypatch.setattr(hf, "CLOSE_S", 0.05)
     engine = hf.HfEngine(model, eos_token_ids=frozenset([EOS]), max_num_seqs=1, max_model_len=16)
+    monkeypatch.setattr(model, "forward", hanging_forward)
     waiting = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=4)))
     await asyncio.to_thread(entered.wait, DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):

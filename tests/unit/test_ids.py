@@ -1,5 +1,6 @@
 """An id from outside names nothing but itself: no other folder, no second line of a log."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.cli.main import main
-from streamrl.types.ids import check_id
+from streamrl.types.ids import check_id, named_after_host
 from tests.unit.test_cli import QUICKSTART
 
 BAD = ["../../../escape", "", ".", "..", "a/b", "/etc", "a\n", "a b", "-x", "a" * 129, "ü", "a\x00"]
@@ -32,6 +33,11 @@ def test_an_id_is_one_part_of_a_path(value):
 @pytest.mark.parametrize("value", ["generator-0", "pod_7.zone-b", "0", "A" * 128])
 def test_ids_of_people_and_schedulers_are_accepted(value):
     assert check_id("--id", value) == value
+
+
+def test_replicas_are_named_after_their_hosts():
+    assert named_after_host("generator-{host}") == f"generator-{socket.gethostname()}"
+    assert named_after_host("generator-0") == "generator-0"
 
 
 @pytest.mark.parametrize("value", ["../../../escape", ""])

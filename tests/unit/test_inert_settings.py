@@ -23,6 +23,10 @@ TWO_VALUES: dict[str, tuple[Any, Any]] = {
     "clip_ratio_c": (1.000001, 50.0),
     "tau_pos": (0.5, 5.0),
     "tau_neg": (0.5, 5.0),
+    "k_pos": (0.5, 2.0),
+    "lambda_pos": (0.5, 2.0),
+    "k_neg": (0.5, 2.0),
+    "lambda_neg": (0.5, 2.0),
     "clip_cov_ratio": (0.01, 1.0),
     "clip_cov_lb": (-10.0, 0.0),
     "clip_cov_ub": (0.0, 5.0),
@@ -32,7 +36,14 @@ TWO_VALUES: dict[str, tuple[Any, Any]] = {
     "topr_negative_weight": (0.5, 1.0),
     "dro_beta": (0.5, 5.0),
 }
-FIELDS = [(loss, field) for loss, record in LOSS_SETTINGS.items() for field in record.model_fields]
+# Acts on recorded candidates, which this batch has not: see test_sampling_mask.
+APART = "divergence_topk"
+FIELDS = [
+    (loss, field)
+    for loss, record in LOSS_SETTINGS.items()
+    for field in record.model_fields
+    if field != APART
+]
 SOME_TOKENS = {"clip_cov": {"clip_cov_lb": -10.0, "clip_cov_ratio": 0.3}}
 """Numbers with which the tiny batch has tokens to choose among."""
 
@@ -143,6 +154,12 @@ def test_a_veto_without_weights_is_refused():
         make_config(algorithm={"rollout_is": {"threshold": None, "veto_threshold": 1e-4}})
     make_config(algorithm={"rollout_is": "off"})
     make_config(algorithm={"rollout_is": {"threshold": None, "veto_threshold": None}})
+
+
+def test_a_rate_scaled_by_ratios_that_are_not_computed_is_refused():
+    with pytest.raises(ValidationError, match="no ratio is computed"):
+        make_config(algorithm={"rollout_is": {"threshold": None, "scale_lr": True}})
+    make_config(algorithm={"rollout_is": {"apply": False, "scale_lr": True}})
 
 
 def test_the_refusal_names_the_field_its_value_and_its_place(tmp_path):

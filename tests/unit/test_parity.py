@@ -17,6 +17,7 @@ from streamrl.cli.main import main
 from streamrl.cli.parity import compare
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.parity.gaps import complaints
+from streamrl.cli.processes import run_commands
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import StreamRLError
 from streamrl.types import ParityReport
@@ -111,7 +112,7 @@ def test_a_learner_with_other_weights_is_refused(config_file: str, tmp_path: Pat
 def test_a_launch_requires_parity_before_it_starts_a_daemon(
     config_file: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(launch, "call", compare.call)
+    monkeypatch.setattr(run_commands, "call", compare.call)
     config = load_config(config_file, ["parity.max_gap=1e-9", "buffer.url=zmq://127.0.0.1:1"])
     monkeypatch.setattr(launch, "run_daemons", no_daemons)
     launch_config = config.config

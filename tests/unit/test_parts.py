@@ -15,6 +15,7 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, Turn, replace
+from tests.records import with_candidates
 from tests.training import make_config, make_groups, make_policy, make_trainer
 
 WHOLE = (5,)
@@ -60,6 +61,13 @@ ACCEPTING: list[dict[str, Any]] = [
     {"rollout_is": {"apply": False, "veto_threshold": 0.01}},
     *({"rollout_is": {"level": name}} for name in ("token", "sequence", "geometric")),
     {"rollout_is": {"mode": "clip", "threshold": 5.0, "threshold_lower": 0.5}},
+    {"rollout_is": {"level": "sequence", "threshold": 8.0, "scale_lr": True}},
+    {
+        "loss": "vespo",
+        "loss_config": {"k_pos": 1.0, "lambda_pos": 2.0, "k_neg": 2.0, "lambda_neg": 1.0},
+        "proximal": "behavior",
+    },
+    {"loss": "dppo_tv", "loss_config": {"divergence_topk": 3}, "proximal": "behavior"},
     {"rollout_is": {"rejection": [{"token_k3": 0.5}], "normalize_by": "all"}},
     {"rollout_is": {"rejection": [{"token_k3": 0.5}]}, "proximal": "behavior"},
     {"reward": {"norm_mean": "group", "norm_std": "group", "clip": 0.5}},
@@ -90,6 +98,9 @@ REFUSING: list[dict[str, Any]] = [
     {"kl_reward": {"coef": 0.1, "controller": "adaptive", "target": 0.2, "horizon": 100}},
     {"rollout_is": {"batch_normalize": True}},
     {"rollout_is": {"mode": "clip", "normalize_by": "kept"}},
+    {"rollout_is": {"second_moment": 0.04}},
+    {"advantage": "opob"},
+    {"preset": "stream"},
     *({"reward": {"norm_mean": scope}} for scope in ("batch", "running")),
     *({"reward": {"norm_std": scope}} for scope in ("batch", "running")),
     *({"reward": {"agentic": {"grouping": name}}} for name in ("batch", "inductive")),
@@ -172,7 +183,7 @@ def with_facts(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
 
 def train(trainer: Trainer, sizes: Sequence[int], seed: int = 0) -> dict[str, float]:
     """One update over five groups, in parts of these sizes; metrics."""
-    groups = with_facts(make_groups(seed))
+    groups = [with_candidates(group, 9, 3) for group in with_facts(make_groups(seed))]
     for size in sizes:
         trainer.accumulate(TrainingBatch.of(groups[:size], policy_version=4))
         groups = groups[size:]

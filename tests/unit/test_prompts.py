@@ -48,6 +48,14 @@ def test_a_file_keeps_its_order_if_asked_to(tmp_path):
     assert prompts[9].origin == "line 3 of rows.jsonl"
 
 
+def test_a_task_is_one_where_a_folder_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "addition").mkdir()
+    assert open_prompts(DataSettings(source="addition"), seed=1)[0].answer.isdecimal()
+    with pytest.raises(ConfigError, match=r"data\.source: cannot read \./addition"):
+        open_prompts(DataSettings(source="./addition"), seed=1)
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

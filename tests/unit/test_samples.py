@@ -4,18 +4,21 @@ import io
 import json
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
 
 from learners.samples import MOST_WAITING, SampleWriter, StepSamples
-from streamrl.cli.display.page import write_page
 from streamrl.cli.main import main
+from streamrl.cli.page.write import write_page
 from streamrl.cli.samples.render import rendered
 from streamrl.config import to_yaml
-from streamrl.samples import ImportanceWeights, Message, Sample, sample_of
+from streamrl.samples import Message, Sample, sample_of
 from streamrl.samples.choose import Choice
 from streamrl.samples.files import SampleFile, newest_first, read_samples, write_validation
+from streamrl.samples.pieces import MAX_TOKENS, piece_lengths
+from streamrl.samples.record import as_json
 from streamrl.samples.text import printable
 from streamrl.tracking.tables import COLUMNS, markdown_table, rows
 from streamrl.types import FinishReason, Trajectory
@@ -101,8 +104,8 @@ def test_the_page_and_the_tables_escape_what_the_model_wrote(tmp_path):
     write_validation(config.run.path, 4, [make_sample(4, text=NASTY)], keep=2)
     write_page(config, [])
     page = (config.run.path / "report.html").read_text()
-    assert page.count("&lt;script&gt;") == 4
-    assert "<script" not in page
+    assert page.count("\\u003cscript>") == 4
+    assert page.count("<script") == page.count("</script") == 2
     assert "\x1b" not in page
     table = markdown_table([{"messages": [{"role": "assistant", "content": NASTY}], "step": 1}])
     assert len(table.splitlines()) == 3
@@ -184,7 +187,8 @@ def test_the_command_prints_what_is_asked_for_and_refuses_the_rest(tmp_path, cap
 
 def step_samples(policy_version: int = 4) -> StepSamples:
     groups = make_groups(num_groups=3)
-    return StepSamples(policy_version, groups, {(1, 2): ImportanceWeights(0.9, 0.5, 2.0)})
+    n = groups[1].trajectories[2].num_response_tokens
+    return StepSamples(policy_version, groups, {(1, 2): np.full(n, 0.9, np.float32)})
 
 
 def make_writer(tmp_path, monkeypatch, decode=letters, tables=None, **samples: object):
@@ -211,6 +215,58 @@ def test_the_samples_of_a_step_have_its_staleness_and_importance_weights(tmp_pat
     assert (weighed[0].version, weighed[0].staleness) == (oldest, 4 - oldest)
     ((table, step),) = tables
     assert (step, table[0]["step"]) == (5, 5)
+
+
+def test_each_token_that_the_policy_wrote_has_its_weight():
+    trajectory = make_trajectory((False, "ask"), (True, "ab"), (False, "re"), (True, "c"))
+    weights = np.array([0.5, 1.25, 2.00049], np.float32)
+    sample = sample_of(
+        trajectory, letters, weights, step=1, prompt_index=1, sibling=0, environment="e"
+    )
+    assert [(m.content, m.token_lengths, m.weights) for m in sample.messages] == [
+        ("ab", (1, 1), (0.5, 1.25)),
+        ("re", (), ()),
+        ("c", (1,), (2.0,)),
+    ]
+    assert sample.importance_weights is not None
+    assert sample.importance_weights.max == pytest.approx(2.00049)
+    line = as_json(sample)
+    assert line["messages"][1] == {"role": "environment", "content": "re"}
+    assert msgspec.json.decode(json.dumps(line).encode(), type=Sample) == sample
+
+
+def test_weights_of_other_tokens_are_left_out():
+    trajectory = make_trajectory((False, "ask"), (True, "ab"))
+    facts = {"step": 1, "prompt_index": 1, "sibling": 0, "environment": "e"}
+    sample = sample_of(trajectory, letters, np.ones(3, np.float32), **facts)
+    assert sample.importance_weights is None
+    assert sample.messages == (Message("assistant", "ab"),)
+
+
+def of_bytes(token_ids) -> str:
+    """A tokenizer of bytes, which may end within a character."""
+    return bytes(token_ids).decode(errors="replace")
+
+
+def without_first_space(token_ids) -> str:
+    """As those of Llama do."""
+    return of_bytes(token_ids).removeprefix(" ")
+
+
+@pytest.mark.parametrize("decode", [of_bytes, without_first_space])
+@pytest.mark.parametrize("text", ["", "plain text", "a \u00e9 b", "\U0001f600!", " x  y "])
+def test_pieces_are_the_characters_of_the_tokens(decode, text):
+    token_ids = list(text.encode())
+    shown = decode(token_ids)
+    lengths = piece_lengths(token_ids, shown, decode)
+    assert len(lengths) == len(token_ids)
+    assert sum(lengths) == len(shown)
+    assert lengths.count(0) == len(token_ids) - len(shown)
+
+
+def test_pieces_are_bounded_and_empty_where_the_tokens_are_not_the_text():
+    assert len(piece_lengths([97] * 5000, "a" * 5000, of_bytes)) == MAX_TOKENS
+    assert piece_lengths([97, 98], "ba", of_bytes) == ()
 
 
 def test_a_step_waits_for_no_sample(tmp_path, monkeypatch):

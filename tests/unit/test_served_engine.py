@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from msgspec import structs
 
 from actors.engines import requests
 from actors.engines.model import ModelFacts
@@ -20,6 +21,7 @@ from actors.engines.served.http import ConnectionLostError, Http, RefusedError, 
 from actors.engines.served.metrics import readings
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import (
+    Check,
     ForeignWeightsError,
     Labels,
     Request,
@@ -60,6 +62,9 @@ class FakeServer:
         self.aborted: list[str] = []
         self.is_gone = False
         self.is_own = True
+        self.labels = Labels("me")
+        self.held = ""
+        self.loaded: list[int] = []
         self.num_refusals = 0
         self.at_load: asyncio.Future[Completion] | None = None
         self.at_abort: asyncio.Future[Completion] | None = None
@@ -80,12 +85,16 @@ class FakeServer:
         if self.at_abort is not None and len(self.aborted) > 1:
             self.at_abort.set_result(aborted(3, 4))
 
-    async def has_own_weights(self) -> bool:
-        return self.is_own
+    async def label(self) -> str:
+        return self.held or (self.labels.label(0) if self.is_own else "default")
 
     async def receive(self, update: WeightUpdate) -> None: ...
 
-    async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
+    async def load(
+        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
+    ) -> float:
+        self.loaded.append(update.policy_version)
+        require_current()
         if self.at_load is not None:
             self.at_load.set_result(aborted(3))
         on_loaded()
@@ -103,11 +112,20 @@ class FakeServer:
 
 
 def engine_on(
-    server: FakeServer, *, max_num_seqs: int = 4, retry_timeout_s: float = 5.0
+    server: FakeServer,
+    *,
+    max_num_seqs: int = 4,
+    retry_timeout_s: float = 5.0,
+    keeps_old_kv: bool = False,
 ) -> ServedEngine:
     facts = ModelFacts(shapes={}, eos=frozenset([1]), vocab_size=10)
     return ServedEngine(
-        server, facts, max_num_seqs=max_num_seqs, max_model_len=16, retry_timeout_s=retry_timeout_s
+        server,
+        facts,
+        max_num_seqs=max_num_seqs,
+        max_model_len=16,
+        retry_timeout_s=retry_timeout_s,
+        keeps_old_kv=keeps_old_kv,
     )
 
 
@@ -214,6 +232,38 @@ async def test_a_server_that_fails_everything_is_asked_ever_more_slowly():
     await engine.close()
 
 
+async def test_a_stopped_request_that_waits_for_a_slot_is_answered_at_once():
+    engine = engine_on(FakeServer(), max_num_seqs=1)
+    running = [asyncio.create_task(engine.generate([5], ONE)) for _ in range(2)]
+    handle = CompletionHandle()
+    waiting = asyncio.create_task(engine.generate([5], ONE, handle))
+    await asyncio.sleep(0.01)
+    handle.stop.set()
+    async with asyncio.timeout(10):
+        answer = await waiting
+    assert (len(answer.token_ids), answer.finish_reason) == (0, FinishReason.DEADLINE)
+    assert not any(task.done() for task in running)
+    await engine.close()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_with_an_old_cache_a_request_that_started_after_an_update_is_sent_again():
+    late: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+    of_seven = structs.replace(an_answer(-0.25), policy_versions=np.full(1, 7, np.int32))
+    server = FakeServer(late, of_seven)
+    engine = engine_on(server, keeps_old_kv=True)
+    running = asyncio.create_task(engine.generate([5], ONE))
+    async with asyncio.timeout(10):
+        while not server.asked:
+            await asyncio.sleep(0)
+    update = WeightUpdate(policy_version=7, learner_id="h", manifest=(), endpoint=None, key=b"")  # type: ignore[arg-type]
+    await engine.load_weights(update)
+    late.set_result(structs.replace(of_seven, logprobs=np.full(1, -9.0, np.float32)))
+    assert (await running).logprobs.tolist() == [-0.25]
+    assert len({request.cache_salt for request in server.asked}) == 2
+    await engine.close()
+
+
 async def test_requests_beyond_twice_the_slots_wait_on_this_side():
     server = FakeServer()
     server.num_refusals = 1
@@ -236,7 +286,10 @@ async def test_requests_beyond_twice_the_slots_wait_on_this_side():
 
 @pytest.mark.parametrize(
     ("is_own", "error", "message"),
-    [(True, RolloutError, "did not give"), (False, TransportError, "started again, or serves two")],
+    [
+        (True, RolloutError, "did not give"),
+        (False, TransportError, "started again, or serves somebody else"),
+    ],
 )
 async def test_an_answer_of_other_weights_ends_the_engine_if_the_server_has_them(
     is_own, error, message
@@ -256,11 +309,11 @@ async def test_an_answer_of_other_weights_ends_the_engine_if_the_server_has_them
 
 def test_weights_of_somebody_else_are_noticed():
     labels = Labels("me")
-    spans = [VersionSpan("me/3", 0, 2), VersionSpan("me/4", 2, 3)]
+    spans = [VersionSpan("me/l/3", 0, 2), VersionSpan("me//4", 2, 3)]
     assert versions_of(spans, 3, labels).tolist() == [3, 3, 4]
     with pytest.raises(RolloutError, match="leaves out which weights"):
         versions_of(spans, 4, labels)
-    for label in ("default", "other/3", "me/", "3"):
+    for label in ("default", "other/l/3", "me/", "me/3", "me//", "3"):
         with pytest.raises(ForeignWeightsError, match="which this generator did not give it"):
             versions_of([VersionSpan(label, 0, 1)], 1, labels)
     assert Labels.new().label(1) != Labels.new().label(1)

@@ -34,7 +34,7 @@ HTTP = Http("http://nowhere")
 def read(kind: str, content: bytes) -> Completion:
     if kind == "vllm":
         choice = HTTP._decoded("/generate", content, vllm.GenerateTokensResponse).choices[0]
-        answer = vllm.completion_of(choice, LABELS)
+        answer = vllm.completion_of(choice, LABELS, REQUEST)
     else:
         response = HTTP._decoded("/generate", content, sglang.GenerateResponse)
         answer = of_sglang(response, REQUEST, LABELS)
@@ -94,7 +94,7 @@ NUMBERS = st.one_of(
     st.floats(),
 )
 LABEL = st.sampled_from(
-    ["me/0", "me/3", "me/4", "me/-1", "me/1e9", "me/ 1", "me/", "you/0", "/", ""]
+    ["me//0", "me/l/3", "me/l/4", "me/l/-1", "me/l/1e9", "me// 1", "me/", "you//0", "/", ""]
 )
 ATOMS = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8), LABEL)
 CHANGES = st.one_of(
@@ -111,7 +111,7 @@ CHANGES = st.one_of(
 @settings(deadline=None, max_examples=400)
 @given(data=st.data())
 def test_a_reply_with_anything_changed_is_sound_or_refused(kind, data):
-    body: Any = good_reply("me/3", data.draw(st.integers(0, 4))).form(kind)
+    body: Any = good_reply("me/l/3", data.draw(st.integers(0, 4))).form(kind)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.sampled_from(list(places(body))))
         body = replaced(body, at, data.draw(CHANGES))
@@ -122,7 +122,7 @@ def test_a_reply_with_anything_changed_is_sound_or_refused(kind, data):
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_bytes_with_anything_changed_are_sound_or_refused(kind, data):
-    content = json.dumps(good_reply("me/3", 3).form(kind)).encode()
+    content = json.dumps(good_reply("me/l/3", 3).form(kind)).encode()
     start = data.draw(st.integers(0, len(content)))
     end = data.draw(st.integers(start, len(content)))
     assert_sound_or_refused(
@@ -132,6 +132,6 @@ def test_bytes_with_anything_changed_are_sound_or_refused(kind, data):
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_the_reply_that_is_changed_is_right(kind):
-    answer = read(kind, json.dumps(good_reply("me/3", 3).form(kind)).encode())
+    answer = read(kind, json.dumps(good_reply("me/l/3", 3).form(kind)).encode())
     assert answer.token_ids.tolist() == [3, 4, 5]
     assert answer.policy_versions.tolist() == [3, 3, 3]

@@ -175,6 +175,23 @@ def test_a_signal_that_comes_when_the_work_is_over_does_not_change_the_exit_code
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
+@pytest.mark.parametrize(("variable", "code"), [("RANK", 0), ("OTHER", 1)])
+def test_an_order_that_reaches_a_rank_twice_counts_once(tmp_path, monkeypatch, variable, code):
+    """Slurm signals torchrun and its ranks, and torchrun its ranks."""
+    monkeypatch.setenv(variable, "0")
+    child = os.fork()
+    if child == 0:
+
+        async def main(shutdown: Shutdown) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await shutdown.requested.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+
+        os._exit(service.run(main, role="test", config=make_config(tmp_path)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+
+
 def test_the_second_signal_stops_at_once(tmp_path):
     child = os.fork()
     if child == 0:

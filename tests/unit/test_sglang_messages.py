@@ -55,7 +55,8 @@ def test_requests_have_the_fields_of_sglangs_classes(ours):
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}, {"seed": 3}]
+    "sampling",
+    [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}, {"seed": 3}, {"num_top_logprobs": 4}],
 )
 def test_sglangs_own_decoder_takes_our_request(sampling):
     body = json.loads(msgspec.json.encode(wire_request(a_request(**sampling), 11)))
@@ -87,7 +88,8 @@ def test_our_classes_read_what_sglang_answers():
     assert read.meta_info.output_token_logprobs == [(-0.5, 8, None), (None, 9, None)]
     assert read.meta_info.weight_versions == [VersionSpan("me/4", 0, 2)]
     written = sglang.source("srt/managers/tokenizer_manager.py")
-    assert 'meta_info["output_token_sampling_logprobs"] = ' in written
+    for name in ("token_sampling_logprobs", "token_sampling_mask", "top_logprobs"):
+        assert re.search(rf'meta_info\["output_{name}"\] = ', written), name
 
 
 def test_the_routes_are_sglangs():

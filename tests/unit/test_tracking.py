@@ -54,6 +54,14 @@ def test_a_resumed_run_has_one_line_a_step(tmp_path):
     assert lines[-1]["learner/grad_norm"] is None
 
 
+def test_of_a_long_run_only_what_is_asked_for_is_kept_but_for_the_last_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {i}, "a": {i}, "b": 1}}\n' for i in (1, 2, 3)))
+    *others, last = read_metrics(path, {"a"})
+    assert others == [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
+    assert last == {"step": 3, "a": 3, "b": 1}
+
+
 def steps_of(path: Path) -> list[int]:
     return [line["step"] for line in read_metrics(path)]
 
@@ -121,10 +129,14 @@ def test_tensorboard_gets_every_scalar(tmp_path):
 
     trackers = open_trackers(make_config(tmp_path, tensorboard=True), first_step=1)
     for step in (1, 2):
-        trackers.log({"reward/mean": step / 2, "note": "text"}, step)
+        trackers.log({"reward/mean": step / 2, "note": "text", "time_s": 3.0}, step)
     trackers.close()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["reward/mean"]
+    (layout,) = events.Tensors("custom_scalars__config__")
+    (charts,) = layout.tensor_proto.string_val
+    assert b"Effective sample size and mismatch" in charts
+    assert rb"mismatch/staleness_(\w+)/kl" in charts
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.5), (2, 1.0)]
 
 
@@ -265,8 +277,10 @@ def test_staleness_is_a_distance():
         )
         for v in (5, 3, 6)
     ]
+    groups = {"0": 1, "1": 1, "2": 1, "3_4": 0, "5_8": 0, "9_plus": 0}
     assert staleness_metrics(headers, 5) == {
         "buffer/staleness_mean": 1.0,
         "buffer/staleness_max": 2,
+        **{f"buffer/staleness_{bucket}/num_groups": n for bucket, n in groups.items()},
     }
     json.dumps(staleness_metrics(headers, 5))

@@ -32,7 +32,7 @@ from streamrl.types import (
 )
 from tests.records import damaged, groups, make_group
 
-HOST = HostMemory(pid=1, fd=2, inode=2**40, num_bytes=3)
+HOST = HostMemory(socket="/dev/shm/a", inode=2**40, num_bytes=3)
 
 
 def assert_same(a: object, b: object) -> None:
@@ -157,7 +157,7 @@ def envelope(body: bytes, version: int = wire.SCHEMA_VERSION) -> bytes:
 
 
 def test_another_schema_version_is_named():
-    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 5"):
+    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 6"):
         wire.decode(envelope(b"\xc0", version=999), TrajectoryGroup)
 
 

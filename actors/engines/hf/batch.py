@@ -5,23 +5,26 @@ result does not depend on the other requests (up to floating-point rounding). No
 the engine's thread uses it. Shapes: n running rows, P distinct prompts, V vocabulary.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from msgspec import Struct, field
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
-from actors.engines.hf import attention
 from actors.engines.hf.cache import SlotCache
+from actors.engines.hf.families import cache_argument, require_exact, why_not_slots
+from actors.engines.hf.model_cache import ModelCache
 from actors.engines.hf.records import Records
 from actors.engines.hf.sampling import RowSampling, sample
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, Media, SamplingParams
-from streamrl.vision.tower import VisionTower, set_attention
+from streamrl.vision.tower import VisionTower
+
+log = logging.getLogger(__name__)
 
 _PREFILL_TOKENS = 16384
 
@@ -66,7 +69,6 @@ class RunningBatch:
         seed: int,
         tower: VisionTower | None = None,
     ) -> None:
-        set_attention(model, attention.NAME)
         self._tower = tower
         self._model = model
         config = model.config.get_text_config()
@@ -74,7 +76,8 @@ class RunningBatch:
         self._max_model_len = max_model_len
         self._stops = StopSets(eos_token_ids, config.vocab_size)
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._cache = SlotCache(config.num_hidden_layers, num_slots, self._device)
+        require_exact(model, max_model_len)
+        self._cache = _cache_of(model, num_slots, self._device)
         self._records = Records(num_slots)
         self._rows: list[Request] = []
         self._seeded: dict[Request, torch.Generator] = {}
@@ -87,16 +90,28 @@ class RunningBatch:
     @torch.inference_mode()
     def join(self, requests: Iterable[Request], policy_version: int) -> None:
         """Prefills the prompts, equal ones once, and samples each request's first token."""
-        for chunk in _chunks(sorted(requests, key=lambda request: len(request.prompt))):
-            unique = list(dict.fromkeys(request.content for request in chunk))
-            index = {content: i for i, content in enumerate(unique)}
-            of = torch.tensor([index[request.content] for request in chunk], device=self._device)
-            logits, prefilled = self._prefill(unique)
+        by_length = sorted(requests, key=lambda request: len(request.prompt))
+        contents = iter(by_length)
+        for chunk in self._chunks([request.content for request in by_length]):
             first = len(self._rows)
-            self._cache.join(first, prefilled, of)
-            for request in chunk:
-                self._open(request)
-            self._sample(first, logits[of], policy_version)
+            logits = self._prefill(first, chunk)
+            for _ in chunk:
+                self._open(next(contents))
+            self._sample(first, logits, policy_version)
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Computes what the running rows have cached again, with the weights of now."""
+        self._cache.clear()
+        first = 0
+        # A row's last token is the input of its next step.
+        contents = [
+            Content((*r.prompt, *self._records.token_ids(row)[:-1].tolist()), r.media)
+            for row, r in enumerate(self._rows)
+        ]
+        for chunk in self._chunks(contents):
+            self._prefill(first, chunk)
+            first += len(chunk)
 
     @torch.inference_mode()
     def step(self, policy_version: int) -> None:
@@ -106,10 +121,9 @@ class RunningBatch:
         last = torch.from_numpy(self._records.last_token_ids).to(self._device)
         output = self._model(
             input_ids=last[:, None],
-            attention_mask=self._cache.point_at(positions, self._model.dtype),
             position_ids=embedded[:, None],
-            past_key_values=self._cache,
             use_cache=True,
+            **self._cache.point_at(positions, self._model.dtype),
         )
         self._sample(0, output.logits[:, -1], policy_version)
 
@@ -141,30 +155,45 @@ class RunningBatch:
 
     def _close(self, row: int) -> None:
         last = len(self._rows) - 1
-        if row != last:
-            self._cache.move(last, row, int(self._records.positions[last]))
+        self._cache.close(row, last, int(self._records.positions[last]))
         self._records.close(row)
         self._seeded.pop(self._rows[row], None)
         self._rows[row] = self._rows[last]
         self._rows.pop()
 
-    def _prefill(self, prompts: list[Content]) -> tuple[torch.Tensor, DynamicCache]:
-        """Logits [P, V] behind each prompt's last token, and the keys and values of all."""
-        lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts], device=self._device)
-        ends, which = torch.unique(lengths - 1, return_inverse=True)
-        output = self._model(**self._inputs(prompts), use_cache=True, logits_to_keep=ends)
-        rows = torch.arange(len(prompts), device=self._device)
-        return output.logits[rows, which], output.past_key_values
+    def _prefill(self, first: int, contents: list[Content]) -> torch.Tensor:
+        """Logits [k, V] behind each prompt's last token; rows first, first + 1, ... continue."""
+        unique = list(dict.fromkeys(contents))
+        index = {content: i for i, content in enumerate(unique)}
+        of = torch.tensor([index[content] for content in contents], device=self._device)
+        inputs, last = self._cache.prefill([content.token_ids for content in unique])
+        seen = inputs
+        if self._tower is not None:
+            seen = {key: value for key, value in inputs.items() if key != "input_ids"}
+            media = [content.media for content in unique]
+            seen = {**seen, **self._tower.inputs(inputs["input_ids"], media)}
+        output = self._model(**seen, use_cache=True)
+        self._cache.join(first, inputs, of)
+        logits: torch.Tensor = output.logits[of, last[of]]
+        return logits
 
-    def _inputs(self, prompts: list[Content]) -> dict[str, Any]:
-        """What the model takes of prompts as rows [P, longest]."""
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        # Padding is on the right, where causal attention does not read it.
-        padded = [p.token_ids + (0,) * (longest - len(p.token_ids)) for p in prompts]
-        token_ids = torch.tensor(padded, device=self._device)
-        if self._tower is None:
-            return {"input_ids": token_ids}
-        return self._tower.inputs(token_ids, [prompt.media for prompt in prompts])
+    def _chunks(self, contents: list[Content]) -> Iterator[list[Content]]:
+        """Runs of the contents that share a prefill: of _PREFILL_TOKENS with padding at most, and
+        of one length where padding would be read."""
+        joins_lengths = self._cache.joins_lengths and (
+            self._tower is None or isinstance(self._cache, SlotCache)
+        )
+        chunk: list[Content] = []
+        longest = 0
+        for content in contents:
+            length = len(content.token_ids)
+            is_other = bool(chunk) and length != longest and not joins_lengths
+            if is_other or (chunk and (len(chunk) + 1) * max(longest, length) > _PREFILL_TOKENS):
+                yield chunk
+                chunk, longest = [], 0
+            chunk, longest = [*chunk, content], max(longest, length)
+        if chunk:
+            yield chunk
 
     def _sample(self, first: int, logits: torch.Tensor, policy_version: int) -> None:
         records = self._records
@@ -183,9 +212,10 @@ class RunningBatch:
             records.top_p[rows],
             generators,
             self._device,
+            keeps_mask=records.candidates.keeps_mask,
+            num_top=records.candidates.num_top,
         )
-        token_ids, logprobs = sample(logits, sampling, self._generator)
-        records.append(first, token_ids.cpu().numpy(), logprobs.cpu().numpy(), policy_version)
+        records.append(first, sample(logits, sampling, self._generator), policy_version)
         for request, count in zip(self._rows[rows], records.counts[rows].tolist(), strict=True):
             request.handle.num_tokens = count
         self.num_tokens += len(logits)
@@ -221,13 +251,17 @@ class StopSets:
         return logits.masked_fill_(stops, -torch.inf)
 
 
-def _chunks(requests: list[Request]) -> Iterator[list[Request]]:
-    """Runs of the length-sorted requests that hold at most _PREFILL_TOKENS with padding."""
-    chunk: list[Request] = []
-    for request in requests:
-        if chunk and (len(chunk) + 1) * len(request.prompt) > _PREFILL_TOKENS:
-            yield chunk
-            chunk = []
-        chunk = [*chunk, request]
-    if chunk:
-        yield chunk
+def _cache_of(
+    model: PreTrainedModel, num_slots: int, device: torch.device
+) -> SlotCache | ModelCache:
+    argument = cache_argument(model)
+    reason = why_not_slots(model)
+    if reason is None:
+        num_layers = model.config.get_text_config().num_hidden_layers
+        return SlotCache(num_layers, num_slots, device)
+    log.warning(
+        "generator.engine hf decodes %s through transformers' own cache, slower: it has %s",
+        model.config.model_type,
+        reason,
+    )
+    return ModelCache(model, argument, device)

@@ -5,8 +5,13 @@ into the slot of one that ends. The mask excludes stale values beyond a row's le
 Shapes: n running rows, P prefilled rows, H key-value heads, L positions, D head width.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from actors.engines.hf.prefill import Prefill, right_padded
 
 # Short slots are read faster, and copying all of them every so many positions costs less than one
 # step's attention.
@@ -35,12 +40,14 @@ class SlotLayer(CacheLayerMixin):
             self._values = _longer(self._values, capacity)
 
     def join(self, first: int, keys: torch.Tensor, values: torch.Tensor, of: torch.Tensor) -> None:
-        """Rows first.. get the prefilled rows `of` of keys and values [P, H, length, D]."""
+        """Rows first.. get the prefilled rows `of` of keys and values [P, H, length, D], which
+        `of` has in their order and each of them once or more."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         rows, length = slice(first, first + len(of)), keys.shape[2]
-        self._keys[rows, :, :length] = keys[of]
-        self._values[rows, :, :length] = values[of]
+        is_each_once = len(of) == len(keys)
+        self._keys[rows, :, :length] = keys if is_each_once else keys[of]
+        self._values[rows, :, :length] = values if is_each_once else values[of]
 
     def move(self, source: int, target: int, length: int) -> None:
         self._keys[target, :, :length] = self._keys[source, :, :length]
@@ -72,25 +79,33 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """The `past_key_values` of a decoding forward pass."""
 
+    joins_lengths = True
+    """Whether prompts of several lengths share a prefill."""
+
     def __init__(self, num_layers: int, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.capacity = _GROWTH
         self.longest = 0
+        self._device = device
         self._rows = torch.arange(num_slots, device=device)
         self._positions = self._rows
         self._indices: dict[int, torch.Tensor] = {}
         self._slots = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slots))
 
-    def point_at(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Sets the positions [n] that the next pass writes; returns its additive mask
-        [n, 1, 1, L]."""
+    def point_at(self, positions: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        """Inputs of the pass that writes these positions [n], with an additive mask
+        [n, 1, 1, L], or None where all rows are as long."""
         self._positions, self._indices = positions, {}
-        self.longest = int(positions.max()) + 1
+        shortest, longest = torch.stack(torch.aminmax(positions)).tolist()
+        self.longest = longest + 1
         self.reserve(self.longest)
+        if shortest == longest:
+            return {"attention_mask": None, "past_key_values": self}
         reach = torch.arange(self.longest, device=positions.device)
         mask = torch.zeros(len(positions), self.longest, dtype=dtype, device=positions.device)
-        return mask.masked_fill_(reach > positions[:, None], -torch.inf)[:, None, None]
+        mask.masked_fill_(reach > positions[:, None], -torch.inf)
+        return {"attention_mask": mask[:, None, None], "past_key_values": self}
 
     def indices(self, heads: int) -> torch.Tensor:
         """The index of each running row's and head's new position [n * H] in a flat layer."""
@@ -107,8 +122,14 @@ class SlotCache(Cache):
             for layer in self._slots:
                 layer.grow(self.capacity)
 
-    def join(self, first: int, prefilled: DynamicCache, of: torch.Tensor) -> None:
-        """Slots first, first + 1, ... continue the prefilled rows `of` [k]."""
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
+        """What a forward pass takes of these prompts, together with a cache that it fills."""
+        inputs, last = right_padded(prompts, self._device)
+        return Prefill({**inputs, "past_key_values": DynamicCache()}, last)
+
+    def join(self, first: int, inputs: dict[str, Any], of: torch.Tensor) -> None:
+        """Slots first, first + 1, ... continue the rows `of` [k] of what a prefill has filled."""
+        prefilled = inputs["past_key_values"]
         self.reserve(prefilled.get_seq_length())
         for slot, layer in zip(self._slots, prefilled.layers, strict=True):
             assert isinstance(layer, DynamicLayer), "full attention has no other layers"
@@ -116,9 +137,14 @@ class SlotCache(Cache):
             assert layer.values is not None, "a prefill fills every layer"
             slot.join(first, layer.keys, layer.values, of)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        for layer in self._slots:
-            layer.move(source, target, length)
+    def close(self, row: int, last: int, length: int) -> None:
+        """The last row, of this many positions, takes the slot of this one."""
+        if row != last:
+            for layer in self._slots:
+                layer.move(last, row, length)
+
+    def clear(self) -> None:
+        """Before rows join again: a slot is overwritten by whoever joins it."""
 
 
 def _longer(old: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
+from typing import Self
 
 import torch
 from transformers import PreTrainedModel
@@ -52,13 +53,16 @@ class HfEngine(UpdatableEngine):
         max_model_len: int,
         seed: int = 0,
         reader: PatchReader | None = None,
+        recompute_kv: bool = False,
     ) -> None:
         super().__init__({name: tuple(p.shape) for name, p in model.named_parameters()})
-        _require_full_attention(model)
         self._loop = asyncio.get_running_loop()
         self._max_model_len = max_model_len
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._tower = vision_tower(model, reader)
+        self._recompute_kv = recompute_kv
+        if recompute_kv and self._tower is not None:
+            raise ConfigError("generator.hf.recompute_kv: was true, and the model sees images")
         self._batch = RunningBatch(
             model,
             num_slots=max_num_seqs,
@@ -69,6 +73,7 @@ class HfEngine(UpdatableEngine):
         )
         self._weights = SpareWeights(model)
         self._transfer = TransferReceiver(next(model.parameters()).device)
+        self._arrived: list[tuple[Request, Future]] = []
         self._waiting: deque[tuple[Request, Future]] = deque()
         self._running: dict[Request, Future] = {}
         self._commands: deque[Callable[[], None]] = deque()
@@ -79,7 +84,7 @@ class HfEngine(UpdatableEngine):
         self._thread.start()
 
     @classmethod
-    def from_config(cls, config: RunConfig, *, seed: int) -> "HfEngine":
+    def from_config(cls, config: RunConfig, *, seed: int) -> Self:
         """The engine a run's configuration describes, with the weights of `model.path`."""
         generator = config.generator
         path, trust = config.model.path, config.model.trust_remote_code
@@ -87,7 +92,6 @@ class HfEngine(UpdatableEngine):
             model = auto_model_at(path, trust_remote_code=trust).from_pretrained(
                 path,
                 dtype=getattr(torch, generator.dtype),
-                attn_implementation="sdpa",
                 trust_remote_code=trust,
                 **generator.engine_kwargs,
             )
@@ -103,6 +107,7 @@ class HfEngine(UpdatableEngine):
             max_model_len=config.max_model_len,
             seed=seed,
             reader=PatchReader.of(path, trust_remote_code=trust),
+            recompute_kv=generator.hf.recompute_kv,
         )
 
     async def generate(
@@ -122,14 +127,27 @@ class HfEngine(UpdatableEngine):
             request.offset = await asyncio.to_thread(self._see, request)
         request.handle.num_tokens = 0
         future: Future = self._loop.create_future()
-        with self._wake:
-            self._raise_if_dead()
-            self._waiting.append((request, future))
-            self._wake.notify()
+        self._raise_if_dead()
+        if not self._arrived:
+            self._loop.call_soon(self._submit)
+        self._arrived.append((request, future))
         try:
             return await future
         finally:
             request.is_canceled = True
+
+    def _submit(self) -> None:
+        """Hands on together what has arrived in one turn of the event loop: one prefill."""
+        arrived, self._arrived = self._arrived, []
+        with self._wake:
+            error = self._failure
+            if error is None and self._is_closed:
+                error = RolloutError("the engine is closed")
+            if error is None:
+                self._waiting.extend(arrived)
+                self._wake.notify()
+                return
+        _reject([future for _, future in arrived], error)
 
     def _see(self, request: Request) -> int:
         """Decodes the request's media, ahead of the prefill that needs them; returns the offset of
@@ -141,7 +159,7 @@ class HfEngine(UpdatableEngine):
     def gauges(self) -> Mapping[str, float]:
         return {
             "num_active": len(self._running),
-            "num_waiting": len(self._waiting),
+            "num_waiting": len(self._arrived) + len(self._waiting),
             "num_tokens": self._batch.num_tokens,
             "pause_s": self._pause_s,
         }
@@ -173,6 +191,8 @@ class HfEngine(UpdatableEngine):
             start = perf_counter()
             self._weights.swap()
             on_loaded()
+            if self._recompute_kv:
+                self._batch.recompute()
             pause_s = perf_counter() - start
             self._loop.call_soon_threadsafe(swapped.set_result, pause_s)
 
@@ -273,13 +293,3 @@ def _reject(futures: list[Future], error: BaseException) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)
-
-
-def _require_full_attention(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
-        raise ConfigError(
-            f"generator.engine hf decodes models with full attention; {config.model_type} has "
-            f"{', '.join(sorted(kinds - {'full_attention'})) or 'sliding windows'}: use vllm"
-        )

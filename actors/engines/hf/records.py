@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.engines.hf.candidates import CandidateRecords
+from actors.engines.hf.sampling import Sampled
 from streamrl.types import Completion, FinishReason, SamplingParams
 
 _FIRST_CAPACITY = 64
@@ -19,6 +21,7 @@ class Records:
 
     def __init__(self, num_slots: int) -> None:
         self.size = 0
+        self.candidates = CandidateRecords()
         self.counts = np.zeros(num_slots, dtype=np.int64)
         self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
         self.limits = np.zeros(num_slots, dtype=np.int64)
@@ -55,24 +58,21 @@ class Records:
         self.minimums[row], self.stop_set[row] = sampling.min_new_tokens, stop_set
         self.temperature[row] = sampling.temperature
         self.top_k[row], self.top_p[row] = sampling.top_k, sampling.top_p
+        self.candidates.open(sampling)
         self.size += 1
 
-    def append(
-        self,
-        first: int,
-        token_ids: NDArray[np.int64],
-        logprobs: NDArray[np.float32],
-        policy_version: int,
-    ) -> None:
+    def append(self, first: int, sampled: Sampled, policy_version: int) -> None:
         """Appends one token to the rows first, first + 1, ..."""
+        token_ids = sampled.token_ids.cpu().numpy()
         stop = first + len(token_ids)
         counts = self.counts[first:stop]
         self._reserve(int(counts.max()) + 1)
         rows = np.arange(first, stop)
         self._token_ids[rows, counts] = token_ids
-        self._logprobs[rows, counts] = logprobs
+        self._logprobs[rows, counts] = sampled.logprobs.cpu().numpy()
         self._versions[rows, counts] = policy_version
         counts += 1
+        self.candidates.append(first, sampled)
 
     @property
     def last_token_ids(self) -> NDArray[np.int32]:
@@ -97,19 +97,27 @@ class Records:
         full: NDArray[np.bool_] = self.counts[: self.size] >= self.limits[: self.size]
         return full
 
+    def token_ids(self, row: int) -> NDArray[np.int32]:
+        sampled: NDArray[np.int32] = self._token_ids[row, : self.counts[row]]
+        return sampled
+
     def completion(self, row: int, finish_reason: FinishReason) -> Completion:
         count = self.counts[row]
+        sampling_mask, top_logprobs = self.candidates.sets(row)
         return Completion(
             token_ids=self._token_ids[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
             policy_versions=self._versions[row, :count].copy(),
             finish_reason=finish_reason,
+            sampling_mask=sampling_mask,
+            top_logprobs=top_logprobs,
         )
 
     def close(self, row: int) -> None:
         """Removes the row; the last one moves into its slot."""
         last = self.size - 1
         self.size = last
+        self.candidates.close(row)
         for column in self._columns:
             column[row] = column[last]
         count = self.counts[row]

@@ -6,7 +6,7 @@ a token of probability 0 is never sampled.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ class RowSampling:
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None
     generators: tuple[tuple[int, torch.Generator], ...]
+    keeps_mask: bool = False
+    """Of any row."""
+    num_top: int = 0
+    """The largest of all rows."""
 
     @classmethod
     def of(
@@ -31,6 +35,9 @@ class RowSampling:
         top_p: NDArray[np.float32],
         generators: tuple[tuple[int, torch.Generator], ...],
         device: torch.device,
+        *,
+        keeps_mask: bool = False,
+        num_top: int = 0,
     ) -> "RowSampling":
         """The columns [n] as tensors; `generators` pairs a seeded row with its own generator."""
 
@@ -44,13 +51,26 @@ class RowSampling:
             top_k=column(top_k) if (top_k > 0).any() else None,
             top_p=column(top_p) if (top_p < 1).any() else None,
             generators=generators,
+            keeps_mask=keeps_mask,
+            num_top=num_top,
         )
 
 
-def sample(
-    logits: torch.Tensor, sampling: RowSampling, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [n] int64 and their log-probabilities [n] float32 (nats), for logits [n, V].
+class Sampled(NamedTuple):
+    """One token of each of n rows."""
+
+    token_ids: torch.Tensor
+    """[n] int64"""
+    logprobs: torch.Tensor
+    """[n] float32 (nats)"""
+    kept: torch.Tensor | None
+    """[M, 2] row and id of each token that truncation left, by rows, if a row asks for them."""
+    top: tuple[torch.Tensor, torch.Tensor] | None
+    """Log-probabilities and ids [n, k] of the likeliest tokens, if a row asks for them."""
+
+
+def sample(logits: torch.Tensor, sampling: RowSampling, generator: torch.Generator) -> Sampled:
+    """One token of each row, for logits [n, V].
 
     Greedy rows take the likeliest token and report its log-probability at temperature 1.
     """
@@ -70,7 +90,19 @@ def sample(
         greedy = sampling.is_greedy
         token_ids = torch.where(greedy, logits.argmax(-1, keepdim=True), token_ids)
         logprobs = torch.where(greedy, torch.log_softmax(logits.float(), dim=-1), logprobs)
-    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0]
+    return Sampled(
+        token_ids[:, 0],
+        logprobs.gather(-1, token_ids)[:, 0],
+        scaled.isfinite().nonzero() if sampling.keeps_mask else None,
+        _top(logprobs, sampling.num_top),
+    )
+
+
+def _top(logprobs: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not num_top:
+        return None
+    values, token_ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
+    return values, token_ids
 
 
 def truncate(

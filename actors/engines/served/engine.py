@@ -8,6 +8,9 @@ Invariant: every request gets one answer: a completion that the model can have s
 RolloutError of its own, whatever the server answers, or, once no connection is made for
 `retry_timeout_s`, the TransportError that ends the generator. A server whose weights are not those
 that this engine loaded (`Labels`) ends the generator as well.
+
+Other generators of the run may use the server, too (`actors.engines.served.weights`). Prompts of
+two engines share no prefixes.
 """
 
 import asyncio
@@ -20,28 +23,31 @@ from msgspec import structs
 
 from actors.engines.model import ModelFacts
 from actors.engines.prompt import require_known_tokens, room_for
-from actors.engines.requests import InFlightRequests, aborted_on, nothing_sampled
+from actors.engines.requests import InFlightRequests, aborted_on, nothing_sampled, slot_or_stop
 from actors.engines.served.http import (
     BrokenAnswerError,
+    BusyError,
     ConnectionLostError,
     RefusedError,
     SlowAnswerError,
     retry_lost,
 )
 from actors.engines.served.process import ServerProcess
+from actors.engines.served.readings import Readings
 from actors.engines.served.server import (
     ForeignWeightsError,
     Request,
     Server,
     require_sound,
 )
+from actors.engines.served.weights import ServerWeights
 from actors.engines.updates import UpdatableEngine
-from streamrl.errors import RolloutError, TransportError, WeightTransferError
+from streamrl.errors import RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
 
 log = logging.getLogger(__name__)
-_READINGS_S = 0.25
+_READINGS_S, _READINGS_PER_LABEL = 0.25, 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
@@ -49,7 +55,9 @@ class ServedEngine(UpdatableEngine):
     """Implements `streamrl.interfaces.Engine`; made in the event loop that uses it.
 
     At most twice `max_num_seqs` requests are with the server, so that it always has the next one
-    at hand; the others wait here. `process` is the server's, if this engine started it.
+    at hand; the others wait here. With `keeps_old_kv`, those that an update finds in the server's
+    queue are sent again, so there are no more than it samples at a time. `process` is the server's,
+    if this engine started it.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class ServedEngine(UpdatableEngine):
         max_num_seqs: int,
         max_model_len: int,
         retry_timeout_s: float,
+        keeps_old_kv: bool = False,
         process: ServerProcess | None = None,
     ) -> None:
         super().__init__(facts.shapes)
@@ -68,18 +77,18 @@ class ServedEngine(UpdatableEngine):
         self._facts = facts
         self._max_model_len = max_model_len
         self._retry_timeout_s = retry_timeout_s
-        self._slots = asyncio.Semaphore(2 * max_num_seqs)
+        self._keeps_old_kv = keeps_old_kv
+        self._slots = asyncio.Semaphore(max_num_seqs if keeps_old_kv else 2 * max_num_seqs)
         self._num_sent = 0
-        self._num_updates = self._num_loads_begun = self._num_loads_ended = 0
+        self._weights = ServerWeights(server)
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._requests = InFlightRequests[Completion](self._raise_if_over)
         self._aborts: set[asyncio.Task[None]] = set()
-        self._readings: Mapping[str, float] = {}
-        self._is_readable = True
-        self._newest_version = 0
+        self._readings = Readings(server.name)
         self._num_failed = 0
         self._failure: TransportError | None = None
+        self._has_failed = asyncio.Event()
         self.is_closed = False
         self._watch_task = asyncio.create_task(self._watch())
 
@@ -116,9 +125,25 @@ class ServedEngine(UpdatableEngine):
 
     def gauges(self) -> Mapping[str, float]:
         """The server's last readings, and the requests that wait on this side."""
-        readings = {"num_active": 0.0, "num_waiting": 0.0, "num_tokens": 0.0, **self._readings}
+        readings = {"num_active": 0.0, "num_waiting": 0.0, "num_tokens": 0.0, **self._readings.last}
         waiting = readings["num_waiting"] + len(self._requests) - self._num_sent
         return {**readings, "num_waiting": waiting, "pause_s": self._pause_s}
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the server has told its gauges when it was asked last."""
+        return self._readings.is_readable
+
+    def fail(self, error: TransportError) -> None:
+        """From now on every request fails with this error."""
+        self._failure = self._failure or error
+        self._has_failed.set()
+
+    async def failure(self) -> TransportError:
+        """What every request fails with. Waits until it is known."""
+        await self._has_failed.wait()
+        assert self._failure is not None, "fail() has set it"
+        return self._failure
 
     async def close(self) -> None:
         if self.is_closed:
@@ -133,34 +158,18 @@ class ServedEngine(UpdatableEngine):
 
     async def _receive(self, update: WeightUpdate) -> None:
         self._raise_if_over()
-        try:
-            await self._server.receive(update)
-        except (RefusedError, ConnectionLostError, SlowAnswerError) as error:
-            raise WeightTransferError(
-                f"{self._server.name} did not take an update: {error}"
-            ) from error
+        await self._weights.receive(update)
 
     async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        self._num_loads_begun += 1
-        self._newest_version = max(self._newest_version, update.policy_version)
-        try:
-            return await self._server.load(update.policy_version, on_loaded)
-        except RefusedError as error:
-            raise TransportError(f"{self._server.name} did not load an update: {error}") from error
-        finally:
-            self._num_loads_ended += 1
-
-    def _on_loaded(self, update: WeightUpdate) -> None:
-        super()._on_loaded(update)
-        self._num_updates += 1
+        return await self._weights.load(update, on_loaded)
 
     async def _complete(self, request: Request, stop: asyncio.Event) -> Completion:
         """Sends the request until it has an answer: with pause_mode abort, an update makes requests
         in flight begin anew. One that is stopped is answered with what was sampled."""
-        async with self._slots:
-            self._num_sent += 1
+        async with slot_or_stop(self._slots, stop) as has_slot:
+            self._num_sent += has_slot
             try:
-                while not stop.is_set():
+                while has_slot and not stop.is_set():
                     answer = await retry_lost(
                         lambda: self._send(request, stop), self._retry_timeout_s
                     )
@@ -177,10 +186,10 @@ class ServedEngine(UpdatableEngine):
                 await self._pause()
                 raise RolloutError(f"{self._server.name} failed a request: {error}") from error
             except TransportError as error:
-                self._fail(error)
+                self.fail(error)
                 raise
             finally:
-                self._num_sent -= 1
+                self._num_sent -= has_slot
 
     async def _pause(self) -> None:
         """Waits, longer after each failure in a row: a server that fails every request at once
@@ -191,20 +200,22 @@ class ServedEngine(UpdatableEngine):
 
     async def _send(self, request: Request, stop: asyncio.Event) -> Completion:
         request_id = f"{self._name}-{next(self._numbers):012d}"
-        salt = f"{self._name}-{self._num_updates}"
+        salt = f"{self._name}-{self._weights.num_changes}"
         identified = structs.replace(request, id=request_id, cache_salt=salt)
-        num_loads = self._num_loads_ended
+        version = self._weights.policy_version
+        num_loads = self._weights.num_loads_ended
         try:
             async with aborted_on(stop, lambda: self._abort(request_id)):
                 answer = await self._server.sample(identified)
+            await self._weights.learn(answer)
             require_sound(
                 answer,
                 request,
                 vocab_size=self._facts.vocab_size,
-                newest_version=self._newest_version,
+                newest_version=self._weights.newest_version,
             )
         except ForeignWeightsError as error:
-            await self._require_own_weights(error)
+            await self._weights.require_own(error)
             raise RolloutError(f"{self._server.name}: {error}") from error
         except RolloutError as error:
             raise RolloutError(f"{self._server.name}: {error}") from error
@@ -214,8 +225,17 @@ class ServedEngine(UpdatableEngine):
             aborting.add_done_callback(self._aborts.discard)
             raise
         is_aborted = answer.finish_reason is FinishReason.ABORT and not stop.is_set()
-        if is_aborted and self._num_loads_begun == num_loads:
-            raise RolloutError(f"{self._server.name} gave a request up without an update")
+        if is_aborted and self._weights.num_loads_begun == num_loads:
+            message = f"{self._server.name} gave a request up without an update"
+            if self._weights.is_shared:
+                # For an update that another generator loads.
+                raise BusyError("a request", 503, message, 0.0)
+            raise RolloutError(message)
+        if self._keeps_old_kv and version not in answer.policy_versions[:1]:
+            # It started after an update, with prefixes that the version before had computed.
+            if len(answer.policy_versions) and version == self._weights.policy_version:
+                self._weights.on_version(int(answer.policy_versions[0]))
+            return structs.replace(nothing_sampled(), finish_reason=FinishReason.ABORT)
         return answer
 
     async def _abort(self, request_id: str) -> None:
@@ -224,52 +244,34 @@ class ServedEngine(UpdatableEngine):
         except Exception as error:
             log.debug("request %s was not aborted: %s", request_id, error)
 
-    async def _require_own_weights(self, found: ForeignWeightsError) -> None:
-        """
-        Raises:
-            TransportError: the server says itself that its weights are others.
-        """
-        if not await self._server.has_own_weights():
-            raise TransportError(
-                f"{found}: the server was started again, or serves two generators"
-            ) from found
-
     async def _watch(self) -> None:
         """Reads the server's gauges, waiting a moment between two; ends when the server is gone.
 
-        What cannot be read is 0, and said once; the requests tell whether the server works.
+        What cannot be read is 0, and said once; the requests tell whether the server works. Ends,
+        too, when a server that generators share has other weights: none is loading into it, or
+        the next request would find out.
         """
-        while True:
+        for number in itertools.count():
             try:
                 readings = await retry_lost(self._read, self._retry_timeout_s)
-                self._on_readings(readings, "")
+                self._readings.on_readings(readings)
+                if number % _READINGS_PER_LABEL == 0 and self._weights.is_shared:
+                    await retry_lost(self._weights.require_own, self._retry_timeout_s)
             except (RefusedError, BrokenAnswerError, SlowAnswerError) as error:
-                self._on_readings({}, str(error))
+                self._readings.on_readings({}, str(error))
             except TransportError as error:
-                self._fail(error)
+                self.fail(error)
                 await self._requests.cancel_all()
                 return
             await asyncio.sleep(_READINGS_S)
-
-    def _on_readings(self, readings: Mapping[str, float], error: str) -> None:
-        if self._is_readable and error:
-            log.warning("%s's gauges cannot be read: %s", self._server.name, error)
-        elif not (self._is_readable or error):
-            log.info("%s's gauges can be read again", self._server.name)
-        # The total never falls, and a page that cannot be read does not end it.
-        total = max(readings.get("num_tokens", 0.0), self._readings.get("num_tokens", 0.0))
-        self._readings, self._is_readable = {**readings, "num_tokens": total}, not error
 
     async def _read(self) -> Mapping[str, float]:
         if self._process is not None:
             self._process.require_alive()
         return await self._server.readings()
 
-    def _fail(self, error: TransportError) -> None:
-        self._failure = self._failure or error
-
     def _raise_if_over(self) -> None:
-        if self.is_closed:
-            raise RolloutError("the engine is closed")
         if self._failure is not None:
             raise TransportError(str(self._failure)) from self._failure
+        if self.is_closed:
+            raise RolloutError("the engine is closed")

@@ -110,17 +110,24 @@ class Http:
     ) -> Any:
         """As `post`, blocking the thread; without a type the answer is ignored."""
 
+        content = self._blocking(method, path, body, timeout_s)
+        return None if answer is None else self._decoded(path, content, answer)
+
+    def text_sync(self, path: str) -> str:
+        """As `text`, blocking the thread."""
+        return self._blocking("GET", path, None, _GET_S).decode(errors="replace")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _blocking(self, method: str, path: str, body: Any, timeout_s: float) -> bytes:
         async def request() -> bytes:
             async with _client() as client:
                 return await self._request(method, path, body, timeout_s, client=client)
 
         # The thread that waits may run an event loop.
         with ThreadPoolExecutor(max_workers=1) as thread:
-            content = thread.submit(asyncio.run, request()).result()
-        return None if answer is None else self._decoded(path, content, answer)
-
-    async def close(self) -> None:
-        await self._client.aclose()
+            return thread.submit(asyncio.run, request()).result()
 
     async def _request(
         self,

@@ -4,10 +4,11 @@ A new kind implements `Server`, and `actors.engines.served.start.ServerKind` for
 folder of its own; see `actors.engines.sglang`.
 """
 
+import hashlib
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -18,6 +19,8 @@ from streamrl.types import (
     Completion,
     Int32Array,
     SamplingParams,
+    TokenSets,
+    TopLogprobs,
     WeightUpdate,
 )
 
@@ -29,48 +32,88 @@ UNLABELED = "default"
 # probability is less than e^-1000.
 _HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, -1000.0
 _VERSION = re.compile("[0-9]{1,9}")
+_RUN = "run-"
 
 
 class ForeignWeightsError(RolloutError):
     """A reply names weights that this engine did not load."""
 
 
+Check: TypeAlias = Callable[[], None]
 # In a sequence; its numbers are 32 bits wide.
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Labels(Struct, frozen=True):
-    """The server's labels of its weights: OWNER/VERSION, where the owner is one engine object.
+    """The server's labels of its weights: OWNER/LEARNER/VERSION, where the owner is a run, whose
+    generators share the server, or one engine object. OWNER/ is the label of a server that the
+    owner has taken and not yet loaded weights into.
 
-    Weights that a server started with, or got from another generator, have another owner.
+    Weights that a server started with, or got from somebody else, have another owner.
     """
 
     owner: str
 
     @classmethod
     def new(cls) -> "Labels":
+        """Of one engine object."""
         return cls(uuid.uuid4().hex[:12])
 
-    def label(self, policy_version: int) -> str:
-        return f"{self.owner}/{policy_version}"
+    @classmethod
+    def of_run(cls, facts: str) -> "Labels":
+        """Of the run with these facts; two runs differ in them."""
+        return cls(_RUN + hashlib.sha256(facts.encode()).hexdigest()[:12])
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other generators may load weights under these labels."""
+        return self.owner.startswith(_RUN)
+
+    @property
+    def taken(self) -> str:
+        return f"{self.owner}/"
+
+    def label(self, policy_version: int, learner_id: str = "") -> str:
+        return f"{self.owner}/{learner_id}/{policy_version}"
+
+    def label_of(self, update: WeightUpdate) -> str:
+        return self.label(update.policy_version, update.learner_id)
 
     def is_own(self, label: str) -> bool:
-        owner, _, version = label.partition("/")
-        return owner == self.owner and _VERSION.fullmatch(version) is not None
+        """Whether the owner has loaded the weights, or taken the server."""
+        return label == self.taken or self._version(label) is not None
 
     def version(self, label: str) -> int:
         """The version of a label.
 
         Raises:
-            ForeignWeightsError: this engine did not load the weights.
+            ForeignWeightsError: the owner did not load the weights.
         """
-        if not self.is_own(label):
+        version = self._version(label)
+        if version is None:
             raise ForeignWeightsError(
                 f"the inference server samples with weights called {label[:100]!r}, which this "
                 "generator did not give it"
             )
-        return int(label.partition("/")[2])
+        return version
+
+    def _version(self, label: str) -> int | None:
+        owner, _, rest = label.partition("/")
+        version = rest.partition("/")[2]
+        return int(version) if owner == self.owner and _VERSION.fullmatch(version) else None
+
+
+class AnyLabels(Labels, frozen=True):
+    """For a first token, which is sampled before the weights have a label of their owner."""
+
+    def version(self, label: str) -> int:
+        return 0
+
+
+def is_of_a_run(label: str) -> bool:
+    """Whether generators of a run have given the server this label, of whichever run."""
+    return label.startswith(_RUN)
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -102,10 +145,12 @@ class VersionSpan(Struct, frozen=True):
 
 
 class Server(Protocol):
-    """A server that is up, checked, and holds the weights of the model's folder."""
+    """A server that is up and checked. Without `labels.is_shared` it holds the weights of the
+    model's folder; else what it has got, from this generator or another one of the run."""
 
     name: str
     """The library and the server's address, for messages."""
+    labels: Labels
 
     async def sample(self, request: Request) -> Completion:
         """The completion; `FinishReason.ABORT` with what was sampled, if an update or `abort` has
@@ -118,8 +163,8 @@ class Server(Protocol):
         """
         ...
 
-    async def has_own_weights(self) -> bool:
-        """Whether the server's weights are those that this engine has loaded last."""
+    async def label(self) -> str:
+        """The server's label of its weights."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -135,11 +180,15 @@ class Server(Protocol):
         """
         ...
 
-    async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
+    async def load(
+        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
+    ) -> float:
         """Loads what was received; returns the seconds in which nothing was sampled.
 
-        `on_loaded` is called before sampling goes on. After an error other than
-        WeightTransferError the server stays paused: its weights may be partly old, partly new.
+        `on_loaded` is called before sampling goes on, `require_current` before each step that
+        changes the server; it raises if another generator may be loading there. After an error
+        other than WeightTransferError the server stays paused: its weights may be partly old,
+        partly new.
         """
         ...
 
@@ -157,6 +206,9 @@ def completion(
     logprobs: Sequence[float],
     policy_versions: Int32Array,
     reason: str,
+    *,
+    sampling_mask: TokenSets | None = None,
+    top_logprobs: TopLogprobs | None = None,
 ) -> Completion:
     """The record of an answer.
 
@@ -173,6 +225,8 @@ def completion(
             logprobs=np.array(logprobs, dtype=np.float32),
             policy_versions=policy_versions,
             finish_reason=ended,
+            sampling_mask=sampling_mask,
+            top_logprobs=top_logprobs,
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise RolloutError(f"the answer is inconsistent: {error}") from error
@@ -208,6 +262,12 @@ def require_sound(
             version that was not sent yet.
     """
     num_tokens = len(answer.token_ids)
+    for sets in (answer.sampling_mask, answer.top_logprobs):
+        if sets is not None and len(sets.token_ids) and sets.token_ids.max() >= vocab_size:
+            raise RolloutError(
+                f"the answer has candidate {sets.token_ids.max()}; the model's vocabulary has "
+                f"{vocab_size}"
+            )
     if num_tokens > request.max_new_tokens:
         raise RolloutError(
             f"the answer has {num_tokens} tokens, and at most {request.max_new_tokens} were asked "

@@ -1,4 +1,4 @@
-"""How an engine starts on an inference server: the server is up, fits, and has its first weights.
+"""What an engine asks of an inference server before it starts: that it is up, and fits.
 
 Blocking, since a generator has nothing else to do before its engine is up.
 """
@@ -27,6 +27,7 @@ _ANSWER_S = 60.0
 
 class Model(Struct, frozen=True):
     max_model_len: int
+    id: str = ""
 
 
 class Models(Struct, frozen=True):
@@ -45,6 +46,11 @@ class ServerKind(Protocol):
     @property
     def settings(self) -> ServerSettings: ...
 
+    @property
+    def keeps_old_kv(self) -> bool:
+        """Whether what old weights have computed is there after an update."""
+        ...
+
     def require_up(self, http: Http) -> None:
         """Returns if the server takes requests."""
         ...
@@ -56,12 +62,27 @@ class ServerKind(Protocol):
         """
         ...
 
+    @property
+    def looks(self) -> tuple[str, str]:
+        """The gauge, as in `metrics.Names`, that counts requests for the label of the weights."""
+        ...
+
+    def label(self, http: Http) -> str:
+        """The server's label of its weights."""
+        ...
+
+    def take(self, http: Http, labels: Labels) -> None:
+        """Labels the server as taken; it samples, whatever state it was left in."""
+        ...
+
     def restore(self, http: Http, labels: Labels) -> None:
         """Loads the model folder's weights, whatever an earlier generator has loaded, and labels
         them as version 0."""
         ...
 
-    def sample(self, http: Http, labels: Labels, request: Request) -> Completion: ...
+    def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
+        """Whatever the weights are called."""
+        ...
 
     def refusal(self, http: Http, error: RefusedError) -> ConfigError:
         """The error for a server that refuses one of these requests."""
@@ -70,31 +91,25 @@ class ServerKind(Protocol):
     def server(self, http: Http, labels: Labels) -> Server: ...
 
 
-def open_served(
-    kind: ServerKind, config: RunConfig, http: Http, process: ServerProcess | None = None
+def engine_on(
+    kind: ServerKind,
+    config: RunConfig,
+    http: Http,
+    labels: Labels,
+    *,
+    retry_timeout_s: float | None = None,
+    process: ServerProcess | None = None,
 ) -> ServedEngine:
-    """An engine on the server at `http`, checked and with its first weights. `process` is the
-    server's if this engine started it; it ends with the engine, or here if the start fails.
-
-    Raises:
-        ConfigError: the server is not up in time, or does not fit the configuration.
-    """
-    labels = Labels.new()
-    try:
-        wait_until_up(kind, http, process.require_alive if process else lambda: None)
-        _check(kind, http, labels)
-        return ServedEngine(
-            kind.server(http, labels),
-            ModelFacts.of(config.model),
-            max_num_seqs=config.generator.max_num_seqs,
-            max_model_len=config.max_model_len,
-            retry_timeout_s=kind.settings.retry_timeout_s,
-            process=process,
-        )
-    except BaseException:
-        if process is not None:
-            process.close()
-        raise
+    """The engine on a server that is attached; call it in the event loop."""
+    return ServedEngine(
+        kind.server(http, labels),
+        ModelFacts.of(config.model),
+        max_num_seqs=config.generator.max_num_seqs,
+        max_model_len=config.max_model_len,
+        retry_timeout_s=retry_timeout_s or kind.settings.retry_timeout_s,
+        keeps_old_kv=kind.keeps_old_kv,
+        process=process,
+    )
 
 
 def host_of(url: str) -> str:
@@ -102,11 +117,14 @@ def host_of(url: str) -> str:
 
 
 def wait_until_up(
-    kind: ServerKind, http: Http, require_alive: Callable[[], None] = lambda: None
+    kind: ServerKind,
+    http: Http,
+    require_alive: Callable[[], None] = lambda: None,
+    timeout_s: float | None = None,
 ) -> None:
     """Waits until the server takes requests; unblocked by it, by `require_alive`, which raises when
-    the server's process has ended, or by `start_timeout_s`."""
-    timeout_s = kind.settings.start_timeout_s
+    the server's process has ended, or by the timeout (else `start_timeout_s`)."""
+    timeout_s = kind.settings.start_timeout_s if timeout_s is None else timeout_s
     until_s = time.monotonic() + timeout_s
     while True:
         require_alive()
@@ -136,14 +154,21 @@ def require_length(http: Http, config: RunConfig, num_reserved: int = 0) -> None
         )
 
 
+def model_id(http: Http) -> str:
+    """The name of the model that the server serves."""
+    answer: Models = http.request_sync("GET", "/v1/models", answer=Models)
+    return answer.data[0].id
+
+
 def request_timeout_s(config: RunConfig) -> float:
     """Longest wait for one completion, which fails then; its episode's deadline ends it before,
     unless the server does not answer."""
     return config.generator.group_deadline_s + _ANSWER_S
 
 
-def probe(sample: Callable[[Request], Completion]) -> None:
+def probe(sample: Callable[[Request], Completion], num_candidates: int = 0) -> None:
     """Samples one token with top_k 1: under the truncated distribution its log-probability is 0.
+    A server that does not give as many candidates of a token as the run asks for refuses it.
 
     Raises:
         ConfigError: the server reports log-probabilities of another distribution.
@@ -152,7 +177,9 @@ def probe(sample: Callable[[Request], Completion]) -> None:
         id="probe",
         # Not 0 alone: a padding token without an embedding makes all candidates alike.
         prompt_token_ids=[1, 2, 3],
-        sampling=SamplingParams(max_new_tokens=1, top_k=1),
+        sampling=SamplingParams(
+            max_new_tokens=1, top_k=1, num_top_logprobs=max(0, num_candidates - 1)
+        ),
         max_new_tokens=1,
         stops=frozenset(),
         cache_salt="probe",
@@ -167,12 +194,3 @@ def probe(sample: Callable[[Request], Completion]) -> None:
             "the inference server does not report log-probabilities of the distribution it samples "
             f"from: that of the only candidate was {logprob:.3f} instead of 0"
         )
-
-
-def _check(kind: ServerKind, http: Http, labels: Labels) -> None:
-    try:
-        kind.require_settings(http)
-        kind.restore(http, labels)
-        probe(lambda request: kind.sample(http, labels, request))
-    except RefusedError as error:
-        raise kind.refusal(http, error) from error

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from actors.engines.devices import has_gpu
 from actors.engines.served.server import Request
+from actors.engines.sglang.candidates import is_truncated
 from actors.engines.sglang.messages import GenerateReqInput, SamplingParams
 from streamrl.config import RunConfig
 from streamrl.config.engines.sglang import OURS
@@ -15,7 +17,16 @@ from streamrl.errors import ConfigError
 
 # SGLang leaves two positions of its context unused, and takes no prompt within six of its end.
 NUM_RESERVED = 6
+# With a sampling mask, which holds the candidates of each token (--sampling-mask-max-tokens).
+MASK_TOKENS = 4096
 _FIXED = ("model_path", "host", "port", "enable_metrics", "skip_tokenizer_init", "random_seed")
+
+
+def launch_environment(config: RunConfig) -> dict[str, str]:
+    """What the process of `launch_command` needs beside this one's environment."""
+    num_threads = config.generator.num_threads
+    threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+    return threads if has_gpu() else {**threads, "SGLANG_USE_CPU_ENGINE": "1"}
 
 
 def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> list[str]:
@@ -38,10 +49,24 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
         "enable_metrics": True,
         # Only SGLang's minimum length needs a tokenizer.
         "skip_tokenizer_init": generator.min_new_tokens == 0,
+        **({} if has_gpu() else _on_cpu(config)),
+        **({"disable_overlap_schedule": True} if generator.sglang.keeps_old_kv else {}),
         **given,
         **generator.engine_kwargs,
     }
     return [sys.executable, "-m", "sglang.launch_server", *flags(arguments)]
+
+
+def _on_cpu(config: RunConfig) -> dict[str, Any]:
+    """SGLang's kernels for a plain CPU, and a KV cache for the requests that run at a time: by
+    default it is half of the machine's memory."""
+    num_tokens = config.generator.max_num_seqs * (config.max_model_len + NUM_RESERVED)
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "max_total_tokens": num_tokens,
+    }
 
 
 def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -63,7 +88,8 @@ def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 def wire_request(request: Request, seed: int) -> GenerateReqInput:
     """SGLang's record of the request. `seed` is used if the request has none.
 
-    SGLang can ignore all stops, but not the end-of-sequence tokens alone: in that case
+    SGLang reports no log-probabilities of a distribution that top-p alone truncates, so top-k goes
+    with it. It can ignore all stops, but not the end-of-sequence tokens alone: in that case
     `actors.engines.sglang.server` cuts the answer at the first stop.
     """
     sampling = request.sampling
@@ -75,7 +101,7 @@ def wire_request(request: Request, seed: int) -> GenerateReqInput:
             min_new_tokens=request.min_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k or -1,
+            top_k=sampling.top_k or (MASK_TOKENS if is_truncated(request) else -1),
             stop_token_ids=sorted(request.stops),
             ignore_eos=sampling.ignore_eos,
             sampling_seed=seed if sampling.seed is None else sampling.seed,
@@ -83,10 +109,5 @@ def wire_request(request: Request, seed: int) -> GenerateReqInput:
         cache_salt=request.cache_salt,
         return_logprob=True,
         return_sampling_mask=is_truncated(request),
+        top_logprobs_num=sampling.num_top_logprobs or None,
     )
-
-
-def is_truncated(request: Request) -> bool:
-    """Whether top-k or top-p excludes candidates; greedy sampling reports the full distribution."""
-    sampling = request.sampling
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)

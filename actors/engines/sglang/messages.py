@@ -28,7 +28,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
 
 class GenerateReqInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`return_sampling_mask` asks for log-probabilities under the truncated distribution."""
+    """`return_sampling_mask` asks for log-probabilities under the truncated distribution, and for
+    what truncation left."""
 
     rid: str
     input_ids: list[int]
@@ -36,6 +37,7 @@ class GenerateReqInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cache_salt: str
     return_sampling_mask: bool = False
     return_logprob: bool | None = None
+    top_logprobs_num: int | None = None
 
 
 class FinishReason(Struct, frozen=True):
@@ -49,6 +51,8 @@ class GenerateMetaInfo(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
     output_token_sampling_logprobs: list[float] | None = None
+    output_token_sampling_mask: list[list[TokenId]] | None = None
+    output_top_logprobs: list[list[tuple[float | None, int, Any]] | None] | None = None
     weight_versions: list[VersionSpan] = []
 
 

@@ -8,12 +8,11 @@ more, over a group of this process (rank 0) and SGLang's ranks, formed for each 
     pause, form the group, begin | one broadcast per bucket | end, destroy the group, continue
 
 Invariant: SGLang's weights change only after every tensor of the update has arrived here. Its label
-changes with the last bucket, in the pause. With SGLang's overlap scheduler, the token of a request
-that was being sampled when an in-place pause began is labeled one version too new; its
-log-probability is right. (`engine_kwargs: {disable_overlap_schedule: true}` makes the label exact.)
+changes with the last bucket, in the pause.
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +32,7 @@ from actors.engines.sglang.messages import (
 )
 from actors.engines.staging import StagedWeights, WholeModel
 from streamrl.config.engines.sglang import SglangSettings
-from streamrl.errors import WeightTransferError
+from streamrl.errors import StreamRLError, WeightTransferError
 from streamrl.types import WeightUpdate
 from streamrl.weights.layout import dtype_name
 from streamrl.weights.transports import groups
@@ -72,8 +71,11 @@ class Relay:
         unblock."""
         await asyncio.to_thread(self._stage, update)
 
-    async def load(self, label: str, on_loaded: Callable[[], None]) -> float:
+    async def load(
+        self, label: str, on_loaded: Callable[[], None], require_current: Callable[[], None]
+    ) -> float:
         """Sends on what was received; returns the seconds in which nothing was sampled.
+        `require_current` is called before each step that changes the weights.
 
         Raises:
             WeightTransferError: no group was formed; sampling goes on with the old weights.
@@ -91,17 +93,24 @@ class Relay:
                 f"generator.sglang.reach_host): {error}"
             ) from error
         try:
-            await self._http.send("/begin_weight_update", BeginWeightUpdateReqInput())
-            await self._broadcast(group, name, label)
+            await self._begin()
+            await self._broadcast(group, name, label, require_current)
+            require_current()
             await self._http.send("/end_weight_update", EndWeightUpdateReqInput())
         finally:
             await asyncio.to_thread(group.close)
-        await self._http.send(
-            "/destroy_weights_update_group", DestroyWeightsUpdateGroupReqInput(group_name=name)
-        )
+        await self._dissolve(name)
         on_loaded()
         await self._http.send("/continue_generation", ContinueGenerationReqInput())
         return time.perf_counter() - start
+
+    async def _begin(self) -> None:
+        """After ending the update that a generator has left unfinished, if one has."""
+        try:
+            await self._http.send("/begin_weight_update", BeginWeightUpdateReqInput())
+        except RefusedError:
+            await self._http.send("/end_weight_update", EndWeightUpdateReqInput())
+            await self._http.send("/begin_weight_update", BeginWeightUpdateReqInput())
 
     def close(self) -> None:
         self._transfer.close()
@@ -113,7 +122,7 @@ class Relay:
     def _mode(self) -> PauseMode:
         if self._settings.pause_mode == "abort":
             return "abort"
-        return "retract" if self._settings.recompute_kv else "in_place"
+        return "in_place" if self._settings.keeps_old_kv else "retract"
 
     async def _form(self, name: str) -> groups.Group:
         """Joins the group at both ends. Waits for all ranks; the timeout or a refusal unblocks."""
@@ -133,9 +142,12 @@ class Relay:
         group, _ = await asyncio.gather(joining, self._http.send(path, request))
         return group
 
-    async def _broadcast(self, group: groups.Group, name: str, label: str) -> None:
+    async def _broadcast(
+        self, group: groups.Group, name: str, label: str, require_current: Callable[[], None]
+    ) -> None:
         buckets = list(buckets_of(self._staged, self._bucket_bytes))
         for i, bucket in enumerate(buckets):
+            require_current()
             is_last = i == len(buckets) - 1
             body = UpdateWeightsFromDistributedReqInput(
                 names=[tensor_name for tensor_name, _ in bucket],
@@ -143,15 +155,26 @@ class Relay:
                 shapes=[tuple(tensor.shape) for _, tensor in bucket],
                 group_name=name,
                 load_format="flattened_bucket",
-                # With in_place, requests in flight keep their cache.
-                flush_cache=is_last and self._mode() != "in_place",
+                # SGLang cannot flush the cache of requests that stay: it answers 400.
+                flush_cache=is_last and not self._settings.keeps_old_kv,
                 weight_version=label if is_last else None,
             )
             flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
-            await asyncio.gather(
-                asyncio.to_thread(group.broadcast, flat),
-                self._http.send("/update_weights_from_distributed", body),
-            )
+            sending = asyncio.create_task(asyncio.to_thread(group.broadcast, flat))
+            try:
+                path = "/update_weights_from_distributed"
+                await asyncio.gather(sending, self._http.send(path, body))
+            except (StreamRLError, asyncio.CancelledError):
+                # One that SGLang refuses it does not receive: the broadcast ends with the group.
+                with contextlib.suppress(StreamRLError):
+                    await self._dissolve(name)
+                await asyncio.wait([sending])
+                raise
+
+    async def _dissolve(self, name: str) -> None:
+        """Makes SGLang leave the group."""
+        path = "/destroy_weights_update_group"
+        await self._http.send(path, DestroyWeightsUpdateGroupReqInput(group_name=name))
 
 
 def prefix_of(group_name: str) -> str:

@@ -10,7 +10,8 @@ version the KV cache is of depends on `generator.sglang.pause_mode`:
 
 SGLang reports log-probabilities after temperature. With top-k or top-p, those of the truncated
 distribution come with its sampling mask, which holds at most sampling_mask_max_tokens (4096)
-candidates: a request that keeps more fails alone.
+candidates: top-p alone samples from the 4096 likeliest, and a larger top-k fails alone. With both,
+top-p counts the probabilities of all tokens, where HF and vLLM count those that top-k has kept.
 """
 
 import itertools
@@ -21,14 +22,21 @@ import numpy as np
 
 from actors.engines.served.http import Http
 from actors.engines.served.metrics import Names, readings
-from actors.engines.served.server import ABORT_S, Labels, Request, completion, versions_of
-from actors.engines.sglang.arguments import is_truncated, wire_request
+from actors.engines.served.server import (
+    ABORT_S,
+    Check,
+    Labels,
+    Request,
+    completion,
+    versions_of,
+)
+from actors.engines.sglang.arguments import MASK_TOKENS, wire_request
+from actors.engines.sglang.candidates import is_truncated, sets_of
 from actors.engines.sglang.messages import AbortReq, GenerateResponse, ModelInfo
 from actors.engines.sglang.relay import Relay
 from streamrl.errors import RolloutError
 from streamrl.types import Completion, WeightUpdate
 
-_MASK_TOKENS = 4096
 GAUGES: Names = {
     "num_active": ("sglang:num_running_reqs", ""),
     "num_waiting": ("sglang:num_queue_reqs", ""),
@@ -53,7 +61,7 @@ class SglangServer:
         self.name = f"SGLang at {http.url}"
         self._http = http
         self._relay = relay
-        self._labels = labels
+        self.labels = labels
         self._is_deterministic = is_deterministic
         self._request_timeout_s = request_timeout_s
         self._seeds = (int(s) for s in _seeds(seed))
@@ -71,20 +79,22 @@ class SglangServer:
             timeout_s=self._request_timeout_s,
             max_bytes=_answer_bytes(request),
         )
-        return completion_of(answer, request, self._labels)
+        return completion_of(answer, request, self.labels)
 
     async def abort(self, request_id: str) -> None:
         await self._http.send("/abort_request", AbortReq(rid=request_id), timeout_s=ABORT_S)
 
-    async def has_own_weights(self) -> bool:
-        info = await self._http.get("/model_info", ModelInfo)
-        return self._labels.is_own(info.weight_version)
+    async def label(self) -> str:
+        return (await self._http.get("/model_info", ModelInfo)).weight_version
 
     async def receive(self, update: WeightUpdate) -> None:
         await self._relay.receive(update)
 
-    async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
-        return await self._relay.load(self._labels.label(policy_version), on_loaded)
+    async def load(
+        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
+    ) -> float:
+        label = self.labels.label_of(update)
+        return await self._relay.load(label, on_loaded, require_current)
 
     async def readings(self) -> Mapping[str, float]:
         return readings(await self._http.text("/metrics"), GAUGES)
@@ -112,13 +122,17 @@ def completion_of(answer: GenerateResponse, request: Request, labels: Labels) ->
     if first_stop is not None:
         end, reason = first_stop + 1, "stop"
         token_ids, logprobs, versions = token_ids[:end], logprobs[:end], versions[:end]
-    return completion(token_ids, logprobs, versions, reason)
+    mask = top = None
+    if request.sampling.keep_sampling_mask or request.sampling.num_top_logprobs:
+        mask, top = sets_of(meta, request, len(token_ids))
+    return completion(token_ids, logprobs, versions, reason, sampling_mask=mask, top_logprobs=top)
 
 
 def _answer_bytes(request: Request) -> int:
     """The longest answer, with room to spare: a truncated request's has the ids of all candidates
     of each token."""
-    num_candidates = (request.sampling.top_k or _MASK_TOKENS) if is_truncated(request) else 0
+    num_candidates = (request.sampling.top_k or MASK_TOKENS) if is_truncated(request) else 0
+    num_candidates += 4 * request.sampling.num_top_logprobs
     return 2**20 + (2**10 + 16 * num_candidates) * request.max_new_tokens
 
 

@@ -4,12 +4,17 @@ import contextlib
 import socket
 from typing import Any
 
-from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import Http, RefusedError
+from actors.engines.served.open import open_served, open_urls
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import UNLABELED, Labels, Request
-from actors.engines.served.start import host_of, open_served, request_timeout_s, require_length
-from actors.engines.sglang.arguments import NUM_RESERVED, launch_command, wire_request
+from actors.engines.served.start import host_of, request_timeout_s, require_length
+from actors.engines.sglang.arguments import (
+    NUM_RESERVED,
+    launch_command,
+    launch_environment,
+    wire_request,
+)
 from actors.engines.sglang.messages import (
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
@@ -24,22 +29,25 @@ from actors.engines.sglang.server import SglangServer, completion_of
 from actors.engines.staging import WholeModel
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.interfaces import Engine
 from streamrl.types import Completion
 from streamrl.weights.transports.groups import address_towards
 
 _LOAD_FOLDER_S = 600.0
 
 
-def open_sglang(config: RunConfig, *, seed: int) -> ServedEngine:
-    """An engine on the server of `generator.sglang.url`, or on one started here; raises as
-    `open_served` does."""
+def open_sglang(config: RunConfig, *, seed: int, is_shared: bool = False) -> Engine:
+    """An engine on the servers of `generator.sglang.url`, or on one started here; raises as
+    `open_urls` does."""
     settings = config.generator.sglang
     kind = SglangKind(config, seed=seed)
-    if settings.url is not None:
-        return open_served(kind, config, Http(settings.url, api_key=settings.api_key))
+    if settings.urls:
+        return open_urls(kind, config, settings.api_key, is_shared=is_shared)
     port = _free_port()
     command = launch_command(config, host="127.0.0.1", port=port, seed=seed)
-    process = ServerProcess(command, config.run.path / "logs" / f"sglang-{port}.log")
+    process = ServerProcess(
+        command, config.run.path / "logs" / f"sglang-{port}.log", launch_environment(config)
+    )
     return open_served(kind, config, Http(f"http://127.0.0.1:{port}"), process)
 
 
@@ -50,6 +58,7 @@ class SglangKind:
         self._config = config
         self._seed = seed
         self.settings = config.generator.sglang
+        self.keeps_old_kv = self.settings.keeps_old_kv
 
     def require_up(self, http: Http) -> None:
         # SGLang's /health fails on a server that an earlier generator has left paused.
@@ -66,6 +75,12 @@ class SglangKind:
                     f"generator.sglang.{name}: was {getattr(self.settings, name)}, but the server "
                     f"at {http.url} was started with {info.get(name)}"
                 )
+        if self.keeps_old_kv and not info.get("disable_overlap_schedule"):
+            raise ConfigError(
+                "generator.sglang.recompute_kv: was false, for which the server at "
+                f"{http.url} has to be started with --disable-overlap-schedule: else it labels one "
+                "token of each request in flight with the next version"
+            )
         min_new_tokens = self._config.generator.min_new_tokens
         if min_new_tokens and info.get("skip_tokenizer_init"):
             raise ConfigError(
@@ -74,6 +89,16 @@ class SglangKind:
             )
         if not info.get("enable_metrics"):
             raise ConfigError(f"start the server at {http.url} with --enable-metrics")
+
+    looks = ("sglang:http_requests_total", 'endpoint="/model_info"')
+
+    def label(self, http: Http) -> str:
+        info: ModelInfo = http.request_sync("GET", "/model_info", answer=ModelInfo)
+        return info.weight_version
+
+    def take(self, http: Http, labels: Labels) -> None:
+        http.request_sync("POST", "/pause_generation", PauseGenerationReqInput(mode="abort"))
+        self._name(http, labels.taken)
 
     def restore(self, http: Http, labels: Labels) -> None:
         http.request_sync("POST", "/pause_generation", PauseGenerationReqInput(mode="abort"))
@@ -84,8 +109,12 @@ class SglangKind:
                 http.request_sync("POST", "/end_weight_update", EndWeightUpdateReqInput())
             body = UpdateWeightFromDiskReqInput(model_path=info.model_path, abort_all_requests=True)
             http.request_sync("POST", "/update_weights_from_disk", body, timeout_s=_LOAD_FOLDER_S)
-        label = UpdateWeightVersionReqInput(new_version=labels.label(0), abort_all_requests=True)
-        http.request_sync("POST", "/update_weight_version", label)
+        self._name(http, labels.label(0))
+
+    def _name(self, http: Http, label: str) -> None:
+        """Before sampling goes on."""
+        body = UpdateWeightVersionReqInput(new_version=label, abort_all_requests=True)
+        http.request_sync("POST", "/update_weight_version", body)
         http.request_sync("POST", "/continue_generation", ContinueGenerationReqInput())
 
     def sample(self, http: Http, labels: Labels, request: Request) -> Completion:

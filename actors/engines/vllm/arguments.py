@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from actors.engines.candidates import most_asked, num_asked
 from actors.engines.model import ModelFacts
 from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.plugin import BACKEND, register
@@ -81,7 +82,7 @@ def vllm_sampling(
         stop_token_ids=sorted(stops),
         ignore_eos=True,
         seed=sampling.seed,
-        logprobs=0,
+        logprobs=num_asked(sampling),
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE,
@@ -100,6 +101,7 @@ def _typed(config: RunConfig) -> dict[str, Any]:
         "dtype": generator.dtype,
         "max_num_seqs": generator.max_num_seqs,
         "max_model_len": config.max_model_len,
+        **({"max_logprobs": num} if (num := most_asked(config)) else {}),
         **given,
     }
 

@@ -3,8 +3,6 @@
 Without this check vLLM's processes end while they warm up, or at the first request.
 """
 
-from pathlib import Path
-
 from actors.engines.model import ModelFacts
 from actors.engines.vllm.plugin import request_amx
 from streamrl.config import RunConfig
@@ -12,7 +10,6 @@ from streamrl.errors import ConfigError
 
 # Those vLLM 0.32 names (CPUAttentionBackend.get_supported_head_sizes), and 48, which works, too.
 HEAD_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 def require_servable(config: RunConfig, facts: ModelFacts) -> None:
@@ -31,8 +28,3 @@ def require_servable(config: RunConfig, facts: ModelFacts) -> None:
             "generator.dtype: was bfloat16, for which vLLM uses this CPU's AMX tiles, and the "
             "operating system does not grant them: use generator.dtype float32"
         )
-
-
-def has_gpu() -> bool:
-    """Whether a vLLM on this machine may run on a GPU, whichever torch is installed here."""
-    return any(path.exists() for path in _GPU_DEVICES)

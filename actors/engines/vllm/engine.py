@@ -7,9 +7,8 @@ which changes only while vLLM is paused. Which version the KV cache is of depend
 `generator.vllm.pause_mode`:
 
     keep    requests in flight go on; the KV cache of their earlier tokens stays of the version that
-            computed it or, with recompute_kv, is computed again. A request that was submitted
-            before an update and starts after it may reuse a prefix of the old version; one that
-            was submitted later never does.
+            computed it or, with recompute_kv, is computed again. Those without a token yet begin
+            anew, so that none reuses a prefix that the old version has computed
     wait    requests in flight end first, so all of a completion is of one version
     abort   requests in flight begin anew, so all of a completion is of one version
 
@@ -30,6 +29,7 @@ from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from actors.engines.candidates import candidates, num_asked, sets_of
 from actors.engines.model import ModelFacts
 from actors.engines.prompt import require_known_tokens, room_for
 from actors.engines.requests import (
@@ -78,6 +78,10 @@ class VllmEngine(UpdatableEngine):
         # Only requests of one salt share prefixes.
         self._cache_salt = "0"
         self._numbers = itertools.count()
+        # By id; none is submitted while an update is loaded.
+        self._submitted: dict[str, CompletionHandle] = {}
+        self._may_submit = asyncio.Event()
+        self._may_submit.set()
         self._requests = InFlightRequests[CompletionOutput](self._raise_if_closed)
         self.is_closed = False
 
@@ -109,11 +113,11 @@ class VllmEngine(UpdatableEngine):
             output = await self._requests.run(self._sample(prompt, params, handle))
             reason = finish_reason(output.finish_reason)
             if reason is not FinishReason.ABORT:
-                return _completion(output, reason)
+                return _completion(output, reason, sampling)
             # vLLM's answer to an abort has what was sampled. With pause_mode abort an update aborts
             # requests in flight, too; they begin anew.
             if handle.stop.is_set():
-                return _completion(output, FinishReason.DEADLINE)
+                return _completion(output, FinishReason.DEADLINE, sampling)
         return nothing_sampled()
 
     def gauges(self) -> Mapping[str, float]:
@@ -139,7 +143,13 @@ class VllmEngine(UpdatableEngine):
         await self._loader.receive(update)
 
     async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        return await self._loader.load(str(update.policy_version), on_loaded)
+        self._may_submit.clear()
+        try:
+            if self._loader.keeps_old_kv:
+                await self._llm.abort([i for i, h in self._submitted.items() if h.num_tokens == 0])
+            return await self._loader.load(str(update.policy_version), on_loaded)
+        finally:
+            self._may_submit.set()
 
     def _on_loaded(self, update: WeightUpdate) -> None:
         super()._on_loaded(update)
@@ -156,9 +166,12 @@ class VllmEngine(UpdatableEngine):
     async def _sample(
         self, prompt: VllmPrompt, params: VllmSamplingParams, handle: CompletionHandle
     ) -> CompletionOutput:
-        """vLLM's last answer. Waits for it; canceling frees the request's slot."""
+        """vLLM's last answer. Waits for an update that is being loaded, then for the answer;
+        canceling frees the request's slot."""
+        await self._may_submit.wait()
         salted = prompt.salted(self._cache_salt)
         request_id = str(next(self._numbers))
+        self._submitted[request_id] = handle
         try:
             async with aborted_on(handle.stop, lambda: self._llm.abort(request_id)):
                 async for answer in self._llm.generate(salted, params, request_id):
@@ -168,6 +181,8 @@ class VllmEngine(UpdatableEngine):
             raise await asyncio.to_thread(self._processes.death) from error
         except Exception as error:
             raise RolloutError(f"vLLM refused a request: {error.__cause__ or error}") from error
+        finally:
+            del self._submitted[request_id]
         prompt.require_same(last.prompt_token_ids)
         return last.outputs[0]
 
@@ -212,14 +227,24 @@ def _start(arguments: AsyncEngineArgs, gauges: Gauges, processes: VllmProcesses)
         return AsyncLLM.from_vllm_config(checked, stat_loggers=[gauges])
 
 
-def _completion(output: CompletionOutput, finish_reason: FinishReason) -> Completion:
-    first_of_each = output.logprobs.start_indices
+def _completion(
+    output: CompletionOutput, finish_reason: FinishReason, sampling: SamplingParams
+) -> Completion:
+    found = output.logprobs
     versions = np.full(len(output.token_ids), -1, dtype=np.int32)
     for span in output.weight_versions:
         versions[span.start : span.end] = 0 if span.version == UNLABELED else int(span.version)
+    mask = top = None
+    if num_asked(sampling):
+        bounds = zip(found.start_indices, found.end_indices, strict=True)
+        stretches = [slice(start, end) for start, end in bounds]
+        each = [candidates(found.token_ids[s], found.logprobs[s]) for s in stretches]
+        mask, top = sets_of(each, sampling)
     return Completion(
         token_ids=np.array(output.token_ids, dtype=np.int32),
-        logprobs=np.array([output.logprobs.logprobs[i] for i in first_of_each], dtype=np.float32),
+        logprobs=np.array([found.logprobs[i] for i in found.start_indices], dtype=np.float32),
         policy_versions=versions,
         finish_reason=finish_reason,
+        sampling_mask=mask,
+        top_logprobs=top,
     )

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from actors.engines.candidates import candidates, num_asked, sets_of
 from actors.engines.served.server import (
     Labels,
     Request,
@@ -45,11 +46,19 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
 
 class GenerateLogProb(Struct, frozen=True):
+    token_id: TokenId
     logprob: float
 
 
+class GenerateLogProbsContent(Struct, frozen=True):
+    """Of a sampled token, which is the first of `top_logprobs`."""
+
+    logprob: float
+    top_logprobs: list[GenerateLogProb] = []
+
+
 class GenerateLogProbs(Struct, frozen=True):
-    content: list[GenerateLogProb]
+    content: list[GenerateLogProbsContent]
 
 
 class GenerateTokensChoice(Struct, frozen=True):
@@ -88,15 +97,25 @@ def wire_request(request: Request) -> GenerateRequest:
             top_k=sampling.top_k,
             stop_token_ids=sorted(request.stops),
             seed=sampling.seed,
+            logprobs=num_asked(sampling),
         ),
         cache_salt=request.cache_salt,
     )
 
 
-def completion_of(choice: GenerateTokensChoice, labels: Labels) -> Completion:
+def completion_of(choice: GenerateTokensChoice, labels: Labels, request: Request) -> Completion:
+    sampled, mask, top = choice.logprobs.content, None, None
+    if num_asked(request.sampling):
+        each = [
+            candidates([c.token_id for c in found], [c.logprob for c in found])
+            for found in (token.top_logprobs for token in sampled)
+        ]
+        mask, top = sets_of(each, request.sampling)
     return completion(
         choice.token_ids,
-        [token.logprob for token in choice.logprobs.content],
+        [token.logprob for token in sampled],
         versions_of(choice.weight_versions, len(choice.token_ids), labels),
         choice.finish_reason,
+        sampling_mask=mask,
+        top_logprobs=top,
     )

@@ -66,6 +66,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     defers_processing = True
 
     _thread: threading.Thread | None = None
+    _is_complete = _is_discarded = False
     _transfer: TransferReceiver | None = None
     _socket: "zmq.Socket[bytes] | None" = None
 
@@ -74,7 +75,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         self.drain_pending()
-        self._is_complete = False
+        self._is_complete = self._is_discarded = False
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -82,7 +83,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receives in the background, or discards what was received."""
         self.drain_pending()
-        self._is_complete = False
+        self._is_complete, self._is_discarded = False, not update_info.update
         if update_info.update:
             self._thread = threading.Thread(
                 target=self._receive, args=(update_info,), name="weights", daemon=True
@@ -96,10 +97,16 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._thread = None
 
     def finish_weight_update(self) -> None:
-        """Loads what was received; without anything, vLLM need not be paused."""
+        """Loads what was received; if that was discarded, vLLM need not be paused.
+
+        Raises:
+            WeightTransferError: it is loaded already, or another generator has begun an update.
+        """
         self.drain_pending()
-        if not self._is_complete:
+        if self._is_discarded:
             return
+        if not self._is_complete:
+            raise WeightTransferError("there is no complete update to load")
         self._is_complete = False
         initialize_layerwise_reload(self.model)
         self.model.load_weights((name, tensor.to(self.device)) for name, tensor in self._staged)

@@ -8,9 +8,10 @@ recorded version means, and for requests in flight at an update, see `actors.eng
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from actors.engines.served.http import Http
+from actors.engines.candidates import num_asked
+from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.metrics import Names, readings
-from actors.engines.served.server import ABORT_S, Labels, Request
+from actors.engines.served.server import ABORT_S, Check, Labels, Request
 from actors.engines.vllm.messages import (
     GenerateTokensResponse,
     WeightInfo,
@@ -21,8 +22,9 @@ from actors.engines.vllm.weights import WeightLoader
 from streamrl.types import Completion, WeightUpdate
 
 GENERATE = "/inference/v1/generate"
-# Of an answer, beside its tokens and for each of them; with room to spare.
-_ANSWER_BYTES, _TOKEN_BYTES = 2**20, 2**10
+# Of an answer, beside its tokens, for each of them and for each of its candidates; with room to
+# spare.
+_ANSWER_BYTES, _TOKEN_BYTES, _CANDIDATE_BYTES = 2**20, 2**10, 2**7
 GAUGES: Names = {
     "num_active": ("vllm:num_requests_running", ""),
     "num_waiting": ("vllm:num_requests_waiting", ""),
@@ -41,7 +43,7 @@ class VllmServer:
         self.name = f"vLLM at {http.url}"
         self._http = http
         self._loader = loader
-        self._labels = labels
+        self.labels = labels
         self._request_timeout_s = request_timeout_s
 
     async def sample(self, request: Request) -> Completion:
@@ -50,23 +52,25 @@ class VllmServer:
             wire_request(request),
             GenerateTokensResponse,
             timeout_s=self._request_timeout_s,
-            max_bytes=_ANSWER_BYTES + _TOKEN_BYTES * request.max_new_tokens,
+            max_bytes=_answer_bytes(request),
         )
-        return completion_of(answer.choices[0], self._labels)
+        return completion_of(answer.choices[0], self.labels, request)
 
     async def abort(self, request_id: str) -> None:
         ids = {"request_ids": [f"generate-tokens-{request_id}"]}
         await self._http.send("/inference/v1/abort_requests", ids, timeout_s=ABORT_S)
 
-    async def has_own_weights(self) -> bool:
-        info = await self._http.get("/weight_info", WeightInfo)
-        return self._labels.is_own(info.weight_version)
+    async def label(self) -> str:
+        return (await self._http.get("/weight_info", WeightInfo)).weight_version
 
     async def receive(self, update: WeightUpdate) -> None:
         await self._loader.receive(update)
 
-    async def load(self, policy_version: int, on_loaded: Callable[[], None]) -> float:
-        return await self._loader.load(self._labels.label(policy_version), on_loaded)
+    async def load(
+        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
+    ) -> float:
+        label = self.labels.label_of(update)
+        return await self._loader.load(label, on_loaded, require_current)
 
     async def readings(self) -> Mapping[str, float]:
         return readings(await self._http.text("/metrics"), GAUGES)
@@ -74,6 +78,11 @@ class VllmServer:
     async def close(self) -> None:
         self._loader.close()
         await self._http.close()
+
+
+def _answer_bytes(request: Request) -> int:
+    per_token = _TOKEN_BYTES + _CANDIDATE_BYTES * num_asked(request.sampling)
+    return _ANSWER_BYTES + per_token * request.max_new_tokens
 
 
 class HttpVerbs:
@@ -84,7 +93,13 @@ class HttpVerbs:
         self._request_timeout_s = request_timeout_s
 
     async def start(self) -> None:
-        await self._http.send("/start_weight_update", {})
+        """After discarding the update that a generator has left unfinished, if one has."""
+        try:
+            await self._http.send("/start_weight_update", {})
+        except RefusedError:
+            await self.update({"attempt": 0})
+            await self.finish(None)
+            await self._http.send("/start_weight_update", {})
 
     async def update(self, info: dict[str, Any]) -> None:
         await self._http.send("/update_weights", {"update_info": info})

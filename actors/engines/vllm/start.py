@@ -5,12 +5,14 @@ Invariant: a server that was not started as `serve_command` says is refused, wit
 
 import shlex
 
+from actors.engines.candidates import most_asked
+from actors.engines.devices import has_gpu
 from actors.engines.model import ModelFacts
-from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import Http, RefusedError
+from actors.engines.served.open import open_urls
 from actors.engines.served.server import UNLABELED, Labels, Request
-from actors.engines.served.start import host_of, open_served, request_timeout_s, require_length
-from actors.engines.vllm.cpu import has_gpu, require_servable
+from actors.engines.served.start import host_of, request_timeout_s, require_length
+from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.messages import (
     GenerateTokensResponse,
     WeightInfo,
@@ -23,24 +25,24 @@ from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError
+from streamrl.interfaces import Engine
 from streamrl.types import Completion
 from streamrl.weights.transports.groups import address_towards
 
 _LOAD_FOLDER_S = 600.0
 
 
-def open_vllm(config: RunConfig) -> ServedEngine:
-    """An engine on the server of `generator.vllm.url`; raises as `open_served` does.
+def open_vllm(config: RunConfig, *, is_shared: bool = False) -> Engine:
+    """An engine on the servers of `generator.vllm.url`; raises as `open_urls` does.
 
     Raises:
         ConfigError: the server runs on this machine's CPU, which cannot serve the model.
     """
     settings = config.generator.vllm
-    assert settings.url is not None, "make_engine has checked"
     # A vLLM on this machine runs on its CPU if there is no GPU; of others nothing is known.
-    if is_loopback(settings.url) and not has_gpu():
+    if any(is_loopback(url) for url in settings.urls) and not has_gpu():
         require_servable(config, ModelFacts.of(config.model))
-    return open_served(VllmKind(config), config, Http(settings.url, api_key=settings.api_key))
+    return open_urls(VllmKind(config), config, settings.api_key, is_shared=is_shared)
 
 
 class VllmKind:
@@ -49,6 +51,7 @@ class VllmKind:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.settings = config.generator.vllm
+        self.keeps_old_kv = self.settings.keeps_old_kv
 
     def require_up(self, http: Http) -> None:
         http.request_sync("GET", "/health")
@@ -63,10 +66,20 @@ class VllmKind:
                 f"{self.settings.tensor_parallel_size}, but {http.url} has {num_workers} workers"
             )
 
+    looks = ("http_requests_total", 'handler="/weight_info"')
+
+    def label(self, http: Http) -> str:
+        info: WeightInfo = http.request_sync("GET", "/weight_info", answer=WeightInfo)
+        return info.weight_version
+
+    def take(self, http: Http, labels: Labels) -> None:
+        http.request_sync("POST", "/pause?mode=abort", {})
+        http.request_sync("POST", "/update_weight_version", {"new_version": labels.taken})
+        http.request_sync("POST", "/resume", {})
+
     def restore(self, http: Http, labels: Labels) -> None:
         http.request_sync("POST", "/pause?mode=abort", {})
-        info = http.request_sync("GET", "/weight_info", answer=WeightInfo)
-        if info.weight_version != UNLABELED:
+        if self.label(http) != UNLABELED:
             body = {"method": "reload_weights"}
             http.request_sync("POST", "/collective_rpc", body, timeout_s=_LOAD_FOLDER_S)
         http.request_sync("POST", "/update_weight_version", {"new_version": labels.label(0)})
@@ -75,7 +88,7 @@ class VllmKind:
     def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
         body = wire_request(request)
         answer = http.request_sync("POST", GENERATE, body, GenerateTokensResponse)
-        return completion_of(answer.choices[0], labels)
+        return completion_of(answer.choices[0], labels, request)
 
     def refusal(self, http: Http, error: RefusedError) -> ConfigError:
         return ConfigError(
@@ -111,5 +124,7 @@ def serve_options(config: RunConfig) -> list[str]:
         "--generation-config": "vllm",
         "--weight-transfer-config": '{"backend": "streamrl"}',
     }
+    if num_candidates := most_asked(config):
+        options |= {"--max-logprobs": num_candidates}
     words = [str(word) for option in options.items() for word in option]
     return [*words, "--skip-tokenizer-init", "--enable-scale-out"]

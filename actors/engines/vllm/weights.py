@@ -73,8 +73,7 @@ class WeightLoader:
     def configure(self, settings: VllmSettings) -> None:
         """Sets how to pause."""
         self._mode = settings.pause_mode
-        # With no request in flight, all that the cache holds is of the old weights.
-        self._clear_cache = settings.recompute_kv or settings.pause_mode != "keep"
+        self.keeps_old_kv = settings.keeps_old_kv
 
     async def receive(self, update: WeightUpdate) -> None:
         """Into the workers' host memory. Waits for each worker's report, which the timeouts of the
@@ -94,16 +93,22 @@ class WeightLoader:
             await self._vllm.finish(None)
             raise WeightTransferError(errors[0])
 
-    async def load(self, label: str, on_loaded: Callable[[], None]) -> float:
+    async def load(
+        self,
+        label: str,
+        on_loaded: Callable[[], None],
+        require_current: Callable[[], None] = lambda: None,
+    ) -> float:
         """Loads what was received; returns the seconds in which nothing was sampled.
 
-        `on_loaded` is called while vLLM is paused. After an error vLLM stays paused: its weights
-        may be partly old, partly new.
+        `on_loaded` is called while vLLM is paused, `require_current` before the weights change.
+        After an error vLLM stays paused: its weights may be partly old, partly new.
         """
         start = time.perf_counter()
-        await self._vllm.pause(self._mode, clear_cache=self._clear_cache)
+        await self._vllm.pause(self._mode, clear_cache=not self.keeps_old_kv)
         if self._mode == "wait":
             start = time.perf_counter()
+        require_current()
         await self._vllm.finish(label)
         on_loaded()
         await self._vllm.resume()

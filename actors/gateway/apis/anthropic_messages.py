@@ -9,6 +9,7 @@ from actors.gateway.apis.chat import json_text
 from actors.gateway.apis.requests import (
     Answer,
     Api,
+    Integer,
     Json,
     Request,
     RequestError,
@@ -48,7 +49,7 @@ class _Tool(Struct):
 
 
 class _Body(Struct, forbid_unknown_fields=True):
-    max_tokens: int
+    max_tokens: Integer
     messages: list[_Message]
     model: str = ""
     system: str | list[dict[str, Any]] = ""
@@ -56,7 +57,7 @@ class _Body(Struct, forbid_unknown_fields=True):
     tool_choice: Any = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     stream: bool = False
 
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from actors.gateway.apis.requests import (
     Answer,
     Api,
+    Integer,
     Json,
     Request,
     RequestError,
@@ -82,11 +83,11 @@ class _Body(Struct, forbid_unknown_fields=True):
     model: str = ""
     tools: list[_Tool] = []
     tool_choice: Any = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     logprobs: bool = False
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -11,6 +11,8 @@ from streamrl.interfaces import Message, ToolSchema
 
 Json = Mapping[str, Any]
 Body = TypeVar("Body")
+Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""One that is an integer to every reader of JSON."""
 
 
 class RequestError(Exception):

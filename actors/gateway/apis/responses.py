@@ -9,6 +9,7 @@ from actors.gateway.apis.chat import json_text, write_error
 from actors.gateway.apis.requests import (
     Answer,
     Api,
+    Integer,
     Json,
     Request,
     RequestError,
@@ -52,7 +53,7 @@ class _Body(Struct, forbid_unknown_fields=True):
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: Any = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool = False

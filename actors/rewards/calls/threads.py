@@ -1,14 +1,19 @@
-"""Calls in threads of their own, which end with the process.
+"""Calls in threads that end with the process.
 
 A call that never returns costs its group and its thread, and nothing else; in the event loop's own
 few threads it would first hold up weight updates and in the end the exit. A thread cannot be ended,
 so that after `MAX_HUNG` of them each further call is refused at once.
+
+Invariant: a thread has one call at a time. One whose call has returned waits for the next, since
+starting a thread for each costs more than most rewards; it ends with its `Threads`.
 """
 
 import asyncio
 import contextlib
 import contextvars
+import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +28,8 @@ class Threads:
     def __init__(self, title: str) -> None:
         self._title = title
         self._num_hung = 0
+        self._idle: list[_Thread] = []
+        weakref.finalize(self, _end, self._idle)
 
     async def run(self, work: Callable[[], Any]) -> Any:
         """The result. Waits for the call, or to be canceled.
@@ -38,8 +45,10 @@ class Threads:
             )
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
+        thread = self._idle.pop() if self._idle else _Thread()
 
         def conclude(result: Any, error: Exception | None) -> None:
+            self._idle.append(thread)
             if answer.cancelled():
                 self._num_hung -= 1
             elif error is None:
@@ -57,8 +66,26 @@ class Threads:
                 loop.call_soon_threadsafe(conclude, result, failure)
 
         context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(run,), name="reward", daemon=True).start()
+        thread.calls.put(lambda: context.run(run))
         try:
             return await answer
         finally:
             self._num_hung += answer.cancelled()
+
+
+class _Thread:
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self.calls,), name="reward", daemon=True).start()
+
+
+def _run(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    """Waits for calls; None ends it."""
+    while (call := calls.get()) is not None:
+        call()
+        del call  # What it holds is not kept until the next one.
+
+
+def _end(idle: list[_Thread]) -> None:
+    for thread in idle:
+        thread.calls.put(None)

@@ -1,4 +1,5 @@
-"""Losses that clip the ratio, of a token or of a sequence: ppo, gspo, geo_mean, cispo, sapo."""
+"""Losses that bound the ratio, of a token or of a sequence: ppo, gspo, geo_mean, cispo, sapo,
+vespo."""
 
 import torch
 
@@ -6,6 +7,7 @@ from streamrl.algorithms.losses.finish import (
     clamped_ratio,
     clip_terms,
     counted_mean,
+    counted_sum,
     finish,
     loss_metrics,
     unclamped_ratio,
@@ -17,9 +19,11 @@ from streamrl.config.algorithm.losses import (
     GspoSettings,
     PpoSettings,
     SapoSettings,
+    VespoSettings,
 )
 
 _GSPO_LOG_BOUND = 10.0
+_VESPO_LOG_BOUND = 20.0
 
 
 def ppo(batch: LossInput, config: PpoSettings) -> LossOutput:
@@ -85,3 +89,18 @@ def sapo(batch: LossInput, config: SapoSettings) -> LossOutput:
     tau = torch.full_like(ratio, config.tau_neg).masked_fill_(batch.advantages > 0, config.tau_pos)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * batch.advantages
     return finish(batch, config, loss, log_ratio, mode="seq-mean-token-mean")
+
+
+def vespo(batch: LossInput, config: VespoSettings) -> LossOutput:
+    """-phi(w) A log p, with w the ratio of the whole sequence and the constant weight phi(w) = w^k
+    exp(lambda (1 - w)), whose k and lambda depend on the sign of A (VESPO, arXiv 2602.10693,
+    pseudocode in its appendix and github.com/FloyedShen/VESPO: w is a product, without a division
+    by the length, its logarithm within +-20)."""
+    log_ratio = batch.log_ratio
+    total = counted_sum(log_ratio.detach().double(), batch)
+    log_weight = batch.sequences.expand(total.clamp(-_VESPO_LOG_BOUND, _VESPO_LOG_BOUND))
+    is_negative = batch.advantages < 0
+    k = torch.where(is_negative, config.k_neg, config.k_pos)
+    rate = torch.where(is_negative, config.lambda_neg, config.lambda_pos)
+    weight = (k * log_weight - rate * log_weight.expm1()).exp().to(log_ratio.dtype)
+    return finish(batch, config, -weight * batch.advantages * batch.logprobs, log_ratio)

@@ -28,12 +28,17 @@ def clip_terms(
     return -advantages * ratio, -advantages * bounded
 
 
+def counted_sum(per_token: Tensor, batch: LossInput) -> Tensor:
+    """[R] -> [S] sum over the counted tokens of each sequence."""
+    mask = batch.loss_mask
+    return batch.sequences.sum(per_token if mask is None else torch.where(mask, per_token, 0.0))
+
+
 def counted_mean(per_token: Tensor, batch: LossInput) -> Tensor:
     """[R] -> [S] mean over the counted tokens of each sequence."""
     if batch.loss_mask is None:
         return batch.sequences.mean(per_token)
-    total = batch.sequences.sum(torch.where(batch.loss_mask, per_token, 0.0))
-    return total / batch.sequences.sum(batch.loss_mask).clamp(min=1)
+    return counted_sum(per_token, batch) / batch.sequences.sum(batch.loss_mask).clamp(min=1)
 
 
 def finish(

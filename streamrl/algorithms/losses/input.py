@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.losses.aggregation import BatchTotals
 from streamrl.algorithms.sequences import Sequences
 
@@ -35,6 +36,10 @@ class LossInput:
     """[S] weights per trajectory, or None for 1."""
     totals: BatchTotals | None = None
     """Of the whole step, where this is a part of it."""
+    top_candidates: Candidates | None = None
+    """The likeliest candidates beside each token, with their behavior log-probabilities."""
+    top_logprobs: Tensor | None = None
+    """[M] nats, of these candidates under the current policy, without gradient."""
 
     def __post_init__(self) -> None:
         self._check_shapes()

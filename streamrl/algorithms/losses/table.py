@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from streamrl.algorithms.losses.clipped import cispo, geo_mean, gspo, ppo, sapo
+from streamrl.algorithms.losses.clipped import cispo, geo_mean, gspo, ppo, sapo, vespo
 from streamrl.algorithms.losses.covariance import clip_cov, kl_cov
 from streamrl.algorithms.losses.input import LossInput, LossOutput
 from streamrl.algorithms.losses.policy_gradient import dro, gpg, reinforce, topr
@@ -21,6 +21,7 @@ from streamrl.config.algorithm.losses import (
     ReinforceSettings,
     SapoSettings,
     ToprSettings,
+    VespoSettings,
 )
 from streamrl.user_code import named
 
@@ -39,6 +40,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "sapo": sapo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
+    "vespo": vespo,
     "topr": topr,
     "reinforce": reinforce,
     "dro": dro,
@@ -54,6 +56,7 @@ class LossConfig(
     KlCovSettings,
     SapoSettings,
     DppoSettings,
+    VespoSettings,
     ToprSettings,
     DroSettings,
     GpgSettings,

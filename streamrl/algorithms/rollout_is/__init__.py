@@ -20,7 +20,7 @@ Different from verl on purpose:
 
 from pydantic import Field
 
-from streamrl.algorithms.rollout_is.statistics import RolloutISStatistics
+from streamrl.algorithms.rollout_is.statistics import SEQUENCE_ESS, RolloutISStatistics
 from streamrl.algorithms.rollout_is.weights import RolloutIS, rollout_is_weights
 from streamrl.config.algorithm.rollout_is import (
     ROLLOUT_IS_PRESETS,
@@ -38,6 +38,7 @@ class RolloutISConfig(RolloutISSettings):
 
 __all__ = [
     "ROLLOUT_IS_PRESETS",
+    "SEQUENCE_ESS",
     "RejectionRule",
     "RolloutIS",
     "RolloutISConfig",

@@ -117,6 +117,7 @@ def _measure(
         applied=Moments.of(weights, level.counts),
         applied_units=Moments.of(weights),
         per_sequence=Moments.of(per_sequence),
+        sequence_ratios=Moments.of(log_ratio_sums.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()),
         histogram=log_ratio_histogram(log_weights, level.counts),
         staleness=staleness_sums(staleness, log_ratio, clipped, changed, level),
     )

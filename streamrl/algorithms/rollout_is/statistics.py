@@ -16,12 +16,13 @@ from torch import Tensor
 
 from streamrl.algorithms.moments import Moments
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
+from streamrl.metrics import STALENESS_BUCKETS
 
 SAFETY_BOUND = 20.0
 """Log-ratios are clamped to +-20 before exp; exp(20) is 4.9e8."""
 
-STALENESS_BUCKETS = ("0", "1", "2", "3_4", "5_8", "9_plus")
-STALENESS_EDGES = (0, 1, 2, 4, 8)
+SEQUENCE_ESS = "mismatch/sequence_eff_sample_size"
+"""ESS / B of the ratios of whole sequences, not bounded."""
 
 QUANTILES = {"p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 
@@ -51,6 +52,8 @@ class RolloutISStatistics:
     """The same with one vote per weight, not per token: what batch normalization divides by."""
     per_sequence: Moments
     """Of the mean raw weight of each sequence."""
+    sequence_ratios: Moments
+    """Of exp(sum d) of each sequence, whatever the level: what `scale_lr` uses."""
     histogram: Tensor
     """[B] tokens by log-ratio."""
     staleness: Tensor
@@ -67,6 +70,7 @@ class RolloutISStatistics:
             applied=self.applied.merge(other.applied),
             applied_units=self.applied_units.merge(other.applied_units),
             per_sequence=self.per_sequence.merge(other.per_sequence),
+            sequence_ratios=self.sequence_ratios.merge(other.sequence_ratios),
             histogram=self.histogram + other.histogram,
             staleness=self.staleness + other.staleness,
         )
@@ -79,7 +83,7 @@ class RolloutISStatistics:
         """Statistics of another shard of the same config, from its `to_tensor`."""
         sizes = [part.numel() for part in self._parts()]
         sums, maxima, *moments, histogram, staleness = torch.split(tensor, sizes)
-        bounded, applied, applied_units, per_sequence = map(Moments.from_tensor, moments)
+        bounded, applied, applied_units, per_sequence, ratios = map(Moments.from_tensor, moments)
         return RolloutISStatistics(
             sum_names=self.sum_names,
             sums=sums,
@@ -89,6 +93,7 @@ class RolloutISStatistics:
             applied=applied,
             applied_units=applied_units,
             per_sequence=per_sequence,
+            sequence_ratios=ratios,
             histogram=histogram,
             staleness=staleness.view_as(self.staleness),
         )
@@ -131,13 +136,15 @@ class RolloutISStatistics:
         nonfinite = {"nonfinite_sequence_fraction": sums["num_nonfinite"] / seen.clamp(min=1)}
         if num_tokens == 0:
             return nonfinite if seen else {}
+        ess = {"sequence_eff_sample_size": self.sequence_ratios.effective_sample_size}
         means = {
             name.split("/")[1]: value / (num_tokens if name.startswith("token/") else num_sequences)
             for name, value in sums.items()
             if "/" in name
         }
         extremes = {name.lstrip("-"): -v if name[0] == "-" else v for name, v in maxima.items()}
-        named = nonfinite | means | extremes | self._distribution(config, extremes, percentiles)
+        distribution = self._distribution(config, extremes, percentiles)
+        named = nonfinite | ess | means | extremes | distribution
         hidden = ("_", "rollout_is_") if config.threshold is None else ("_",)
         return {k: v for k, v in named.items() if not k.startswith(hidden)} | self._by_staleness()
 
@@ -180,7 +187,10 @@ class RolloutISStatistics:
         }
 
     def _parts(self) -> list[Tensor]:
-        moments = (self.bounded, self.applied, self.applied_units, self.per_sequence)
+        moments = (
+            *(self.bounded, self.applied, self.applied_units),
+            *(self.per_sequence, self.sequence_ratios),
+        )
         return [
             self.sums,
             self.maxima,

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.rollout_is.level import Level
-from streamrl.algorithms.rollout_is.statistics import (
-    SAFETY_BOUND,
-    STALENESS_BUCKETS,
-    STALENESS_EDGES,
-)
+from streamrl.algorithms.rollout_is.statistics import SAFETY_BOUND
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
+from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES
 
 
 def veto(

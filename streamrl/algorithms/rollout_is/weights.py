@@ -1,12 +1,13 @@
 """Weights, kept tokens and metrics of one batch: the entry of rollout importance sampling."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.rollout_is.second_moment import SecondMoment, bound_second_moment
 from streamrl.algorithms.rollout_is.shard import Shard, measure_shard
 from streamrl.algorithms.rollout_is.statistics import (
     Reduce,
@@ -27,7 +28,8 @@ class RolloutIS:
     weights: Tensor | None
     """[R] importance weights, or None where they are off or not applied."""
     keep: Tensor
-    """[R] bool; false: rejected by a rule, or of a sequence with non-finite log-probabilities."""
+    """[R] bool; false: rejected by a rule or by the limit on the second moment, or of a sequence
+    with non-finite log-probabilities."""
     metrics: dict[str, float]
     statistics: RolloutISStatistics | None = None
     """What the metrics were computed from, to be merged over micro-batches and ranks."""
@@ -61,6 +63,7 @@ def rollout_is_weights(
     config: RolloutISSettings,
     staleness: Tensor | None = None,
     reduce: Reduce | None = None,
+    advantages: Tensor | None = None,
 ) -> RolloutIS:
     """Weights, kept tokens and metrics of one batch, or of one shard of it.
 
@@ -71,13 +74,16 @@ def rollout_is_weights(
         reduce: merges this shard's statistics with those of the others, for instance
             `RolloutISStatistics.merge_ranks`; metrics and batch normalization are then those of
             the whole batch.
+        advantages: [R], 0 for tokens that are not trained; `second_moment` needs them, and a whole
+            batch.
 
     Returns:
-        RolloutIS; weights are float32, or float64 for float64 input. With `threshold` null and no
-        rejection everything is off: weights None, no metrics.
+        RolloutIS; weights are float32, or float64 for float64 input. With `threshold` null, no
+        rejection and no `second_moment` everything is off: weights None, no metrics.
     """
-    _check(train_logprobs, behavior_logprobs, staleness, sequences)
-    if config.threshold is None and not config.rejection:
+    given = {"train_logprobs": train_logprobs, "behavior_logprobs": behavior_logprobs}
+    _check(given | {"staleness": staleness, "advantages": advantages}, sequences)
+    if config.is_off:
         return RolloutIS(None, torch.ones_like(train_logprobs, dtype=torch.bool), {})
     on_cpu = train_logprobs.device.type == "cpu"
     with torch.no_grad(), _single_thread() if on_cpu else nullcontext():
@@ -93,10 +99,22 @@ def rollout_is_weights(
             )
             for rows, tokens in on_device.chunks(chunk)
         ]
-        return _assemble(shards, config, reduce)
+        if config.second_moment is None:
+            return _assemble(shards, config, reduce)
+        if advantages is None or reduce is not None:
+            raise ValueError("second_moment: needs the advantages, and all tokens of the batch")
+        log_ratio = train_logprobs.double() - behavior_logprobs
+        counted = torch.cat([shard.keep & ~shard.vetoed for shard in shards])
+        bounded = bound_second_moment(log_ratio, advantages, counted, config.second_moment)
+        return _assemble(shards, config, reduce, bounded)
 
 
-def _assemble(shards: list[Shard], config: RolloutISSettings, reduce: Reduce | None) -> RolloutIS:
+def _assemble(
+    shards: list[Shard],
+    config: RolloutISSettings,
+    reduce: Reduce | None,
+    bounded: SecondMoment | None = None,
+) -> RolloutIS:
     statistics = shards[0].statistics
     for shard in shards[1:]:
         statistics = statistics.merge(shard.statistics)
@@ -106,6 +124,8 @@ def _assemble(shards: list[Shard], config: RolloutISSettings, reduce: Reduce | N
         statistics = reduce(statistics)
         metrics = statistics.metrics(config)
     keep = torch.cat([shard.keep for shard in shards])
+    if bounded is not None:
+        keep, metrics = keep & bounded.keep, metrics | bounded.metrics
     if config.threshold is None or not config.apply:
         return RolloutIS(None, keep, metrics, statistics)
     weights = torch.cat([shard.weights for shard in shards])
@@ -145,8 +165,7 @@ def _single_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _check(train: Tensor, behavior: Tensor, staleness: Tensor | None, sequences: Sequences) -> None:
-    given = {"train_logprobs": train, "behavior_logprobs": behavior, "staleness": staleness}
+def _check(given: Mapping[str, Tensor | None], sequences: Sequences) -> None:
     for name, tensor in given.items():
         if tensor is not None and tensor.shape != (sequences.num_tokens,):
             shape = tuple(tensor.shape)

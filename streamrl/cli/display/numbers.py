@@ -3,9 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_LARGEST = 1e100
 _BARS = " ▁▂▃▄▅▆▇█"
 
 Lines = Sequence[Mapping[str, Any]]
+
+
+def numbers_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A line of metrics without what is no finite number, which a damaged file may hold."""
+    return {k: v for k, v in line.items() if isinstance(v, int | float) and abs(v) < _LARGEST}
 
 
 def metric_mean(lines: Lines, name: str) -> float | None:
@@ -85,10 +91,14 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     """The values between 0 and their largest as bars, averaged into at most `width` of them."""
     if not values:
         return ""
-    size = -(-len(values) // width)
-    means = [
-        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
-    ]
+    means = averaged(values, width)
     highest = max(*means, 1e-9)
     bars = (_BARS[round(max(0.0, m) / highest * (len(_BARS) - 1))] for m in means)
     return "".join(bars)
+
+
+def averaged(values: Sequence[float], most: int) -> list[float]:
+    """The means of neighbors, at most so many."""
+    size = max(1, -(-len(values) // most))
+    parts = (values[i : i + size] for i in range(0, len(values), size))
+    return [sum(part) / len(part) for part in parts]

@@ -9,15 +9,30 @@ from rich.table import Table
 from streamrl.cli.display.books import books_rows
 from streamrl.cli.display.numbers import duration, metric_mean, rate, reward_change, short, steps_s
 from streamrl.config import RunConfig
+from streamrl.diagnosis.scaling import scaling_hint
 from streamrl.run_folder import read_books, read_json, read_learner
 from streamrl.tracking.jsonl import read_metrics
 from streamrl.tracking.validation import best_of, read_validations
+
+SUMMARY_METRICS = frozenset(
+    {
+        "reward/mean",
+        "buffer/staleness_mean",
+        "buffer/staleness_max",
+        "mismatch/rollout_is_eff_sample_size",
+        "learner/wait_s",
+        "learner/step_s",
+        "learner/tokens_per_s",
+        "generator/tokens_per_s",
+    }
+)
+"""What the summary reads of every line; of the last one it reads more."""
 
 
 def summary(config: RunConfig) -> Table:
     """The table at the end of a run, and of `streamrl report` at any time."""
     folder = config.run.path
-    lines = read_metrics(folder / "metrics.jsonl")
+    lines = read_metrics(folder / "metrics.jsonl", SUMMARY_METRICS)
     table = Table(title=f"{config.run.name}: summary", show_header=False)
     for name, value in summary_rows(lines, folder, validation_text(config)):
         table.add_row(name, value)
@@ -57,6 +72,8 @@ def summary_rows(
     learner = read_learner(folder)
     if learner is not None and learner.failures:
         rows.append(("failures", learner.failures))
+    if (hint := scaling_hint(lines[-1])) is not None:
+        rows.append(("scaling", hint.sentence))
     return [*rows, ("time of the steps", duration(steps_s(lines)))]
 
 

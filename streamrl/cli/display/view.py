@@ -161,7 +161,9 @@ def render(
     rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
     title = headline(config, lines) if lines else "starting: waiting for the first step"
     texts = [*notes(config.run.path), *_reward_texts(config, lines, rewards)]
-    return Group(Text(title, style="bold"), *map(Text, texts), table, *_sample(config.run.path))
+    sample = newest_sample(config.run.path)
+    samples = () if sample is None else (sample,)
+    return Group(Text(title, style="bold"), *map(Text, texts), table, *samples)
 
 
 def _reward_texts(
@@ -176,14 +178,15 @@ def _reward_texts(
         yield f"held-out reward {held_out}"
 
 
-def _sample(folder: Path) -> Iterator[Panel]:
-    """One of the siblings that the newest step with samples has trained; another one every
-    _SAMPLE_S."""
+def newest_sample(folder: Path) -> Panel | None:
+    """One of the siblings that the newest step with samples has trained, another one every
+    _SAMPLE_S; None before there are samples."""
     newest = list(islice(newest_first(folder), _NUM_SIBLINGS))
     siblings = [sample for sample in newest if sample.step == newest[0].step]
-    if siblings:
-        turn = int(time.monotonic() / _SAMPLE_S) % len(siblings)
-        yield rendered(siblings[turn], _SAMPLE_CHARACTERS)
+    if not siblings:
+        return None
+    turn = int(time.monotonic() / _SAMPLE_S) % len(siblings)
+    return rendered(siblings[turn], _SAMPLE_CHARACTERS)
 
 
 def _role_cells(

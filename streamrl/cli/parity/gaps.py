@@ -35,7 +35,7 @@ def likely_causes(config: RunConfig, report: ParityReport) -> Iterator[str]:
     if not report.overall.mean <= _OTHER_MODEL:
         yield "engine and learner do not have the same weights or the same tokens (model.path)"
     for setting in generator.truncations:
-        yield f"{setting} cuts off the sampled distribution"
+        yield f"{setting} cuts off the sampled distribution (set generator.keep_sampling_mask)"
     if report.engine_dtype != report.learner_dtype:
         yield (f"generator.dtype {report.engine_dtype} is not learner.dtype {report.learner_dtype}")
     if generator.engine_kwargs:

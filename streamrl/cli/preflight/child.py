@@ -7,8 +7,6 @@ import sys
 
 from streamrl.cli.processes.command import executable
 from streamrl.config.arguments import config_file
-from streamrl.config.loading.load import load_usable
-from streamrl.config.secrets import hand_down
 from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError
 
 
@@ -19,12 +17,8 @@ def require_startable(arguments: argparse.Namespace) -> None:
         ConfigError: the run cannot start; one line for each problem.
         StreamRLError: the check itself failed.
     """
-    file = config_file(arguments)
-    loaded, _ = load_usable(file, arguments.overrides)
-    if loaded is not None:
-        hand_down(arguments, loaded.config.buffer.password_of_url)
     settings = [word for text in arguments.overrides for word in ("--set", text)]
-    command = [executable(), "check", "--quiet", file, *settings]
+    command = [executable(), "check", "--quiet", config_file(arguments), *settings]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     before, found, problems = done.stderr.partition("streamrl check: ")
     print(before, end="", file=sys.stderr)

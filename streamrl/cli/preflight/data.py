@@ -18,12 +18,12 @@ from actors.prompts.media import text_of
 from actors.rewards import make_reward
 from actors.rewards.builtin import extract_number
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
-from streamrl.cli.preflight.model import local_folder
 from streamrl.config import RunConfig
 from streamrl.config.data.source import SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt, PromptSource
+from streamrl.model_folder import local_folder
 from streamrl.user_code import attributed_to, find_user_code, is_user_code
 
 _SCANNED, _LARGEST_SCAN = 256, 2000

@@ -1,8 +1,6 @@
 """Whether this machine has the devices, the packages and the folder that a run needs."""
 
-import ctypes
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,9 +13,14 @@ from buffers.connect import require_redis
 from streamrl.checkpoints.find import is_checkpoint
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.placement.assign import make_plan
+from streamrl.placement.devices import torch_has_cuda
+from streamrl.placement.hosts import hosts_of
+from streamrl.placement.plan import Plan
+from streamrl.placement.seats.seat import counted
 
 _FEW_BYTES = 200 * 2**20
-_ROCM = Path("/dev/kfd")
 
 
 def check_packages(config: RunConfig) -> Iterator[Finding]:
@@ -39,28 +42,30 @@ def check_packages(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
-    """The GPUs that the driver sees, and those that torch can use."""
-    num_gpus = 0 if not torch_has_cuda() else count_gpus()
-    if num_gpus is None:
-        yield fact("learner.device: GPUs are not counted here (ROCm)")
-        return
-    here = f"{num_gpus} GPU{'' if num_gpus == 1 else 's'} here"
+    """Whether there is a plan for the run's hosts, by the planner's own look-up."""
     why = "" if torch_has_cuda() else ": the installed torch is a build for CPUs"
-    for owner, device in (
-        ("learner", config.learner.device),
-        ("generator", config.generator.device),
-    ):
-        kind, _, number = device.partition(":")
-        is_elsewhere = owner == "generator" and _server_elsewhere(config)
-        if kind == "cuda" and int(number or 0) >= num_gpus and not is_elsewhere:
-            yield problem(f"{owner}.device: was {device!r}, and there are {here}{why}")
-    if config.weights.backend == "nccl" and not num_gpus:
-        yield problem(f"weights.backend: nccl needs GPUs, and there are {here}{why}")
-    generator = config.generator
-    num_ranks = generator.num_ranks
-    if generator.engine == "vllm" and not generator.vllm.url and 1 < num_gpus < num_ranks:
-        yield problem(f"generator.vllm.tensor_parallel_size: was {num_ranks}, and there are {here}")
-    yield fact(f"learner.device: {config.learner.device}, {here}")
+    try:
+        hosts = hosts_of(config)
+    except ConfigError as error:
+        yield warning(str(error))
+        return
+    try:
+        plan = make_plan(config, hosts)
+    except ConfigError as error:
+        is_about_gpus = str(error).endswith("here")
+        yield problem(f"{error}{why if is_about_gpus else ''}")
+        return
+    yield from _check_nccl(config, plan, why)
+    yield from (warning(note) for note in plan.notes)
+    yield fact(f"learner.device: {config.learner.device}, {counted(hosts)}")
+
+
+def _check_nccl(config: RunConfig, plan: Plan, why: str) -> Iterator[Finding]:
+    learners = [process for process in plan.processes if process.role == "learner"]
+    if config.weights.backend != "nccl" or any(process.devices for process in learners):
+        return
+    if all(host.is_counted for host in plan.hosts):
+        yield problem(f"weights.backend: nccl needs GPUs, and {counted(plan.hosts)}{why}")
 
 
 def check_folder(config: RunConfig) -> Iterator[Finding]:
@@ -90,42 +95,6 @@ def _check_resume(config: RunConfig) -> Iterator[Finding]:
     path = config.run.resume
     if isinstance(path, Path) and not is_checkpoint(path):
         yield problem(f"run.resume: {path} is no checkpoint (it has no state.json)")
-
-
-def _server_elsewhere(config: RunConfig) -> bool:
-    engines = {"vllm": config.generator.vllm.url, "sglang": config.generator.sglang.url}
-    return bool(engines.get(config.generator.engine))
-
-
-def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for GPUs, read from its version without importing it.
-
-    True if that cannot be told.
-    """
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return True
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return True
-    return re.search(r"^(cuda|hip)\b[^=]*= *None", text, re.MULTILINE) is None or bool(
-        re.search(r"^(cuda|hip)\b[^=]*= *['\"]", text, re.MULTILINE)
-    )
-
-
-def count_gpus() -> int | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process; None under ROCm."""
-    if _ROCM.exists():
-        return None
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    number = ctypes.c_int(0)
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number)):
-        return 0
-    return number.value
 
 
 def _has_wandb_key() -> bool:

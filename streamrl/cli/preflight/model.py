@@ -9,10 +9,11 @@ from os import environ
 from pathlib import Path
 from threading import Thread
 
+from streamrl.cli.models.packages import PACKAGED
 from streamrl.cli.preflight.findings import Finding, fact, problem, warning
-from streamrl.cli.preflight.model_folder import ModelFolder, hub_folder
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.model_folder import ModelFolder, local_folder
 
 HUB_S = 1.0
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -41,18 +42,15 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         yield from _check_tokenizer(config, folder, tokenizer)
 
 
-def local_folder(setting: str, name: str) -> ModelFolder | None:
-    """The folder of this name, here or in the Hub's cache."""
-    path = Path(name) if Path(name).is_dir() else hub_folder(name)
-    return ModelFolder(path, setting) if path else None
-
-
 def find_folder(setting: str, name: str) -> ModelFolder | Finding:
     """The folder of this name, here or in the Hub's cache; or why there is none."""
     if folder := local_folder(setting, name):
         return folder
     if Path(name).exists():
         return problem(f"{setting}: {name} is a file; it must be the folder of a model")
+    if (known := Path(name).name) in PACKAGED:
+        remedy = f"`streamrl get-model {known} --output {name}` writes it"
+        return problem(f"{setting}: there is no folder {name}; {remedy}")
     if not _HUB_NAME.fullmatch(name) or (Path(name).parent.is_dir() and "/" in name):
         return problem(f"{setting}: there is no folder {name}")
     return _ask_hub(setting, name)
@@ -105,8 +103,9 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
             f"{folder.context:g}"
         )
     if config.generator.engine == "hf" and (limit := folder.limited_attention):
-        yield problem(
-            f"generator.engine: hf decodes models with full attention; {path} has {limit}: use vllm"
+        yield warning(
+            f"generator.engine: hf decodes {path}, which has {limit}, through transformers' own "
+            "cache; that is slower"
         )
     yield from _check_stop_tokens(config, facts.get("vocab_size"))
     kind, vocabulary = facts.get("model_type", "a model"), facts.get("vocab_size")

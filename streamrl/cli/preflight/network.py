@@ -12,7 +12,7 @@ from pathlib import Path
 from buffers.connect import connect
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
-from streamrl.config.addresses import host_of, places_of, port_of
+from streamrl.config.addresses import family_of, host_of, places_of, port_of
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import ConfigError, StreamRLError
 
@@ -29,8 +29,8 @@ def check_addresses(config: RunConfig) -> Iterator[Finding]:
             "zmq://127.0.0.1:0 or redis://HOST"
         )
     if config.buffer.has_daemon:
-        yield from _check_listening("buffer.url", url)
-    yield from _check_listening("weights.address", address)
+        yield from check_listening("buffer.url", url)
+    yield from check_listening("weights.address", address)
     if config.buffer.curve is not None:
         yield from _check_keys(config.buffer.curve)
     yield fact(f"buffer.url: {url}; weights.address: {address}")
@@ -40,8 +40,7 @@ def check_servers(config: RunConfig) -> Iterator[Finding]:
     """Redis and an inference server elsewhere. Waits ANSWER_S for each."""
     if config.buffer.url.startswith("redi"):
         yield from _check_redis(config)
-    engine = {"vllm": config.generator.vllm.url, "sglang": config.generator.sglang.url}
-    if url := engine.get(config.generator.engine):
+    for url in config.generator.urls:
         host, port = next(places_of(url))
         default = 443 if url.startswith("https") else 80
         if reason := _unreachable(host, int(port or default)):
@@ -67,11 +66,10 @@ def check_secrets(config: RunConfig, origin: str | None) -> Iterator[Finding]:
         yield from _check_private("buffer.password_file", buffer.password_file)
 
 
-def _check_listening(setting: str, address: str) -> Iterator[Finding]:
+def check_listening(setting: str, address: str) -> Iterator[Finding]:
     host, port = host_of(address).replace("*", "0.0.0.0"), port_of(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family) as probe:
+        with socket.socket(family_of(host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:

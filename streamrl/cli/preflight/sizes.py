@@ -10,7 +10,7 @@ _SAFE_LEASE_S = 3.0
 
 def check_sizes(config: RunConfig) -> Iterator[Finding]:
     buffer, longest = config.buffer, config.max_model_len
-    largest = config.group_bytes(longest)
+    largest = config.group_bytes(longest, num_kept=config.generator.top_k)
     if largest > buffer.max_group_bytes:
         fitting = buffer.max_group_bytes * longest // largest
         yield warning(

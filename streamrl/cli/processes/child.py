@@ -17,6 +17,7 @@ from streamrl.cli.processes.command import executable
 from streamrl.cli.processes.restarts import RestartBudget, sentence_of
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.errors import EXIT_CONFIG, StreamRLError, error_of
+from streamrl.log_lines import FORMAT_VARIABLE, json_line
 
 
 @dataclass
@@ -24,8 +25,8 @@ class Child:
     """One daemon of the launch; `arguments` follow `streamrl` on its command line.
 
     `read_step` returns the newest step of the run, `notify` gets a sentence for each restart;
-    `num_sharing` is the number of processes that compute on this machine at once. The run goes on
-    without a child that `is_optional`.
+    `environment` is what the plan gives it. The run goes on without a child that `is_optional`.
+    `log_format` is that of the run.
     """
 
     role: str
@@ -35,8 +36,9 @@ class Child:
     budget: RestartBudget
     read_step: Callable[[], int]
     notify: Callable[[str], None]
-    num_sharing: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
     is_optional: bool = False
+    log_format: str = "text"
     process: asyncio.subprocess.Process | None = None
     num_restarts: int = 0
     state: str = "starting"
@@ -103,14 +105,17 @@ class Child:
             )
 
     def _environment(self, pipe: ErrorPipe) -> Mapping[str, str]:
-        """This process's, with its share of the cores: more threads than cores cost tenfold."""
-        threads = str(max(1, len(os.sched_getaffinity(0)) // self.num_sharing))
-        return {"OMP_NUM_THREADS": threads, **os.environ, **pipe.environment}
+        """The launcher's, with what the plan gives; a number of threads that a person set stays."""
+        kept = {"OMP_NUM_THREADS"} & os.environ.keys()
+        planned = {name: v for name, v in self.environment.items() if name not in kept}
+        own = {**pipe.environment, FORMAT_VARIABLE: self.log_format}
+        return {**os.environ, **planned, **own}
 
     def _log(self, sentence: str) -> None:
         """Into the process's log, which does not tell of a kill."""
+        line = launcher_line(self.role, sentence, self.log_format)
         with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as output:
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), "launcher:", self.role, sentence, file=output)
+            print(line, file=output)
 
     def _delay_s(self, code: int, record: ErrorRecord | None) -> float:
         try:
@@ -118,3 +123,10 @@ class Child:
         except StreamRLError as error:
             place = "" if code == EXIT_CONFIG else f" (see {self.log_file})"
             raise error_of(code, f"{self.role}: {error}{place}") from None
+
+
+def launcher_line(role: str, sentence: str, log_format: str) -> str:
+    """A line that whoever starts a process adds to its log."""
+    if log_format == "json":
+        return json_line(role, "error", "launcher", sentence, time_s=time.time())
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} launcher: {role} {sentence}"

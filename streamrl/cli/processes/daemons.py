@@ -1,17 +1,19 @@
 """All daemons of a run on this machine: which, how they are watched, in which order they stop.
 
-Invariant: the daemons are those that `streamrl buffer | learner | generator` start, with the same
-configuration; the launcher starts them and reads the run folder, and takes no other part.
+Invariant: the daemons are those of the plan, each a command that a person could type; the launcher
+starts them and reads the run folder, and takes no other part.
 """
 
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.restarts import RestartBudget
-from streamrl.config import RunConfig
+from streamrl.placement.plan import Plan
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
@@ -20,20 +22,26 @@ BackgroundTask: TypeAlias = Callable[[Sequence[Child]], Awaitable[None]]
 
 
 async def run_daemons(
-    config: RunConfig,
+    plan: Plan,
     *,
-    resume: bool,
     view: BackgroundTask,
     notify: Callable[[str], None],
     background: BackgroundTask | None,
 ) -> signal.Signals | None:
-    """Start, watch, and stop every daemon; the signal that stopped the run before its end, if any.
+    """`supervise` the daemons of a run on this machine; `notify` gets a sentence for each
+    restart."""
+    children = make_children(plan, notify=notify)
+    return await supervise(children, view=view, background=background)
 
-    `background` is cancelled before the daemons are stopped, `view` after that; `notify` gets a
-    sentence for each restart. Waits for the learner to end, for a child or `background` to fail, or
-    for a signal.
+
+async def supervise(
+    children: Sequence[Child], *, view: BackgroundTask, background: BackgroundTask | None
+) -> signal.Signals | None:
+    """Start, watch, and stop every child; the signal that stopped the run before its end, if any.
+
+    `background` is cancelled before the daemons are stopped, `view` after that. Waits for the
+    learner to end, for a child or `background` to fail, or for a signal.
     """
-    children = make_children(config, resume=resume, notify=notify)
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -57,43 +65,31 @@ async def run_daemons(
     return stopped_by
 
 
-def make_children(config: RunConfig, *, resume: bool, notify: Callable[[str], None]) -> list[Child]:
-    given = ("--config", str(config.run.path / "config.yaml"))
-    logs = config.run.path / "logs"
-
-    def read_step() -> int:
-        step: int = read_last(config.run.path / TRAINED_FILE).get("step", 0)
-        return step
-
-    def child(
-        role: str, *arguments: str, on_restart: tuple[str, ...] = (), is_optional: bool = False
-    ) -> Child:
-        return Child(
-            role,
-            arguments,
-            (*arguments, *on_restart),
-            logs / f"{role}.log",
-            RestartBudget(config.run, read_step()),
+def make_children(plan: Plan, *, notify: Callable[[str], None]) -> list[Child]:
+    """One for each process of a plan for this machine."""
+    run = plan.config.run
+    read_step = partial(newest_step, run.path)
+    return [
+        Child(
+            process.name,
+            process.command[1:],
+            process.restart_command[1:],
+            run.path / "logs" / f"{process.name}.log",
+            RestartBudget(run, read_step()),
             read_step,
             notify,
-            num_sharing=1 + config.generator.count + bool(config.validation.every),
-            is_optional=is_optional,
+            environment=process.environment,
+            is_optional=process.is_optional,
+            log_format=run.log_format,
         )
-
-    learner = ("learner", *given, *(["--resume"] if resume else []))
-    return [
-        *([child("buffer", "buffer", *given)] if config.buffer.has_daemon else []),
-        child("learner", *learner, on_restart=("--resume",)),
-        *(
-            child(f"generator-{i}", "generator", *given, "--id", f"generator-{i}")
-            for i in range(config.generator.count)
-        ),
-        *(
-            [child("validator", "validator", *given, is_optional=True)]
-            if config.validation.every
-            else []
-        ),
+        for process in plan.processes
     ]
+
+
+def newest_step(folder: Path) -> int:
+    """Of the run in this folder."""
+    step: int = read_last(folder / TRAINED_FILE).get("step", 0)
+    return step
 
 
 async def _run_background(background: BackgroundTask | None, children: Sequence[Child]) -> None:

@@ -68,6 +68,7 @@ ADVANTAGE_SETTINGS: Mapping[str, type[AdvantageSettings]] = {
     "rloo": AdvantageSettings,
     "remax": AdvantageSettings,
     "opo": AdvantageSettings,
+    "opob": AdvantageSettings,
     "gpg": GpgAdvantageSettings,
 }
 """The record of numbers of each estimator, by its name."""

@@ -40,6 +40,10 @@ _NO_WEIGHTS = (
     "the veto makes weights 0, and threshold null switches weights off, so it cannot act; set "
     "algorithm.rollout_is.threshold"
 )
+_NO_RATIOS = (
+    "with threshold null, no rejection and no second_moment no ratio is computed, so it cannot "
+    "act; set algorithm.rollout_is.threshold, and apply false for the ratios alone"
+)
 _SUM_ALONE = (
     "algorithm.advantage {} reads the sum of an episode's rewards alone, so it cannot act; gae, "
     "reinforce, reinforce_plus_plus and remax read where they stand"
@@ -67,6 +71,8 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Iner
         yield Inert(("reward", "placement"), _SUM_ALONE.format(config.advantage))
     if config.rollout_is.threshold is None:
         yield Inert(("rollout_is", "veto_threshold"), _NO_WEIGHTS)
+    if config.rollout_is.is_off:
+        yield Inert(("rollout_is", "scale_lr"), _NO_RATIOS)
 
 
 def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorDetails]:

@@ -100,6 +100,22 @@ class DppoSettings(LossSettings):
     """Divergence allowed where a token becomes likelier."""
     clip_ratio_c: float | None = Field(default=3.0, gt=1)
     """Largest weight of a token, its ratio to the proximal policy; null for no bound."""
+    divergence_topk: int = Field(default=0, ge=0)
+    """Likeliest tokens of the behavior policy whose probabilities are compared one by one, beside
+    the sampled one; all others count as one token. 0 compares the sampled token with all others."""
+
+
+class VespoSettings(LossSettings):
+    """vespo: a soft weight of whole sequences, w^k exp(lambda (1 - w)), that is 1 at w = 1."""
+
+    k_pos: float = Field(default=2.0, ge=0)
+    """k where the advantage is not negative: how fast the weight falls below w = 1."""
+    lambda_pos: float = Field(default=3.0, ge=0)
+    """lambda where the advantage is not negative: how fast the weight falls above it."""
+    k_neg: float = Field(default=3.0, ge=0)
+    """k elsewhere."""
+    lambda_neg: float = Field(default=2.0, ge=0)
+    """lambda elsewhere."""
 
 
 class ToprSettings(LossSettings):
@@ -144,6 +160,7 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
     "sapo": SapoSettings,
     "dppo_tv": DppoSettings,
     "dppo_kl": DppoSettings,
+    "vespo": VespoSettings,
     "topr": ToprSettings,
     "reinforce": ReinforceSettings,
     "dro": DroSettings,
@@ -153,6 +170,7 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
 RATIO_SETTINGS = frozenset(
     {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg"}
     | {"kl_cov_ratio", "kl_cov_coef", "dro_beta"}
+    | {"k_pos", "lambda_pos", "k_neg", "lambda_neg"}
 )
 """Numbers that change nothing while the ratio to the proximal policy is 1."""
 

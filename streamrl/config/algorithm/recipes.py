@@ -18,6 +18,12 @@ _PUBLISHED = {
         "algorithm.loss_config.loss_agg_mode: seq-mean-token-sum-norm"
     ),
     "reinforce++": "REINFORCE++ is algorithm.advantage: reinforce_plus_plus",
+    "m2po": "M2PO is algorithm.rollout_is: m2po",
+    "vcpo": "VCPO is algorithm.rollout_is: vcpo with algorithm.advantage: opob",
+    "dppo": (
+        "DPPO is algorithm.loss: dppo_tv or dppo_kl with algorithm.proximal: behavior, and over "
+        "the likeliest tokens with algorithm.loss_config.divergence_topk: 20"
+    ),
     "a2c": "it is algorithm.advantage: gae with algorithm.loss: reinforce",
     "vtrace": "off-policy correction is algorithm.rollout_is",
     "impala": "off-policy correction is algorithm.rollout_is",

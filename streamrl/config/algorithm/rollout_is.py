@@ -85,6 +85,13 @@ class RolloutISSettings(Section):
     """Divide by the mean weight after bounding, so that weights average 1 over the batch."""
     rejection: tuple[RejectionRule, ...] = ()
     """Tests that all must pass for a token to stay in the loss; independent of the weights."""
+    second_moment: float | None = Field(default=None, gt=0)
+    """Of the tokens whose update moves the policy further from the behavior policy, mask those with
+    the largest log-ratios until the mean square of the others' is at most this (M2PO); 0.04 is
+    usual, null is off."""
+    scale_lr: bool = False
+    """Multiply the learning rate of an update by sqrt(ESS / B), from the ratios of its B sequences
+    (VCPO)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -116,6 +123,11 @@ class RolloutISSettings(Section):
         return self
 
     @property
+    def is_off(self) -> bool:
+        """Whether nothing is computed: no weights, no masks, no metrics."""
+        return self.threshold is None and not self.rejection and self.second_moment is None
+
+    @property
     def lower(self) -> float:
         """L; 0 while the system is off."""
         if self.threshold is None:
@@ -128,6 +140,8 @@ class RolloutISSettings(Section):
 
 
 _VETO = 1e-4
+_UNBOUNDED = 1e6
+"""For papers that do not bound the ratio of a token; beyond it is a broken engine."""
 
 ROLLOUT_IS_PRESETS = {
     "off": RolloutISSettings(threshold=None),
@@ -142,6 +156,8 @@ ROLLOUT_IS_PRESETS = {
         level="geometric", mode="clip", threshold=1.01, veto_threshold=_VETO
     ),
     "icepop": RolloutISSettings(mode="clip", threshold=5.0, threshold_lower=0.5),
+    "m2po": RolloutISSettings(threshold=_UNBOUNDED, second_moment=0.04),
+    "vcpo": RolloutISSettings(level="sequence", threshold=8.0, scale_lr=True),
 }
 
 

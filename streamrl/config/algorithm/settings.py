@@ -6,7 +6,14 @@ torch.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from streamrl.config.algorithm.advantages import (
     ADVANTAGE_SETTINGS,
@@ -22,6 +29,7 @@ from streamrl.config.algorithm.losses import (
     LossSettings,
     UserLossSettings,
 )
+from streamrl.config.algorithm.presets import with_preset
 from streamrl.config.algorithm.recipes import NOT_ADVANTAGES, NOT_LOSSES
 from streamrl.config.algorithm.rewards import PfPpoSettings, RewardSettings, SampleWeightSettings
 from streamrl.config.algorithm.rollout_is import (
@@ -44,13 +52,13 @@ class AlgorithmSettings(Section):
 
     advantage: str = "grpo"
     """Estimator of the advantage: gae, reinforce, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk, rloo, remax, opo, gpg, or
+    reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk, rloo, remax, opo, opob, gpg, or
     PATH.py:FUNCTION."""
     advantage_config: SerializeAsAny[AdvantageSettings] = Field(default_factory=dict)  # type: ignore[assignment]
     """Numbers of the estimator: the record of the one that is chosen."""
     loss: str = "ppo"
-    """Policy loss: ppo, gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl, topr,
-    reinforce, dro, or PATH.py:FUNCTION."""
+    """Policy loss: ppo, gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl,
+    vespo, topr, reinforce, dro, or PATH.py:FUNCTION."""
     loss_config: SerializeAsAny[LossSettings] = Field(default_factory=dict)  # type: ignore[assignment]
     """Numbers of the loss: the record of the one that is chosen."""
     rollout_is: Annotated[RolloutISSettings, BeforeValidator(_preset_or_record)] = (
@@ -79,6 +87,14 @@ class AlgorithmSettings(Section):
     """Leaving out groups whose siblings all have one reward; null leaves out none."""
     pf_ppo: PfPpoSettings | None = None
     """Resampling of trajectories by reward; null for none."""
+    preset: Literal["stream"] | None = None
+    """Settings that were measured together, and that those given here go before: stream is opob
+    and vespo on the behavior policy, for trajectories that are several versions old."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, section: object) -> object:
+        return with_preset(section)
 
     @field_validator("advantage")
     @classmethod
@@ -120,6 +136,12 @@ class AlgorithmSettings(Section):
         return self.advantage == "gae"
 
     @property
+    def needs_ratios(self) -> bool:
+        """Whether the advantage weighs trajectories by their ratios, so that the policy's
+        log-probabilities must be known before."""
+        return self.advantage == "opob"
+
+    @property
     def needs_greedy_rewards(self) -> bool:
         """Whether generators add a greedy completion per prompt."""
         return self.advantage == "remax"
@@ -140,6 +162,8 @@ class AlgorithmSettings(Section):
     def corrects_as_a_whole(self) -> bool:
         """Whether the correction of a token depends on the other tokens of its update."""
         correction = self.rollout_is
-        return correction.normalize_by == "kept" or (
-            correction.batch_normalize and not self.ratio_holds_correction
+        return (
+            correction.normalize_by == "kept"
+            or correction.second_moment is not None
+            or (correction.batch_normalize and not self.ratio_holds_correction)
         )

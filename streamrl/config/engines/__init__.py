@@ -1,1 +1,1 @@
-"""The settings of one inference engine each: `generator.vllm` and `generator.sglang`."""
+"""The settings of one inference engine each: `generator.hf`, `.vllm` and `.sglang`."""

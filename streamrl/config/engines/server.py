@@ -16,8 +16,10 @@ from streamrl.errors import ConfigError
 class ServerSettings(Section):
     section: ClassVar[str]
 
-    url: str | None = None
-    """http://host:port of a server that is up already; null: this generator starts its own."""
+    url: str | tuple[str, ...] | None = None
+    """http://host:port of a server that is up already, or a list of servers of one model that share
+    the generator's requests; null: this generator starts its own. Generators of one run may name
+    the same server, by the same address."""
     api_key_variable: str | None = None
     """Environment variable that holds the key which the server at `url` asks for; keys don't belong
     into files."""
@@ -29,12 +31,23 @@ class ServerSettings(Section):
 
     @field_validator("url")
     @classmethod
-    def _is_http(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise ValueError(f"was {url!r}; it must be http://host:port")
-        if url is not None and "@" in url.partition("//")[2].partition("/")[0]:
-            raise ValueError("holds a password; the server's key belongs into api_key_variable")
+    def _is_http(cls, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        for one in _urls(url):
+            if not one.startswith(("http://", "https://")):
+                raise ValueError(f"was {one!r}; it must be http://host:port")
+            if "@" in one.partition("//")[2].partition("/")[0]:
+                raise ValueError("holds a password; the server's key belongs into api_key_variable")
+        if url == ():
+            raise ValueError("was an empty list; name a server, or leave it out")
+        places = [one.rstrip("/") for one in _urls(url)]
+        if twice := [place for place in places if places.count(place) > 1]:
+            raise ValueError(f"{twice[0]} stands there twice")
         return url
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the servers elsewhere."""
+        return _urls(self.url)
 
     @model_validator(mode="after")
     def _has_a_server_for_its_key(self) -> Self:
@@ -53,7 +66,7 @@ class ServerSettings(Section):
         if self.api_key_variable not in os.environ:
             raise ConfigError(
                 f"{self.section}.api_key_variable: there is no {self.api_key_variable} in the "
-                f"environment, and {self.url} asks for a key"
+                f"environment, and {self.urls[0]} asks for a key"
             )
         return os.environ[self.api_key_variable]
 
@@ -72,3 +85,7 @@ class ServerSettings(Section):
                 "here"
             )
         return self
+
+
+def _urls(url: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (url,) if isinstance(url, str) else url or ()

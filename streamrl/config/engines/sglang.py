@@ -15,7 +15,8 @@ class SglangSettings(ServerSettings):
     section: ClassVar[str] = "generator.sglang"
 
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of a GPU's memory for weights and KV cache."""
+    """Fraction of a GPU's memory for weights and KV cache; null: as the plan of `streamrl launch`
+    divides a shared GPU, else the default of SGLang."""
     tp_size: Positive = 1
     """GPUs that share one server."""
     attention_backend: str | None = None
@@ -32,11 +33,18 @@ class SglangSettings(ServerSettings):
     """Batch-invariant kernels; only with them does SGLang apply the seed of a request."""
     pause_mode: Literal["keep", "abort"] = "keep"
     """Requests in flight at an update: go on with the new weights, or begin anew."""
-    recompute_kv: bool = False
-    """With keep: compute the KV cache of requests in flight again with the new weights."""
+    recompute_kv: bool = True
+    """With keep: compute the KV cache of requests in flight again with the new weights. Without,
+    the pause is shorter, their later tokens are sampled from a mixture of versions, and a server
+    elsewhere has to be started with --disable-overlap-schedule."""
     reach_host: str | None = None
     """This machine's address as SGLang's processes reach it for weights; null: the one on the route
     to the server."""
+
+    @property
+    def keeps_old_kv(self) -> bool:
+        """Whether what old weights have computed is there after an update."""
+        return self.pause_mode == "keep" and not self.recompute_kv
 
     @model_validator(mode="after")
     def _leaves_the_server_alone(self) -> "SglangSettings":

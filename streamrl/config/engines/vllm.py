@@ -14,8 +14,9 @@ class VllmSettings(ServerSettings):
 
     section: ClassVar[str] = "generator.vllm"
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Fraction of a GPU's memory for weights and KV cache."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of a GPU's memory for weights and KV cache; null: as the plan of `streamrl launch`
+    divides a shared GPU, else the default of vLLM."""
     tensor_parallel_size: Positive = 1
     """GPUs that share one engine."""
     max_num_batched_tokens: Positive | None = None
@@ -34,6 +35,11 @@ class VllmSettings(ServerSettings):
     """Requests in flight at an update: go on with the new weights, end first, or begin anew."""
     recompute_kv: bool = False
     """With keep: compute the KV cache of requests in flight again with the new weights."""
+
+    @property
+    def keeps_old_kv(self) -> bool:
+        """Whether what old weights have computed is there after an update."""
+        return self.pause_mode == "keep" and not self.recompute_kv
 
     @model_validator(mode="after")
     def _leaves_the_server_alone(self) -> "VllmSettings":

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from streamrl.config.engines.hf import HfSettings
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
 from streamrl.config.generator.agent import AgentSettings
@@ -47,6 +48,9 @@ class GeneratorSettings(Section):
     """Nucleus mass; 1 is unrestricted."""
     top_k: NotNegative = 0
     """Sample among the k likeliest tokens; 0 is unrestricted."""
+    keep_sampling_mask: bool = False
+    """Record which tokens top_k, top_p and min_new_tokens left to sample from, and compute the
+    learner's log-probabilities over the same ones. Needs top_k, which bounds the record."""
     stop_token_ids: tuple[NotNegative, ...] = ()
     """Ids of tokens that end a completion, in addition to the model's own."""
     ignore_eos: bool = False
@@ -70,6 +74,8 @@ class GeneratorSettings(Section):
     """After SIGTERM, time given to unfinished groups before their leases are released."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine, as its own documentation names them."""
+    hf: HfSettings = HfSettings()
+    """Settings of engine hf."""
     vllm: VllmSettings = VllmSettings()
     """Settings of engine vllm."""
     sglang: SglangSettings = SglangSettings()
@@ -98,15 +104,29 @@ class GeneratorSettings(Section):
 
     @property
     def truncations(self) -> tuple[str, ...]:
-        """The settings that cut off the distribution that is sampled from, with their values."""
+        """The settings that cut off the distribution that is sampled from, with their values;
+        none where the learner takes its log-probabilities over what they left."""
+        if self.keep_sampling_mask:
+            return ()
         cuts = {"top_p": self.top_p < 1, "top_k": self.top_k > 0}
         cuts |= {"min_new_tokens": self.min_new_tokens > 0}
         return tuple(f"generator.{n} {getattr(self, n):g}" for n, is_cut in cuts.items() if is_cut)
 
     @property
     def url(self) -> str | None:
-        """Of the engine's server, if it runs elsewhere."""
-        return {"vllm": self.vllm.url, "sglang": self.sglang.url}.get(self.engine)
+        """Of the engine's server, if it runs elsewhere; the first of several."""
+        return next(iter(self.urls), None)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the engine's servers, if they run elsewhere."""
+        served = {"vllm": self.vllm, "sglang": self.sglang}.get(self.engine)
+        return served.urls if served else ()
+
+    @property
+    def served(self) -> VllmSettings | SglangSettings:
+        """Of an engine that servers may run."""
+        return self.vllm if self.engine == "vllm" else self.sglang
 
     @property
     def lacks_weights(self) -> bool:

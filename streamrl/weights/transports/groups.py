@@ -23,6 +23,7 @@ import zmq
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from torch._C._distributed_c10d import Store as TorchStore
 
+from streamrl.config.addresses import family_of
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import BroadcastEndpoint
 from streamrl.weights.transports.rendezvous import RendezvousStore
@@ -39,7 +40,9 @@ class OpenStore:
     def __init__(self, host: str, timeout_s: float) -> None:
         self.host = host
         # torch itself would listen on every interface of the machine.
-        listening = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
+        listening = socket.create_server(
+            (host, 0), family=family_of(host), backlog=socket.SOMAXCONN
+        )
         self.port: int = listening.getsockname()[1]
         self._store = TCPStore(
             host,
@@ -199,7 +202,7 @@ def _nccl(store: TorchStore, rank: int, world_size: int, timeout_s: float) -> An
 
 def address_towards(host: str) -> str:
     """This machine's address on the route to `host`, at which peers there can reach it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         address: str = probe.getsockname()[0]
         return address

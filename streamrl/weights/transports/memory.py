@@ -1,10 +1,10 @@
 """Memory that two processes of one machine share: allocated in one, opened in the other.
 
-On the host it is a memfd, a file without a name: others open it through /proc while the process
-that made it lives, the kernel frees it when the last of them has ended, however it ended, and the
-size of /dev/shm (64 MB in a container) is no limit. On a GPU it is what torch's own CUDA IPC
-exports; all receivers open one export, whose reference counter is therefore meaningless, so the
-memory has to stay until its process ends, as a sender's does.
+On the host it is a memfd, a file without a name: the process that made it hands it to others while
+it lives (`streamrl.weights.transports.descriptors`), the kernel frees it when the last of them has
+ended, however it ended, and the size of /dev/shm (64 MB in a container) is no limit. On a GPU it is
+what torch's own CUDA IPC exports; all receivers open one export, whose reference counter is
+therefore meaningless, so the memory has to stay until its process ends, as a sender's does.
 
 Invariant: only processes of the same user open it, and none but the one that made it can change it:
 the file is sealed against writes once it is mapped. A receiver maps it privately. (On a GPU nothing
@@ -22,6 +22,11 @@ import torch
 from streamrl.errors import WeightTransferError
 from streamrl.types import CudaMemory, HostMemory
 from streamrl.weights.locality import gpu_uuid
+from streamrl.weights.transports.descriptors import (
+    DescriptorServer,
+    receive_descriptor,
+    require_served,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +41,19 @@ def make_on_host(num_bytes: int, owner: object) -> tuple[torch.Tensor, HostMemor
         fd = os.memfd_create("streamrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError):
         return torch.zeros(num_bytes, dtype=torch.uint8), None
-    weakref.finalize(owner, os.close, fd)
     os.fchmod(fd, 0o600)
     os.ftruncate(fd, num_bytes)
     tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
     _seal(fd)
     inode = os.fstat(fd).st_ino
-    return tensor, HostMemory(pid=os.getpid(), fd=fd, inode=inode, num_bytes=num_bytes)
+    try:
+        server = DescriptorServer(fd)
+    except OSError as error:
+        log.warning("weights cannot be shared on this host: %s", error)
+        os.close(fd)
+        return tensor, None
+    weakref.finalize(owner, server.close)
+    return tensor, HostMemory(socket=str(server.path), inode=inode, num_bytes=num_bytes)
 
 
 def export_from_gpu(tensor: torch.Tensor) -> CudaMemory:
@@ -85,12 +96,9 @@ def require_present(memory: HostMemory) -> None:
         WeightTransferError: it does not, or it is on another machine or another user's.
     """
     try:
-        file = os.stat(_path(memory))
+        require_served(memory.socket)
     except OSError as error:
-        raise _unreachable(memory, str(error.strerror)) from error
-    expected = (memory.inode, memory.num_bytes)
-    if not stat.S_ISREG(file.st_mode) or (file.st_ino, file.st_size) != expected:
-        raise _unreachable(memory, "another file is there")
+        raise _unreachable(memory, error.strerror or str(error)) from error
 
 
 def _seal(fd: int) -> None:
@@ -103,11 +111,21 @@ def _seal(fd: int) -> None:
 
 
 def _open_on_host(memory: HostMemory) -> torch.Tensor:
-    require_present(memory)
     try:
-        return torch.from_file(_path(memory), size=memory.num_bytes, dtype=torch.uint8)
+        fd = receive_descriptor(memory.socket)
+    except OSError as error:
+        raise _unreachable(memory, error.strerror or str(error)) from error
+    try:
+        file = os.fstat(fd)
+        expected = (memory.inode, memory.num_bytes)
+        if not stat.S_ISREG(file.st_mode) or (file.st_ino, file.st_size) != expected:
+            raise _unreachable(memory, "another file is there")
+        path = f"/proc/self/fd/{fd}"
+        return torch.from_file(path, size=memory.num_bytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise _unreachable(memory, str(error)) from error
+    finally:
+        os.close(fd)
 
 
 def _open_on_gpu(memory: CudaMemory) -> torch.Tensor:
@@ -135,12 +153,9 @@ def _open_on_gpu(memory: CudaMemory) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
 
 
-def _path(memory: HostMemory) -> str:
-    return f"/proc/{memory.pid}/fd/{memory.fd}"
-
-
 def _unreachable(memory: HostMemory, reason: str) -> WeightTransferError:
     return WeightTransferError(
-        f"the learner's memory {_path(memory)} cannot be opened here ({reason}); weights.backend "
-        "shared needs learner and generators on one machine, under one user"
+        f"the learner's memory at {memory.socket} cannot be opened here ({reason}); "
+        "weights.backend shared needs learner and generators on one machine, under one user, with "
+        "one /dev/shm"
     )

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 import torch
 
-from streamrl.types import BroadcastEndpoint, FilesEndpoint, SharedEndpoint, WeightUpdate
+from streamrl.errors import WeightTransferError
+from streamrl.types import (
+    BroadcastEndpoint,
+    FilesEndpoint,
+    HeldEndpoint,
+    SharedEndpoint,
+    WeightUpdate,
+)
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports.broadcast import BroadcastReceiver
 from streamrl.weights.transports.files import FileReader, version_name
@@ -46,6 +53,8 @@ class TransferReceiver:
             case SharedEndpoint() as endpoint:
                 layout = Layout(update.manifest, endpoint.bucket_bytes)
                 yield from self._shared.tensors(endpoint, layout, landing, update.key)
+            case HeldEndpoint():
+                raise WeightTransferError("the update has no tensors")
 
     def close(self) -> None:
         self._broadcast.close()

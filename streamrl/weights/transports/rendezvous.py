@@ -18,7 +18,8 @@ from msgspec import Struct
 from torch._C._distributed_c10d import Store
 
 from streamrl import wire
-from streamrl.curve import serve_with_new_key, use_key
+from streamrl.config.addresses import url_host
+from streamrl.curve import choose_family, serve_with_new_key, use_key
 from streamrl.errors import WireError
 
 log = logging.getLogger(__name__)
@@ -53,10 +54,12 @@ class RendezvousServer:
 
     def __init__(self, host: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        place = f"tcp://{url_host(host)}"
+        choose_family(self._socket, place)
         self.key = serve_with_new_key(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self.port: int = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.port: int = self._socket.bind_to_random_port(place)
         self._values: dict[str, bytes] = {}
         self._waiting: dict[bytes, str] = {}
         self._stop = threading.Event()
@@ -106,12 +109,13 @@ class RendezvousStore(Store):
 
     def __init__(self, host: str, port: int, key: str, timeout_s: float) -> None:
         super().__init__()
-        self._place = f"{host}:{port}"
+        self._place = f"{url_host(host)}:{port}"
         self._timeout_s = timeout_s
         self._values: dict[str, bytes] = {}
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         use_key(self._socket, key)
+        choose_family(self._socket, f"tcp://{self._place}")
         self._socket.connect(f"tcp://{self._place}")
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -1,4 +1,4 @@
-"""The task of peer_step, named as PATH.py:NAME: prompts whose responses have lengths of their own.
+"""The task of peers/steps.py, as PATH.py:NAME: prompts whose responses have lengths of their own.
 
 Lengths are log-normal and a pure function of the prompt and of the place among its siblings, so two
 systems sample and train the same numbers of tokens, whatever the tokens are. Rewards are a function

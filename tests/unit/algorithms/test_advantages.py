@@ -109,7 +109,7 @@ def test_whitening_and_clipping_follow_the_estimator() -> None:
 def test_missing_and_impossible_inputs_are_named() -> None:
     batch = _batch()
     bare = AdvantageInput(batch.token_rewards, batch.groups, batch.sequences)
-    for name, missing in (("gae", "values"), ("remax", "baseline")):
+    for name, missing in (("gae", "values"), ("remax", "baseline"), ("opob", "logprobs")):
         with pytest.raises(ValueError, match=missing):
             ADVANTAGES[name](bare, AdvantageConfig())
     with pytest.raises(ValueError, match="groups"):
@@ -130,6 +130,8 @@ def _batch(dtype: torch.dtype = torch.float64) -> AdvantageInput:
         sequences=Sequences.from_lengths(lengths),
         values=torch.randn(sum(lengths), dtype=dtype),
         baseline=torch.randn(len(lengths), dtype=dtype),
+        logprobs=-torch.rand(sum(lengths), dtype=dtype),
+        behavior_logprobs=-torch.rand(sum(lengths), dtype=dtype),
     )
 
 
@@ -141,12 +143,16 @@ def _turned(batch: AdvantageInput) -> AdvantageInput:
 
     assert batch.values is not None
     assert batch.baseline is not None
+    assert batch.logprobs is not None
+    assert batch.behavior_logprobs is not None
     return AdvantageInput(
         turn(batch.token_rewards),
         batch.groups.flip(0),
         Sequences.from_lengths(lengths[::-1]),
         turn(batch.values),
         batch.baseline.flip(0),
+        turn(batch.logprobs),
+        turn(batch.behavior_logprobs),
     )
 
 

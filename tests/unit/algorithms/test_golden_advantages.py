@@ -58,7 +58,7 @@ def test_advantages_agree(case: Case) -> None:
 
 def test_every_estimator_is_compared_or_listed() -> None:
     compared = {case["estimator"].removesuffix("_vectorized") for case in OFFERED}
-    assert compared | {"reinforce", "dr_grpo"} == set(ADVANTAGES)
+    assert compared | {"reinforce", "dr_grpo", "opob"} == set(ADVANTAGES)
 
 
 def _input(case: Case, mask: torch.Tensor) -> AdvantageInput:

@@ -29,6 +29,12 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CPU_BLOCK_ELEMENTS", 1)
 
 
+@pytest.fixture(params=[True, False], ids=["kept", "recomputed"])
+def _logits_are_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_ELEMENTS", 1 << 25 if request.param else 0)
+
+
+@pytest.mark.usefixtures("_logits_are_kept")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -63,6 +69,25 @@ def test_gradients_pass_a_numerical_check() -> None:
         return result.logprobs, result.entropy
 
     assert torch.autograd.gradcheck(both, (hidden, weight, bias))
+
+
+def test_kept_logits_change_no_bit_and_save_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets, bias = _example(torch.float32, True)
+    products: list[int] = []
+    product = module._product
+    monkeypatch.setattr(module, "_product", lambda a, b: products.append(1) or product(a, b))
+    found = []
+    for limit in (1 << 25, 0):
+        monkeypatch.setattr(module, "KEPT_ELEMENTS", limit)
+        products.clear()
+        result = token_logprobs(hidden, weight, targets, bias, with_entropy=True)
+        assert result.entropy is not None
+        total = result.logprobs.sum() + result.entropy.square().sum()
+        gradients = torch.autograd.grad(total, [hidden, weight])
+        found.append((len(products), result.logprobs, *gradients))
+    (few, *kept), (many, *recomputed) = found
+    assert many == 2 * few
+    assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
 
 
 def test_a_frozen_head_or_frozen_body_gets_no_gradient() -> None:

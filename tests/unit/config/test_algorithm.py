@@ -12,6 +12,7 @@ from streamrl.config import load_config, render, to_yaml
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
+from streamrl.config.algorithm.presets import ALGORITHM_PRESETS
 from streamrl.config.algorithm.rollout_is import (
     ROLLOUT_IS_PRESETS,
     RejectionRule,
@@ -39,6 +40,20 @@ def test_a_rollout_is_section_changes_the_default_preset() -> None:
     sequence = {"sequence_is_veto", "sequence_clip", "geometric_clip"}
     assert vetoes == {"metrics_only", "token_is_veto", *sequence}
     assert RolloutISConfig().veto_threshold == 1e-4
+
+
+@pytest.mark.parametrize("preset", ALGORITHM_PRESETS)
+def test_a_preset_is_its_fields_below_those_that_are_given(tmp_path: Path, preset: str) -> None:
+    fields = ALGORITHM_PRESETS[preset]
+    named = AlgorithmSettings.model_validate({"preset": preset})
+    spelled = AlgorithmSettings.model_validate(dict(fields))
+    assert named.model_copy(update={"preset": None}) == spelled
+    assert AlgorithmSettings.model_validate(named.model_dump()) == named
+    changed = AlgorithmSettings.model_validate({"preset": preset, "rollout_is": "sequence_clip"})
+    assert changed.rollout_is == ROLLOUT_IS_PRESETS["sequence_clip"]
+    assert changed.loss == spelled.loss
+    whole = load_config(_minimal(tmp_path), [f"algorithm.preset={preset}"], {}).config
+    assert whole.algorithm == named
 
 
 def test_rollout_is_is_a_preset_or_a_record() -> None:

@@ -62,7 +62,7 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1", "it is generator.engine_kwargs"),
         ("system_envs.RAY_PROFILING=1", "(daemons inherit the environment of streamrl launch)"),
-        ("actor_infer.device_mapping=x", "ROLL's name; here it is learner.device"),
+        ("actor_infer.device_mapping=x", "ROLL's name; here it is cluster.hosts"),
         (
             "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size=2",
             "ROLL's name; there is no such setting here (layers are not divided into stages",

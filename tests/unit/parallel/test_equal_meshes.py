@@ -25,13 +25,26 @@ from learners.policy.network import Network
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader
 from tests.ranks import run_ranks
+from tests.records import with_candidates
 from tests.tiny_model import VOCAB_SIZE
-from tests.training import make_batch, make_config, make_groups, make_network, make_trainer
+from tests.training import (
+    make_batch,
+    make_config,
+    make_groups,
+    make_network,
+    make_trainer,
+)
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 71
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "critic": {"advantage": "gae", "kl_loss": {"coef": 0.3}, "kl_reward": {"coef": 0.1}},
+    "candidates": {
+        "loss": "dppo_kl",
+        "proximal": "behavior",
+        "loss_config": {"divergence_topk": 4, "clip_ratio_high": 0.02, "clip_ratio_low": 0.02},
+        "entropy_coef": 0.1,
+    },
     "exact kl": {"loss": "gspo", "kl_loss": {"coef": 0.3, "kind": "full"}, "entropy_coef": 0.1},
 }
 MESHES: dict[int, tuple[dict[str, int], ...]] = {
@@ -50,6 +63,8 @@ def trained(name: str, mesh: Mesh | None = None, recompute: bool = False) -> dic
     metrics = []
     for step in range(3):
         groups = {group.prompt_index: group for group in make_groups(step)}
+        if name == "candidates":
+            groups = {index: with_candidates(g, 9, 4) for index, g in groups.items()}
         headers = [GroupHeader.of(group) for group in groups.values()]
         mine = [groups[h.prompt_index] for h in share(headers, ranks.count, ranks.index)]
         metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))

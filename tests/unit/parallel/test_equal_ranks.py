@@ -19,6 +19,7 @@ from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings
 from streamrl.types import FinishReason, GroupHeader, TrajectoryGroup, Turn
 from tests.ranks import run_ranks
+from tests.records import with_candidates
 from tests.training import (
     make_config,
     make_groups,
@@ -55,7 +56,19 @@ CASES: dict[str, dict[str, Any]] = {
         "proximal": "behavior",
         "rollout_is": {"rejection": [{"token_k1": 20}], "normalize_by": "kept"},
     },
+    "m2po": {"rollout_is": "m2po"},
+    "m2po-bypass": {"proximal": "behavior", "rollout_is": {"second_moment": 4.0}},
+    "updates-m2po": {"learner": TWICE, "rollout_is": {"second_moment": 4.0, "scale_lr": True}},
+    "vcpo": {"rollout_is": "vcpo", "advantage": "opob"},
+    "vespo": {"loss": "vespo", "proximal": "behavior", "loss_config": {"lambda_pos": 0.5}},
     "segments": {"advantage": "reinforce_plus_plus", "reward": {"placement": "turn"}},
+    "candidates": {
+        "loss": "dppo_tv",
+        "proximal": "behavior",
+        "loss_config": {"divergence_topk": 4, "clip_ratio_high": 0.02, "clip_ratio_low": 0.02},
+        "entropy_coef": 0.01,
+        "kl_loss": {"coef": 0.1},
+    },
     "not-finite": {},
     "not-finite-critic": {"advantage": "gae"},
     "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
@@ -107,6 +120,7 @@ def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
     for step in range(NUM_STEPS):
         groups = make_step(step, is_finite=is_finite)
         groups = list(map(of_turns, groups)) if name == "segments" else groups
+        groups = [with_candidates(g, 9, 4) for g in groups] if name == "candidates" else groups
         for cut in cuts:
             trainer.accumulate(share_of(groups[cut], step, ranks))
         metrics.append(trainer.update())

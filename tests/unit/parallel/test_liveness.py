@@ -11,7 +11,6 @@ import torch.distributed as dist
 from learners.parallel import liveness
 from learners.parallel.liveness import Liveness
 from streamrl.errors import EXIT_UNREACHABLE, TransportError
-from streamrl.weights.locality import this_host
 
 DEADLINE_S = 30.0
 
@@ -51,7 +50,7 @@ def test_a_process_that_ended_is_named_and_ends_this_one(exits):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     store = dist.HashStore()
-    store.set(liveness._key(1), f"{this_host()} {ended.pid} 7")
+    store.set(liveness._key(1), f"{liveness.this_host()} {ended.pid} 7")
     watched = watching(store, 0)
     sentence = rf"^rank 1 of the learner \(process {ended.pid}\) has ended$"
     with pytest.raises(TransportError, match=sentence):

@@ -9,8 +9,8 @@ import torch
 from learners.parallel import activations, offload
 from learners.parallel.activations import checkpoint_layers
 from learners.parallel.offload import keep_state_on_host, require_gpu
+from learners.policy.loading import load_network
 from learners.policy.network import Network
-from learners.policy.policy import load_network
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.config.learner import OffloadSettings

@@ -14,9 +14,10 @@ from learners.policy.attention import (
     layer_mask,
     packed_attention,
 )
+from learners.policy.loading import load_network
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
-from learners.policy.policy import Policy, load_network
+from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError

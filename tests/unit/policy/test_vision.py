@@ -179,6 +179,7 @@ def test_an_adapter_is_trained_beside_images(tmp_path):
 def test_ranks_that_share_tokens_or_matrices_are_refused(tmp_path, axis):
     class OneAxis:
         device = torch.device("cpu")
+        rank, world_size = 0, 2
 
         def size(self, name: str) -> int:
             return 2 if name == axis else 1

@@ -182,3 +182,59 @@ def test_a_validator_that_has_loaded_a_version_is_asked_nothing_until_it_says_so
     assert made.outdated(7) == []
     made.on_hello(b"v", validator(0, "h", next_version=5))
     assert [peer.name for peer in made.outdated(7)] == ["v"]
+
+
+def on_server(made: Membership, name: str, server: str, **fields: object) -> None:
+    made.on_hello(name.encode(), replace(hello(name), server=server, **fields))
+
+
+def split(made: Membership, version: int = 1, *asked: str) -> tuple[list[str], list[str]]:
+    outdated = [peer for peer in made.outdated(version) if peer.name not in asked]
+    sent, told = made.by_server(outdated, version, set(asked))
+    return sorted(peer.name for peer in sent), sorted(peer.name for peer in told)
+
+
+def test_one_of_the_receivers_on_a_server_is_sent_the_version_and_the_others_are_told():
+    made, _, _ = membership("alone")
+    for name, server in [("b", "x:1"), ("a", "x:1"), ("c", "y:1"), ("d", "x:1")]:
+        on_server(made, name, server)
+    assert split(made) == (["a", "alone", "c"], [])
+    assert split(made, 1, "a") == (["alone", "c"], []), "one of them is loading"
+    made.on_loaded("a", 1)
+    assert split(made) == (["alone", "c"], ["b", "d"])
+    made.on_loaded("b", 1)
+    assert split(made) == (["alone", "c"], ["d"])
+    assert split(made, 2) == (["a", "alone", "c"], [])
+
+
+def test_a_receiver_that_died_is_replaced_by_another_one_on_its_server():
+    made, peers, clock = membership()
+    for name in ("a", "b"):
+        on_server(made, name, "x:1")
+    peers = {peer.name: peer for peer in made.alive()}
+    clock.now_s += ALIVE_S + 0.1
+    on_server(made, "b", "x:1")
+    assert split(made) == (["b"], []), "it was idle"
+
+    on_server(made, "a", "x:1")
+    made.fence([peers["a"]])
+    on_server(made, "b", "x:1")
+    assert split(made) == ([], []), "it may be frozen in the middle of a load"
+    on_server(made, "a", "x:1", is_loading=True)
+    clock.now_s += module.HANDOVER_S - 0.1
+    on_server(made, "b", "x:1")
+    assert split(made) == ([], [])
+    clock.now_s += 0.2
+    on_server(made, "b", "x:1")
+    assert split(made) == (["b"], [])
+
+
+def test_a_server_that_lost_its_weights_is_sent_them_again():
+    made, _, _ = membership()
+    for name in ("a", "b"):
+        on_server(made, name, "x:1")
+        made.on_loaded(name, 1)
+    assert split(made) == ([], [])
+    for name in ("a", "b"):
+        on_server(made, name, "x:1", learner_id=NO_LEARNER)
+    assert split(made) == (["a"], [])

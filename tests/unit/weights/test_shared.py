@@ -4,9 +4,13 @@ import gc
 import mmap
 import multiprocessing
 import os
+import socket
 import stat
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,7 +21,8 @@ from streamrl.types import CudaMemory, HostMemory, SharedEndpoint, replace
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import this_host
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transports import memory
+from streamrl.weights.transports import descriptors, memory
+from streamrl.weights.transports.descriptors import receive_descriptor
 from streamrl.weights.transports.shared_memory import SharedReader
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,), "wide": (3000,)}
@@ -166,9 +171,11 @@ def test_a_wrong_bit_is_named():
         read(reader, endpoint)
 
 
-def write_from_elsewhere(path: str, to: Connection) -> None:
+def write_from_elsewhere(known: str, to: Connection) -> None:
     """Another process of the same user."""
     outcomes = []
+    path = f"/proc/self/fd/{receive_descriptor(known)}"
+    outcomes.append(oct(stat.S_IMODE(os.stat(path).st_mode)))
     for attempt in (_write_file, _write_mapped, lambda path: os.truncate(path, 1)):
         try:
             attempt(path)
@@ -191,15 +198,14 @@ def _write_mapped(path: str) -> None:
 def test_no_other_process_can_change_what_is_shared():
     learner, reader = Learner(), SharedReader()
     endpoint = learner.publish(1)
-    known = endpoint.stamps
+    known = endpoint.stamps.socket
+    assert stat.S_IMODE(os.stat(known).st_mode) == 0o600
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    path = f"/proc/{known.pid}/fd/{known.fd}"
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    process = context.Process(target=write_from_elsewhere, args=(path, there))
+    process = context.Process(target=write_from_elsewhere, args=(known, there))
     process.start()
     assert here.poll(60)
-    assert here.recv() == ["PermissionError"] * 3
+    assert here.recv() == ["0o600"] + ["PermissionError"] * 3
     process.join()
     assert is_version(read(reader, endpoint), 1)
     assert is_version(read(reader, learner.publish(2)), 2)
@@ -221,16 +227,77 @@ def test_a_reader_that_writes_changes_nobody_elses_weights():
     assert is_version(read(SharedReader(), endpoint), 1)
 
 
-def test_memory_that_is_another_one_by_now_is_refused(tmp_path):
+def test_memory_that_is_another_one_by_now_is_refused():
     endpoint = Learner().publish(1)
-    with (tmp_path / "other").open("wb") as other:
-        theirs = replace(endpoint.stamps, fd=other.fileno())
-        wrong = replace(endpoint, memory=theirs, stamps=theirs)
-        with pytest.raises(WeightTransferError, match="another file is there"):
-            read(SharedReader(), wrong)
-    gone = replace(endpoint.stamps, fd=10**6)
+    other = SendBuffers(Layout(manifest_of(parameters(0.0)), 300), "cpu")
+    assert other.exported is not None
+    theirs = replace(endpoint.stamps, socket=other.exported[0].socket)
+    wrong = replace(endpoint, memory=theirs, stamps=theirs)
+    with pytest.raises(WeightTransferError, match="another file is there"):
+        read(SharedReader(), wrong)
+    gone = replace(endpoint.stamps, socket="/dev/shm/streamrl-weights-gone.socket")
     with pytest.raises(WeightTransferError, match="needs learner and generators on one machine"):
         read(SharedReader(), replace(endpoint, memory=gone, stamps=gone))
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder in which names of sockets are short enough."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["no descriptor", "silent"])
+def test_a_socket_that_gives_no_memory_is_refused(silent, short_path, monkeypatch):
+    monkeypatch.setattr(descriptors, "_WAIT_S", 0.05)
+    endpoint = Learner().publish(1)
+    path = str(short_path / "socket")
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(path)
+        stranger.listen()
+
+        def hang_up() -> None:
+            connection, _ = stranger.accept()
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        if not silent:
+            thread.start()
+        theirs = replace(endpoint.stamps, socket=path)
+        wrong = replace(endpoint, memory=theirs, stamps=theirs)
+        expected = "timed out" if silent else "its process gives no file"
+        with pytest.raises(WeightTransferError, match=expected):
+            read(SharedReader(), wrong)
+        if not silent:
+            thread.join()
+
+
+def test_names_of_killed_processes_are_removed_and_no_others(short_path, monkeypatch):
+    monkeypatch.setattr(descriptors, "SHARED_FOLDER", short_path)
+
+    def name(number: int) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(str(short_path / f"streamrl-weights-{number}.socket"))
+        made.listen()
+        return made
+
+    alive = name(1)
+    name(2).close()
+    (short_path / "other").touch()
+    learner = Learner()
+    assert learner.buffers.exported is not None
+    own = Path(learner.buffers.exported[0].socket).name
+    left = {path.name for path in short_path.iterdir()}
+    assert left == {"streamrl-weights-1.socket", "other", own}
+    alive.close()
+    del learner
+    gc.collect()
+    assert not (short_path / own).exists()
+
+
+def test_without_a_folder_to_share_there_are_ordinary_send_buffers(tmp_path, monkeypatch):
+    monkeypatch.setattr(descriptors, "SHARED_FOLDER", tmp_path / "none")
+    assert Learner().buffers.exported is None
 
 
 def test_memory_of_a_gpu_that_this_process_does_not_see_is_refused():
@@ -250,15 +317,17 @@ def test_memory_of_a_gpu_that_this_process_does_not_see_is_refused():
 
 
 def test_the_descriptor_is_closed_with_the_buffers_and_the_bytes_stay_for_who_reads_them():
+    gc.collect()  # What other tests left open would be closed below.
     learner, reader = Learner(), SharedReader()
     endpoint = learner.publish(1)
-    path = f"/proc/self/fd/{endpoint.stamps.fd}"
-    assert "streamrl-weights" in os.readlink(path)
+    path = endpoint.stamps.socket
+    num_open = len(os.listdir("/proc/self/fd"))
     arriving = reader.tensors(endpoint, LAYOUT, None, KEY)
     _, first = next(arriving)
     del learner
     gc.collect()
-    assert not os.path.exists(path) or "streamrl-weights" not in os.readlink(path)
+    assert not os.path.exists(path)
+    assert len(os.listdir("/proc/self/fd")) == num_open - 2
     assert (first == 1.0).all()
     with pytest.raises(WeightTransferError, match="cannot be opened here"):
         list(arriving)
@@ -296,5 +365,5 @@ def test_a_learner_that_is_killed_while_it_is_read_is_noticed_at_the_last_byte()
     process.kill()
     process.join()
     assert (tensor == 1.0).all(), f"{name} can still be read"
-    with pytest.raises(WeightTransferError, match=r"memory /proc/\d+/fd/\d+ cannot be opened"):
+    with pytest.raises(WeightTransferError, match=r"memory at /dev/shm/\S+ cannot be opened"):
         list(arriving)

@@ -9,7 +9,7 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import LoadReport, Locality, SharedEndpoint, WeightUpdate
+from streamrl.types import HeldEndpoint, LoadReport, Locality, SharedEndpoint, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.protocol import UNKNOWN_LOCALITY
 from streamrl.weights.receiver import WeightReceiver
@@ -38,6 +38,7 @@ class Generator:
         name: str,
         locality: Locality = UNKNOWN_LOCALITY,
         curve: Path | None = None,
+        server: str = "",
     ) -> None:
         self.policy_version = 0
         self.updates: list[WeightUpdate] = []
@@ -47,7 +48,9 @@ class Generator:
         self.open.set()
         self.num_begun = 0
         self._transfer = TransferReceiver()
-        self.receiver = WeightReceiver(address, name, self.load, locality=locality, curve=curve)
+        self.receiver = WeightReceiver(
+            address, name, self.load, locality=locality, curve=curve, server=server
+        )
 
     async def load(self, update: WeightUpdate) -> LoadReport:
         self.num_begun += 1
@@ -56,6 +59,10 @@ class Generator:
             raise WeightTransferError("told to fail")
         if self.fails_to_share and isinstance(update.endpoint, SharedEndpoint):
             raise WeightTransferError("told not to share")
+        if isinstance(update.endpoint, HeldEndpoint):
+            self.policy_version = update.policy_version
+            self.updates.append(update)
+            return LoadReport(transfer_s=0.0, pause_s=0.0)
         received = await asyncio.to_thread(
             lambda: {name: tensor.clone() for name, tensor in self._transfer.tensors(update)}
         )
@@ -90,9 +97,9 @@ class Run:
         self.running = [tasks.create_task(self.sender.run())]
 
     def join(
-        self, name: str, locality: Locality = UNKNOWN_LOCALITY
+        self, name: str, locality: Locality = UNKNOWN_LOCALITY, server: str = ""
     ) -> tuple[Generator, "asyncio.Task[None]"]:
-        generator = Generator(self.sender.address, name, locality, self._curve)
+        generator = Generator(self.sender.address, name, locality, self._curve, server)
         task = self._tasks.create_task(generator.receiver.run())
         self.running.append(task)
         return generator, task

@@ -51,6 +51,8 @@ TRL = {
     "epsilon": "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high",
     "epsilon_high": "algorithm.loss_config.clip_ratio_high",
     "delta": "algorithm.loss_config.clip_ratio_c",
+    "divergence_type": "algorithm.loss: dppo_tv or dppo_kl, with algorithm.proximal: behavior",
+    "divergence_topk": "algorithm.loss_config.divergence_topk",
     "loss_type": "algorithm.loss_config.loss_agg_mode",
     "mask_truncated_completions": "algorithm.reward.truncated: mask",
     "scale_rewards": "algorithm.advantage_config.norm_adv_by_std",

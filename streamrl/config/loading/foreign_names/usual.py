@@ -37,6 +37,8 @@ USUAL = {
     "reward_function": "data.reward",
     "reward_model": "data.rewards with an entry reward_model",
     # Generation.
+    "return_sampling_mask": "generator.keep_sampling_mask",
+    "sampling_mask": "generator.keep_sampling_mask",
     "n": "generator.group_size",
     "num_samples": "generator.group_size",
     "num_rollouts": "generator.group_size",

@@ -1,0 +1,115 @@
+"""Which cache a model decodes with: slots, or transformers' own where slots do not suffice.
+
+A forward pass of one token shows what the model asks of its attention; the layers of the cache
+that transformers makes for it show what it keeps. Called once, at an engine's start.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from actors.engines.hf import attention
+from streamrl.errors import ConfigError
+from streamrl.vision.tower import set_attention
+
+_PROBE = "streamrl_probe"
+_WORDS = {
+    "DynamicSlidingWindowLayer": "sliding windows",
+    "DynamicIndexedLayer": "an index of its keys",
+    "LinearAttentionLayer": "layers with a state",
+    "LinearAttentionAndFullAttentionLayer": "layers with a state",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "layers with a state",
+    "sliding_window": "sliding windows",
+    "softcap": "soft caps",
+    "s_aux": "attention sinks",
+}
+_IN_THE_MASK = frozenset({"sliding_window"})
+_HARMLESS = frozenset({"is_causal", "position_ids", "use_cache", "dropout"})
+"""Arguments of attention that a decode step's mask and positions say as well."""
+
+
+_CACHES = frozenset({"minimax", "rwkv", "xlstm"})
+"""Models with a cache of their own."""
+_INEXACT = frozenset({"deepseek_v32", "doge", "nemotron_h", "recurrent_gemma", "zamba2"})
+"""Models that compute something else from transformers' cache than without one."""
+
+
+def require_exact(model: PreTrainedModel, max_model_len: int) -> None:
+    """Refuses a model whose rows would not get the log-probabilities of a forward pass.
+
+    Raises:
+        ConfigError: it is one of those, or its sequences may become too long for it.
+    """
+    config = model.config.get_text_config()
+    kind = config.model_type
+    if kind in _CACHES | _INEXACT:
+        reason = "which has a cache of its own" if kind in _CACHES else "whose cache is inexact"
+        raise ConfigError(f"generator.engine hf cannot decode {kind}, {reason}: use vllm")
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = _exact_length(rope, config)
+    if max_model_len > limit:
+        raise ConfigError(
+            f"generator.max_model_len: was {max_model_len}, and with {rope['rope_type']} positions "
+            f"of {kind} generator.engine hf is exact up to {limit} tokens"
+        )
+
+
+def _exact_length(rope: dict[str, Any], config: Any) -> float:
+    """Beyond it, a row's position embedding depends on the others of its batch."""
+    if rope.get("rope_type") == "dynamic":
+        return int(config.max_position_embeddings)
+    if rope.get("rope_type") == "longrope":
+        own = getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+        return int(rope.get("original_max_position_embeddings") or own)
+    return float("inf")
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which the model's forward takes a cache."""
+    names = inspect.signature(model.forward).parameters
+    return "past_key_values" if "past_key_values" in names else "cache_params"
+
+
+def why_not_slots(model: PreTrainedModel) -> str | None:
+    """What of the model slots do not compute, or None; sets the attention it decodes with."""
+    layers = DynamicCache(config=model.config).layers
+    kinds = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
+    own = model.config.get_text_config()._attn_implementation
+    num_calls, asked = _arguments(model)
+    is_plain = num_calls == len(layers) == model.config.get_text_config().num_hidden_layers
+    if not kinds and not asked and is_plain:
+        set_attention(model, attention.NAME)
+        return None
+    # transformers' sdpa leaves out what it does not know; eager attention is a family's own.
+    set_attention(model, "eager" if asked - _IN_THE_MASK or not num_calls else own or "sdpa")
+    words = {_WORDS.get(name, name) for name in kinds | asked}
+    return ", ".join(sorted(words)) or "an attention of its own"
+
+
+def _arguments(model: PreTrainedModel) -> tuple[int, frozenset[str]]:
+    """How often a forward pass attends, and with which arguments beyond the usual ones."""
+    asked: set[str] = set()
+    num_calls = 0
+
+    def probe(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        nonlocal num_calls
+        num_calls += 1
+        asked.update(
+            name
+            for name, value in kwargs.items()
+            if name not in _HARMLESS | {"scaling", "attention_mask"}
+            and (isinstance(value, torch.Tensor) or value)
+        )
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register(_PROBE, probe)
+    AttentionMaskInterface.register(_PROBE, sdpa_mask)
+    set_attention(model, _PROBE)
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    return num_calls, frozenset(asked)

@@ -1,0 +1,246 @@
+"""One engine on several servers of the same model, as a router in front of them would be.
+
+    a request        goes to the server with the fewest; the turns of an episode stay on one, whose
+                     cache has their prefix
+    an update        is received by each server by itself (`actors.engines.targets`)
+    a server that is gone  costs its requests only, which are sampled again on another one
+    one that is back       gets the newest weights before its first request
+
+Invariant: a request goes only to a server that has loaded the newest version sent to it. The engine
+fails, with the TransportError that ends the generator, once no server is up for `retry_timeout_s`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from actors.engines.requests import nothing_sampled
+from actors.engines.served.engine import ServedEngine
+from streamrl.errors import ConfigError, RolloutError, TransportError, WeightTransferError
+from streamrl.interfaces import CompletionHandle
+from streamrl.types import Completion, LoadReport, Media, SamplingParams, WeightUpdate
+from streamrl.weights.receiver import Holding
+
+log = logging.getLogger(__name__)
+
+_REOPEN_S = 1.0
+_READY_S = 0.1
+
+
+class Replica:
+    """One of the servers. `open_engine` raises at once if the server is not up, or does not fit."""
+
+    def __init__(self, url: str, open_engine: Callable[[], Awaitable[ServedEngine]]) -> None:
+        self.url = url
+        self._open_engine = open_engine
+        self._engine: ServedEngine | None = None
+        self._has_newest = self._has_any = False
+        self._ended: Mapping[str, float] = {"num_tokens": 0.0, "pause_s": 0.0}
+        self.num_requests = 0
+
+    @property
+    def is_up(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests may go there."""
+        return self._engine is not None and self._has_newest and self._engine.is_readable
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version if self._engine else 0
+
+    def holding(self) -> Holding:
+        if self._engine is None:
+            return Holding.GONE
+        return Holding.KEPT if self._has_any else Holding.LOST
+
+    def gauges(self) -> Mapping[str, float]:
+        """Totals include those of engines that have ended."""
+        gauges = self._engine.gauges() if self._engine else {}
+        return {**gauges, **{n: v + gauges.get(n, 0.0) for n, v in self._ended.items()}}
+
+    async def serve(self) -> None:
+        """Opens an engine, and another one when it has failed; ends when cancelled. Waits for the
+        server to come up, then for the engine's failure."""
+        said = ""
+        while True:
+            try:
+                self._engine = await self._open_engine()
+            except (ConfigError, TransportError) as error:
+                if str(error) != said:
+                    log.warning("the server at %s is left out: %s", self.url, error)
+                said = str(error)
+                await asyncio.sleep(_REOPEN_S)
+                continue
+            log.info("the server at %s is up and gets the newest weights", self.url)
+            said = ""
+            log.warning("the server at %s is left out: %s", self.url, await self._engine.failure())
+            await self.close()
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
+    ) -> Completion:
+        """
+        Raises:
+            TransportError: the server is gone, and the request can be sent to another one.
+        """
+        if self._engine is None:
+            raise TransportError(f"the server at {self.url} is gone")
+        with self._counted():
+            return await self._engine.generate(prompt, sampling, handle)
+
+    async def load_weights(self, update: WeightUpdate) -> LoadReport:
+        """
+        Raises:
+            WeightTransferError: the server has not loaded it; it gets no requests until it has
+                loaded another one.
+        """
+        engine = self._engine
+        if engine is None:
+            raise WeightTransferError(f"the server at {self.url} is gone")
+        try:
+            report = await _load_while_up(engine, update)
+        except WeightTransferError:
+            self._has_newest = False
+            raise
+        except TransportError as error:
+            engine.fail(error)
+            raise WeightTransferError(str(error)) from error
+        self._has_newest = self._has_any = engine is self._engine
+        return report
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        self._has_newest = self._has_any = False
+        if engine is not None:
+            gauges = engine.gauges()
+            self._ended = {name: v + gauges[name] for name, v in self._ended.items()}
+            await engine.close()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+
+
+class ReplicatedEngine:
+    """Implements `streamrl.interfaces.Engine`; made in the event loop that uses it."""
+
+    def __init__(self, replicas: Sequence[Replica], *, retry_timeout_s: float) -> None:
+        self.replicas = tuple(replicas)
+        self._retry_timeout_s = retry_timeout_s
+        self._replica_of: WeakKeyDictionary[asyncio.Event, Replica] = WeakKeyDictionary()
+        self._policy_version = 0
+        self._num_resampled = 0
+        self._up_s = time.monotonic()
+        self._tasks = [asyncio.create_task(replica.serve()) for replica in self.replicas]
+        self._is_closed = False
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a server for requests."""
+        return any(replica.is_ready for replica in self.replicas)
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest of those that servers sample with; without one, the last known."""
+        ready = [replica.policy_version for replica in self.replicas if replica.is_ready]
+        self._policy_version = min(ready, default=self._policy_version)
+        return self._policy_version
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        handle: CompletionHandle | None = None,
+        media: Sequence[Media] = (),
+    ) -> Completion:
+        """As `ServedEngine.generate`; on another server again if one is gone meanwhile."""
+        if media:
+            raise RolloutError("inference servers sample from token ids alone")
+        handle = handle or CompletionHandle()
+        while not handle.stop.is_set():
+            replica = await self._choose(handle)
+            if replica is None:
+                break
+            try:
+                return await replica.generate(prompt_token_ids, sampling, handle)
+            except TransportError as error:
+                self._num_resampled += 1
+                log.info("a request is sampled again elsewhere: %s", error)
+        return nothing_sampled()
+
+    async def load_weights(self, update: WeightUpdate) -> LoadReport:
+        """For a caller that knows of one server only."""
+        raise WeightTransferError("each of several servers receives by itself")
+
+    def gauges(self) -> Mapping[str, float]:
+        """Sums over the servers, and how many requests were sampled again elsewhere."""
+        all_gauges = [replica.gauges() for replica in self.replicas]
+        names = ("num_active", "num_waiting", "num_tokens", "pause_s")
+        sums = {name: sum(gauges.get(name, 0.0) for gauges in all_gauges) for name in names}
+        used = [gauges["kv_usage"] for gauges in all_gauges if "kv_usage" in gauges]
+        shares = {"kv_usage": sum(used) / len(used)} if used else {}
+        return {**sums, **shares, "num_resampled": float(self._num_resampled)}
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+
+    async def _choose(self, handle: CompletionHandle) -> Replica | None:
+        """The server of the episode's last turn, else the one with the fewest requests; None if the
+        request is stopped. Waits for a server that has weights, or `retry_timeout_s` for one that
+        is up."""
+        while not handle.stop.is_set():
+            self._raise_if_over()
+            ready = [replica for replica in self.replicas if replica.is_ready]
+            if ready:
+                last = self._replica_of.get(handle.stop)
+                chosen = last if last in ready else min(ready, key=_load_of)
+                self._replica_of[handle.stop] = chosen
+                return chosen
+            await asyncio.sleep(_READY_S)
+        return None
+
+    def _raise_if_over(self) -> None:
+        if self._is_closed:
+            raise RolloutError("the engine is closed")
+        if any(replica.is_up for replica in self.replicas):
+            self._up_s = time.monotonic()
+        if time.monotonic() - self._up_s > self._retry_timeout_s:
+            raise TransportError(
+                f"all {len(self.replicas)} inference servers are gone (none is up for "
+                f"{self._retry_timeout_s:g} s)"
+            )
+
+
+def _load_of(replica: Replica) -> tuple[int, float]:
+    gauges = replica.gauges()
+    return replica.num_requests, gauges.get("num_active", 0.0) + gauges.get("num_waiting", 0.0)
+
+
+async def _load_while_up(engine: ServedEngine, update: WeightUpdate) -> LoadReport:
+    """Waits for the load, or for the engine's failure: a load has no end once its sockets are
+    closed."""
+    loading = asyncio.create_task(engine.load_weights(update))
+    failing = asyncio.create_task(engine.failure())
+    try:
+        await asyncio.wait((loading, failing), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        loading.cancel()
+        failing.cancel()
+        await asyncio.wait((loading, failing))
+    if loading.cancelled():
+        raise WeightTransferError(f"the server has failed in the load: {failing.result()}")
+    return loading.result()

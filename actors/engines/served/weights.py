@@ -1,0 +1,114 @@
+"""What an engine knows of its server's weights; it loads them, or another generator does.
+
+With labels of a run, other generators use the server, too. The learner has one of them load each
+version; the others learn of it by a `HeldEndpoint`, or earlier from an answer, whose tokens bear
+the labels of the server.
+
+Invariant: `num_changes` grows with each change of the server's weights that is noticed, and no
+version is accepted that neither this engine has loaded nor the server says it has.
+"""
+
+from collections.abc import Callable
+
+from actors.engines.served.http import ConnectionLostError, RefusedError, SlowAnswerError
+from actors.engines.served.server import Check, ForeignWeightsError, Server
+from actors.engines.served.standstill import Standstill
+from streamrl.errors import TransportError, WeightTransferError
+from streamrl.types import Completion, HeldEndpoint, WeightUpdate
+
+_STOLEN = "the server was started again, or serves somebody else, too"
+
+
+class ServerWeights:
+    """Of one server. `policy_version` is the last one seen, `newest_version` the newest known."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.is_shared = server.labels.is_shared
+        self.policy_version = self.newest_version = 0
+        self.num_changes = self.num_loads_begun = self.num_loads_ended = 0
+
+    async def receive(self, update: WeightUpdate) -> None:
+        """
+        Raises:
+            WeightTransferError: it did not arrive, or the server does not hold it.
+        """
+        try:
+            if isinstance(update.endpoint, HeldEndpoint):
+                await self._require_held(update)
+            else:
+                await self._server.receive(update)
+        except (RefusedError, ConnectionLostError, SlowAnswerError) as error:
+            raise WeightTransferError(
+                f"{self._server.name} did not take an update: {error}"
+            ) from error
+
+    async def load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+        """Loads what was received; returns the seconds in which nothing was sampled."""
+        self.newest_version = max(self.newest_version, update.policy_version)
+
+        def loaded() -> None:
+            self.on_version(update.policy_version)
+            on_loaded()
+
+        if isinstance(update.endpoint, HeldEndpoint):
+            loaded()
+            return 0.0
+        self.num_loads_begun += 1
+        try:
+            async with Standstill() as standstill:
+                return await self._load_unless_held(update, loaded, standstill.require_none)
+        except RefusedError as error:
+            raise TransportError(f"{self._server.name} did not load an update: {error}") from error
+        finally:
+            self.num_loads_ended += 1
+
+    async def learn(self, answer: Completion) -> None:
+        """From an answer's versions and, if another generator may have loaded one, from the label
+        of the server."""
+        newest = int(answer.policy_versions.max(initial=-1))
+        if newest > self.newest_version and self.is_shared:
+            self.newest_version = max(self.newest_version, await self._version_there())
+        if self.policy_version < newest <= self.newest_version:
+            self.on_version(newest)
+
+    def on_version(self, policy_version: int) -> None:
+        """The server samples with this version."""
+        self.policy_version = policy_version
+        self.num_changes += 1
+
+    async def require_own(self, found: ForeignWeightsError | None = None) -> None:
+        """
+        Raises:
+            TransportError: the server says that its weights are others, as it had `found`.
+        """
+        label = await self._server.label()
+        if not self._server.labels.is_own(label):
+            name = found or f"{self._server.name} has weights called {label[:100]!r}"
+            raise TransportError(f"{name}: {_STOLEN}") from found
+
+    async def _version_there(self) -> int:
+        """-1 if the server has no weights of its owner."""
+        try:
+            return self._server.labels.version(await self._server.label())
+        except ForeignWeightsError:
+            return -1
+
+    async def _load_unless_held(
+        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
+    ) -> float:
+        """A generator that ended after its load may not have told the learner."""
+        if not self.is_shared:
+            return await self._server.load(update, on_loaded, lambda: None)
+        if await self._server.label() == self._server.labels.label_of(update):
+            on_loaded()
+            return 0.0
+        return await self._server.load(update, on_loaded, require_current)
+
+    async def _require_held(self, update: WeightUpdate) -> None:
+        label = await self._server.label()
+        if label != self._server.labels.label_of(update):
+            raise WeightTransferError(
+                f"{self._server.name} has weights called {label[:100]!r}, not version "
+                f"{update.policy_version}"
+            )

@@ -1,0 +1,217 @@
+"""A network as it is loaded: by one rank whole, by several in shards.
+
+Where ranks share the parameters, the first one loads the model in its host's memory and compares
+packed passes with plain ones there. Every rank divides a model without memory as the mesh says,
+allocates its own shards, and gets their content from the first one, a tensor at a time.
+
+Invariant: parameters, buffers and the random state are those of a load by one rank, bit for bit.
+All ranks call it together; the others wait for the first one, until it ends.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from transformers import AutoConfig, PreTrainedModel
+
+from learners.parallel.mesh import Mesh
+from learners.parallel.ranks import Ranks, in_time
+from learners.parallel.sharding import assign, is_sharded
+from learners.policy.compiled import compile_layers
+from learners.policy.distribute import distribute, is_on_host
+from learners.policy.hugging_face import make_skeleton
+from learners.policy.lora import add_adapter
+from learners.policy.network import Network
+from learners.policy.packing_check import choose_packing
+from streamrl.config import RunConfig
+from streamrl.config.learner import LearnerSettings, LoraSettings
+from streamrl.errors import ConfigError
+from streamrl.vision.families import auto_model_at
+from streamrl.vision.patches import PatchReader
+from streamrl.vision.tower import VisionTower, vision_tower
+
+
+def load_network(
+    config: RunConfig,
+    path: Path | str | None = None,
+    *,
+    has_values: bool = False,
+    lora: LoraSettings | None = None,
+    is_reference: bool = False,
+    mesh: Mesh | None = None,
+) -> Network:
+    """With the weights at `path`, by default those of `model.path`; distributed over a mesh.
+
+    Raises:
+        ConfigError: there is no model, or the settings of `learner` do not fit it.
+    """
+    source = _Source(config, str(path or config.model.path), has_values, lora, mesh)
+    learner, on_host = config.learner, is_on_host(config.learner.offload, is_reference)
+    if mesh is None or not is_sharded(mesh, on_host):
+        network = source.load(device_of(learner.device) if mesh is None else mesh.device)
+        _divide(network, mesh, learner, is_reference=is_reference)
+        return network
+    whole = source.load(torch.device("cpu")) if mesh.rank == 0 else None
+    network = source.without_memory()
+    _agree(network, whole, mesh)
+    network.device = mesh.device
+    _divide(network, mesh, learner, is_reference=is_reference)
+    _allocate(network, mesh.device, on_host=on_host)
+    _fill(network, whole, mesh)
+    return network
+
+
+def _divide(
+    network: Network, mesh: Mesh | None, learner: LearnerSettings, *, is_reference: bool
+) -> None:
+    if learner.compile:
+        compile_layers(network)
+    distribute(network, mesh, learner, is_reference=is_reference)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model's folder or hub name, and what is made of it."""
+
+    config: RunConfig
+    name: str
+    has_values: bool
+    lora: LoraSettings | None
+    mesh: Mesh | None
+
+    def load(self, device: torch.device) -> Network:
+        """With its weights, in float32, and as packing allows."""
+        with self._explained():
+            model: Any = auto_model_at(self.name, trust_remote_code=self._trust).from_pretrained(
+                self.name, dtype=torch.float32, trust_remote_code=self._trust
+            )
+        network = self._network(model.to(device))
+        if self.config.learner.check_packing:
+            choose_packing(network)
+        return network
+
+    def without_memory(self) -> Network:
+        """On the device `meta`."""
+        with self._explained():
+            facts = AutoConfig.from_pretrained(self.name, trust_remote_code=self._trust)
+        # An adapter draws random numbers even there.
+        with torch.random.fork_rng([]):
+            return self._network(make_skeleton(facts, self.config.model, torch.float32))
+
+    def _network(self, model: PreTrainedModel) -> Network:
+        if self.lora is not None:
+            _require_whole_matrices(self.mesh)
+            add_adapter(model, self.lora)
+        return Network(
+            model,
+            temperature=self.config.generator.temperature,
+            has_values=self.has_values,
+            tower=_tower(model, self.config, self.mesh),
+        )
+
+    @property
+    def _trust(self) -> bool:
+        return self.config.model.trust_remote_code
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: no model at {self.name!r}: {error}") from error
+
+
+def _agree(network: Network, whole: Network | None, mesh: Mesh) -> None:
+    """Run packed as the first rank has decided, and tie the embeddings where its file has them
+    tied, which may be another than the configuration says."""
+    ranks, deciding = Ranks(mesh.rank, mesh.world_size), whole or network
+    facts = ranks.first(torch.tensor([deciding.is_packed, _is_tied(deciding.model)]))
+    is_packed, is_tied = map(bool, facts.tolist())
+    network.run_packed(is_packed)
+    if _is_tied(network.model) and not is_tied:
+        head: Any = network.model.get_output_embeddings()
+        weight = head.weight
+        head.weight = Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad)
+
+
+def _tensors(network: Network, *, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; by each of their names without `remove_duplicate`."""
+    parameters = network.named_parameters(remove_duplicate=remove_duplicate)
+    return dict(chain(parameters, network.named_buffers()))
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    head: Any = model.get_output_embeddings()
+    embeddings: Any = model.get_input_embeddings()
+    return head.weight is embeddings.weight
+
+
+@torch.no_grad()
+def _fill(network: Network, whole: Network | None, mesh: Mesh) -> None:
+    """Copy what the first rank has `whole`, which gives it up, into this rank's shards."""
+    given = {} if whole is None else _tensors(whole, remove_duplicate=False)
+    for name, target in _tensors(network).items():
+        tensor = torch.empty(target.shape, dtype=target.dtype, device=mesh.device)
+        if given:
+            tensor.copy_(given[name])
+            given[name].data = tensor.new_empty(0, device="cpu")
+        with in_time():
+            dist.broadcast(tensor, src=0)
+        assign(target, tensor)
+    ranks = Ranks(mesh.rank, mesh.world_size)
+    torch.set_rng_state(ranks.first(torch.get_rng_state()))
+
+
+def _allocate(network: Network, device: torch.device, *, on_host: bool) -> None:
+    """In place of tensors on the device `meta`; what is tied stays so."""
+    names: dict[Parameter, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+
+    def allocated(tensor: torch.Tensor) -> torch.Tensor:
+        is_offloaded = on_host and isinstance(tensor, DTensor)
+        return torch.empty_like(tensor, device="cpu" if is_offloaded else device)
+
+    network._apply(allocated)  # type: ignore[no-untyped-call]
+    for first, *others in names.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(network.get_submodule(owner), attribute, network.get_parameter(first))
+
+
+def _require_whole_matrices(mesh: Mesh | None) -> None:
+    if mesh is not None and mesh.size("tensor") > 1:
+        raise ConfigError(
+            f"learner.mesh.tensor: was {mesh.size('tensor')}, and the matrices of learner.lora "
+            "are not divided: set it to 1"
+        )
+
+
+def _tower(model: PreTrainedModel, config: RunConfig, mesh: Mesh | None) -> VisionTower | None:
+    """
+    Raises:
+        ConfigError: ranks would share the tokens or the matrices of a model that sees images.
+    """
+    reader = PatchReader.of(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tower = vision_tower(model, reader, is_trained=not config.learner.freeze_vision_tower)
+    for axis in ("sequence", "tensor"):
+        if tower is not None and mesh is not None and mesh.size(axis) > 1:
+            raise ConfigError(
+                f"learner.mesh.{axis}: was {mesh.size(axis)}; it must be 1 for a model that sees "
+                f"images, such as this {model.config.model_type}"
+            )
+    return tower
+
+
+def device_of(name: str) -> torch.device:
+    """`auto` is a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

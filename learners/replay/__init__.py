@@ -1,0 +1,1 @@
+"""What a run has trained, recorded step by step, and trained again."""

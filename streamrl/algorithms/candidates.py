@@ -1,0 +1,229 @@
+"""Candidates of response tokens: for each of them a set of token ids of any size, and what a policy
+gives them.
+
+A sampling mask is such a set: the ids that top-k and top-p left of the vocabulary when the token
+was sampled ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The probabilities
+of a policy over it are those of its softmax over these ids alone.
+
+Invariant: only the logits of candidates are computed, and those of rows without any: a mask costs
+what its ids cost, not what the vocabulary does.
+
+Letters: R response tokens, M candidates of all of them, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from streamrl.algorithms.logit_transform import PLAIN_LOGITS, LogitTransform
+from streamrl.algorithms.logprobs import TokenLogprobs, token_logprobs
+
+_CHUNK_ELEMENTS = 1 << 23
+"""[m, H] products that exist at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Of R response tokens; a token may have none."""
+
+    owners: Tensor
+    """[M] int64, ascending: the row of R."""
+    token_ids: Tensor
+    """[M] int64"""
+    num_rows: int
+    """R"""
+    behavior_logprobs: Tensor | None = None
+    """[M] nats, where they were recorded."""
+
+    @property
+    def counts(self) -> Tensor:
+        """[R]"""
+        return torch.bincount(self.owners, minlength=self.num_rows)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[M] -> [R] sum over the candidates of each row."""
+        return values.new_zeros(self.num_rows).index_add(0, self.owners, values)
+
+    def rows(self, first: int, last: int) -> "Candidates":
+        """Those of the rows [first, last)."""
+        chosen = self.entries(first, last)
+        return replace(self._at(chosen), owners=self.owners[chosen] - first, num_rows=last - first)
+
+    def entries(self, first: int, last: int) -> slice:
+        """Which of M those of the rows [first, last) are."""
+        bounds = torch.tensor([first, last], device=self.owners.device)
+        return slice(*torch.searchsorted(self.owners, bounds).tolist())
+
+    def select(self, is_kept: Tensor) -> "Candidates":
+        """Those of the rows for which [R] bool is true, which are counted anew."""
+        places = is_kept.cumsum(0) - 1
+        kept = self._at(is_kept[self.owners])
+        return replace(kept, owners=places[kept.owners], num_rows=int(is_kept.sum()))
+
+    def without(self, targets: Tensor) -> "Candidates":
+        """Those that are not the token [R] itself."""
+        return self._at(self.token_ids != targets[self.owners])
+
+    def to(self, device: torch.device) -> "Candidates":
+        logprobs = self.behavior_logprobs
+        return replace(
+            self,
+            owners=self.owners.to(device),
+            token_ids=self.token_ids.to(device),
+            behavior_logprobs=None if logprobs is None else logprobs.to(device),
+        )
+
+    def _at(self, chosen: Any) -> "Candidates":
+        logprobs = self.behavior_logprobs
+        return replace(
+            self,
+            owners=self.owners[chosen],
+            token_ids=self.token_ids[chosen],
+            behavior_logprobs=None if logprobs is None else logprobs[chosen],
+        )
+
+
+def masked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Candidates,
+    bias: Tensor | None = None,
+    transform: LogitTransform = PLAIN_LOGITS,
+    with_entropy: bool = False,
+    trains_entropy: bool = True,
+) -> TokenLogprobs:
+    """As `token_logprobs`, over the candidates of each token; over the vocabulary without any.
+
+    Raises:
+        ValueError: a target is not among its candidates.
+    """
+    is_masked = mask.counts > 0
+    if is_masked.all():
+        logits = _logits(hidden, weight, bias, mask, transform)
+        logprobs, entropy = _over_candidates(logits, targets, mask)
+        entropy = entropy if trains_entropy else entropy.detach()
+        return TokenLogprobs(logprobs, entropy if with_entropy else None)
+    options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
+    whole = token_logprobs(
+        hidden[~is_masked], weight, targets[~is_masked], bias, transform, **options
+    )
+    if not is_masked.any():
+        return whole
+    own = mask.select(is_masked)
+    masked = masked_logprobs(
+        hidden[is_masked], weight, targets[is_masked], own, bias, transform, **options
+    )
+    logprobs = _merged(is_masked, masked.logprobs, whole.logprobs)
+    if masked.entropy is None or whole.entropy is None:
+        return TokenLogprobs(logprobs, None)
+    return TokenLogprobs(logprobs, _merged(is_masked, masked.entropy, whole.entropy))
+
+
+@torch.no_grad()
+def candidate_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    logprobs: Tensor,
+    candidates: Candidates,
+    bias: Tensor | None = None,
+    transform: LogitTransform = PLAIN_LOGITS,
+) -> Tensor:
+    """[M] of the candidates, without gradient.
+
+    Args:
+        logprobs: [R] of the targets; the candidates have the same normalizer.
+    """
+    rows = torch.arange(len(targets), device=targets.device)
+    chosen = _logits(hidden, weight, bias, Candidates(rows, targets, len(rows)), transform)
+    logits = _logits(hidden, weight, bias, candidates, transform)
+    return logits + (logprobs - chosen)[candidates.owners]
+
+
+def _over_candidates(logits: Tensor, targets: Tensor, own: Candidates) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy [R], from the logits [M] of its candidates."""
+    is_target = own.token_ids == targets[own.owners]
+    if not is_target.is_cuda and int(is_target.sum()) != len(targets):
+        raise ValueError("mask: a target must be among its candidates once")
+    highest = logits.new_full((len(targets),), -torch.inf)
+    highest = highest.scatter_reduce(0, own.owners, logits.detach(), "amax")
+    shifted = logits - highest[own.owners]
+    weights = shifted.exp()
+    total = own.sum(weights)
+    normalizer = total.log()
+    chosen = own.sum(torch.where(is_target, shifted, 0.0))
+    return chosen - normalizer, normalizer - own.sum(weights * shifted) / total
+
+
+def _merged(is_masked: Tensor, masked: Tensor, whole: Tensor) -> Tensor:
+    column = masked.new_zeros(len(is_masked))
+    column = column.masked_scatter(is_masked, masked)
+    return column.masked_scatter(~is_masked, whole.to(masked.dtype))
+
+
+def _logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    candidates: Candidates,
+    transform: LogitTransform,
+) -> Tensor:
+    """[M] after the transform, at least float32."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        products: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, candidates.owners, candidates.token_ids
+        )
+    return transform(products if bias is None else products + bias[candidates.token_ids])
+
+
+class _Products(torch.autograd.Function):
+    """[M] hidden[owners] . weight[token_ids], summed in float32 at least."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, owners: Tensor, token_ids: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, owners, token_ids)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        products = torch.empty(len(owners), dtype=wide, device=hidden.device)
+        for part in _chunks(len(owners), hidden.shape[1]):
+            left, right = hidden[owners[part]], weight[token_ids[part]]
+            products[part] = (left.to(wide) * right.to(wide)).sum(1)
+        return products
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, owners, token_ids = ctx.saved_tensors
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            rows = torch.arange(len(hidden), device=owners.device)
+            starts = torch.searchsorted(owners, rows)
+            grad_hidden = _weighted_sums(weight.to(hidden.dtype), token_ids, starts, gradient)
+        if ctx.needs_input_grad[1]:
+            order = token_ids.argsort(stable=True)
+            used, counts = token_ids.unique(return_counts=True)
+            sums = _weighted_sums(hidden, owners[order], counts.cumsum(0) - counts, gradient[order])
+            grad_weight = torch.zeros_like(weight)
+            grad_weight[used] = sums.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+def _weighted_sums(table: Tensor, indices: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """For each stretch of the indices that begins at one of `starts`, the sum of the table's rows
+    times their weights."""
+    if not len(indices):
+        return table.new_zeros(len(starts), table.shape[1])
+    return embedding_bag(
+        indices, table, starts, mode="sum", per_sample_weights=weights.to(table.dtype)
+    )
+
+
+def _chunks(num_rows: int, width: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_ELEMENTS // width)
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))

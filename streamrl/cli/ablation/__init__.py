@@ -1,0 +1,1 @@
+"""`streamrl ablate`: what is varied, and the grid of two varied things."""

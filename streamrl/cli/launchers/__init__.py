@@ -1,0 +1,48 @@
+"""Who starts the processes of a plan elsewhere; on this machine it is `streamrl.cli.launch`.
+
+Invariant: a launcher is a line of LAUNCHERS, imported only when it is chosen. It is given the
+configuration and the arguments of `streamrl launch`, makes the plan (`streamrl.placement`), starts
+its commands as they stand (with `--dry-run` it prints what it would start), and returns the exit
+code.
+"""
+
+import argparse
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+from streamrl.config import RunConfig
+
+Launcher: TypeAlias = Callable[[RunConfig, argparse.Namespace], int]
+
+JOB_VARIABLE = "SLURM_JOB_ID"
+
+LAUNCHERS: Mapping[str, str] = MappingProxyType(
+    {
+        "ssh": "streamrl.cli.launchers.ssh.launch:launch",
+        "slurm": "streamrl.cli.launchers.slurm.launch:launch",
+        "kubernetes": "streamrl.cli.launchers.kubernetes.launch:launch",
+    }
+)
+
+
+def chosen(config: RunConfig | None, arguments: argparse.Namespace) -> str:
+    """The name in LAUNCHERS, "" for this machine: that of an option, else ssh where
+    `cluster.hosts` names machines."""
+    given = [name for name in LAUNCHERS if getattr(arguments, name, None)]
+    return given[0] if given else "ssh" if config and config.cluster.hosts else ""
+
+
+def starts_here(name: str) -> bool:
+    """Whether what `streamrl check` sees from here is what the processes will have: on this
+    machine, and within a job of Slurm."""
+    return not name or (name == "slurm" and JOB_VARIABLE in os.environ)
+
+
+def launcher(name: str) -> Launcher:
+    """What LAUNCHERS names."""
+    module, _, function = LAUNCHERS[name].partition(":")
+    found: Launcher = getattr(importlib.import_module(module), function)
+    return found

@@ -1,0 +1,126 @@
+"""A run within a job: on its nodes, by steps that this process starts and watches.
+
+ask the nodes; plan; write the plan's configuration; make the model if it has a recipe; run
+the steps until the learner ends or a signal comes; evaluate; report
+
+    SIGUSR1  Slurm's warning before the time limit: stop in order, save, and wait in the queue again
+    SIGINT   stop in order and save
+    SIGTERM  Slurm ends the job, and has told every step
+
+Invariant: nothing outlives the job; what runs in it are steps.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from streamrl.checkpoints.steps_left import require_steps_to_launch
+from streamrl.cli.display.summary import summary
+from streamrl.cli.display.view import ProgressView
+from streamrl.cli.launchers.slurm.nodes import hosts_of_job
+from streamrl.cli.launchers.slurm.steps import StepChild, step_command
+from streamrl.cli.processes.daemons import supervise
+from streamrl.cli.processes.planned import planned_children
+from streamrl.cli.processes.run_commands import (
+    call_for,
+    evaluation_may_fail,
+    make_missing_model,
+    require_books,
+    write_books,
+)
+from streamrl.cli.report import write_report
+from streamrl.config import RunConfig, to_yaml
+from streamrl.durable_files import write_file
+from streamrl.errors import Interrupted
+from streamrl.placement.assign import make_plan
+from streamrl.placement.plan import Plan, PlannedProcess
+from streamrl.run_folder import prepare
+
+
+class _Requeue:
+    """Whether SIGUSR1 has come; it then stops the run as SIGINT does."""
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        signal.signal(signal.SIGUSR1, self._on_signal)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.is_wanted = True
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def run_in_job(config: RunConfig, arguments: argparse.Namespace, job: str) -> int:
+    console = Console()
+    requeue = _Requeue()
+    require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+    if arguments.dry_run:
+        _print(make_plan(config, hosts_of_job(config), resume=arguments.resume), console)
+        return 0
+    config = prepare(config, resume=arguments.resume, new=arguments.new)
+    plan = make_plan(config, hosts_of_job(config), resume=arguments.resume)
+    write_file(plan.config_file, to_yaml(plan.config))
+    try:
+        _run(plan, arguments, console, job)
+    except KeyboardInterrupt:
+        if not requeue.is_wanted:
+            raise
+        console.print(f"job {job} goes on when it is its turn again")
+        subprocess.run(["scontrol", "requeue", job], check=False)
+        return 0
+    finally:
+        write_report(plan.config)
+        console.print(summary(plan.config))
+    return 0
+
+
+def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
+    """
+    Raises:
+        Interrupted: a signal stopped the run before its end.
+        StreamRLError: a process failed and is not started again.
+    """
+    config = plan.config
+    require_books(config, resume=arguments.resume, new=arguments.new)
+    make_missing_model(config, console)
+    view = ProgressView(config, console, live=not arguments.no_view)
+    stopped_by = asyncio.run(supervise(_children(plan, view, job), view=view.run, background=None))
+    write_books(config)
+    if stopped_by is not None:
+        raise Interrupted(stopped_by)
+    if config.run.evaluate:
+        with evaluation_may_fail():
+            call_for(config, "evaluate")
+
+
+def _children(plan: Plan, view: ProgressView, job: str) -> list[StepChild]:
+    may_be_lost = {
+        host.name
+        for host in plan.hosts
+        if plan.config.cluster.on_host_failure == "continue"
+        and {process.role for process in plan.on(host.name)} <= {"generator", "validator"}
+    }
+
+    def own(process: PlannedProcess) -> Mapping[str, Any]:
+        return {"node": process.host, "job": job, "may_be_lost": process.host in may_be_lost}
+
+    return planned_children(StepChild, plan, view.print, own, {})
+
+
+def _print(plan: Plan, console: Console) -> None:
+    logs = plan.config.run.path / "logs"
+    for process in plan.processes:
+        words = step_command(
+            process.name,
+            process.host,
+            process.command,
+            process.environment,
+            logs / f"{process.name}.log",
+        )
+        console.print(" ".join(words), soft_wrap=True, highlight=False)

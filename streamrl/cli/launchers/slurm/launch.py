@@ -1,0 +1,85 @@
+"""`streamrl launch FILE --slurm`: submits a job; within a job or an allocation, runs on its nodes.
+
+Invariant: a job is its folder RUN/slurm: `config.yaml` with every value resolved when it was
+submitted, and `job.sh`, which a person could submit as well.
+"""
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+
+from streamrl.checkpoints.steps_left import require_steps_to_launch
+from streamrl.cli.launchers import JOB_VARIABLE
+from streamrl.cli.launchers.slurm.job import run_in_job
+from streamrl.cli.launchers.slurm.script import job_script
+from streamrl.config import RunConfig, to_yaml
+from streamrl.curve import make_keys
+from streamrl.durable_files import write_file
+from streamrl.errors import ConfigError, StreamRLError
+from streamrl.run_folder import prepare
+
+
+def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
+    if job := os.environ.get(JOB_VARIABLE):
+        _require_no_options(arguments, job)
+        return run_in_job(config, arguments, job)
+    return _submit(config, arguments)
+
+
+def _submit(config: RunConfig, arguments: argparse.Namespace) -> int:
+    num_nodes = arguments.nodes or len(config.cluster.hosts) or 1
+    has_own_keys = config.buffer.curve is None and num_nodes > 1
+    if has_own_keys:
+        config = _with_keys(config)
+    script = job_script(config, num_nodes, arguments.sbatch)
+    if arguments.dry_run:
+        print(script, end="")
+        return 0
+    require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+    prepare(config, resume=arguments.resume, new=arguments.new)
+    if has_own_keys and not (config.run.path / "keys").exists():
+        make_keys(config.run.path / "keys")
+    folder = config.run.path / "slurm"
+    folder.mkdir(exist_ok=True)
+    (config.run.path / "logs").mkdir(exist_ok=True)
+    write_file(folder / "config.yaml", to_yaml(config))
+    write_file(folder / "job.sh", script)
+    print(_sbatch(folder / "job.sh"))
+    print(f"streamrl status {config.run.path}; its output is {config.run.path}/logs/slurm.log")
+    return 0
+
+
+def _with_keys(config: RunConfig) -> RunConfig:
+    """With keys in the run's folder, which all nodes see and the owner alone can read."""
+    buffer = config.buffer.model_copy(update={"curve": config.run.path / "keys"})
+    return config.model_copy(update={"buffer": buffer})
+
+
+def _sbatch(script: Path) -> str:
+    """What sbatch says: the number of the job.
+
+    Raises:
+        ConfigError: there is no Slurm here.
+        StreamRLError: Slurm does not take the job.
+    """
+    try:
+        done = subprocess.run(["sbatch", str(script)], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise ConfigError("--slurm: there is no `sbatch` here; it runs on a login node") from None
+    if done.returncode != 0:
+        raise StreamRLError(f"sbatch: {done.stderr.strip()}; the script is {script}")
+    return done.stdout.strip()
+
+
+def _require_no_options(arguments: argparse.Namespace, job: str) -> None:
+    """
+    Raises:
+        ConfigError: options for a job that is submitted are given within one.
+    """
+    name = "--nodes" if arguments.nodes else "--sbatch" if arguments.sbatch else ""
+    if name:
+        raise ConfigError(
+            f"{name}: this is job {job}, whose nodes are used as they are; unset {JOB_VARIABLE} to "
+            "submit another job"
+        )

@@ -1,0 +1,67 @@
+"""The batch script of a run.
+
+The script becomes the launcher, so that the signal before the time limit reaches it. The first
+start of a job is a new run; every other one goes on with what the run's folder has.
+
+Invariant: the same configuration and options give the same script.
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from streamrl.cli.processes.command import executable
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+
+# Before the time limit, in seconds, so that the learner can save.
+STOP_BEFORE_S = 120
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+cd {folder} || exit
+resume=
+[ ! -e {run}/metrics.jsonl ] || resume=--resume
+exec {streamrl} launch {run}/slurm/config.yaml --slurm --no-view $resume
+"""
+
+
+def job_script(config: RunConfig, num_nodes: int, options: Sequence[str]) -> str:
+    """`options` are further ones of sbatch, as name or name=value; they win over ours.
+
+    Raises:
+        ConfigError: an option is written in another way.
+    """
+    run = config.run.path
+    return _SCRIPT.format(
+        directives="\n".join(_directives(config, num_nodes, options)),
+        folder=shlex.quote(str(Path.cwd())),
+        run=shlex.quote(str(run)),
+        streamrl=shlex.quote(executable()),
+    )
+
+
+def _directives(config: RunConfig, num_nodes: int, options: Sequence[str]) -> Iterator[str]:
+    yield "# One task on each node; the launcher starts a step of one task for each process."
+    yield f"#SBATCH --job-name=streamrl-{config.run.name}"
+    yield f"#SBATCH --nodes={num_nodes}"
+    yield "#SBATCH --ntasks-per-node=1"
+    yield "#SBATCH --exclusive"
+    yield "#SBATCH --requeue"
+    if config.cluster.on_host_failure == "continue":
+        yield "#SBATCH --no-kill"
+    yield f"#SBATCH --signal=B:USR1@{STOP_BEFORE_S}"
+    yield f"#SBATCH --output={config.run.path / 'logs' / 'slurm.log'}"
+    yield "#SBATCH --open-mode=append"
+    for option in options:
+        yield f"#SBATCH --{_checked(option)}"
+
+
+def _checked(option: str) -> str:
+    name = option.partition("=")[0]
+    if not name or name.startswith("-") or "\n" in option or " " in name:
+        raise ConfigError(
+            f"--sbatch: was {option!r}; give sbatch's option without dashes, such as "
+            "--sbatch partition=gpu --sbatch gpus-per-node=8"
+        )
+    return option

@@ -1,0 +1,155 @@
+"""A process of the plan as a step of the job: started by srun, stopped by scancel.
+
+srun ends its step without grace when it is signaled itself, and forwards nothing, so signals go
+through Slurm to the step. When Slurm ends the whole job (scancel, preemption, the time limit, a
+requeue), every step gets SIGTERM from Slurm; a second signal would end the daemons at once, so none
+is sent then.
+
+Invariant: a step is one process of the plan; what it prints goes to logs/NAME.log in the run's
+folder, written on its node.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from streamrl.cli.processes.planned import PlannedChild
+from streamrl.config import PARENT_VARIABLE
+from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorRecord
+from streamrl.errors import StreamRLError
+
+# All cores, memory and GPUs of the node that the job has, shared by its steps.
+ON_NODES = ("--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")
+# The parent is Slurm's step daemon. What torchrun starts would take torchrun for it.
+_SCRIPT = 'log=$1; shift; {parent}exec "$@" >>"$log" 2>&1'
+NODE_CHECK_S, CANCEL_S = 15.0, 5.0
+_GONE = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
+
+
+@dataclass(kw_only=True)
+class StepChild(PlannedChild):
+    """A node that has failed ends the child, and not the run, if it `may_be_lost`."""
+
+    node: str
+    job: str
+    may_be_lost: bool = False
+    _signaling: "set[asyncio.Task[None]]" = field(default_factory=set)
+    _lost: bool = False
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Have Slurm send SIGINT, which drains, or SIGKILL."""
+        self.stopping.set()
+        if self.process is None or self.process.returncode is not None:
+            return
+        self._begin_signal("KILL" if number == signal.SIGKILL else "INT")
+
+    def begin_kill(self) -> bool:
+        self._begin_signal("KILL")
+        return True
+
+    def _begin_signal(self, name: str) -> None:
+        task = asyncio.create_task(self._signal(name))
+        self._signaling.add(task)
+        task.add_done_callback(self._signaling.discard)
+
+    async def _signal(self, name: str) -> None:
+        if name != "KILL" and await self._is_ending():
+            return
+        steps = await _output(
+            "squeue", "--noheader", "--steps", f"--jobs={self.job}", "-o", "%i %j"
+        )
+        for line in steps.splitlines():
+            step, _, step_name = line.strip().partition(" ")
+            if step_name.strip() == self.role:
+                # A node that has failed answers nothing.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(_output("scancel", f"--signal={name}", step), CANCEL_S)
+        if name == "KILL" and self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+    async def _is_ending(self) -> bool:
+        """Whether Slurm has told every step to end."""
+        state = await _output("squeue", "--noheader", f"--jobs={self.job}", "-o", "%T")
+        return state.strip() != "RUNNING"
+
+    async def _run(self) -> tuple[int, ErrorRecord | None]:
+        """Exit code and record of a step that is started here. Waits for its end."""
+        record = self.log_file.with_name(f".{self.role}.error")
+        record.unlink(missing_ok=True)
+        command = self.restart_arguments if self.num_restarts else self.arguments
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.process = await asyncio.create_subprocess_exec(
+            *step_command(self.role, self.node, command, self.environment, self.log_file),
+            stdin=DEVNULL,
+            start_new_session=True,
+            env=_launcher_environment(record),
+        )
+        self.budget.on_start()
+        self.state = "running"
+        if self.stopping.is_set():
+            self.stop()
+        code = await self._wait(self.process)
+        self._lost = code != 0 and await self._node_is_gone()
+        self.end_companions(code)
+        return (128 - code if code > 128 else code), _read(record)
+
+    async def _wait(self, process: Process) -> int:
+        """Exit code of srun, which goes on when its node does not. Waits for its end; asks Slurm
+        about the node every NODE_CHECK_S."""
+        ending = asyncio.create_task(process.wait())
+        while not (await asyncio.wait({ending}, timeout=NODE_CHECK_S))[0]:
+            if await self._node_is_gone():
+                process.kill()
+        return ending.result()
+
+    async def _node_is_gone(self) -> bool:
+        shown = await _output("scontrol", "show", "--oneliner", "node", self.node)
+        words = [word for word in shown.split() if word.startswith("State=")]
+        return bool(words) and any(state in words[0] for state in _GONE)
+
+    def _delay_s(self, code: int, record: ErrorRecord | None) -> float:
+        if self._lost:
+            self.is_optional = self.may_be_lost
+            raise StreamRLError(f"{self.role}: its node {self.node} has failed")
+        return super()._delay_s(code, record)
+
+
+def step_command(
+    name: str, node: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path
+) -> Sequence[str]:
+    """What starts the step, with its variables set on the node: Slurm sets CUDA_VISIBLE_DEVICES
+    itself."""
+    is_daemon = Path(command[0]).name == "streamrl"
+    parent = f"{PARENT_VARIABLE}=$PPID; export {PARENT_VARIABLE}; " if is_daemon else ""
+    place = ("--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}", *ON_NODES)
+    script = ("sh", "-c", _SCRIPT.format(parent=parent), name, str(log_file))
+    settings = (f"{key}={value}" for key, value in environment.items())
+    return ("srun", *place, *script, "env", *settings, *command)
+
+
+def _launcher_environment(record: Path) -> dict[str, str]:
+    """This process's, which srun hands on; the commands of this Python are found first."""
+    beside = str(Path(sys.executable).parent)
+    path = f"{beside}:{os.environ.get('PATH', os.defpath)}"
+    return {**os.environ, "PATH": path, ERROR_FILE_VARIABLE: str(record.resolve())}
+
+
+def _read(record: Path) -> ErrorRecord | None:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(record.read_bytes(), type=ErrorRecord)
+    return None
+
+
+async def _output(*command: str) -> str:
+    """Standard output of one of Slurm's commands, "" if it fails. Waits for it."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
+    return (await process.communicate())[0].decode()

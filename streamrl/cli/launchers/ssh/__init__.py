@@ -1,0 +1,1 @@
+"""`streamrl launch` on hosts that are reached by ssh."""

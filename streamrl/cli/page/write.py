@@ -1,0 +1,148 @@
+"""Writes `report.html`: the charts of a run, what happened to it, and what the policy wrote.
+
+Invariant: all that a model or a user wrote is data in a JSON block, in which no `<` occurs, and the
+script puts it into the page as text. The page runs its own script alone and loads nothing.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from streamrl.cli.display.summary import summary_rows, validation_text
+from streamrl.cli.page.events import read_events
+from streamrl.cli.page.series import as_series, read_points
+from streamrl.cli.samples.render import facts
+from streamrl.config import RunConfig
+from streamrl.durable_files import write_file
+from streamrl.samples.files import newest_first, read_samples, validation_files
+from streamrl.samples.record import Message, Sample
+from streamrl.samples.text import printable
+from streamrl.tracking.groups import groups_of, label_of
+from streamrl.tracking.jsonl import METRICS_FILE
+from streamrl.tracking.validation import VALIDATION_FILE
+
+PAGE_FILE = "report.html"
+NUM_SAMPLES = 24
+_LONGEST = 8000
+
+
+def write_page(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Path:
+    """From the files of the run's folder and the lines of its metrics; returns where it is."""
+    path = config.run.path / PAGE_FILE
+    write_file(path, page(config.run.name, page_data(config, lines)))
+    return path
+
+
+def page(name: str, data: Mapping[str, Any]) -> str:
+    """The whole file."""
+    style, script, template = (_asset(f"page.{kind}") for kind in ("css", "js", "html"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    fields = {
+        "@NAME@": escape(printable(name)),
+        "@DIGEST@": digest,
+        "@STYLE@": style,
+        "@SCRIPT@": script,
+        "@DATA@": as_data_block(data),
+    }
+    return "\n".join(_filled(line, fields) for line in template.split("\n"))
+
+
+def as_data_block(data: Mapping[str, Any]) -> str:
+    """JSON that a `script` element holds as it stands: without `<`, so nothing in it ends it."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def page_data(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the script of the page draws."""
+    run = config.run.path
+    steps = as_series(read_points(run / METRICS_FILE))
+    versions = as_series(read_points(run / VALIDATION_FILE))
+    # In the lines of steps they stand at the step that came after them.
+    of_steps = {n: v for n, v in steps["metrics"].items() if not n.startswith("validation/")}
+    names = [*of_steps, *versions["metrics"]]
+    return {
+        "summary": summary_rows(lines, run, validation_text(config)),
+        "steps": {**steps, "metrics": of_steps},
+        "versions": versions,
+        "groups": list(_groups(names)),
+        "events": [
+            {"time": e.time_s, "role": e.role, "kind": e.kind, "text": printable(e.text)}
+            for e in read_events(run)
+        ],
+        "samples": [
+            {"title": title, "samples": [_sample(sample) for sample in samples]}
+            for title, samples in _samples(run)
+        ],
+    }
+
+
+def _groups(names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Each with its charts, and the names that are in none."""
+    known = list(names)
+    for group in groups_of(known):
+        charts = []
+        for chart in group.charts:
+            labels = {name: label for name in known if (label := label_of(chart, name)) is not None}
+            if labels:
+                shown = {"title": chart.title, "kind": chart.kind, "note": chart.note}
+                charts.append({**shown, "series": labels})
+        drawn = {name for chart in charts for name in chart["series"]}
+        own = [name for name in known if name.startswith(f"{group.name}/")]
+        more = [name for name in own if name not in drawn]
+        yield {"name": group.name, "title": group.title, "charts": charts, "more": more}
+
+
+def _samples(run: Path) -> Iterator[tuple[str, list[Sample]]]:
+    if newest := list(islice(newest_first(run), NUM_SAMPLES)):
+        yield f"What the newest steps have trained on ({len(newest)} samples)", newest
+    if files := validation_files(run):
+        sampled = list(islice(read_samples(files[-1]), NUM_SAMPLES))
+        yield f"Validation of version {int(files[-1].stem)} ({len(sampled)} samples)", sampled
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    title = (f"step {sample.step}", f"prompt {sample.prompt_index}", f"reward {sample.reward:.4g}")
+    return {
+        "title": ", ".join(title),
+        "facts": ", ".join(facts(sample)),
+        "prompt": _cut(sample.prompt),
+        "messages": [_message(message) for message in sample.messages],
+    }
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """The pieces of the tokens whose weights are known, as far as the text is shown, and the rest
+    of it."""
+    pieces: list[tuple[str, float]] = []
+    position = 0
+    for length, weight in zip(message.token_lengths, message.weights, strict=False):
+        if position + length > _LONGEST:
+            break
+        pieces.append((printable(message.content[position : position + length]), weight))
+        position += length
+    rest = _cut(message.content[position:])
+    return {"role": message.role, "pieces": pieces, "rest": rest}
+
+
+def _cut(text: str) -> str:
+    cut = f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
+    return printable(text if len(text) <= _LONGEST else cut)
+
+
+def _filled(line: str, fields: Mapping[str, str]) -> str:
+    """A line of the template has one field at most, so that no value is searched for another."""
+    for name, value in fields.items():
+        if name in line:
+            return line.replace(name, value)
+    return line
+
+
+def _asset(name: str) -> str:
+    return (resources.files("streamrl.cli.page") / "assets" / name).read_text(encoding="utf-8")

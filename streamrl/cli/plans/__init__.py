@@ -1,0 +1,1 @@
+"""`streamrl plan`, and the same view for `streamrl launch --dry-run`."""

@@ -1,0 +1,60 @@
+"""The commands of `streamrl` that every launch runs once, before and after the daemons of a run.
+
+Invariant: they get the run's configuration as it was resolved, in the run's folder. Called by
+`streamrl.cli.launch` and by the launchers.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from streamrl.cli.processes.command import call
+from streamrl.config import RunConfig
+from streamrl.config.loading.similar import RESOLVED_FILE
+from streamrl.errors import StreamRLError
+
+
+def call_for(config: RunConfig, command: str, *arguments: str) -> str:
+    """`call`, with the configuration of the run."""
+    return call(command, *arguments, "--config", str(config.run.path / RESOLVED_FILE))
+
+
+def books_options(*, resume: bool, new: bool) -> tuple[str, ...]:
+    """Of `streamrl books` before a run: on a buffer server without a daemon of ours, which outlives
+    its runs, a new run must not train on what an older one left."""
+    return () if resume else ("--forget",) if new else ("--require-none",)
+
+
+def require_books(config: RunConfig, *, resume: bool, new: bool) -> None:
+    """
+    Raises:
+        ConfigError: the buffer server holds a run of this name.
+    """
+    if not config.buffer.has_daemon:
+        call_for(config, "books", *books_options(resume=resume, new=new))
+
+
+def write_books(config: RunConfig) -> None:
+    """Where no daemon of ours does, if the server answers."""
+    if not config.buffer.has_daemon:
+        with contextlib.suppress(StreamRLError):
+            call_for(config, "books")
+
+
+def make_missing_model(config: RunConfig, console: Console) -> None:
+    """That of `model.recipe`, here."""
+    if config.model.recipe is not None and not Path(config.model.path).exists():
+        console.print(f"making {config.model.path} (streamrl make-model)")
+        call_for(config, "make-model")
+
+
+@contextlib.contextmanager
+def evaluation_may_fail() -> Iterator[None]:
+    """Around the evaluation of the final checkpoint: its failure does not fail the run."""
+    try:
+        yield
+    except StreamRLError as error:
+        print(f"no evaluation: {error}", file=sys.stderr)

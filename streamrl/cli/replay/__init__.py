@@ -1,0 +1,1 @@
+"""`streamrl replay`: a recorded run, trained again."""

@@ -1,0 +1,160 @@
+"""A process's log as JSON Lines (`run.log_format: json`): each line is one object.
+
+    time       ISO 8601 in UTC, with microseconds
+    level      debug, info, warning, error or critical
+    role       the process: learner, learner-1, generator-0, buffer, validator, ...
+    pid        its id
+    logger     the module that logs; stdout or stderr for what was printed; launcher
+    message    the text
+    exception  the traceback, where there is one
+
+Invariant: what Python code of the process logs, prints, warns of or raises without catching it
+becomes such objects. Lines that native code writes, or a child process of a library, stay as they
+are. `streamrl.service` begins it, and `streamrl.cli` for a daemon whose launcher asks for it, so
+that errors of the imports are covered. Imports nothing of StreamRL.
+"""
+
+import atexit
+import io
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, TextIO
+
+FORMAT_VARIABLE = "STREAMRL__RUN__LOG_FORMAT"
+"""Sets `run.log_format` of a process, as every setting can be set by the environment."""
+_MAX_LINE = 2**16
+
+
+def json_line(
+    role: str, level: str, logger: str, message: str, *, time_s: float, exception: str = ""
+) -> str:
+    """The object as one line, without its end."""
+    fields: dict[str, Any] = {
+        "time": datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds"),
+        "level": level,
+        "role": role,
+        "pid": os.getpid(),
+        "logger": logger,
+        "message": message,
+    }
+    return json.dumps({**fields, "exception": exception} if exception else fields)
+
+
+class JsonFormatter(logging.Formatter):
+    """Of the log records of one process."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        traceback = self.formatException(record.exc_info) if record.exc_info else ""
+        stack = self.formatStack(record.stack_info) if record.stack_info else ""
+        return json_line(
+            self._role,
+            record.levelname.lower(),
+            record.name,
+            record.getMessage(),
+            time_s=record.created,
+            exception="\n".join(text for text in (traceback, stack) if text),
+        )
+
+
+class LineWriter(io.TextIOBase):
+    """A standard stream of which each line that is printed becomes an object."""
+
+    def __init__(self, stream: TextIO, role: str, name: str) -> None:
+        self.stream = stream
+        self._role = role
+        self._name = name
+        self._lock = threading.RLock()
+        self._unfinished = ""
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, rest = (self._unfinished + text).replace("\r", "\n").split("\n")
+            self._unfinished = rest[:_MAX_LINE]
+            for line in (*lines, rest[_MAX_LINE:]):
+                if line.strip():
+                    self._print(line)
+        return len(text)
+
+    def finish(self) -> None:
+        """Print the line that has not ended, if there is one."""
+        self.write("\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    @property
+    def buffer(self) -> Any:
+        """For bytes, which stay as they are."""
+        return self.stream.buffer
+
+    def _print(self, line: str) -> None:
+        text = json_line(self._role, "info", self._name, line, time_s=time.time())
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+
+def log_as_json(role: str) -> TextIO:
+    """Begin, or go on under another role; the standard error that log lines are written to."""
+    output, errors = _plain(sys.stdout), _plain(sys.stderr)
+    for name, stream in (("stdout", output), ("stderr", errors)):
+        writer = LineWriter(stream, role, name)
+        setattr(sys, name, writer)
+        atexit.register(writer.finish)
+    report = _reporter(role, errors)
+
+    def report_raised(raised: Any) -> None:
+        report(raised.exc_type, raised.exc_value, raised.exc_traceback)
+
+    sys.excepthook = report
+    threading.excepthook = sys.unraisablehook = report_raised
+    logging.captureWarnings(True)
+    return errors
+
+
+def _plain(stream: Any) -> TextIO:
+    """What is below a stream that writes objects already; its last line is finished."""
+    if not isinstance(stream, LineWriter):
+        plain: TextIO = stream
+        return plain
+    stream.finish()
+    return stream.stream
+
+
+def _reporter(
+    role: str, errors: TextIO
+) -> Callable[[type[BaseException], BaseException | None, TracebackType | None], None]:
+    """A hook for exceptions that nobody catches."""
+
+    def report(
+        kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        value = error if error is not None else kind()
+        record = logging.LogRecord(
+            *("uncaught", logging.CRITICAL, "", 0, "%s: %s", (kind.__name__, value)),
+            exc_info=(kind, value, traceback),
+        )
+        errors.write(JsonFormatter(role).format(record) + "\n")
+        errors.flush()
+
+    return report

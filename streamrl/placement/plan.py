@@ -1,0 +1,109 @@
+"""The plan of a run: every process with its host, devices, environment and command.
+
+Invariant: a plan is what a person would type. Each command can be run by hand in the working folder
+of its host, with the configuration of the plan in `run.path/config.yaml` there, and the run is the
+same. Who starts the processes (here, over ssh, Slurm, Kubernetes) takes them from a plan and adds
+nothing that changes what they compute.
+
+`streamrl.placement.assign` makes plans; the launchers of `streamrl.cli` and what writes scripts and
+manifests read them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from streamrl.config import RunConfig
+from streamrl.config.cluster import HostRole
+from streamrl.placement.memory.need import Need
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU of a host, by its index there; `memory_bytes` 0 is not known.
+
+    `visible_as` is what CUDA_VISIBLE_DEVICES calls it: the index, or the UUID of a GPU or of a part
+    of one (MIG).
+    """
+
+    index: int
+    memory_bytes: int = 0
+    name: str = ""
+    visible_as: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.visible_as:
+            object.__setattr__(self, "visible_as", str(self.index))
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine; `address` is where the others reach it, `ssh` where ssh does ("" is here).
+
+    `num_cores` 0 is not known. `generators` is how many it has to take, None its part of them.
+    Where `is_counted` is false its GPUs are not known, and processes choose devices by themselves.
+    """
+
+    name: str
+    address: str
+    devices: tuple[Device, ...] = ()
+    num_cores: int = 0
+    roles: tuple[HostRole, ...] = ("buffer", "learner", "generator", "validator")
+    ssh: str = ""
+    interface: str = ""
+    generators: int | None = None
+    is_counted: bool = True
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """One command on one host.
+
+    `name` is the process's own: buffer, learner (one per host: it starts the ranks there, with
+    torchrun where the ranks are on several hosts; the second host's is learner-host-1),
+    generator-0, validator. `devices` are indices on the host; `environment` is what the process
+    gets besides that of its host (CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS, NCCL_SOCKET_IFNAME, ...);
+    `restart_command` is run after a failure; `memory` is about what it needs on each device, None
+    where it has none or the model is not known.
+    """
+
+    name: str
+    role: HostRole
+    host: str
+    command: tuple[str, ...]
+    restart_command: tuple[str, ...]
+    devices: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    num_ranks: int = 1
+    is_optional: bool = False
+    memory: Need | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All processes of a run, in the order in which they start.
+
+    `config` has the addresses and sizes of the plan (`buffer.url`, `weights.address`, the engines'
+    memory) and is the file that every process gets. `notes` are sentences for the person who
+    starts it: GPUs that nothing uses, memory that may not be enough.
+    """
+
+    config: RunConfig
+    hosts: tuple[Host, ...]
+    processes: tuple[PlannedProcess, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def config_file(self) -> Path:
+        """Where every process finds `config`, relative to the working folder of its host."""
+        return self.config.run.path / "config.yaml"
+
+    def on(self, host: str) -> tuple[PlannedProcess, ...]:
+        """The processes of one host."""
+        return tuple(process for process in self.processes if process.host == host)
+
+    def host(self, name: str) -> Host:
+        return next(host for host in self.hosts if host.name == name)

@@ -1,0 +1,32 @@
+"""Which processes of this machine carry a variable in the environment that they were started with.
+
+Reads /proc: it finds none on systems without one, none of other users, and not this process. The
+buffer looks for the other daemons of its launcher, the agent of a host for what it has started.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+def processes_with(variable: str, is_wanted: Callable[[str], bool]) -> list[int]:
+    """The ids of the processes that have the variable with such a value."""
+    return [pid for pid in _processes() if (v := _value(pid, variable)) and is_wanted(v)]
+
+
+def _processes() -> Iterator[int]:
+    names = (path.name for path in _PROC.glob("[0-9]*"))
+    return (pid for name in names if (pid := int(name)) != os.getpid())
+
+
+def _value(pid: int, variable: str) -> str:
+    """Of the variable; "" without it, for another user's process, and for one that has ended."""
+    try:
+        variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    prefix = f"{variable}=".encode()
+    found = (v.removeprefix(prefix).decode() for v in variables if v.startswith(prefix))
+    return next(found, "")

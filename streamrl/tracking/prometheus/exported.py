@@ -1,0 +1,110 @@
+"""The newest readings of a daemon, and what prometheus-client makes of them.
+
+Invariant: one thread of the daemon writes, any thread reads: a writer replaces whole mappings and
+changes none, so a reader sees the old one or the new one and nobody waits.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES
+from streamrl.tracking.prometheus.families import Family, by_family, family_of
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+PREFIX = "streamrl_"
+_BOUNDS = (*map(str, STALENESS_EDGES), "+Inf")
+_NUM_GROUPS = [f"buffer/staleness_{bucket}/num_groups" for bucket in STALENESS_BUCKETS]
+
+
+class Exported:
+    """What one daemon exports. `is_on` says whether anybody can read it.
+
+    Families whose name begins with one of `left_out` are another daemon's.
+    """
+
+    def __init__(self, *, is_on: bool, left_out: Sequence[str] = ()) -> None:
+        self.is_on = is_on
+        self._left_out = tuple(left_out)
+        self._newest: Mapping[str, Mapping[str, float]] = {}
+        self._sums: Mapping[str, float] = {}
+
+    def show(self, source: str, metrics: Callable[[], Mapping[str, Any]]) -> None:
+        """A reading of this source replaces the one before; `metrics` is called if it is on."""
+        if self.is_on:
+            self._newest = {**self._newest, source: _numbers(metrics())}
+
+    # A `streamrl.interfaces.Tracker`:
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """The line of a step; those of its metrics that count something are added up."""
+        if not self.is_on:
+            return
+        # The status of the learner is as new, and newer between two steps.
+        line = {k: v for k, v in _numbers(metrics).items() if k != "learner/policy_version"}
+        added = {name: line.pop(name) for name in [*line] if _is_added(family_of(name))}
+        num_groups = sum(added.get(name, 0.0) for name in _NUM_GROUPS)
+        added["buffer/staleness_sum"] = num_groups * line.get("buffer/staleness_mean", 0.0)
+        sums = {name: self._sums.get(name, 0.0) + value for name, value in added.items()}
+        steps = self._sums.get("learner/num_steps", 0.0) + 1
+        self._sums = {**self._sums, **sums, "learner/num_steps": steps}
+        # A validation is in the line of one step.
+        scores = {k: v for k, v in self._newest.get("line", {}).items() if "validation/" in k}
+        self._newest = {**self._newest, "line": {**scores, **line}}
+
+    def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
+        self.show("validation", lambda: metrics)
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """They are texts."""
+
+    def close(self) -> None:
+        """The endpoint is closed by who opened it."""
+
+    def collect(self) -> Iterator["Metric"]:
+        """Families with their samples; what prometheus-client asks a collector for."""
+        newest = {k: v for reading in self._newest.values() for k, v in reading.items()}
+        families: dict[str, list[tuple[Family, float]]] = {}
+        for family, value in by_family({**newest, **self._sums}):
+            if not family.name.startswith(self._left_out or ("-",)):
+                families.setdefault(family.name, []).append((family, value))
+        for name, found in families.items():
+            yield _metric(name, found)
+
+
+def _is_added(family: Family) -> bool:
+    return family.kind in ("sum", "histogram")
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are finite numbers."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _metric(name: str, found: Iterable[tuple[Family, float]]) -> "Metric":
+    from prometheus_client.metrics_core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+
+    samples = list(found)
+    (family, _), *_ = samples
+    labels = [label for label, _ in family.labels]
+    if family.kind == "histogram":
+        counts = {dict(f.labels).get("bucket", ""): value for f, value in samples}
+        totals = [*accumulate(counts.get(bucket, 0.0) for bucket in STALENESS_BUCKETS)]
+        buckets = list(zip(_BOUNDS, totals, strict=True))
+        return HistogramMetricFamily(PREFIX + name, family.text, buckets, counts.get("", 0.0))
+    of_kind = GaugeMetricFamily if family.kind == "gauge" else CounterMetricFamily
+    metric = of_kind(PREFIX + name, family.text, labels=labels)
+    for each, value in samples:
+        metric.add_metric([text for _, text in each.labels], value)
+    return metric

@@ -1,0 +1,78 @@
+"""Requests that no client of an API sends are refused with a sentence, never with an internal
+error; `tests/fuzz/gateway_port.py` found them."""
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from actors.gateway.gateway import Gateway
+from tests.contract.test_agent_apis import QUESTION, Played, config, playing
+from tests.unit.gateway.parts import PlainRenderer
+
+HALF_OF_A_PAIR = b'"\\ud800"'
+
+
+async def asked(played: Played, path: str, body: bytes) -> tuple[int, Any]:
+    headers = {
+        "Authorization": f"Bearer {played.task['api_key']}",
+        "Content-Type": "application/json",
+    }
+    async with httpx2.AsyncClient() as http:
+        url = played.task["anthropic_base_url"]
+        answer = await http.post(f"{url}{path}", content=body, headers=headers)
+        return answer.status_code, answer.json()
+
+
+def chat(**more: Any) -> bytes:
+    return json.dumps({"messages": [QUESTION], **more}).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/sessions", b'{"agent": %s}' % HALF_OF_A_PAIR),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": %s}]}'),
+        ("/v1/responses", b'{"input": %s}'),
+        ("/v1/responses", b'{"input": "\xff"}'),
+        ("/v1/messages", b'{"max_tokens": 1, "messages": [], "system": %s}'),
+    ],
+)
+async def test_what_is_no_text_is_no_json(path, body):
+    async with playing("a;") as played:
+        status, answer = await asked(played, path, body.replace(b"%s", HALF_OF_A_PAIR))
+        assert status == 400
+        assert answer["error"]["message"].startswith("the body is no JSON")
+
+
+@pytest.mark.parametrize("arguments", ["9" * 5000, "[" * 100_000])
+async def test_arguments_that_no_reader_of_json_takes_stay_text(arguments):
+    call = {"function": {"name": "add", "arguments": arguments}, "id": "c"}
+    messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, QUESTION]
+    async with playing("a;") as played:
+        played.session.renderer.encode_messages = lambda messages, tools: (1, 2)  # type: ignore[method-assign]
+        status, answer = await asked(played, "/v1/chat/completions", chat(messages=messages))
+        assert status == 200, answer
+
+
+async def test_numbers_have_a_range():
+    async with playing("a;", request_sampling="refuse") as played:
+        for name in ("top_k", "max_tokens"):
+            body = chat(**{name: 10**400})
+            status, answer = await asked(played, "/v1/chat/completions", body)
+            assert status == 400, answer
+            assert name in answer["error"]["message"]
+
+
+async def test_a_token_that_is_no_text_is_refused(monkeypatch):
+    monkeypatch.setenv("TOKEN", "secret")
+    async with httpx2.AsyncClient() as http:
+        gateway = Gateway(config(token_variable="TOKEN"))
+        url = await gateway.start(PlainRenderer())
+        try:
+            headers = [(b"Authorization", b"Bearer \xff\xfe")]
+            answer = await http.post(f"{url}/sessions", json={}, headers=headers)
+            assert answer.status_code == 401
+        finally:
+            await gateway.close()

@@ -1,0 +1,70 @@
+"""deploy/sky.yaml, read by SkyPilot itself; its commands are the shell's and ours."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.cli.main import main
+from tests.documents import ROOT
+
+SKYPILOT = "skypilot>=0.14,<0.15"
+FILE = ROOT / "deploy" / "sky.yaml"
+
+
+@pytest.fixture(scope="module")
+def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """As `sky jobs launch` would read it, in a folder with keys."""
+    folder = tmp_path_factory.mktemp("sky")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    python = folder / "venv" / "bin" / "python"
+    install = [sys.executable, str(ROOT / "deploy" / "install.py"), str(python), SKYPILOT]
+    done = subprocess.run(install, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"{SKYPILOT} cannot be installed: {done.stderr[-300:]}")
+    work = folder / "work"
+    work.mkdir()
+    assert main(["keys", "new", str(work / "keys")]) == 0
+    read = subprocess.run(
+        [python, Path(__file__).with_name("parse_sky.py"), FILE],
+        capture_output=True,
+        text=True,
+        cwd=work,
+        env={"HOME": str(folder), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"},
+    )
+    line = next(line for line in read.stdout.splitlines() if line.startswith("parsed: "))
+    shown: dict[str, Any] = json.loads(line.removeprefix("parsed: "))
+    return shown
+
+
+def test_skypilot_reads_a_job_group_that_ends_with_its_learner(parsed: dict[str, Any]):
+    assert parsed["is_job_group"] is True
+    assert parsed["primary_tasks"] == ["learner"]
+    assert set(parsed["tasks"]) == {"learner", "generators"}
+
+
+def test_generators_are_on_spot_nodes_that_are_recovered(parsed: dict[str, Any]):
+    learner, generators = parsed["tasks"]["learner"], parsed["tasks"]["generators"]
+    (spot,) = generators["resources"]
+    (on_demand,) = learner["resources"]
+    assert (spot["use_spot"], on_demand["use_spot"]) == (True, False)
+    assert generators["num_nodes"] > 1
+    for resources in (spot, on_demand):
+        # What `docs/operating.md` says a restart may change.
+        assert resources["job_recovery"]["recover_on_exit_codes"] == [1, 4, 5]
+
+
+def test_the_secret_of_the_servers_stays_with_the_learner(parsed: dict[str, Any]):
+    mounts = parsed["tasks"]["generators"]["file_mounts"]
+    assert mounts == [
+        f"~/keys/{name}" for name in ("client.public", "client.secret", "server.public")
+    ]
+
+
+def test_the_commands_are_a_shell_s(parsed: dict[str, Any]):
+    for task in parsed["tasks"].values():
+        done = subprocess.run(["bash", "-n"], input=task["run"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,86 @@
+"""Runs whose lag is a setting: how old each group is, that they repeat, and what is refused."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.cli.ablation.exact_lag import LaggedRun
+from streamrl.cli.ablation.exact_lag import main as exact_lag
+from streamrl.cli.ablation.lag import Lag
+from streamrl.cli.main import main as streamrl
+from streamrl.config import RunConfig, load_config
+from streamrl.run_folder import read_json
+from streamrl.tracking.jsonl import read_metrics
+from tests.system.conftest import CONFIG
+
+TIMES = ("_s", "_per_s")
+K3 = "mismatch/mismatch_k3_kl"
+
+
+@pytest.fixture
+def file(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG.format(folder=tmp_path, model=model))
+    return path
+
+
+def config_of(file: Path, name: str, max_staleness: int, *more: str) -> RunConfig:
+    settings = (f"run.name={name}", "run.max_steps=6", f"buffer.max_staleness={max_staleness}")
+    return load_config(str(file), [*settings, "data.num_eval_prompts=8", *more]).config
+
+
+def made(config: RunConfig, lag: Lag) -> list[dict[str, Any]]:
+    """The lines of the run, without what a clock says."""
+
+    async def run() -> None:
+        await LaggedRun(config, lag).run()
+
+    asyncio.run(run())
+    lines = read_metrics(config.run.path / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.endswith(TIMES)} for line in lines]
+
+
+def test_every_group_is_as_old_as_it_is_set_and_a_run_repeats(file: Path):
+    first = made(config_of(file, "first", 2), Lag.EVEN)
+    ages = [(line["buffer/staleness_mean"], line["buffer/staleness_max"]) for line in first]
+    assert ages == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]
+    assert json.dumps(made(config_of(file, "second", 2), Lag.EVEN)) == json.dumps(first)
+    # Weights of another version make other log-probabilities, those of the same one do not.
+    on_policy = made(config_of(file, "on_policy", 0), Lag.EVEN)
+    assert max(line[K3] for line in on_policy) < 1e-8 < min(line[K3] for line in first[1:])
+    scores = read_json(file.parent / "first" / "evaluation.json")
+    assert scores["num_prompts"] == 8
+
+
+def test_uneven_ages_lie_between_none_and_twice_the_mean(file: Path):
+    lines = made(config_of(file, "uneven", 1, "run.max_steps=12"), Lag.UNEVEN)
+    assert max(line["buffer/staleness_max"] for line in lines) == 2
+    means = [line["buffer/staleness_mean"] for line in lines[2:]]
+    assert 0 < min(means) < max(means) < 2
+    assert 0.5 < sum(means) / len(means) < 1.5
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("generator.engine=vllm", "generator.engine: was 'vllm'; --lag samples by hf"),
+        ("algorithm.dynamic_sampling={}", "algorithm.dynamic_sampling: --lag trains every group"),
+        ("learner.num_ranks=2", "learner.num_ranks: was 2; --lag has one"),
+    ],
+)
+def test_what_one_process_cannot_do_is_refused(file: Path, capsys, setting, sentence):
+    assert exact_lag(["even", str(file), setting]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_ablation_of_lags_ends_with_its_table(file: Path, capsys):
+    vary = ("--vary", "buffer.max_staleness=0,3", "--seeds", "0", "--set", "run.max_steps=4")
+    assert streamrl(["ablate", str(file), *vary, "--lag", "even", "--jobs", "2"]) == 0
+    table = (file.parent / "run" / "ablation.md").read_text()
+    assert "| 0.0 / 0 |" in table
+    assert "| 1.5 / 3 |" in table
+    assert streamrl(["ablate", str(file), *vary, "--jobs", "2"]) == 2
+    assert "--jobs: several runs at once are for --lag" in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""A live run in `streamrl top`, and its logs as JSON while a generator is killed."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.system.conftest import STREAMRL, Launched, slow_reward
+from tests.system.test_launch import _set
+from tests.terminal import Terminal, is_put_back
+
+
+def test_a_live_run_is_followed_to_its_end_and_every_line_of_its_logs_is_json(
+    launch: Callable[..., Launched], tmp_path: Path
+):
+    settings = ("run.log_format=json", "run.max_steps=100000", "generator.count=1")
+    reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
+    run = launch(*_set(*settings, reward))
+    run.until_step(5)
+    top = Terminal([STREAMRL, "top", str(run.folder)], rows=60, columns=150)
+    try:
+        top.until(lambda text: "generator-0" in text and "step time" in text)
+        run.child("generator-0").send_signal(signal.SIGKILL)
+        run.until(lambda: "was killed by SIGKILL" in run.log("generator-0"))
+        run.until_step(len(run.lines) + 6)
+        run.until(lambda: run.lines[-1].get("scaling/steps_per_s") is not None)
+        assert run.lines[-1]["generator/idle_frac"] > 0
+        top.until(lambda text: "limits the run" in text or "keep up" in text)
+        run.process.send_signal(signal.SIGINT)
+        run.end()
+        top.until(lambda text: "stopped at step" in text)
+        top.press("q")
+        assert top.end() == 0
+        assert is_put_back(top.output)
+    finally:
+        top.kill()
+    for log in (run.folder / "logs").glob("*.log"):
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        assert {line["role"] for line in lines} == {log.stem}
+        assert all(line["time"] and line["pid"] and line["message"] for line in lines)

@@ -1,0 +1,92 @@
+"""The batch script of a run, and what is refused before anything is submitted."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.launchers.slurm.steps import step_command
+from streamrl.cli.main import main
+
+CONFIG = """
+run: {{name: run, folder: {folder}}}
+model: {{path: m}}
+data: {{source: addition}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG.format(folder=tmp_path / "runs"))
+    return str(path)
+
+
+def script(capsys: pytest.CaptureFixture[str], file: str, *words: str) -> str:
+    assert main(["launch", file, "--slurm", "--dry-run", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_script_asks_for_nodes_a_signal_and_another_start(capsys, file, tmp_path):
+    text = script(capsys, file, "--nodes", "4", "--sbatch", "partition=gpu", "--sbatch", "qos=low")
+    wanted = ("nodes=4", "requeue", "no-kill", "signal=B:USR1@120", "partition=gpu", "qos=low")
+    assert all(f"#SBATCH --{option}\n" in text for option in wanted)
+    assert f"#SBATCH --output={tmp_path}/runs/run/logs/slurm.log\n" in text
+    # The user's options come last, and the last one wins.
+    assert text.index("nodes=4") < text.index("partition=gpu")
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_whose_run_has_begun_goes_on_with_it(capsys, file, tmp_path):
+    """The script itself, with `streamrl` replaced by echo."""
+    text = script(capsys, file)
+    shown = text.replace(text.split("exec ")[1].split()[0], "echo")
+    run = tmp_path / "runs" / "run"
+    for has_begun in (False, True):
+        if has_begun:
+            run.mkdir(parents=True)
+            (run / "metrics.jsonl").write_text("{}\n")
+        said = subprocess.run(["bash"], input=shown, text=True, capture_output=True).stdout
+        assert said.split()[:2] == ["launch", f"{run}/slurm/config.yaml"]
+        assert said.rstrip().endswith("--resume") is has_begun
+
+
+def test_the_run_ends_with_its_first_node_where_no_failure_is_allowed(capsys, file):
+    text = script(capsys, file, "--set", "cluster.on_host_failure=stop")
+    assert "--no-kill" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "job", "sentence"),
+    [
+        (("--sbatch=--partition=gpu",), "", "--sbatch: was '--partition=gpu'; give sbatch's"),
+        (("--nodes", "2"), "17", "--nodes: this is job 17, whose nodes are used as they are"),
+        ((), "", "--slurm: there is no `sbatch` here"),
+        ((), "17", "--slurm: there is no `scontrol` here"),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused(
+    capsys, file, tmp_path, monkeypatch, words, job, sentence
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
+    assert main(["launch", file, "--slurm", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_step_gets_its_variables_on_its_node(tmp_path):
+    """The command after `srun`'s options is what a node runs: it is run here."""
+    log = tmp_path / "learner.log"
+    command = ("sh", "-c", "echo $CUDA_VISIBLE_DEVICES; echo failed >&2; exit 3")
+    words = step_command("learner", "n2", command, {"CUDA_VISIBLE_DEVICES": "2,3"}, log)
+    assert words[0] == "srun"
+    assert "--nodelist=n2" in words
+    done = subprocess.run(words[words.index("sh") :], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
+    assert log.read_text() == "2,3\nfailed\n"

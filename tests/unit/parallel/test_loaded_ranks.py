@@ -1,0 +1,99 @@
+"""Models as they are loaded, with an adapter or compiled layers, train on two ranks as on one."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from learners.batch import TrainingBatch
+from learners.parallel.mesh import Mesh, make_mesh
+from learners.parallel.plan import share
+from learners.parallel.ranks import Ranks
+from learners.parallel.sharding import full, full_parameters
+from learners.policy.policy import Policy
+from learners.trainer import Trainer
+from streamrl.config.learner import MeshSettings
+from streamrl.types import GroupHeader
+from tests.ranks import run_ranks
+from tests.tiny_model import save_llama
+from tests.training import make_config, make_groups
+
+LORA = {"rank": 4, "alpha": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "adapter": {"lora": LORA},
+    "factors": {"lora": {**LORA, "publish": "adapter"}},
+    "compiled": {"compile": True},
+}
+
+
+def trained(
+    folder: str, learner: dict[str, Any], mesh: Mesh | None = None, ranks: Ranks | None = None
+) -> dict[str, Any]:
+    """What two steps train, what the generators are sent, and the metrics."""
+    ranks = ranks or Ranks()
+    config = make_config(
+        model={"path": folder},
+        # Weights of zeros get gradients only of their partners: a higher rate moves both.
+        optimizer={"lr": 1e-2, "eps": 1e-5},
+        learner={"max_tokens_per_micro_batch": 70, **learner},
+        algorithm={"kl_loss": {"coef": 0.1}},
+    )
+    torch.manual_seed(0)
+    policy = Policy.from_config(config, mesh=mesh)
+    trainer = Trainer(config, policy, Policy.reference_of(config, policy, mesh), None, ranks)
+    metrics = []
+    for step in range(2):
+        groups = {group.prompt_index: group for group in make_groups(step)}
+        headers = [GroupHeader.of(group) for group in groups.values()]
+        mine = [groups[h.prompt_index] for h in share(headers, ranks.count, ranks.index)]
+        metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))
+    weights = policy.weights()
+    return {
+        "parameters": {n: p.clone() for n, p in full_parameters(policy.parameters())},
+        "weights": {name: full(weights[name]).clone() for name in weights},
+        "metrics": metrics,
+    }
+
+
+def on_rank(folder: str, names: tuple[str, ...]) -> dict[str, Any]:
+    mesh = make_mesh(MeshSettings(), torch.device("cpu"))
+    ranks = Ranks.of(dist.new_group(backend="gloo"))
+    return {name: trained(folder, CASES[name], mesh, ranks) for name in names}
+
+
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("adapter", "factors"),
+        pytest.param(("compiled",), marks=[NEEDS_COMPILER, pytest.mark.long]),
+    ],
+    ids="-".join,
+)
+def test_two_ranks_make_the_steps_of_one(names: tuple[str, ...], tmp_path: Path):
+    folder = str(save_llama(tmp_path / "model", num_hidden_layers=1))
+    expected = {name: trained(folder, CASES[name]) for name in names}
+    for found in run_ranks(on_rank, 2, tmp_path, folder, names):
+        for name in names:
+            for kind in ("parameters", "weights"):
+                assert_close(found[name][kind], expected[name][kind])
+            for ours, theirs in zip(found[name]["metrics"], expected[name]["metrics"], strict=True):
+                assert ours["learner/grad_norm"] == pytest.approx(
+                    theirs["learner/grad_norm"], rel=1e-4
+                )
+                assert ours["actor/kl_loss"] == pytest.approx(theirs["actor/kl_loss"], abs=1e-5)
+    if "adapter" in names:
+        moved = expected["adapter"]["parameters"]
+        assert all(bool(tensor.any()) for name, tensor in moved.items() if "lora_B" in name)
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert expected
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5, msg=name)

@@ -1,0 +1,135 @@
+"""What ranks load together is what one loads alone, in less memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from learners.parallel.mesh import make_mesh
+from learners.parallel.sharding import full
+from learners.policy.loading import load_network
+from streamrl.config.learner import MeshSettings
+from tests.ranks import run_ranks
+from tests.tiny_model import make_llama, save_llama
+from tests.training import make_config
+
+LORA = {"rank": 4, "alpha": 16}
+WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 64}
+
+
+def save_gpt2(folder: Path) -> None:
+    """Whose matrices stand the other way, and whose embeddings are tied."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 40, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder)
+
+
+def save_experts(folder: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 40}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(folder)
+
+
+def save_untied(folder: Path) -> None:
+    """An LM head of its own, in spite of what the configuration says."""
+    model = make_llama(tie_word_embeddings=False)
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(folder)
+
+
+def save_half(folder: Path) -> None:
+    make_llama().to(torch.bfloat16).save_pretrained(folder)
+
+
+MODELS = {
+    "llama": save_llama,
+    "bfloat16": save_half,
+    "tied": save_gpt2,
+    "experts": save_experts,
+    "untied": save_untied,
+}
+
+
+def loaded(folder: str, mesh: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, whole, and the random numbers that come next."""
+    torch.manual_seed(3)
+    learner = {"lora": options["lora"]} if "lora" in options else {}
+    config = make_config(model={"path": folder}, learner=learner)
+    if learner:
+        options["lora"] = config.learner.lora
+    network = load_network(config, mesh=mesh, **options)
+    tensors = [*network.named_parameters(), *network.named_buffers()]
+    named = {name: full(tensor).clone() for name, tensor in tensors}
+    return {**named, "drawn": torch.rand(3), "packed": torch.tensor(network.is_packed)}
+
+
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {}) for name in MODELS),
+    ("llama", {"has_values": True}),
+    ("bfloat16", {"lora": LORA}),
+)
+
+
+WITH_PLAN = ("llama", "experts", "untied")
+"""For tensor parallelism."""
+
+
+def on_rank(folder: str, sizes: list[dict[str, int]]) -> list[dict[int, dict[str, torch.Tensor]]]:
+    """For each mesh the cases that it can be used with, by number."""
+    meshes = [make_mesh(MeshSettings(**size), torch.device("cpu")) for size in sizes]
+    return [
+        {
+            number: loaded(f"{folder}/{name}", mesh, **options)
+            for number, (name, options) in enumerate(CASES)
+            if mesh.size("tensor") == 1 or (name in WITH_PLAN and "lora" not in options)
+        }
+        for mesh in meshes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"),
+    [
+        (2, [{"shard": 2}, {"sequence": 2}]),
+        (4, [{"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}]),
+    ],
+    ids=["two ranks", "four ranks"],
+)
+def test_ranks_load_the_bits_that_one_rank_loads(num_ranks, sizes, tmp_path):
+    for name, save in MODELS.items():
+        save(tmp_path / name)
+    alone = [loaded(f"{tmp_path}/{name}", **options) for name, options in CASES]
+    for of_rank in run_ranks(on_rank, num_ranks, tmp_path, str(tmp_path), sizes):
+        for size, of_mesh in zip(sizes, of_rank, strict=True):
+            assert of_mesh
+            for number, ours in of_mesh.items():
+                assert ours.keys() == alone[number].keys()
+                for key, tensor in alone[number].items():
+                    assert torch.equal(ours[key], tensor), (size, CASES[number], key)
+
+
+def peak_growth(folder: str) -> tuple[int, int]:
+    """Bytes that this rank's memory grew by at most while it loaded, and of all parameters."""
+    mesh = make_mesh(MeshSettings(), torch.device("cpu"))
+    config = make_config(model={"path": folder}, learner={"check_packing": False})
+    load_network(make_config(model={"path": f"{folder}/small"}), mesh=mesh)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmHWM")
+    network = load_network(config, mesh=mesh)
+    return _status("VmHWM") - before, 4 * sum(p.numel() for p in network.parameters())
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_only_the_first_rank_has_the_whole_model_while_it_is_loaded(tmp_path):
+    save_llama(tmp_path, **WIDE)
+    save_llama(tmp_path / "small")
+    first, other = run_ranks(peak_growth, 2, tmp_path, str(tmp_path))
+    assert first[0] > first[1]
+    assert other[0] < 0.75 * other[1]

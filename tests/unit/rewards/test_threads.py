@@ -1,0 +1,82 @@
+"""Threads of a reward: kept for the next call, replaced where one hangs, ended with the reward."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from actors.rewards import make_reward
+from actors.rewards.calls.threads import Threads
+from streamrl.config.data import DataSettings
+from tests.unit.rewards.episodes import episode
+
+DEADLINE_S = 30.0
+
+
+def num_threads() -> int:
+    return sum(thread.name == "reward" for thread in threading.enumerate())
+
+
+async def test_one_thread_serves_calls_that_follow_each_other():
+    threads = Threads("reward x")
+    assert len({await threads.run(threading.get_ident) for _ in range(20)}) == 1
+    many = await asyncio.gather(*(threads.run(threading.get_ident) for _ in range(4)))
+    assert len(set(many)) <= 4
+
+
+async def test_a_call_that_hangs_keeps_its_thread_until_it_returns():
+    threads = Threads("reward x")
+    usual, released = await threads.run(threading.get_ident), threading.Event()
+    hanging = asyncio.create_task(threads.run(lambda: released.wait(DEADLINE_S)))
+    await asyncio.sleep(0)
+    hanging.cancel()
+    await asyncio.wait({hanging})
+    other = await threads.run(threading.get_ident)
+    assert other != usual
+    released.set()
+    give_up = time.monotonic() + DEADLINE_S
+    while threads._num_hung:
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.01)
+    both = {await threads.run(threading.get_ident) for _ in range(4)}
+    assert both <= {usual, other}
+
+
+async def test_threads_end_with_what_they_are_for():
+    gc.collect()
+    before = num_threads()
+    threads = Threads("reward x")
+    await asyncio.gather(*(threads.run(lambda: time.sleep(0.01)) for _ in range(3)))
+    assert num_threads() == before + 3
+    del threads
+    gc.collect()
+    give_up = time.monotonic() + DEADLINE_S
+    while num_threads() > before:
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_quick"),
+    [
+        ({"reward": "exact_match"}, True),
+        ({"reward": "length", "reward_kwargs": {"max_tokens": 9}}, True),
+        ({"reward": "exact_match", "reward_kwargs": {"pattern": "(a+)+b"}}, False),
+        ({"reward": "regex", "reward_kwargs": {"pattern": "(a+)+b"}}, False),
+    ],
+)
+async def test_what_takes_microseconds_needs_no_thread(settings, is_quick, monkeypatch):
+    asked = []
+    run = Threads.run
+
+    async def noted(self, work):
+        asked.append(work)
+        return await run(self, work)
+
+    monkeypatch.setattr(Threads, "run", noted)
+    reward = make_reward(DataSettings(source="copy", **settings))
+    scores = await reward.score([episode("a", "a"), episode("b", "a")])
+    assert len(scores) == 2
+    assert bool(asked) is not is_quick

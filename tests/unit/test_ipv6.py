@@ -1,0 +1,62 @@
+"""What listens and connects takes an IPv6 address."""
+
+import socket
+
+import pytest
+import zmq
+
+from streamrl.config.addresses import url_host
+from streamrl.curve import CurveServer, make_keys, set_client_keys
+from streamrl.placement import hosts
+from streamrl.weights.transports.groups import OpenStore, address_towards
+from streamrl.weights.transports.rendezvous import RendezvousServer, RendezvousStore
+
+HOST = "::1"
+
+
+@pytest.fixture(autouse=True)
+def _needs_ipv6():
+    try:
+        socket.create_server((HOST, 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+
+
+def test_a_client_with_keys_reaches_its_server(tmp_path):
+    make_keys(tmp_path / "keys")
+    url = f"tcp://{url_host(HOST)}:0"
+    with zmq.Context() as context, context.socket(zmq.REP) as server:
+        keys = CurveServer(context, url, tmp_path / "keys")
+        keys.configure(server)
+        server.bind(url)
+        with zmq.Context.instance().socket(zmq.REQ) as client:
+            set_client_keys(client, url, tmp_path / "keys")
+            client.connect(server.getsockopt_string(zmq.LAST_ENDPOINT))
+            client.send(b"question")
+            assert server.poll(5000)
+            client.setsockopt(zmq.LINGER, 0)
+        keys.close()
+
+
+def test_a_member_finds_the_groups_rendezvous():
+    server = RendezvousServer(HOST)
+    store = RendezvousStore(HOST, server.port, server.key, 5.0)
+    store.set("rank", b"1")
+    assert store.get("rank") == b"1"
+    store.close()
+    server.close()
+
+
+def test_the_address_towards_a_peer_is_of_its_family():
+    assert address_towards(HOST) == HOST
+    assert OpenStore(HOST, 5.0).port > 0
+
+
+def test_the_interface_of_an_address_is_found(tmp_path, monkeypatch):
+    listed = tmp_path / "if_inet6"
+    listed.write_text(
+        f"{1:032x} 01 80 10 80       lo\nfd00{0x77:024x}{2:04x} 02 40 00 80     eth0\n"
+    )
+    monkeypatch.setattr(hosts, "_IPV6_ADDRESSES", listed)
+    assert hosts.interface_of("fd00:0:0:0:0:0:77:2") == "eth0"
+    assert hosts.interface_of("fd00::78:2") == hosts.interface_of("a-name:x") == ""

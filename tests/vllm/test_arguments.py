@@ -1,0 +1,38 @@
+"""The typed settings of `generator.vllm` reach vLLM's own arguments."""
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from actors.engines.model import ModelFacts
+from actors.engines.vllm.arguments import engine_arguments
+from streamrl.config import RunConfig
+from streamrl.config.engines.vllm import OURS, VllmSettings
+
+GIVEN = {
+    "gpu_memory_utilization": 0.35,
+    "max_num_batched_tokens": 640,
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": False,
+    "enforce_eager": True,
+    "load_format": "dummy",
+    "kv_cache_memory_bytes": 2**20,
+}
+
+
+def test_every_setting_is_an_argument_of_vllms_engine():
+    ours = VllmSettings.model_fields.keys() - OURS
+    assert ours - AsyncEngineArgs.__dataclass_fields__.keys() == set()
+    assert ours - GIVEN.keys() == {"tensor_parallel_size"}
+
+
+def test_what_is_set_is_what_vllm_gets():
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"source": "copy"},
+            "generator": {"engine": "vllm", "vllm": GIVEN, "engine_kwargs": {"block_size": 32}},
+        }
+    )
+    facts = ModelFacts(shapes={}, eos=frozenset([1]), vocab_size=64, head_width=64)
+    arguments = engine_arguments(config, facts, seed=3)
+    assert {name: getattr(arguments, name) for name in GIVEN} == GIVEN
+    assert arguments.block_size == 32
