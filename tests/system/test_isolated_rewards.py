@@ -38,6 +38,10 @@ def floods(episode):
 def spawns(episode):
     os.system("sleep 600 & echo $! > " + episode.response)
     time.sleep(600)
+
+def spawns_and_crashes(episode):
+    os.system("sleep 600 & echo $! > " + episode.response)
+    os.abort()
 """
 
 
@@ -72,12 +76,15 @@ async def test_a_process_that_hangs_is_ended_and_the_next_call_has_a_new_one(rew
         await isolated.score([episode("hang")])
     (second,) = values(await isolated.score([episode()]))
     assert second != first
-    wait_until(lambda: not psutil.pid_exists(int(first)) or is_zombie(int(first)))
+    assert not psutil.pid_exists(int(first))
 
 
-async def test_what_an_ended_process_has_started_ends_with_it(reward, tmp_path):
-    with pytest.raises(RewardError, match="timeout_s"):
-        await reward("spawns", timeout_s=1).score([episode(f"{tmp_path}/pid")])
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("spawns", "timeout_s"), ("spawns_and_crashes", "SIGABRT")]
+)
+async def test_what_an_ended_process_has_started_ends_with_it(reward, tmp_path, name, sentence):
+    with pytest.raises(RewardError, match=sentence):
+        await reward(name, timeout_s=1).score([episode(f"{tmp_path}/pid")])
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not psutil.pid_exists(pid) or is_zombie(pid))
 

@@ -23,7 +23,7 @@ from actors.rewards.calls.output import OutputLimit
 from streamrl.errors import RolloutError, StreamRLError
 from streamrl.interfaces import Episode, Score
 
-_START_S = 120.0
+_START_S, _GRACE_S = 120.0, 5.0
 LENGTH = struct.Struct("<I")
 """Before each message."""
 
@@ -86,7 +86,7 @@ class Processes:
         except EndedError as error:
             raise RolloutError(f"{self._title}: {error}") from error
         except BaseException:
-            worker.kill()
+            await worker.end()
             raise
         self._idle.append(worker)
         if answer.error:
@@ -138,7 +138,7 @@ class _Worker:
         try:
             await worker.ask(msgspec.msgpack.encode(setup, enc_hook=plain))
         except BaseException:
-            worker.kill()
+            await worker.end()
             raise
         return worker
 
@@ -153,13 +153,17 @@ class _Worker:
             (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
             content = await self._answers.readexactly(length)
         except asyncio.IncompleteReadError as error:
-            code = await self._process.wait()
-            raise EndedError(f"its process ended {_how(code)}") from error
+            # It has closed the pipe, so its exit code is settled.
+            await self.end()
+            raise EndedError(f"its process ended {_how(self._process.returncode)}") from error
         return msgspec.msgpack.decode(content, type=Answer)
 
-    def kill(self) -> None:
+    async def end(self) -> None:
+        """Kills it with all that it has started. Waits for its end and that of its output, which
+        what has left its group may hold open, `_GRACE_S` at most."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.wait({self._printing}, timeout=_GRACE_S)
 
     def _send(self, message: bytes) -> None:
         """Never waits: a process that does not read is killed at the time-out of its call."""
@@ -176,7 +180,9 @@ async def _pass_on(process: asyncio.subprocess.Process, output: OutputLimit) -> 
     await process.wait()
 
 
-def _how(code: int) -> str:
+def _how(code: int | None) -> str:
+    if code is None:
+        return "its answers and cannot be killed"
     return f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 
 

@@ -27,6 +27,8 @@ def main(descriptor: int) -> None:
     standard input closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # What the function starts would keep the pipe open past this process's end.
+    os.set_inheritable(descriptor, False)
     # The function shall not read the requests.
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
