@@ -12,7 +12,7 @@ import re
 import shlex
 import signal
 import sys
-from asyncio.subprocess import PIPE, STDOUT, Process
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
 
 from actors.engines.served.process import GUARD
@@ -40,25 +40,23 @@ class CommandAgent:
         """
         name = f"agent `{shlex.join(self._command)}`"
         episode.take(name)
-        # The guard's standard input is a pipe from this process, by which it notices its end.
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", str(GUARD), *filled(self._command, task)),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=STDOUT,
-            start_new_session=True,
-            env=_environment(task),
-        )
-        output = _Output()
-        reading = asyncio.create_task(output.read(process))
-        try:
-            code = await process.wait()
-            # What has left the group of the process may hold its output open.
-            await asyncio.wait({reading}, timeout=_DRAIN_S)
-        finally:
-            reading.cancel()
-            assert process.stdin is not None, "it was started with a pipe"
-            process.stdin.close()
+        async with _Output() as output:
+            # The guard's standard input is a pipe from this process, by which it notices its end.
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", str(GUARD), *filled(self._command, task)),
+                stdin=PIPE,
+                stdout=output.descriptor,
+                stderr=STDOUT,
+                start_new_session=True,
+                env=_environment(task),
+            )
+            output.close_descriptor()
+            try:
+                code = await process.wait()
+                await output.wait_end()
+            finally:
+                assert process.stdin is not None, "it was started with a pipe"
+                process.stdin.close()
         if code:
             num_turns = sum(len(segment.turns) for segment in episode.session.record.segments)
             raise LostAgentError(
@@ -69,15 +67,39 @@ class CommandAgent:
 
 
 class _Output:
-    """The end of what a process writes."""
+    """The end of what a process writes to `descriptor`, a pipe of its own: `Process.wait` waits for
+    those of `subprocess`, which what has left the process's group may hold open."""
 
     def __init__(self) -> None:
         self._tail = b""
 
-    async def read(self, process: Process) -> None:
+    async def __aenter__(self) -> "_Output":
+        readable, self.descriptor = os.pipe()
+        reader = asyncio.StreamReader()
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(readable, "rb", 0)
+        )
+        self._reading = asyncio.create_task(self._read(reader))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close_descriptor()
+        self._reading.cancel()
+        self._transport.close()
+
+    def close_descriptor(self) -> None:
+        """Once the process has it, or is not started."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    async def wait_end(self) -> None:
+        """Waits for the end of the output, `_DRAIN_S` at most."""
+        await asyncio.wait({self._reading}, timeout=_DRAIN_S)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         """Waits for the process to write, until it has closed its output."""
-        assert process.stdout is not None, "it was started with a pipe"
-        while data := await process.stdout.read(2**16):
+        while data := await reader.read(2**16):
             self._tail = (self._tail + data)[-_TAIL_BYTES:]
 
     @property

@@ -1,4 +1,4 @@
-"""Steps per second of a run on two hosts while a stranger on a third one floods its ports.
+"""Steps per second of a run on two hosts while strangers on a third one flood a port, or both.
 
     PYTHONPATH=. python tests/benchmarks/bench_host_flood.py [--seconds 15] [--rounds 1]
 
@@ -55,16 +55,17 @@ def main() -> None:
 
 def measure(stranger: Machine, address: str, record: Path, keys: Path, seconds: float) -> None:
     without = steps_per_s(record, seconds)
-    for name, port in PORTS.items():
+    for names in (["buffer"], ["weights"], ["buffer", "weights"]):
         for kind in KINDS:
-            words = [f"tcp://{address}:{port}", kind, "--seconds", str(10 * seconds)]
+            words = [kind, "--seconds", str(10 * seconds)]
             words += ["--server-public", str(keys / "server.public")] * (kind == "guessed")
-            with flooded(stranger, words):
+            urls = [f"tcp://{address}:{PORTS[name]}" for name in names]
+            with flooded(stranger, [[url, *words] for url in urls]):
                 during = steps_per_s(record, seconds)
             after = steps_per_s(record, seconds)
             line = {
                 "benchmark": "host_flood",
-                "port": name,
+                "ports": names,
                 "stranger": kind,
                 "steps_per_s": round(during, 2),
                 "without": round((without + after) / 2, 2),
@@ -89,19 +90,21 @@ def launched(desk: Machine) -> Iterator[None]:
 
 
 @contextmanager
-def flooded(stranger: Machine, words: list[str]) -> Iterator[None]:
+def flooded(stranger: Machine, floods: list[list[str]]) -> Iterator[None]:
     script = str(Path(__file__).with_name("stranger.py"))
-    environment = ["env", f"PYTHONPATH={ROOT}", "nice", "-n", "19"]
-    flood = subprocess.Popen(
-        stranger.command(*environment, sys.executable, script, *words), stdout=subprocess.DEVNULL
-    )
+    command = ["env", f"PYTHONPATH={ROOT}", "nice", "-n", "19", sys.executable, script]
+    silent = subprocess.DEVNULL
+    running = [
+        subprocess.Popen(stranger.command(*command, *words), stdout=silent) for words in floods
+    ]
     try:
         yield
     finally:
         for found, pid in stranger.processes().items():
             if "stranger.py" in found:
                 os.kill(pid, signal.SIGKILL)
-        flood.wait()
+        for flood in running:
+            flood.wait()
 
 
 if __name__ == "__main__":

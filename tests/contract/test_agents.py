@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -259,6 +261,21 @@ class TestCommands:
         async with serving(command=command(body)) as episodes:
             with pytest.raises(LostAgentError, match=rf"agent `.*program.py` ended {how}"):
                 await episodes.run()
+
+    async def test_what_leaves_its_group_with_its_output_open_holds_nobody_up(
+        self, command, tmp_path
+    ):
+        words = command(
+            "ask(url, key)\n"
+            "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+            f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))"
+        )
+        try:
+            async with serving(command=words) as episodes, asyncio.timeout(30):
+                rollout = await episodes.run()
+        finally:
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        assert recorded(rollout) == ["u:q;>a;"]
 
     async def test_a_program_that_is_not_there_is_named(self):
         async with serving(command="no-such-program") as episodes:

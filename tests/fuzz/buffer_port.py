@@ -140,6 +140,7 @@ async def fuzz(folder: Path, num_messages: int, seed: int, *, num_drawn: int = 5
         await client.close()
         assert daemon.end() == 0
     finally:
+        await client.close()
         if daemon.process is not None and daemon.process.poll() is None:
             daemon.kill()
     faults = audit_journal(journal_path(daemon.run)).faults
