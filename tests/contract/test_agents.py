@@ -344,14 +344,14 @@ class TestAgentsThatAsk:
             assert late.json()["error"]["message"] == "the episode is over"
 
     async def test_waiting_for_a_completion_is_no_silence(self):
-        async with serving(silence_s=0.3) as episodes, httpx2.AsyncClient() as http:
+        async with serving(silence_s=1.0) as episodes, httpx2.AsyncClient() as http:
             episodes.engine.open.clear()
             running = asyncio.create_task(episodes.run())
             taken = await http.post(f"{episodes.url}/sessions", json={"wait_s": 9})
             url = f"{taken.json()['session_url']}/v1/chat/completions"
             body = {"messages": [{"role": "user", "content": "q"}]}
             asking = asyncio.create_task(http.post(url, json=body))
-            await asyncio.sleep(0.9)
+            await asyncio.sleep(1.5)
             assert not running.done()
             episodes.engine.open.set()
             assert (await asking).is_success
