@@ -7,9 +7,12 @@
 A model with random weights, 4 groups of 8, responses of log-normal length (median 40, at most 256);
 each has the same length on both sides, so both train the same tokens and nothing is dropped. TRL
 samples with `model.generate` and trains by turns, on all cores; of its numbers of micro-batches the
-fastest counts. Ours is `streamrl launch` with one generator and `buffer.max_staleness: 2`;
+fastest counts. Ours is `streamrl launch` with one generator and `buffer.max_staleness`;
 `--threads` are those of the learner and of the generator. Seconds per step are from the second step
-on, CPU seconds those of all processes; memory as `usage` has it. One JSON line per run.
+on, CPU seconds those of all processes; memory as `usage` has it. Ours trains STALENESS steps before
+and after those that count, whose groups are TRL's: at the start groups have been sampled ahead, and
+at the end there are none left to sample, so that steps would be timed without their sampling.
+One JSON line per run.
 """
 
 import argparse
@@ -33,6 +36,7 @@ STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 TASK = ROOT / "tests" / "benchmarks" / "learner_runs" / "fixed_lengths.py"
 WORKER = Path(__file__).with_name("trl_steps.py")
 GROUPS, SIZE, MEDIAN, LONGEST, LR = 4, 8, 40, 256, 1e-5
+STALENESS = 2
 SHAPES = {"small": SMALL, "135M": SMOLLM2_135M}
 
 
@@ -75,10 +79,11 @@ def ours(folder: Path, threads: str, dtype: str, steps: int) -> dict[str, Any]:
     """One launch, with so many threads of the learner + of the generator."""
     name = f"ours-{threads.replace('+', '-')}"
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(configuration(folder, name, threads, dtype, steps)))
+    settings = configuration(folder, name, threads, dtype, steps + 2 * STALENESS)
+    path.write_text(yaml.safe_dump(settings))
     usage = run([STREAMRL, "launch", str(path), "--no-view"], {"OMP_WAIT_POLICY": "PASSIVE"})
     text = (folder / name / "metrics.jsonl").read_text()
-    metrics = [json.loads(line) for line in text.splitlines()]
+    metrics = [json.loads(line) for line in text.splitlines()][STALENESS:-STALENESS]
     rest, times = metrics[1:], [line["time_s"] for line in metrics]
     return {
         "system": "streamrl",
@@ -112,7 +117,7 @@ def configuration(folder: Path, name: str, threads: str, dtype: str, steps: int)
             "num_threads": generator_threads,
             "dtype": dtype,
         },
-        "buffer": {"url": "zmq://127.0.0.1:0", "max_staleness": 2},
+        "buffer": {"url": "zmq://127.0.0.1:0", "max_staleness": STALENESS},
         "learner": {
             "groups_per_step": GROUPS,
             "max_tokens_per_micro_batch": 1024,
@@ -131,7 +136,7 @@ def trl(
     output = folder / f"trl-{micro_batches}"
     output.mkdir()
     settings = {
-        "steps": arguments.steps,
+        **{"steps": arguments.steps, "first_prompt": STALENESS * GROUPS},
         **{"groups_per_step": GROUPS, "group_size": SIZE, "median": MEDIAN, "longest": LONGEST},
         "num_threads": os.cpu_count(),
         "micro_batches": micro_batches,

@@ -33,7 +33,8 @@ def main(settings: dict[str, Any]) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.append(time.time())
 
-    num_prompts = settings["steps"] * settings["groups_per_step"]
+    first = settings["first_prompt"]
+    prompts = range(first, first + settings["steps"] * settings["groups_per_step"])
     num_samples = settings["groups_per_step"] * settings["group_size"]
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     keep_lengths(model, settings)
@@ -67,7 +68,7 @@ def main(settings: dict[str, Any]) -> None:
             disable_tqdm=True,
             logging_strategy="no",
         ),
-        train_dataset=Dataset.from_list([{"prompt": f"{i:06d}"} for i in range(num_prompts)]),
+        train_dataset=Dataset.from_list([{"prompt": f"{i:06d}"} for i in prompts]),
         callbacks=[Clock()],
     )
     trainer.train()
