@@ -103,6 +103,7 @@ def test_the_scripts_of_the_documents_train_as_they_stand_there(agent_run, tmp_p
     assert not sum(run.books["dropped"].values()), run.log("generator-0")
 
 
+@pytest.mark.long
 def test_agents_that_ask_train_while_one_of_them_is_killed(agent_run, asking, tmp_path):
     write_files(tmp_path, "docs/agents.md")
     program = tmp_path / "doomed.py"

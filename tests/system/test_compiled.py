@@ -26,6 +26,7 @@ def gradients(network: Network, seed: int) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.long
 @NEEDS_COMPILER
 def test_compiled_layers_have_the_gradients_and_the_names_of_plain_ones():
     plain, compiled = make_network(num_hidden_layers=1), make_network(num_hidden_layers=1)

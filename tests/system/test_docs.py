@@ -180,6 +180,7 @@ def test_a_launch_and_what_follows_it(monkeypatch: pytest.MonkeyPatch):
     assert Path("quickstart-bf16/model.safetensors").exists()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("environment")
 def test_the_first_run_on_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The recipe stands in for the pretrained model; all else is what the page shows."""
@@ -194,6 +195,7 @@ def test_the_first_run_on_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytes
     assert Path("runs/first/evaluation.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("environment")
 def test_the_frozen_lake_recipe(monkeypatch: pytest.MonkeyPatch):
     folder, launch = _run_by("frozen_lake")
@@ -226,6 +228,7 @@ def test_the_sequences_of_the_page_are_scored(tmp_path: Path):
     assert [len(line["logprobs"]) for line in lines] == [2, 1]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("environment")
 def test_the_ablation_ends_with_a_table_and_a_plot():
     (command,) = _run_by("ablate")
@@ -254,6 +257,7 @@ def test_the_corrections_are_compared_at_several_lags():
     assert [len(row) for row in cells] == [3, 3]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("with_model")
 def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -219,6 +219,7 @@ def terminate(run: Launched, role: str) -> None:
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.long
 def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_on(
     launch: Launch, tmp_path: Path
 ):

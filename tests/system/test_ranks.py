@@ -87,6 +87,7 @@ def ranks(tmp_path: Path, model: Path) -> Iterator[Ranks]:
     started.kill()
 
 
+@pytest.mark.long
 def test_a_launch_starts_ranks_again_when_one_has_died(launch: Callable[..., Launched]):
     run = launch("--set", "learner.num_ranks=2", "--set", "run.max_steps=24")
     run.until_step(6)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from streamrl.cli.main import main
@@ -12,6 +13,7 @@ RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "colors" / "config.
 NUM_STEPS = 40
 
 
+@pytest.mark.long
 def test_a_tiny_qwen_learns_to_name_colors(launch, tmp_path):
     model = tmp_path / "model"
     # Synchronous, so that every token's log-probability can be compared with the learner's.
