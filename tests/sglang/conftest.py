@@ -22,12 +22,12 @@ class SglangServer:
     url: str
     model: Path
 
-    def open(self, **sglang: object) -> ServedEngine:
+    def open(self, *, is_shared: bool = False, **sglang: object) -> ServedEngine:
         settings = {"url": self.url, "start_timeout_s": 240.0, "retry_timeout_s": 5.0, **sglang}
         config = run_config(
             self.model, engine="sglang", max_num_seqs=4, max_model_len=1000, sglang=settings
         )
-        engine = make_engine(config, seed=0)
+        engine = make_engine(config, seed=0, is_shared=is_shared)
         assert isinstance(engine, ServedEngine)
         return engine
 

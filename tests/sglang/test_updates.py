@@ -130,6 +130,35 @@ async def test_a_new_engine_has_the_first_weights_whatever_another_one_left(serv
     await engine.close()
 
 
+@pytest.mark.parametrize("last", ["/update_weights_from_distributed", "/end_weight_update"])
+async def test_a_server_whose_owner_ends_inside_a_pause_samples_again(
+    server, tmp_path, monkeypatch, last
+):
+    """The next owner is sent the same version."""
+    update = update_to(make_model(seed=1), 3, tmp_path / "three.safetensors")
+    killed = server.open(is_shared=True)
+    http = killed._server._http
+    send = http.send
+
+    async def until_last(path: str, body: Any, **options: Any) -> None:
+        await send(path, body, **options)
+        if path == last:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(http, "send", until_last)
+    with pytest.raises(asyncio.CancelledError):
+        await killed.load_weights(update)
+    await killed.close()
+
+    successor = server.open(is_shared=True)
+    await successor.load_weights(update)
+    async with asyncio.timeout(60):
+        answer = await successor.generate([9], GREEDY)
+    assert set(answer.policy_versions.tolist()) == {3}
+    assert logprob_errors(1, [9], answer).max() < 1e-4
+    await successor.close()
+
+
 async def test_a_refused_bucket_ends_the_engine_and_nobody_waits(engine, tmp_path, monkeypatch):
     """SGLang takes buckets only within a session; the sender is at its broadcast by then."""
     relay = engine._server._relay

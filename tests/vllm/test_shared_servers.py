@@ -1,5 +1,6 @@
 """Real vLLM servers elsewhere: one that two generators share, and two that one generator has."""
 
+import asyncio
 import os
 import re
 import signal
@@ -12,14 +13,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import LlamaForCausalLM
 
+from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
 from actors.engines.vllm.arguments import IN_ONE_PROCESS
 from actors.engines.vllm.start import serve_options
 from streamrl.cli.main import main
 from streamrl.cli.verification.run_audit import audit_run
 from streamrl.run_folder import config_of
-from tests.engines import ENVIRONMENT, run_config
+from streamrl.types import SamplingParams
+from tests.engines import ENVIRONMENT, run_config, update_to
 from tests.ports import free_port
 from tests.system.conftest import CONFIG, STREAMRL, Launched
 
@@ -179,6 +183,39 @@ def test_two_generators_share_a_server_whose_owner_is_killed(servers, start):
     assert loaded[0] <= steps[0] + 3, "each version once, not once for each generator"
     assert loaded[1] <= steps[1] + 3
     assert "serves somebody else" not in run.log("generator-1")
+
+
+@pytest.mark.parametrize("last", ["/pause", "/finish_weight_update"])
+async def test_a_server_whose_owner_ends_inside_a_pause_samples_again(
+    servers, model, tmp_path, monkeypatch, last
+):
+    """The next owner is sent the same version."""
+    servers[0].start()
+    settings = {"url": servers[0].url, "start_timeout_s": 240.0}
+    config = run_config(model, engine="vllm", max_num_seqs=16, max_model_len=40, vllm=settings)
+    shapes = LlamaForCausalLM.from_pretrained(model)
+    update = update_to(shapes, 3, tmp_path / "three.safetensors")
+    killed = make_engine(config, seed=0, is_shared=True)
+    http = killed._server._http
+    send = http.send
+
+    async def until_last(path: str, body: object, **options: object) -> None:
+        await send(path, body, **options)
+        if path.partition("?")[0] == last:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(http, "send", until_last)
+    with pytest.raises(asyncio.CancelledError):
+        await killed.load_weights(update)
+    await killed.close()
+
+    successor = make_engine(config, seed=0, is_shared=True)
+    await successor.load_weights(update)
+    async with asyncio.timeout(60):
+        sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
+        answer = await successor.generate([5], sampling)
+    assert answer.policy_versions.tolist() == [3, 3, 3]
+    await successor.close()
 
 
 def test_a_generator_outlives_one_of_its_two_servers(servers, start):

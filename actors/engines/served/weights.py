@@ -11,7 +11,7 @@ version is accepted that neither this engine has loaded nor the server says it h
 from collections.abc import Callable
 
 from actors.engines.served.http import ConnectionLostError, RefusedError, SlowAnswerError
-from actors.engines.served.server import Check, ForeignWeightsError, Server
+from actors.engines.served.server import ForeignWeightsError, Server
 from actors.engines.served.standstill import Standstill
 from streamrl.errors import TransportError, WeightTransferError
 from streamrl.types import Completion, HeldEndpoint, WeightUpdate
@@ -44,7 +44,11 @@ class ServerWeights:
             ) from error
 
     async def load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        """Loads what was received; returns the seconds in which nothing was sampled."""
+        """Loads what was received; returns the seconds in which nothing was sampled.
+
+        Also if the server's label is that version's: whoever loaded it may have been killed before
+        sampling went on.
+        """
         self.newest_version = max(self.newest_version, update.policy_version)
 
         def loaded() -> None:
@@ -57,7 +61,8 @@ class ServerWeights:
         self.num_loads_begun += 1
         try:
             async with Standstill() as standstill:
-                return await self._load_unless_held(update, loaded, standstill.require_none)
+                check = standstill.require_none if self.is_shared else lambda: None
+                return await self._server.load(update, loaded, check)
         except RefusedError as error:
             raise TransportError(f"{self._server.name} did not load an update: {error}") from error
         finally:
@@ -93,17 +98,6 @@ class ServerWeights:
             return self._server.labels.version(await self._server.label())
         except ForeignWeightsError:
             return -1
-
-    async def _load_unless_held(
-        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
-    ) -> float:
-        """A generator that ended after its load may not have told the learner."""
-        if not self.is_shared:
-            return await self._server.load(update, on_loaded, lambda: None)
-        if await self._server.label() == self._server.labels.label_of(update):
-            on_loaded()
-            return 0.0
-        return await self._server.load(update, on_loaded, require_current)
 
     async def _require_held(self, update: WeightUpdate) -> None:
         label = await self._server.label()

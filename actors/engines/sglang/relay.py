@@ -75,7 +75,8 @@ class Relay:
         self, label: str, on_loaded: Callable[[], None], require_current: Callable[[], None]
     ) -> float:
         """Sends on what was received; returns the seconds in which nothing was sampled.
-        `require_current` is called before each step that changes the weights.
+        `require_current` is called before each step that changes the weights, and before sampling
+        goes on.
 
         Raises:
             WeightTransferError: no group was formed; sampling goes on with the old weights.
@@ -100,6 +101,7 @@ class Relay:
         finally:
             await asyncio.to_thread(group.close)
         await self._dissolve(name)
+        require_current()
         on_loaded()
         await self._http.send("/continue_generation", ContinueGenerationReqInput())
         return time.perf_counter() - start

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from actors.engines.candidates import num_asked
-from actors.engines.served.http import Http, RefusedError
+from actors.engines.served.http import Http, RefusedError, retry_lost
 from actors.engines.served.metrics import Names, readings
 from actors.engines.served.server import ABORT_S, Check, Labels, Request
 from actors.engines.vllm.messages import (
@@ -25,6 +25,7 @@ GENERATE = "/inference/v1/generate"
 # Of an answer, beside its tokens, for each of them and for each of its candidates; with room to
 # spare.
 _ANSWER_BYTES, _TOKEN_BYTES, _CANDIDATE_BYTES = 2**20, 2**10, 2**7
+_RETRY_S = 5.0
 GAUGES: Names = {
     "num_active": ("vllm:num_requests_running", ""),
     "num_waiting": ("vllm:num_requests_waiting", ""),
@@ -97,7 +98,8 @@ class HttpVerbs:
         try:
             await self._http.send("/start_weight_update", {})
         except RefusedError:
-            await self.update({"attempt": 0})
+            # vLLM may close the connection after such an answer.
+            await retry_lost(lambda: self.update({"attempt": 0}), _RETRY_S)
             await self.finish(None)
             await self._http.send("/start_weight_update", {})
 

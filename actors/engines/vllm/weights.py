@@ -101,8 +101,9 @@ class WeightLoader:
     ) -> float:
         """Loads what was received; returns the seconds in which nothing was sampled.
 
-        `on_loaded` is called while vLLM is paused, `require_current` before the weights change.
-        After an error vLLM stays paused: its weights may be partly old, partly new.
+        `on_loaded` is called while vLLM is paused, `require_current` before the weights change and
+        before sampling goes on. After an error vLLM stays paused: its weights may be partly old,
+        partly new.
         """
         start = time.perf_counter()
         await self._vllm.pause(self._mode, clear_cache=not self.keeps_old_kv)
@@ -110,6 +111,7 @@ class WeightLoader:
             start = time.perf_counter()
         require_current()
         await self._vllm.finish(label)
+        require_current()
         on_loaded()
         await self._vllm.resume()
         return time.perf_counter() - start
