@@ -20,8 +20,8 @@ import torch
 from learners.episode_metrics import Sums, add_up, episode_sums
 from learners.episodes import Episodes
 from learners.micro_batch import MicroBatch
-from learners.packing import pack_shares
-from learners.parallel.plan import owners
+from learners.packing import pack
+from learners.parallel.plan import owners_of
 from learners.parallel.ranks import Ranks
 from learners.policy.attention import Packing, offsets_within
 from learners.policy.candidates import sampling_mask, top_candidates
@@ -96,7 +96,7 @@ class TrainingBatch:
         sizes = torch.tensor([len(header.lengths) for header in headers])
         environments = [header.environment for header in headers]
         index = torch.tensor([environments.index(name) for name in environments])
-        owner = torch.tensor(owners(headers, ranks.count)).repeat_interleave(sizes)
+        owner = torch.tensor(owners_of(headers, ranks.count)).repeat_interleave(sizes)
         trajectories = tuple(t for group in groups for t in group.trajectories)
         sequences = Sequences.from_lengths([n for h in headers for n in h.response_lengths])
         own = owner == ranks.index
@@ -177,7 +177,7 @@ class TrainingBatch:
         shares: list[list[int]] = [[] for _ in range(1 + max(self.rank, *self.owners))]
         for i in range(len(self)) if chosen is None else chosen:
             shares[self.owners[i]].append(i)
-        packed = pack_shares([[self.lengths[i] for i in share] for share in shares], max_tokens)
+        packed = pack([[self.lengths[i] for i in share] for share in shares], max_tokens)
         own = shares[self.rank]
         return [self.micro_batch([own[i] for i in b], device) for b in packed[self.rank]]
 

@@ -8,13 +8,13 @@ ranks, with a limit of 16,384 tokens a micro-batch, and with one of 8192 up to 4
 cuts a batch twice with Karmarkar-Karp: into as many sequences for each rank
 (`get_seqlen_balanced_partitions`), then on each rank into micro-batches, as many as
 `rearrange_micro_batches` computes from the tokens and the limit. The second cut is made on all
-ranks at once, so verl's time is that of the first cut and the slowest rank; ours is that of the one
-call that does both.
+ranks at once, so verl's time is that of the first cut and the slowest rank. Ours is that of what
+each rank of a learner computes, for all of them: the owners of groups (of one sequence here) and
+the micro-batches of every rank.
 
 `waiting` is what the step costs because micro-batches differ: ranks compute their first, second and
 further micro-batches together, so the largest of each counts; 1 is perfect. `ranks` and
-`micro_batches` are the largest over the mean. `flops` is `waiting` in floating-point operations
-(hidden size 896), where ours packs by them and verl by tokens.
+`micro_batches` are the largest over the mean.
 
 verl's file is loaded from FOLDER, from an installed verl, or from one that pip puts into a
 temporary folder. Times are the best of alternating rounds.
@@ -35,11 +35,12 @@ from typing import Any
 
 import numpy as np
 
-from learners.packing import Integers, flops, pack, tokens
+from learners.packing import pack
+from learners.parallel.plan import owners
 
 VERL = "verl==0.6.0"
 FILE = Path("verl", "utils", "seqlen_balancing.py")
-LONGEST, HIDDEN = 8192, 896
+LONGEST = 8192
 TIGHT_UP_TO = 4096
 ROUNDS, SLOW_S = 5, 1.0
 
@@ -72,29 +73,37 @@ def compared(
     times: dict[str, list[float]] = {"ours": [], "verl": []}
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        ours = pack(lengths, limit, num_ranks=num_ranks)
+        ours = of_ours(lengths, limit, num_ranks)
         times["ours"].append(time.perf_counter() - start)
         seconds, theirs = of_verl(partition, lengths, limit, num_ranks)
         times["verl"].append(seconds)
         if seconds > SLOW_S:
             break
-    by_flops = pack(lengths, limit, num_ranks=num_ranks, cost=flops(HIDDEN))
     best = {name: min(taken) for name, taken in times.items()}
     return {
         "benchmark": "packing",
         **{"sequences": size, "num_ranks": num_ranks, "limit": limit},
         "ratio": round(best["verl"] / best["ours"], 1),
         "ours_ms": round(1e3 * best["ours"], 3),
-        "ours": balance(ours, lengths, limit)
-        | {"flops": waiting(by_flops, lengths, flops(HIDDEN))},
-        "verl": balance(theirs, lengths, limit)
-        | {"flops": waiting(theirs, lengths, flops(HIDDEN))},
+        "ours": balance(ours, lengths, limit),
+        "verl": balance(theirs, lengths, limit),
     }
 
 
 def drawn(size: int) -> list[int]:
     drawn = np.random.default_rng(0).lognormal(math.log(600), 1.0, size)
     return np.clip(drawn, 16, LONGEST).astype(int).tolist()
+
+
+def of_ours(lengths: Sequence[int], limit: int, num_ranks: int) -> Plan:
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for i, rank in enumerate(owners(lengths, num_ranks)):
+        shares[rank].append(i)
+    packed = pack([[lengths[i] for i in share] for share in shares], limit)
+    return [
+        [[share[i] for i in members] for members in bins]
+        for share, bins in zip(shares, packed, strict=True)
+    ]
 
 
 def of_verl(
@@ -119,26 +128,14 @@ def of_verl(
 
 
 def balance(plan: Plan, lengths: Sequence[int], limit: int) -> dict[str, Any]:
-    held = loads(plan, lengths, tokens)
+    held = np.array([[sum(lengths[i] for i in members) for members in bins] for bins in plan])
     return {
         "num_micro_batches": len(plan[0]),
         "over_limit": int((held > limit).sum()),
-        "waiting": waiting(plan, lengths, tokens),
+        "waiting": round(float(held.max(0).sum() / (held.sum() / len(plan))), 5),
         "ranks": round(float(held.sum(1).max() / held.sum(1).mean()), 5),
         "micro_batches": round(float(held.max() / held.mean()), 5),
     }
-
-
-def waiting(plan: Plan, lengths: Sequence[int], cost: Callable[[Integers], Any]) -> float:
-    """What the ranks compute together costs as much as its largest; over the perfect balance."""
-    held = loads(plan, lengths, cost)
-    return round(float(held.max(0).sum() / (held.sum() / len(plan))), 5)
-
-
-def loads(plan: Plan, lengths: Sequence[int], cost: Callable[[Integers], Any]) -> Any:
-    """[rank, micro-batch] cost."""
-    costs = cost(np.asarray(lengths))
-    return np.array([[costs[members].sum() for members in bins] for bins in plan])
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -149,7 +146,6 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "over_limit": sum(line["ours"]["over_limit"] for line in lines),
         "verl_over_limit": sum(line["verl"]["over_limit"] for line in lines),
         "excess": max(line["ours"]["waiting"] - line["verl"]["waiting"] for line in lines),
-        "flops_excess": max(line["ours"]["flops"] - line["verl"]["flops"] for line in lines),
         "target": {"ratio": 10, "over_limit": 0, "excess": 0.001},
     }
 

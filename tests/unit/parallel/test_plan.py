@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from learners.parallel.plan import owners, share
+from learners.parallel.plan import owners_of, share
 from streamrl.types import GroupHeader
 
 sizes = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=40)
@@ -38,6 +38,6 @@ def test_each_group_is_in_the_share_of_one_rank(sizes, num_ranks):
 def test_no_rank_has_more_than_another_by_more_than_one_group(sizes, num_ranks):
     headers = headers_of(sizes)
     loads = [0] * num_ranks
-    for header, rank in zip(headers, owners(headers, num_ranks), strict=True):
+    for header, rank in zip(headers, owners_of(headers, num_ranks), strict=True):
         loads[rank] += sum(header.lengths)
     assert max(loads) - min(loads) <= max(map(sum, sizes))
