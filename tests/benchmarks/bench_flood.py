@@ -28,7 +28,7 @@ STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 # Strangers have machines of their own: theirs must not take the cores of the run.
 FLOOD = ["nice", "-n", "19", sys.executable, str(Path(__file__).with_name("flood.py"))]
 BURST = 40_000
-WARM_STEPS = 10
+WARM_STEPS, DEADLINE_S = 10, 120.0
 
 
 class Port(NamedTuple):
@@ -91,7 +91,6 @@ def run(folder: Path, urls: dict[str, str]) -> Iterator[Path]:
         "run.folder": folder,
         "run.max_steps": 100_000,
         "model.path": folder / "model",
-        "learner.optimizer.schedule": "constant",
         **{PORTS[name].setting: url for name, url in urls.items()},
     }
     overrides = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
@@ -117,8 +116,11 @@ def flooded(commands: list[list[str]]) -> Iterator[None]:
 
 
 def wait_for(record: Path, num_steps: int) -> None:
-    """Waits until the run has made so many steps."""
+    """Waits until the run has made so many steps, or DEADLINE_S."""
+    until_s = time.monotonic() + DEADLINE_S
     while num_made(record) < num_steps:
+        if time.monotonic() > until_s:
+            sys.exit(f"the run has made {num_made(record)} steps in {DEADLINE_S:g} s")
         time.sleep(0.05)
 
 

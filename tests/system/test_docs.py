@@ -166,6 +166,7 @@ def test_the_daemons_find_each_other_in_the_order_of_the_documents():
     assert len(read_metrics(Path("runs/quickstart/metrics.jsonl"))) == 3
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("with_model")
 def test_a_launch_and_what_follows_it(monkeypatch: pytest.MonkeyPatch):
     # One of the commands is `evaluate`; that a launch ends with it is shown in test_launch.py.

@@ -3,6 +3,8 @@
 import re
 import signal
 
+import pytest
+
 from streamrl.samples.files import read_samples, validation_files
 from streamrl.tracking.validation import read_validations
 
@@ -16,6 +18,7 @@ def score(episodes):
 BEGUN = re.compile(r"validating version ([1-9]\d*) on 32 prompts")
 
 
+@pytest.mark.long
 def test_a_killed_validator_delays_nobody_and_the_last_version_is_validated(launch, tmp_path):
     reward = tmp_path / "slow.py"
     reward.write_text(REWARD)
