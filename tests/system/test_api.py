@@ -33,6 +33,7 @@ def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict
     return {**CONFIG, "model": {"path": str(model)}}
 
 
+@pytest.mark.long
 def test_a_run_with_a_local_reward_and_rows_of_ones_own(config, capsys):
     bonus = 0.25
 
@@ -91,6 +92,7 @@ def test_a_run_of_a_model_by_its_hub_name_is_stopped_and_its_checkpoint_is_kept(
     assert run.checkpoint is not None
 
 
+@pytest.mark.long
 def test_the_daemons_end_with_the_script(config, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

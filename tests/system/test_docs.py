@@ -207,6 +207,7 @@ def test_the_frozen_lake_recipe(monkeypatch: pytest.MonkeyPatch):
     assert len(metrics) == 3
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("environment")
 def test_a_run_with_five_plug_ins_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pages = [f"docs/extending/{path.name}" for path in (ROOT / "docs/extending").glob("*.md")]

@@ -76,6 +76,7 @@ def test_what_one_process_cannot_do_is_refused(file: Path, capsys, setting, sent
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_ablation_of_lags_ends_with_its_table(file: Path, capsys):
     vary = ("--vary", "buffer.max_staleness=0,3", "--seeds", "0", "--set", "run.max_steps=4")
     assert streamrl(["ablate", str(file), *vary, "--lag", "even", "--jobs", "2"]) == 0

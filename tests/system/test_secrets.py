@@ -52,6 +52,7 @@ def streamrl(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.long
 def test_a_password_is_in_nothing_that_a_run_leaves_or_shows(
     launch: Launch, redis: RedisServer, tmp_path: Path
 ):

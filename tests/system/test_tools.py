@@ -49,6 +49,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_while_its_tools_attack_raise_and_hang(
     launch: Launch, tmp_path: Path, temporary: Path
 ):
