@@ -2,8 +2,9 @@
 
 Nothing is pulled: debootstrap makes the base from the mirror that apt uses, and the builds install
 wheels that pip has fetched outside, through its own settings. Packages, base, wheels and layers are
-kept in CACHE, so that the first use takes minutes and the next ones seconds. The engine changes no
-route, firewall or bridge of the machine, and ends with the tests.
+kept in CACHE, so that the first use takes minutes and the next ones seconds; containers and volumes
+that killed tests left there are removed. The engine changes no route, firewall or bridge of the
+machine, and ends with the tests, also where they are killed.
 """
 
 import contextlib
@@ -55,7 +56,8 @@ class Engine:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    *("dockerd", "--data-root", self.data, "--exec-root", self._folder / "exec"),
+                    *("setpriv", "--pdeathsig", "TERM", "dockerd"),
+                    *("--data-root", self.data, "--exec-root", self._folder / "exec"),
                     *("--host", f"unix://{self._socket}", "--pidfile", self._folder / "pid"),
                     *("--bridge", "none", "--iptables=false", "--ip-forward=false"),
                 ],
@@ -71,6 +73,13 @@ class Engine:
                 pytest.skip(f"dockerd does not run here: {''.join(last)}")
             assert time.monotonic() < deadline, self._log.read_text()
             time.sleep(0.1)
+
+    def remove_left(self) -> None:
+        """Containers and volumes of tests that were killed before they removed theirs."""
+        if left := self.docker("ps", "--all", "--quiet").split():
+            self.docker("rm", "--force", "--volumes", *left)
+        if volumes := self.docker("volume", "ls", "--quiet").split():
+            self.docker("volume", "rm", *volumes)
 
     def stop(self) -> None:
         self._process.terminate()
@@ -99,6 +108,7 @@ def running_engine(folder: Path) -> Iterator[Engine]:
     engine = Engine(folder)
     engine.start()
     try:
+        engine.remove_left()
         build(engine, folder)
         yield engine
     finally:
