@@ -11,6 +11,7 @@ and `sshd`.
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -131,7 +132,7 @@ class Network:
 @contextlib.contextmanager
 def network(folder: Path, *names: str) -> Iterator[Network]:
     """The machines, which know each other's keys and are in each other's known_hosts."""
-    keys, tag = _make_keys(folder, names), f"s{os.getpid()}"
+    keys, tag = _make_keys(folder, names), f"s{secrets.token_hex(4)}"
     switch = f"{tag}-switch"
     addresses = {
         name: (f"10.77.0.{number}", f"fd00:77::{number}")

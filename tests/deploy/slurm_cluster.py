@@ -83,7 +83,7 @@ class SlurmCluster:
 
     folder: Path
     num_nodes: int
-    prefix: str = field(default_factory=lambda: f"slurm{os.getpid()}")
+    prefix: str = field(default_factory=lambda: f"slurm{secrets.token_hex(4)}")
 
     def start(self) -> None:
         """Waits until every node is idle."""
