@@ -22,6 +22,7 @@ from actors.gateway.apis.responses import RESPONSES
 from actors.gateway.exchange import answering, event_stream, json_answer, read_object
 from actors.gateway.open_episodes import OpenEpisodes
 from actors.gateway.sampling import RequestSampling
+from actors.gateway.stranger_log import server_log
 from actors.gateway.task_routes import find
 from streamrl.config.generator.agent import AgentSettings
 from streamrl.errors import ConfigError, TransportError
@@ -73,7 +74,9 @@ class GatewayServer:
             ConfigError: this machine has no such address.
             TransportError: other processes have the ports.
         """
-        runner = web.AppRunner(self._application, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            self._application, handler_cancellation=True, access_log=None, logger=server_log()
+        )
         await runner.setup()
         self._runner = runner
         host, first = self._settings.host, self._settings.port

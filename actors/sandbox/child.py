@@ -48,8 +48,7 @@ def _supervise(job: dict[str, Any]) -> dict[str, Any] | None:
         os.write(write, json.dumps(_run(job)).encode())
         os._exit(0)
     os.close(write)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
-    os.waitpid(first, 0)
+    _reap(first)
     said = os.read(read, 2**16)
     return dict(json.loads(said)) if said else None
 
@@ -79,8 +78,16 @@ def _outcome(job: dict[str, Any]) -> dict[str, Any]:
         _become_program(job, folder, files, kept)
     if job["namespaces"]:
         return _wait(program, job["limits"])
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(program, signal.SIGKILL))
-    return {"exit_code": os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])}
+    return {"exit_code": os.waitstatus_to_exitcode(_reap(program))}
+
+
+def _reap(process: int) -> int:
+    """Its status. Waits for its end; SIGTERM kills it, until it has ended: the id of one that is
+    reaped may be another's."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(process, signal.SIGKILL))
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return os.waitpid(process, 0)[1]
 
 
 def _become_program(

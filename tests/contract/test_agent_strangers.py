@@ -1,6 +1,7 @@
 """Requests that no client of an API sends are refused with a sentence, never with an internal
 error; `tests/fuzz/gateway_port.py` found them."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -8,6 +9,7 @@ import httpx2
 import pytest
 
 from actors.gateway.gateway import Gateway
+from actors.gateway.stranger_log import server_log
 from tests.contract.test_agent_apis import QUESTION, Played, config, playing
 from tests.unit.gateway.parts import PlainRenderer
 
@@ -76,3 +78,43 @@ async def test_a_token_that_is_no_text_is_refused(monkeypatch):
             assert answer.status_code == 401
         finally:
             await gateway.close()
+
+
+async def test_what_is_no_http_is_logged_at_times_without_its_bytes(caplog):
+    async with httpx2.AsyncClient() as http:
+        gateway = Gateway(config())
+        url = await gateway.start(PlainRenderer())
+        try:
+            for _ in range(3):
+                key = "sk-secret"
+                assert await answer_to(url, f"GET /sessions/{key}\x17 HTTP/1.1\r\n\r\n") == 400
+            assert (await http.get(f"{url}/sessions")).status_code == 405
+        finally:
+            await gateway.close()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "refused a request that is no HTTP: Invalid char in url path (1 so far)"
+    )
+    assert record.levelname == "WARNING"
+    assert not record.exc_info
+
+
+def test_a_failure_of_the_gateway_itself_is_logged_whole(caplog):
+    log = server_log()
+    try:
+        raise ValueError("of ours")
+    except ValueError:
+        log.exception("a request failed")
+    (record,) = caplog.records
+    assert record.exc_info
+    assert "of ours" in caplog.text
+
+
+async def answer_to(url: str, request: str) -> int:
+    """The status of bytes that no client of HTTP sends."""
+    _, host, port = url.replace("//", "").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request.encode())
+    status = await reader.readline()
+    writer.close()
+    return int(status.split()[1])

@@ -21,14 +21,6 @@ pytestmark = pytest.mark.skipif(find_isolation() is None, reason="no isolation o
 LIMITS = SandboxLimits(time_s=20.0)
 
 
-@pytest.fixture(params=["namespaces", "seccomp"])
-def isolation(request: pytest.FixtureRequest) -> Isolation:
-    if request.param == "namespaces" and find_isolation() != "namespaces":
-        pytest.skip("this machine has no namespaces")
-    chosen: Isolation = request.param
-    return chosen
-
-
 async def run(isolation: Isolation, code: str, **options: object) -> SandboxResult:
     return await Sandbox(LIMITS, isolation=isolation).run(code, **options)  # type: ignore[arg-type]
 
