@@ -164,7 +164,7 @@ def parts(folder: Path) -> tuple[Gateway, ChatRenderer]:
         {
             "model": {"path": "policy"},
             "data": {"source": "copy", "chat_template": str(template)},
-            "generator": {"environment": "agent", "agent": {"silence_s": 5}},
+            "generator": {"environment": "agent", "agent": {"silence_s": 0.5}},
         }
     )
     return Gateway(config), ChatRenderer(make_tokenizer(ALPHABET), config.data)
