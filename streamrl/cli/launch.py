@@ -25,6 +25,7 @@ from streamrl.cli.processes.run_commands import (
     require_books,
     write_books,
 )
+from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig
 from streamrl.config.arguments import config_file
@@ -57,6 +58,11 @@ def launch_here(config: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print_plan(make_plan(config, hosts_of(config), resume=arguments.resume))
         return 0
+    with sole_launch(config.run.path):
+        return _launch(config, console, arguments)
+
+
+def _launch(config: RunConfig, console: Console, arguments: argparse.Namespace) -> int:
     require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
     config = prepare(config, resume=arguments.resume, new=arguments.new)
     remedy = f"streamrl launch {_config_file(config)} --resume"
