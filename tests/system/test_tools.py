@@ -96,7 +96,8 @@ def test_a_run_goes_on_while_its_tools_attack_raise_and_hang(
     assert [*temporary.iterdir()] == []
     # The generator has imported `own.py`.
     compiled = tmp_path / "__pycache__"
-    assert {*tmp_path.iterdir()} - before - {compiled} == {run.folder}
+    made = {run.folder, tmp_path / ".launches"}
+    assert {*tmp_path.iterdir()} - before - {compiled} == made
 
 
 def _every_completion_calls(programs: list[str]) -> dict[str, object]:
