@@ -15,10 +15,6 @@ from tests.unit.rewards.episodes import episode
 DEADLINE_S = 30.0
 
 
-def num_threads() -> int:
-    return sum(thread.name == "reward" for thread in threading.enumerate())
-
-
 async def test_one_thread_serves_calls_that_follow_each_other():
     threads = Threads("reward x")
     assert len({await threads.run(threading.get_ident) for _ in range(20)}) == 1
@@ -45,15 +41,18 @@ async def test_a_call_that_hangs_keeps_its_thread_until_it_returns():
 
 
 async def test_threads_end_with_what_they_are_for():
-    gc.collect()
-    before = num_threads()
-    threads = Threads("reward x")
-    await asyncio.gather(*(threads.run(lambda: time.sleep(0.01)) for _ in range(3)))
-    assert num_threads() == before + 3
+    threads, barrier = Threads("reward x"), threading.Barrier(3)
+
+    def work() -> threading.Thread:
+        barrier.wait(DEADLINE_S)
+        return threading.current_thread()
+
+    used = await asyncio.gather(*(threads.run(work) for _ in range(3)))
+    assert len({thread.ident for thread in used if thread.is_alive()}) == 3
     del threads
     gc.collect()
     give_up = time.monotonic() + DEADLINE_S
-    while num_threads() > before:
+    while any(thread.is_alive() for thread in used):
         assert time.monotonic() < give_up
         await asyncio.sleep(0.01)
 
