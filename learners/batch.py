@@ -174,12 +174,11 @@ class TrainingBatch:
         A longer trajectory has one of its own. Each rank packs its own; all get the same number of
         micro-batches, some without any.
         """
-        shares: list[list[int]] = [[] for _ in range(1 + max(self.rank, *self.owners))]
-        for i in range(len(self)) if chosen is None else chosen:
-            shares[self.owners[i]].append(i)
-        packed = pack([[self.lengths[i] for i in share] for share in shares], max_tokens)
-        own = shares[self.rank]
-        return [self.micro_batch([own[i] for i in b], device) for b in packed[self.rank]]
+        indices = list(range(len(self)) if chosen is None else chosen)
+        lengths = np.array([self.lengths[i] for i in indices], np.int64)
+        owners = np.array([self.owners[i] for i in indices], np.int64)
+        packed = pack(lengths, owners, self.rank, max_tokens)
+        return [self.micro_batch([indices[i] for i in members], device) for members in packed]
 
     def micro_batch(self, members: Sequence[int], device: torch.device) -> MicroBatch:
         """The trajectories with these indices, packed."""

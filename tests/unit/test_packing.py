@@ -1,21 +1,35 @@
 """Packing keeps the limit, loses nothing, and balances."""
 
-import hypothesis.strategies as st
-import pytest
-from hypothesis import given
+from collections.abc import Sequence
 
-from learners.packing import pack
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+from learners import packing
+from learners.packing import longest_first, pack
 from learners.parallel.plan import owners
 from streamrl.errors import ConfigError
 
 MAX_TOKENS = 100
 lengths = st.lists(st.integers(1, MAX_TOKENS), min_size=4, max_size=80)
 any_lengths = st.lists(st.integers(1, 3 * MAX_TOKENS), max_size=30)
+short_lengths = st.lists(st.integers(1, MAX_TOKENS), max_size=30)
+
+
+def packed_by_all(shares: Sequence[Sequence[int]], max_tokens: int) -> list[list[list[int]]]:
+    """What each rank makes of its share, as indices into it, the lengths being in turns."""
+    places = sorted((i, rank) for rank, share in enumerate(shares) for i in range(len(share)))
+    lengths = np.array([shares[rank][i] for i, rank in places], np.int64)
+    owner = np.array([rank for _, rank in places], np.int64)
+    plans = [pack(lengths, owner, rank, max_tokens) for rank in range(len(shares))]
+    return [[[places[i][0] for i in members] for members in bins] for bins in plans]
 
 
 @given(st.lists(any_lengths, min_size=1, max_size=5).filter(any))
 def test_every_trajectory_is_in_one_micro_batch_within_the_limit(shares):
-    packed = pack(shares, MAX_TOKENS)
+    packed = packed_by_all(shares, MAX_TOKENS)
     assert len(packed) == len(shares)
     assert len({len(bins) for bins in packed}) == 1
     for share, bins in zip(shares, packed, strict=True):
@@ -27,32 +41,58 @@ def test_every_trajectory_is_in_one_micro_batch_within_the_limit(shares):
 
 @given(lengths)
 def test_one_rank_gets_no_empty_micro_batch_and_few_of_them(lengths):
-    (bins,) = pack([lengths], MAX_TOKENS)
+    (bins,) = packed_by_all([lengths], MAX_TOKENS)
     assert all(bins)
     assert len(bins) <= 2 * -(-sum(lengths) // MAX_TOKENS)
 
 
 @given(lengths)
 def test_the_fullest_micro_batches_come_first(lengths):
-    (bins,) = pack([lengths], MAX_TOKENS)
+    (bins,) = packed_by_all([lengths], MAX_TOKENS)
     loads = [sum(lengths[i] for i in members) for members in bins]
     assert loads == sorted(loads, reverse=True)
 
 
-@given(st.lists(st.integers(1, 10), min_size=40, max_size=200), st.integers(1, 4))
+@given(st.lists(st.integers(1, 10), min_size=40, max_size=200), st.sampled_from([1, 2, 4, 32]))
 def test_micro_batches_of_all_ranks_are_about_equal(lengths, num_ranks):
     ranks = owners(lengths, num_ranks)
     shares = [[n for n, r in zip(lengths, ranks, strict=True) if r == i] for i in range(num_ranks)]
-    packed = pack(shares, MAX_TOKENS)
+    packed = packed_by_all(shares, MAX_TOKENS)
     loads = [sum(s[i] for i in b) for s, bins in zip(shares, packed, strict=True) for b in bins]
     assert max(loads) - min(loads) <= 20
 
 
 def test_a_long_trajectory_costs_the_others_no_micro_batch():
-    (bins,) = pack([[3, 11, 25, 4, 3]], 10)
+    (bins,) = packed_by_all([[3, 11, 25, 4, 3]], 10)
     assert sorted(sorted(micro_batch) for micro_batch in bins) == [[0, 3, 4], [1], [2]]
 
 
 def test_a_batch_without_trajectories_is_refused():
     with pytest.raises(ConfigError, match="without trajectories"):
-        pack([[], []], 10)
+        packed_by_all([[], []], 10)
+
+
+@example([[60, 60, 40], [100, 1]])
+@given(st.lists(short_lengths, min_size=1, max_size=5).filter(any))
+def test_all_ranks_have_the_fewest_micro_batches_that_longest_first_fits_in(shares):
+    (count,) = {len(bins) for bins in packed_by_all(shares, MAX_TOKENS)}
+    ordered = [sorted(share, reverse=True) for share in shares]
+    needed = max(-(-sum(share) // MAX_TOKENS) for share in shares)
+    while not all(packing._fill(share, MAX_TOKENS, needed) for share in ordered):
+        needed += 1
+    assert count == needed
+
+
+def test_a_rank_fills_only_its_own_where_the_lengths_leave_room(monkeypatch):
+    """Few of many ranks: with 64 of 64 trajectories each, filling all would be most of the work."""
+    drawn = np.clip(np.random.default_rng(0).lognormal(6.4, 1.0, 4096), 16, 8192).astype(int)
+    filled, fill = [], packing._fill
+    monkeypatch.setattr(packing, "_fill", lambda *args: filled.append(1) or fill(*args))
+    pack(drawn, owners(drawn, 64), 0, 16384)
+    assert len(filled) == 1
+
+
+@given(st.lists(st.integers(1, 9), max_size=40))
+def test_equal_lengths_stay_in_order(lengths):
+    expected = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    assert longest_first(np.array(lengths, np.int64)).tolist() == expected
