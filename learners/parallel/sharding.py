@@ -65,6 +65,16 @@ def sum_gradients(network: Network, is_on: bool) -> None:
         network.set_requires_gradient_sync(is_on)
 
 
+def end_passes(network: Network) -> None:
+    """After passes without gradient, free what was gathered outside the layers.
+
+    It stays gathered for a backward pass, and while it does it stands in the network's parameters
+    in place of the shards that have the gradient.
+    """
+    if isinstance(network, FSDPModule):
+        network.reshard()
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded, without gradient; all ranks call it together.
 

@@ -13,6 +13,7 @@ from learners.micro_batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.parallel.mesh import Mesh
 from learners.parallel.offload import keep_state_on_host
+from learners.parallel.sharding import end_passes
 from learners.policy.loading import load_network
 from learners.policy.master_weights import master_of
 from learners.policy.network import Network
@@ -62,6 +63,7 @@ class Critic:
         values = torch.zeros(num_tokens)
         for micro_batch in micro_batches:
             values[micro_batch.responses] = self.values(micro_batch).cpu()
+        end_passes(self.network)
         return values
 
     def backward(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from learners.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh
+from learners.parallel.sharding import end_passes
 from learners.policy.hugging_face import save_model
 from learners.policy.loading import load_network
 from learners.policy.lora import (
@@ -109,6 +110,7 @@ class Policy:
             computed = self(micro_batch).logprobs
             assert computed is not None, "they are asked for by default"
             logprobs[micro_batch.responses] = computed.float().cpu()
+        end_passes(self.network)
         return logprobs
 
     def buffers(self) -> dict[str, torch.Tensor]:

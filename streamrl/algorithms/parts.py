@@ -14,7 +14,7 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.losses import SEQUENCE_MEAN_LOSSES, AggregationMode
 from streamrl.config.algorithm.rewards import RewardSettings
 
-_ADVANTAGES = frozenset({"reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo", "remax", "opo"})
+_ADVANTAGES = frozenset({"reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo", "remax", "opo", "opob"})
 _LOSSES = frozenset(
     {"ppo", "gspo", "gpg", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo"}
     | {"topr", "reinforce", "dro"}
@@ -27,7 +27,8 @@ def accepts_parts(config: AlgorithmSettings, num_updates: int = 1) -> bool:
     False where a number of one group depends on the other groups: what is normalized over the
     batch or has a state that each batch updates. False for a user's own loss and advantage, which
     may depend on anything, and where two terms of the loss have different denominators. False with
-    several updates, whose mini-batches are drawn from the whole batch.
+    several updates, whose mini-batches are drawn from the whole batch, and where a pass before the
+    update makes the weights too, whose metrics are those of the whole.
     """
     weights, correction = config.sample_weight, config.rollout_is
     is_over_the_batch = (
@@ -40,6 +41,7 @@ def accepts_parts(config: AlgorithmSettings, num_updates: int = 1) -> bool:
         or correction.batch_normalize
         or correction.normalize_by == "kept"
         or correction.second_moment is not None
+        or (config.needs_ratios and config.proximal == "recompute")
     )
     return (
         num_updates == 1

@@ -57,7 +57,7 @@ def test_segments_have_the_credit_of_their_episode(name: str):
 
 
 def test_metrics_count_episodes():
-    config = make_config()
+    config = make_config(algorithm={"advantage": "grpo"})
     found = Trainer(config, make_policy()).step(TrainingBatch.of(list(map(segmented, groups())), 4))
     expected = Trainer(config, make_policy()).step(TrainingBatch.of(groups(), 4))
     for name in expected:
@@ -119,7 +119,8 @@ def test_turns_that_do_not_fit_the_tokens_leave_the_reward_at_the_end():
 
 def gradient(batch: TrainingBatch, **reward: object) -> dict[str, torch.Tensor]:
     """Of one step."""
-    config = make_config(optimizer={"max_grad_norm": None}, algorithm={"reward": reward})
+    algorithm = {"advantage": "grpo", "reward": reward}
+    config = make_config(optimizer={"max_grad_norm": None}, algorithm=algorithm)
     trainer = Trainer(config, make_policy())
     seen: dict[str, torch.Tensor] = {}
     trainer.optimizer.register_step_pre_hook(

@@ -148,7 +148,7 @@ def test_a_batch_of_which_none_is_finite_is_skipped():
 
 
 def test_nothing_is_computed_twice_while_all_are_finite():
-    trainer = trainer_with_poison()
+    trainer = trainer_with_poison(algorithm={"advantage": "grpo"})
     num_passes = 0
     forward = trainer.policy.network.forward
 

@@ -122,7 +122,8 @@ def test_a_group_has_its_own_rate_and_decay_under_the_same_schedule():
                 {"parameters": "*norm.weight", "weight_decay": 0.3},
                 {"parameters": "*.weight", "weight_decay": 0.2},
             ],
-        }
+        },
+        algorithm={"rollout_is": "token_is"},
     )
     trainer = Trainer(config, make_policy())
     names = {id(p): name for name, p in trainer.policy.parameters().items()}

@@ -77,6 +77,8 @@ ACCEPTING: list[dict[str, Any]] = [
     {"reward": {"truncated": "mask"}},
     {"dynamic_sampling": {"metric": "reward", "max_refills": 2}},
     {"reward": {"truncated": "penalize", "truncated_penalty": 0.5}},
+    {"advantage": "opob", "proximal": "behavior"},
+    {"preset": "stream"},
 ]
 REFUSING: list[dict[str, Any]] = [
     *({"advantage": name} for name in ("gae", "gpg", "reinforce_plus_plus")),
@@ -99,8 +101,7 @@ REFUSING: list[dict[str, Any]] = [
     {"rollout_is": {"batch_normalize": True}},
     {"rollout_is": {"mode": "clip", "normalize_by": "kept"}},
     {"rollout_is": {"second_moment": 0.04}},
-    {"advantage": "opob"},
-    {"preset": "stream"},
+    {"advantage": "opob", "proximal": "recompute"},
     *({"reward": {"norm_mean": scope}} for scope in ("batch", "running")),
     *({"reward": {"norm_std": scope}} for scope in ("batch", "running")),
     *({"reward": {"agentic": {"grouping": name}}} for name in ("batch", "inductive")),

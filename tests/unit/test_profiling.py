@@ -81,7 +81,8 @@ def test_the_phases_are_parts_of_a_step_and_passes_without_gradient_are_apart():
     seconds = [metrics[f"learner/{name}_s"] for name in PARTS]
     assert all(value > 0 for value in seconds)
     assert sum(seconds) <= metrics["learner/train_s"]
-    plain = make_trainer(make_config()).step(make_batch())
+    config = make_config(algorithm={"rollout_is": "token_is"})
+    plain = make_trainer(config).step(make_batch())
     assert plain["learner/score_s"] == 0
     assert "learner/mfu" not in plain
 

@@ -146,7 +146,7 @@ def test_other_weights_are_said(tmp_path, capsys):
 
 
 def test_other_settings_are_compared_step_by_step(tmp_path, capsys):
-    config = configure(tmp_path, {})
+    config = configure(tmp_path, {"rollout_is": "token_is"})
     train(config, last=3, saved=[3])
     command = ["replay", str(config.run.path)]
     changes = ["--set", "algorithm.rollout_is=m2po", "--set", "learner.optimizer.lr=2e-3"]

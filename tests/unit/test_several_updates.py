@@ -125,7 +125,7 @@ def weights_of(trainer: Trainer) -> Tensor:
 
 @pytest.mark.parametrize(("updates", "epochs"), [(2, 1), (1, 2), (3, 2)])
 def test_the_updates_are_those_of_ppo_with_fixed_proximal_logprobs(updates, epochs):
-    batch, config = make_batch(), several(updates, epochs)
+    batch, config = make_batch(), several(updates, epochs, algorithm={"loss": "ppo"})
     trainer = make_trainer(config)
     metrics = trainer.step(batch)
     *_, expected = ppo_by_hand(batch, config, updates * epochs)
@@ -186,7 +186,7 @@ def test_the_critic_is_updated_as_often_as_the_policy():
 
 
 def test_the_learning_rate_is_that_of_the_version():
-    config = several(3, 2, run={"max_steps": 10})
+    config = several(3, 2, run={"max_steps": 10}, algorithm={"rollout_is": "token_is"})
     schedule = config.learner.optimizer.model_copy(
         update={"schedule": "linear", "warmup_steps": 8, "lr": 1.0}
     )

@@ -121,7 +121,8 @@ def test_the_gradient_is_that_of_the_formula():
         ratio = (logprobs - logprobs.detach()).exp()
         loss = loss - (weights * ratio * advantage).sum()
     (loss / batch.sequences.num_tokens).backward()
-    trainer = Trainer(make_config(optimizer={"max_grad_norm": None}), make_policy())
+    config = make_config(optimizer={"max_grad_norm": None}, algorithm={"advantage": "grpo"})
+    trainer = Trainer(config, make_policy())
     gradients: dict[str, torch.Tensor] = {}
     trainer.optimizer.register_step_pre_hook(
         lambda *_: gradients.update({n: p.grad for n, p in trainer.policy.parameters().items()})

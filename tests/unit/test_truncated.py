@@ -35,7 +35,7 @@ def batch_with(reasons: list[FinishReason]) -> TrainingBatch:
 def gradients(batch: TrainingBatch, reward: dict[str, object], max_tokens: int = 10_000):
     """Of one step, by name, and the step's metrics."""
     config = make_config(
-        algorithm={"reward": reward},
+        algorithm={"advantage": "grpo", "reward": reward},
         optimizer={"max_grad_norm": None},
         learner={"max_tokens_per_micro_batch": max_tokens},
     )
@@ -96,7 +96,8 @@ def test_a_batch_of_masked_trajectories_has_no_gradient():
 
 
 def test_both_masks_hold():
-    config = make_config(algorithm={"reward": {"truncated": "mask", "difficulty_high": 0.5}})
+    reward = {"truncated": "mask", "difficulty_high": 0.5}
+    config = make_config(algorithm={"advantage": "grpo", "reward": reward})
     batch = batch_with(REASONS)
     mask = CreditAssigner(config.algorithm).assign(batch).loss_mask
     is_hard = batch.rewards.view(-1, 4).mean(1).repeat_interleave(4) < 0.5
@@ -108,12 +109,13 @@ def test_both_masks_hold():
 @pytest.mark.parametrize("norm_mean", [None, "batch"])
 def test_a_penalty_is_subtracted_before_rewards_are_compared(norm_mean: str | None):
     reward = {"truncated": "penalize", "truncated_penalty": 0.5, "norm_mean": norm_mean}
-    algorithm = make_config(algorithm={"reward": reward}).algorithm
+    algorithm = make_config(algorithm={"advantage": "grpo", "reward": reward}).algorithm
     batch = batch_with(REASONS)
     credit = CreditAssigner(algorithm).assign(batch)
     penalized = batch.rewards - 0.5 * batch.is_truncated
-    plain = make_config(algorithm={"reward": {"norm_mean": norm_mean}}).algorithm
-    expected = CreditAssigner(plain).assign(dataclasses.replace(batch, rewards=penalized))
+    plain = {"advantage": "grpo", "reward": {"norm_mean": norm_mean}}
+    settings = make_config(algorithm=plain).algorithm
+    expected = CreditAssigner(settings).assign(dataclasses.replace(batch, rewards=penalized))
     assert torch.allclose(credit.advantages, expected.advantages, atol=1e-6)
     assert credit.loss_mask is None
     _, metrics = gradients(batch, reward)

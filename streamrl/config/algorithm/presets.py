@@ -16,12 +16,20 @@ ALGORITHM_PRESETS: dict[str, Mapping[str, Any]] = {
     }
 }
 """By name, fields of the section `algorithm`; docs/importance-sampling.md has the measurements."""
+DEFAULT_PRESET = "stream"
+_CHOICES = ("advantage", "advantage_config", "loss", "loss_config", "proximal", "rollout_is")
 
 
 def with_preset(section: object) -> object:
-    """The fields of a section with those of its preset under them."""
+    """The fields of a section with those of its preset under them.
+
+    Without one it is the default, unless one of _CHOICES is given.
+    """
     if not isinstance(section, Mapping):
         return section
-    preset = section.get("preset")
-    known = ALGORITHM_PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    return {**known, **section}
+    preset = section.get("preset", DEFAULT_PRESET)
+    if not isinstance(preset, str) or preset not in ALGORITHM_PRESETS:
+        return section
+    if "preset" not in section and any(name in section for name in _CHOICES):
+        return {"preset": None, **section}
+    return {**ALGORITHM_PRESETS[preset], **section}

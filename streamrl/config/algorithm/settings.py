@@ -29,7 +29,7 @@ from streamrl.config.algorithm.losses import (
     LossSettings,
     UserLossSettings,
 )
-from streamrl.config.algorithm.presets import with_preset
+from streamrl.config.algorithm.presets import DEFAULT_PRESET, with_preset
 from streamrl.config.algorithm.recipes import NOT_ADVANTAGES, NOT_LOSSES
 from streamrl.config.algorithm.rewards import PfPpoSettings, RewardSettings, SampleWeightSettings
 from streamrl.config.algorithm.rollout_is import (
@@ -87,9 +87,10 @@ class AlgorithmSettings(Section):
     """Leaving out groups whose siblings all have one reward; null leaves out none."""
     pf_ppo: PfPpoSettings | None = None
     """Resampling of trajectories by reward; null for none."""
-    preset: Literal["stream"] | None = None
+    preset: Literal["stream"] | None = DEFAULT_PRESET
     """Settings that were measured together, and that those given here go before: stream is opob
-    and vespo on the behavior policy, for trajectories that are several versions old."""
+    and vespo on the behavior policy, for trajectories that are several versions old. It
+    is null where advantage, loss, their _config, proximal or rollout_is is given without it."""
 
     @model_validator(mode="before")
     @classmethod

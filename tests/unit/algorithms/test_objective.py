@@ -15,6 +15,7 @@ def test_the_objective_is_the_weighted_sum_of_its_terms() -> None:
     reference, entropy = torch.full((3,), -1.5), torch.tensor([1.0, 2.0, 3.0])
     config = AlgorithmSettings.model_validate(
         {
+            "loss": "ppo",
             "rl_loss_coef": 0.5,
             "entropy_coef": 0.1,
             "sft_coef": 0.2,
@@ -79,7 +80,7 @@ def test_the_loglinear_proximal_policy_lies_between_as_far_as_the_versions_say()
 
 def test_without_a_proximal_policy_weights_compare_the_current_one() -> None:
     current, proximal = torch.zeros(1), torch.ones(1)
-    decoupled = AlgorithmSettings()
+    decoupled = AlgorithmSettings(proximal="recompute")
     assert torch.equal(weighed_logprobs(decoupled, current, proximal), proximal)
     assert not decoupled.ratio_holds_correction
     clipped = AlgorithmSettings(proximal="behavior", loss="ppo")

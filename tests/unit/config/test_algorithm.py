@@ -22,8 +22,29 @@ from streamrl.config.loading.explain import explain
 from streamrl.errors import ConfigError
 
 
-def test_defaults_are_grpo_with_ppo_and_token_importance_sampling() -> None:
+def test_the_default_is_the_preset_that_survives_lag() -> None:
     section = AlgorithmSettings()
+    assert section.preset == "stream"
+    assert section == AlgorithmSettings.model_validate({"preset": "stream"})
+    with_others = AlgorithmSettings.model_validate({"entropy_coef": 0.1})
+    assert with_others.loss == "vespo"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"advantage": "grpo"},
+        {"advantage_config": {"whiten": True}},
+        {"loss": "ppo"},
+        {"loss_config": {"clip_ratio_high": 0.28}},
+        {"proximal": "recompute"},
+        {"rollout_is": "token_is"},
+        {"preset": None},
+    ],
+)
+def test_a_choice_of_ones_own_is_beside_grpo_ppo_and_token_importance_sampling(chosen) -> None:
+    section = AlgorithmSettings.model_validate(chosen)
+    assert section.preset is None
     assert (section.advantage, section.loss, section.proximal) == ("grpo", "ppo", "recompute")
     assert section.rollout_is == ROLLOUT_IS_PRESETS["token_is"]
     assert section.loss_config.loss_agg_mode == "token-mean"

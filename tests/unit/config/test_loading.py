@@ -26,7 +26,7 @@ def refusal(tmp_path: Path, text: str = MINIMAL, *overrides: str, **environment:
 def test_a_model_and_a_source_are_enough(tmp_path):
     config = load(tmp_path)
     assert config.run.max_steps == 100
-    assert config.algorithm.advantage == "grpo"
+    assert config.algorithm.preset == "stream"
 
 
 @pytest.mark.parametrize("text", ["3e-6", "3E-6", "0.000003", "3.0e-06", "'3e-6'"])
@@ -138,13 +138,13 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
         ),
         (
             ["algorithm.value.critic_warmup=5"],
-            ["algorithm.value.critic_warmup", "algorithm.advantage is grpo"],
+            ["algorithm.value.critic_warmup", "algorithm.advantage is opob"],
         ),
         (
             ["algorithm.advantage=gae", "algorithm.value.critic_warmup=100"],
             ["algorithm.value.critic_warmup", "run.max_steps"],
         ),
-        (["generator.group_size=1"], ["algorithm.advantage grpo", "generator.group_size"]),
+        (["generator.group_size=1"], ["algorithm.advantage opob", "generator.group_size"]),
         (
             ["generator.episode.max_turns=3"],
             ["generator.episode.max_turns 3", "generator.environment single_turn"],

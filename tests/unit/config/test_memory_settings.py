@@ -26,7 +26,7 @@ from tests.training import make_config
 )
 def test_what_can_do_nothing_is_refused(learner, words):
     with pytest.raises(ValidationError, match=words):
-        make_config(learner=learner)
+        make_config(algorithm={"rollout_is": "token_is"}, learner=learner)
 
 
 @pytest.mark.parametrize("role", ["proximal", "reference", "values"])

@@ -47,7 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "whitened": {"advantage_config": {"whiten": True}, "reward": {"norm_mean": "running"}},
     "remax": {"advantage": "remax"},
     "resampled": {"pf_ppo": {}},
-    "parts": {},
+    "parts": {"rollout_is": "token_is"},
+    "stream-parts": {"preset": "stream", "loss_config": {"lambda_pos": 0.5, "lambda_neg": 0.5}},
     "loglinear": {"proximal": "loglinear", "rollout_is": {"threshold": 2, "batch_normalize": True}},
     "updates": {"learner": TWICE, "loss_config": {"clip_ratio_high": 0.01}},
     "updates-gae": {"learner": TWICE, "advantage": "gae", "reward": {"difficulty_high": 0.5}},
@@ -116,7 +117,7 @@ def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
     is_finite, metrics = not name.startswith("not-finite"), []
     if not is_finite:
         poison(trainer)
-    cuts = (slice(0, 1), slice(1, None)) if name == "parts" else (slice(None),)
+    cuts = (slice(0, 1), slice(1, None)) if name.endswith("parts") else (slice(None),)
     for step in range(NUM_STEPS):
         groups = make_step(step, is_finite=is_finite)
         groups = list(map(of_turns, groups)) if name == "segments" else groups
