@@ -14,7 +14,9 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.losses import SEQUENCE_MEAN_LOSSES, AggregationMode
 from streamrl.config.algorithm.rewards import RewardSettings
 
-_ADVANTAGES = frozenset({"reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo", "remax", "opo", "opob"})
+_ADVANTAGES = frozenset(
+    {"reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo", "remax", "opo", "opob"}
+)
 _LOSSES = frozenset(
     {"ppo", "gspo", "gpg", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo"}
     | {"topr", "reinforce", "dro"}
