@@ -5,7 +5,7 @@ are one configuration.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 ALGORITHM_PRESETS: dict[str, Mapping[str, Any]] = {
     "stream": {
@@ -16,7 +16,7 @@ ALGORITHM_PRESETS: dict[str, Mapping[str, Any]] = {
     }
 }
 """By name, fields of the section `algorithm`; docs/importance-sampling.md has the measurements."""
-DEFAULT_PRESET = "stream"
+DEFAULT_PRESET: Final = "stream"
 _CHOICES = ("advantage", "advantage_config", "loss", "loss_config", "proximal", "rollout_is")
 
 
