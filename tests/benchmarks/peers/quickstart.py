@@ -49,7 +49,8 @@ def main() -> None:
     python = arguments.python or environment("trl")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        overrides = [f"model.path={folder / 'model'}", *arguments.overrides]
+        grpo = ["algorithm.advantage=grpo", "algorithm.loss=ppo"]
+        overrides = [f"model.path={folder / 'model'}", *grpo, *arguments.overrides]
         if arguments.steps:
             overrides = [*overrides, f"run.max_steps={arguments.steps}"]
         config = load_config(QUICKSTART, overrides).config

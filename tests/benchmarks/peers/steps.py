@@ -117,6 +117,7 @@ def configuration(folder: Path, name: str, threads: str, dtype: str, steps: int)
             "num_threads": generator_threads,
             "dtype": dtype,
         },
+        "algorithm": {"advantage": "grpo"},
         "buffer": {"url": "zmq://127.0.0.1:0", "max_staleness": STALENESS},
         "learner": {
             "groups_per_step": GROUPS,
