@@ -88,9 +88,10 @@ class AlgorithmSettings(Section):
     pf_ppo: PfPpoSettings | None = None
     """Resampling of trajectories by reward; null for none."""
     preset: Literal["stream"] | None = DEFAULT_PRESET
-    """Settings that were measured together, and that those given here go before: stream is opob
-    and vespo on the behavior policy, for trajectories that are several versions old. It
-    is null where advantage, loss, their _config, proximal or rollout_is is given without it."""
+    """Settings that were measured together. They go before the defaults of this section, and what
+    is given goes before them: stream is advantage opob, loss vespo, proximal behavior and
+    rollout_is.scale_lr, for trajectories that are several versions old. It is null where advantage,
+    loss, their _config, proximal or rollout_is is given and it is not."""
 
     @model_validator(mode="before")
     @classmethod
