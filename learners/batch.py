@@ -96,7 +96,7 @@ class TrainingBatch:
         sizes = torch.tensor([len(header.lengths) for header in headers])
         environments = [header.environment for header in headers]
         index = torch.tensor([environments.index(name) for name in environments])
-        owner = torch.tensor(owners_of(headers, ranks.count)).repeat_interleave(sizes)
+        owner = torch.from_numpy(owners_of(headers, ranks.count)).repeat_interleave(sizes)
         trajectories = tuple(t for group in groups for t in group.trajectories)
         sequences = Sequences.from_lengths([n for h in headers for n in h.response_lengths])
         own = owner == ranks.index
@@ -175,8 +175,7 @@ class TrainingBatch:
         micro-batches, some without any.
         """
         indices = list(range(len(self)) if chosen is None else chosen)
-        lengths = np.array([self.lengths[i] for i in indices], np.int64)
-        owners = np.array([self.owners[i] for i in indices], np.int64)
+        lengths, owners = np.array(self.lengths)[indices], np.array(self.owners)[indices]
         packed = pack(lengths, owners, self.rank, max_tokens)
         return [self.micro_batch([indices[i] for i in members], device) for members in packed]
 

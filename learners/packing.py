@@ -44,12 +44,12 @@ def pack(lengths: Integers, owners: Integers, rank: int, max_tokens: int) -> lis
         raise ConfigError("a batch without trajectories cannot be packed")
     (own,) = (owners == rank).nonzero()
     own = own[longest_first(lengths[own])]
+    indices, own_lengths = own.tolist(), lengths[own].tolist()
     num_bins = _num_needed(lengths, owners, max_tokens)
     while True:
-        bins = _fill(lengths[own].tolist(), max_tokens, num_bins)
+        bins = _fill(own_lengths, max_tokens, num_bins)
         others = _doubtful(lengths, owners, rank, max_tokens, num_bins)
         if bins is not None and all(_fill(other, max_tokens, num_bins) for other in others):
-            indices = own.tolist()
             return [[indices[place] for place in members] for members in bins]
         num_bins += 1
 
@@ -78,7 +78,7 @@ def _doubtful(
     """
     if num_bins == 1:
         return
-    keys = np.sort((owners << 32) - lengths)
+    keys = np.sort(((owners << 32) - lengths)[owners != rank])
     owners = (keys >> 32) + 1
     lengths = (owners << 32) - keys
     counts = np.bincount(owners)
@@ -87,9 +87,8 @@ def _doubtful(
     before -= before[firsts]
     is_tight = before + num_bins * lengths > num_bins * max_tokens
     is_tight &= np.arange(len(lengths)) - firsts >= num_bins
-    for other in np.unique(owners[is_tight | (lengths > max_tokens)]).tolist():
-        if other != rank:
-            yield lengths[owners == other].tolist()
+    for other in np.unique(owners[is_tight | (lengths > max_tokens)]):
+        yield lengths[owners == other].tolist()
 
 
 def _fill(lengths: Sequence[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:

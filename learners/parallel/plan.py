@@ -48,10 +48,9 @@ def _by_turns(tokens: Integers, num_ranks: int) -> Integers:
     return dealt
 
 
-def owners_of(headers: Sequence[GroupHeader], num_ranks: int) -> list[int]:
+def owners_of(headers: Sequence[GroupHeader], num_ranks: int) -> Integers:
     """The rank of each group."""
-    ranks: list[int] = owners([sum(header.lengths) for header in headers], num_ranks).tolist()
-    return ranks
+    return owners([sum(header.lengths) for header in headers], num_ranks)
 
 
 def share(headers: Sequence[GroupHeader], num_ranks: int, rank: int) -> tuple[GroupHeader, ...]:

@@ -12,9 +12,10 @@ no formula has a mask. The modules, in the order a step uses them:
     objective    policy loss + KL + entropy + SFT, as the `algorithm:` section asks
     logprobs, kl log-probabilities, entropy and exact KL without the logits of a whole batch
 
-Which rollout-IS preset to start from (`algorithm: {rollout_is: <preset>}`):
+Which rollout-IS preset to take (`algorithm: {rollout_is: <preset>}`) where the default, which is
+`algorithm: {preset: stream}`, is not wanted:
 
-    token_is        start here: every token's ratio, capped at 2; keeps all data, little bias
+    token_is        for little lag: every token's ratio, capped at 2; keeps all data, little bias
     token_is_veto   the same, and drops sequences with a token the learner finds all but impossible:
                     for quantized or otherwise mismatched engines
     sequence_is     the whole sequence's ratio, capped: less bias, more variance; short responses

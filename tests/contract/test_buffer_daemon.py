@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,11 @@ from streamrl.types import Books, BufferStats, DropReason, GeneratorStatus, Refu
 from tests.contract.test_buffers import fill, zmq_server
 from tests.ports import free_port
 from tests.records import damaged, lease_one, make_group
+from tests.waiting import until as waiting_until
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 DEADLINE_S = 30.0
+until = partial(waiting_until, deadline_s=DEADLINE_S)
 CONFIG = """
 run: {{name: run, folder: {folder}}}
 model: {{path: unused}}
@@ -100,13 +103,6 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     yield daemon
     if daemon.process is not None and daemon.process.poll() is None:
         daemon.kill()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 def status(session: str = "s", **kwargs: object) -> GeneratorStatus:

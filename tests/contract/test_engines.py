@@ -5,7 +5,7 @@ installed, an SGLang by URL where SGLang is, else HF.
 """
 
 import asyncio
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,8 +25,10 @@ from tests.engines import (
     update_to,
 )
 from tests.tiny_model import EOS, VOCAB_SIZE
+from tests.waiting import until as waiting_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+until = partial(waiting_until, every_s=0.001)
 PROMPTS = [[5, 6, 7], [9], [3, 3, 3, 3, 3, 3, 3], [20, 21], [5, 6, 7]]
 FREE = {"ignore_eos": True}
 
@@ -45,13 +47,6 @@ def logprobs_of(
     ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
     return torch.log_softmax(logits, dim=-1)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for the condition; unblocked by it or by the deadline."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def chosen(logprobs: torch.Tensor, completion: Completion) -> np.ndarray:

@@ -36,7 +36,8 @@ from streamrl.weights.protocol import Announce, FromReceiver, FromSender, Transf
 from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender_socket import MAX_MESSAGE_BYTES
 from tests.fuzz.hostile import Frames, corpus, endless, messages, parse
-from tests.unit.weights.update_run import SHAPES, Generator, Run, parameters, run, until
+from tests.unit.weights.update_run import SHAPES, Generator, Run, parameters, run
+from tests.waiting import until
 
 BATCH = 2000
 PUBLISH_S = 0.5

@@ -33,6 +33,7 @@ from streamrl.types import (
 )
 from tests.training import make_config, make_groups, make_trainer
 from tests.unit.test_session import Reporter
+from tests.waiting import until
 
 GROUPS_PER_STEP = 3
 
@@ -323,12 +324,6 @@ async def test_the_time_of_a_part_is_not_counted_as_waiting(monkeypatch):
         2.0,
         2,
     )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_step_goes_on_while_no_checkpoint_can_be_written(caplog):

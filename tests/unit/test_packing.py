@@ -84,7 +84,7 @@ def test_all_ranks_have_the_fewest_micro_batches_that_longest_first_fits_in(shar
 
 
 def test_a_rank_fills_only_its_own_where_the_lengths_leave_room(monkeypatch):
-    """Few of many ranks: with 64 of 64 trajectories each, filling all would be most of the work."""
+    """With 64 trajectories on each of 64 ranks, filling all would be most of the work."""
     drawn = np.clip(np.random.default_rng(0).lognormal(6.4, 1.0, 4096), 16, 8192).astype(int)
     filled, fill = [], packing._fill
     monkeypatch.setattr(packing, "_fill", lambda *args: filled.append(1) or fill(*args))

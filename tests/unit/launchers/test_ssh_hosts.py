@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -24,8 +24,10 @@ from streamrl.config.run import RunSettings
 from streamrl.errors import ConfigError
 from streamrl.log_lines import FORMAT_VARIABLE
 from tests.standins.ssh_command import write_ssh
+from tests.waiting import until as waiting_until
 
 WAIT_S = 60.0
+until = partial(waiting_until, deadline_s=WAIT_S)
 
 
 class Hosts:
@@ -70,12 +72,6 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setattr(links, "FIRST_DELAY_S", 0.01)
     return made
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def marked(folder: Path) -> list[int]:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from actors.rewards import make_reward
 from actors.rewards.calls.threads import Threads
 from streamrl.config.data import DataSettings
 from tests.unit.rewards.episodes import episode
+from tests.waiting import until
 
 DEADLINE_S = 30.0
 
@@ -32,10 +32,7 @@ async def test_a_call_that_hangs_keeps_its_thread_until_it_returns():
     other = await threads.run(threading.get_ident)
     assert other != usual
     released.set()
-    give_up = time.monotonic() + DEADLINE_S
-    while threads._num_hung:
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.01)
+    await until(lambda: not threads._num_hung, DEADLINE_S)
     both = {await threads.run(threading.get_ident) for _ in range(4)}
     assert both <= {usual, other}
 
@@ -51,10 +48,7 @@ async def test_threads_end_with_what_they_are_for():
     assert len({thread.ident for thread in used if thread.is_alive()}) == 3
     del threads
     gc.collect()
-    give_up = time.monotonic() + DEADLINE_S
-    while any(thread.is_alive() for thread in used):
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.01)
+    await until(lambda: not any(thread.is_alive() for thread in used), DEADLINE_S)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from streamrl.weights.protocol import (
     Transfer,
 )
 from streamrl.weights.sender_socket import SenderSocket
-from tests.unit.weights.update_run import Run, run, until
+from tests.unit.weights.update_run import Run, run
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import asyncio
 
 from streamrl.types import HeldEndpoint
-from tests.unit.weights.update_run import Generator, run, until
+from tests.unit.weights.update_run import Generator, run
+from tests.waiting import until
 
 
 def was_told(generator: Generator, version: int) -> bool:

@@ -11,7 +11,8 @@ import pytest
 from streamrl.types import FilesEndpoint
 from streamrl.weights import membership
 from streamrl.weights.transports.files import FileSender
-from tests.unit.weights.update_run import run, until
+from tests.unit.weights.update_run import run
+from tests.waiting import until
 
 
 async def test_a_receiver_that_fails_does_not_keep_the_others_and_gets_the_next_chance(tmp_path):

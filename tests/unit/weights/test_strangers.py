@@ -20,7 +20,8 @@ from streamrl.weights.protocol import Failed, FromReceiver, Hello, Leave, Loaded
 from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender_socket import SenderSocket
 from tests.fuzz.hostile import enveloped
-from tests.unit.weights.update_run import Generator, Run, run, until
+from tests.unit.weights.update_run import Generator, Run, run
+from tests.waiting import until
 
 REPORT = LoadReport(transfer_s=0.0, pause_s=0.0)
 NESTED = (enveloped(b"\x91" * 2000 + b"\xc0"),)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import torch
@@ -21,12 +21,6 @@ SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,)}
 
 def parameters(value: float) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
-
-
-async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 class Generator:
