@@ -25,6 +25,7 @@ from learners.objective.credit import CreditAssigner
 from learners.objective.facts import FactCollector, Facts
 from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.mini_batches import mini_batches
+from learners.objective.policy_passes import PolicyPasses
 from learners.objective.step_metrics import MASKED, Part, of_facts, of_updates, of_work
 from learners.optimizer import SkippedUpdates, learning_rate, make_optimizer, update
 from learners.parallel.offload import keep_state_on_host
@@ -62,8 +63,9 @@ class Trainer:
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
         if config.learner.offload.optimizer:
             keep_state_on_host(self.optimizer)
-        self._facts = FactCollector(config, self.credit, policy, reference, critic, ranks)
-        self._gradient = Gradient(config, policy, reference, critic, ranks)
+        passes = PolicyPasses(config, policy, reference)
+        self._facts = FactCollector(config, self.credit, policy, passes, reference, critic, ranks)
+        self._gradient = Gradient(config, policy, passes, critic, ranks)
         networks = {"policy": policy, "reference": reference, "critic": critic}
         self._profile = StepProfile(
             config, {name: n.network for name, n in networks.items() if n}, ranks.index

@@ -19,6 +19,7 @@ from learners.micro_batch import MicroBatch
 from learners.objective.correction import Correction, correct
 from learners.objective.credit import CreditAssigner
 from learners.objective.nonfinite import finite_sequences
+from learners.objective.policy_passes import PolicyPasses
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
@@ -95,16 +96,19 @@ class FactCollector:
         config: RunConfig,
         credit: CreditAssigner,
         policy: Policy,
+        passes: PolicyPasses,
         reference: Policy | None,
         critic: Critic | None,
         ranks: Ranks,
     ) -> None:
         self._config = config.algorithm
         self._needs_policy_pass = config.needs_policy_pass
+        self._trains_whole = config.learner.updates_per_batch == 1 and not config.algorithm.pf_ppo
         self._limits = config.learner.max_tokens_per_forward_pass
         self._ranks = ranks
         self._credit = credit
         self._policy = policy
+        self._passes = passes
         self._reference = reference
         self._critic = critic
 
@@ -121,15 +125,16 @@ class FactCollector:
             return batch.pack(max_tokens, self._policy.device) if max_tokens else micro_batches
 
         policy = reference = values = None
-        if self._needs_policy_pass:
-            policy = self._policy.batch_logprobs(cut(self._limits.proximal), num_tokens)
-            policy = self._ranks.sum(policy)
         if self._reference is not None and config.needs_reference_logprobs:
             reference = self._reference.batch_logprobs(cut(self._limits.reference), num_tokens)
             reference = self._ranks.sum(reference)
         if self._critic is not None:
             values = self._critic.batch_values(cut(self._limits.values), num_tokens)
             values = self._ranks.sum(values)
+        if self._needs_policy_pass:
+            is_next = self._trains_whole and self._limits.proximal is None
+            passes = self._passes.logprobs if is_next else self._policy.batch_logprobs
+            policy = self._ranks.sum(passes(cut(self._limits.proximal), num_tokens))
         is_finite = finite_sequences(batch.sequences, policy, reference, values)
         finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         sampled = finite(policy, batch.behavior_logprobs)
@@ -175,7 +180,7 @@ class FactCollector:
         if facts.importance_weights is not None or not config.corrects_as_a_whole:
             return facts, {}
         num_tokens = batch.sequences.num_tokens
-        logprobs = self._ranks.sum(self._policy.batch_logprobs(micro_batches, num_tokens))
+        logprobs = self._ranks.sum(self._passes.logprobs(micro_batches, num_tokens))
         rows, lengths = batch.rows(chosen), batch.sequences.lengths[chosen]
         behavior, staleness = facts.behavior_logprobs[rows], facts.staleness[rows]
         sequences = Sequences.from_lengths(lengths)

@@ -19,11 +19,11 @@ from learners.micro_batch import MicroBatch
 from learners.objective.correction import correct
 from learners.objective.facts import Facts
 from learners.objective.nonfinite import finite_sequences, num_sequences, without_nonfinite
+from learners.objective.policy_passes import PolicyPasses
 from learners.objective.seen_weights import SeenWeights
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import sum_gradients
 from learners.policy.critic import Critic
-from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
 from streamrl.algorithms.losses import BatchTotals, LossInput
 from streamrl.algorithms.objective import mask_metrics, policy_objective, trained_fraction
@@ -31,7 +31,6 @@ from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.proximal import proximal_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
 
 Term = TypeVar("Term", float, torch.Tensor)
 Work: TypeAlias = tuple[tuple[MicroBatch, Facts], ...]
@@ -63,18 +62,16 @@ class Gradient:
         self,
         config: RunConfig,
         policy: Policy,
-        reference: Policy | None,
+        passes: PolicyPasses,
         critic: Critic | None,
         ranks: Ranks,
     ) -> None:
         self._algorithm = config.algorithm.model_copy(update={"loss_config": config.loss_config})
         self._ranks = ranks
-        self._with_entropy = config.algorithm.entropy_coef > 0 or config.learner.report_entropy
         self._keeps_mask = config.generator.keep_sampling_mask
-        self._num_top = config.num_top_logprobs
         self._sums_each = config.learner.sum_each_micro_batch
         self._policy = policy
-        self._reference = reference
+        self._passes = passes
         self._critic = critic
         self.seen_weights = SeenWeights(is_on=config.tracking.samples.num_groups > 0)
 
@@ -180,13 +177,7 @@ class Gradient:
     ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None, torch.Tensor]:
         """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
         whether its sequences are finite."""
-        current = self._policy(
-            micro_batch,
-            with_entropy=self._with_entropy,
-            trains_entropy=self._algorithm.entropy_coef != 0,
-            with_top_logprobs=self._needs_top_logprobs(micro_batch),
-            reference=self._exact(micro_batch),
-        )
+        current = self._passes.training(micro_batch)
         assert current.logprobs is not None, "they are asked for by default"
         computed = (current.logprobs, current.entropy, current.kl)
         is_finite = finite_sequences(micro_batch.sequences, *computed)
@@ -233,21 +224,6 @@ class Gradient:
             metrics |= mask_metrics(micro_batch.sampling_mask, loss_input)
         return metrics, statistics, is_finite
 
-    def _needs_top_logprobs(self, micro_batch: MicroBatch) -> bool:
-        """
-        Raises:
-            ConfigError: a generator did not record them.
-        """
-        if not self._num_top or micro_batch.is_empty:
-            return False
-        if micro_batch.top_candidates is None:
-            raise ConfigError(
-                f"algorithm.loss_config.divergence_topk: was {self._num_top}, and groups came "
-                "without the log-probabilities of the likeliest tokens: start every daemon of a "
-                "run with one configuration"
-            )
-        return True
-
     def _proximal(self, facts: Facts, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal != "recompute":
             return proximal_logprobs(
@@ -256,13 +232,6 @@ class Gradient:
         if facts.proximal_logprobs is None:
             return logprobs.detach()
         return facts.proximal_logprobs
-
-    def _exact(self, micro_batch: MicroBatch) -> NetworkOutput | None:
-        """Of the reference, where the KL to it is taken over the whole vocabulary."""
-        if self._reference is None or not self._algorithm.kl_loss.is_exact:
-            return None
-        with torch.no_grad():
-            return self._reference(micro_batch, with_logprobs=False)
 
     def _critic_backward(
         self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals
