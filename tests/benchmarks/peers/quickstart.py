@@ -1,13 +1,14 @@
 """The quickstart's run beside TRL's GRPOTrainer: time to a reward of 0.9, by turns.
 
     PYTHONPATH=. .venv/bin/python -m tests.benchmarks.peers.quickstart [--steps N] [--rounds N] \
-        [--python TRL/bin/python] [--set KEY=VALUE]...
+        [--algorithm grpo|own] [--python TRL/bin/python] [--set KEY=VALUE]...
 
 Both train the model of `configs/quickstart.yaml` on the same prompts, in the same order, with the
 same completions a prompt, batch, limits, reward, advantages, clip, optimizer and learning rate of
 each step. TRL samples with `model.generate` and trains by turns, on all cores, each batch as one
 micro-batch. StreamRL is `streamrl launch` of the file with one generator in place of two, which has
-the slots of both: as many processes that compute as cores. `--set` changes its settings.
+the slots of both: as many processes that compute as cores. `--algorithm own` leaves StreamRL the
+algorithm of the file, its default, in place of TRL's GRPO. `--set` changes its settings.
 
 One JSON line per run. `to_reward_s` is from the start of the command to the first step at which the
 mean reward of the last 10 steps is 0.9, `to_reward_steps_s` the same from the end of the first
@@ -36,6 +37,7 @@ from tests.benchmarks.peers.usage import Usage, run
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 WORKER = Path(__file__).with_name("trl_quickstart.py")
+GRPO = ("algorithm.advantage=grpo", "algorithm.loss=ppo")
 REWARD, WINDOW, FIRST = 0.9, 10, 10
 
 
@@ -43,14 +45,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, help="by default those of the quickstart")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--algorithm", choices=("grpo", "own"), default="grpo")
     parser.add_argument("--python", type=Path, help="a Python that has TRL; else one is made")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
     python = arguments.python or environment("trl")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        grpo = ["algorithm.advantage=grpo", "algorithm.loss=ppo"]
-        overrides = [f"model.path={folder / 'model'}", *grpo, *arguments.overrides]
+        algorithm = GRPO if arguments.algorithm == "grpo" else ()
+        overrides = [f"model.path={folder / 'model'}", *algorithm, *arguments.overrides]
         if arguments.steps:
             overrides = [*overrides, f"run.max_steps={arguments.steps}"]
         config = load_config(QUICKSTART, overrides).config
