@@ -90,8 +90,11 @@ def test_two_generators_share_a_server_whose_owner_is_killed(launch, start_serve
     run.until_step(5)
     run.child("generator-0").send_signal(signal.SIGKILL)
     assert_learned_from_the_newest_weights(run)
-    num_loads = start_server.log.read_text().count('"POST /end_weight_update')
+    log = start_server.log.read_text()
+    num_loads = log.count('"POST /end_weight_update')
     assert num_loads <= NUM_STEPS + 3, "each version once, not once for each generator"
+    num_formed = log.count('"POST /init_weights_update_group')
+    assert num_formed <= 4, "a generator that ends while its group is formed blocks the server"
     for name in ("generator-0", "generator-1"):
         versions = {line.get(f"generator/{name}/policy_version", 0) for line in run.lines}
         assert len(versions) > 3, (name, versions)

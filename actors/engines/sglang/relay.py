@@ -1,11 +1,15 @@
 """A weight update in SGLang: received in this process while it samples, sent on in its pause.
 
-SGLang receives inside its scheduler: it samples nothing meanwhile, loads bucket by bucket into the
-weights in use, and waits half an hour for a sender that has ended. So it does not join the
-learner's group. This process receives as every engine does and broadcasts a complete update once
-more, over a group of this process (rank 0) and SGLang's ranks, formed for each update.
+SGLang receives inside its scheduler: it samples nothing meanwhile, and loads bucket by bucket into
+the weights in use. So it does not join the learner's group. This process receives as every engine
+does and broadcasts a complete update once more, over a group of this process (rank 0) and SGLang's
+ranks.
 
-    pause, form the group, begin | one broadcast per bucket | end, destroy the group, continue
+    pause, begin | one broadcast per bucket | end, continue
+
+SGLang gives a broadcast up at once when this process has ended; while the group is formed it would
+wait half an hour (torch's default, which SGLang does not let us change) and answer nobody. So the
+group is formed once, at the first update, and lasts until this process or an update fails.
 
 Invariant: SGLang's weights change only after every tensor of the update has arrived here. Its label
 changes with the last bucket, in the pause.
@@ -19,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
+from msgspec import Struct
 
 from actors.engines.served.http import Http, RefusedError
 from actors.engines.sglang.messages import (
@@ -40,6 +45,13 @@ from streamrl.weights.transports.receive import TransferReceiver
 
 PauseMode = Literal["abort", "retract", "in_place"]
 NamedTensor = tuple[str, torch.Tensor]
+
+
+class Membership(Struct, frozen=True):
+    """A group with SGLang's ranks, and what SGLang calls it."""
+
+    name: str
+    group: groups.Group
 
 
 class Relay:
@@ -65,6 +77,7 @@ class Relay:
         self._transfer = TransferReceiver(device)
         self._staged = StagedWeights()
         self._store = groups.OpenStore(host, timeout_s)
+        self._membership: Membership | None = None
 
     async def receive(self, update: WeightUpdate) -> None:
         """Into this process's memory. Waits for the learner; the timeouts of the transfer
@@ -84,9 +97,8 @@ class Relay:
         """
         start = time.perf_counter()
         await self._http.send("/pause_generation", PauseGenerationReqInput(mode=self._mode()))
-        name = f"streamrl-{uuid.uuid4().hex[:12]}"
         try:
-            group = await self._form(name)
+            self._membership = self._membership or await self._form()
         except (RefusedError, WeightTransferError) as error:
             await self._http.send("/continue_generation", ContinueGenerationReqInput())
             raise WeightTransferError(
@@ -95,12 +107,12 @@ class Relay:
             ) from error
         try:
             await self._begin()
-            await self._broadcast(group, name, label, require_current)
+            await self._broadcast(self._membership, label, require_current)
             require_current()
             await self._http.send("/end_weight_update", EndWeightUpdateReqInput())
-        finally:
-            await asyncio.to_thread(group.close)
-        await self._dissolve(name)
+        except (StreamRLError, asyncio.CancelledError):
+            await self._leave()
+            raise
         require_current()
         on_loaded()
         await self._http.send("/continue_generation", ContinueGenerationReqInput())
@@ -114,7 +126,9 @@ class Relay:
             await self._http.send("/end_weight_update", EndWeightUpdateReqInput())
             await self._http.send("/begin_weight_update", BeginWeightUpdateReqInput())
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Waits until SGLang has left the group, or does not answer."""
+        await self._leave()
         self._transfer.close()
 
     def _stage(self, update: WeightUpdate) -> None:
@@ -126,8 +140,9 @@ class Relay:
             return "abort"
         return "in_place" if self._settings.keeps_old_kv else "retract"
 
-    async def _form(self, name: str) -> groups.Group:
-        """Joins the group at both ends. Waits for all ranks; the timeout or a refusal unblocks."""
+    async def _form(self) -> Membership:
+        """Joins a group at both ends. Waits for all ranks; the timeout or a refusal unblocks."""
+        name = f"streamrl-{uuid.uuid4().hex[:12]}"
         world_size = 1 + self._settings.tp_size
         request = InitWeightsUpdateGroupReqInput(
             master_address=self._store.host,
@@ -142,10 +157,10 @@ class Relay:
         )
         path = "/init_weights_update_group"
         group, _ = await asyncio.gather(joining, self._http.send(path, request))
-        return group
+        return Membership(name, group)
 
     async def _broadcast(
-        self, group: groups.Group, name: str, label: str, require_current: Callable[[], None]
+        self, membership: Membership, label: str, require_current: Callable[[], None]
     ) -> None:
         buckets = list(buckets_of(self._staged, self._bucket_bytes))
         for i, bucket in enumerate(buckets):
@@ -155,28 +170,34 @@ class Relay:
                 names=[tensor_name for tensor_name, _ in bucket],
                 dtypes=[dtype_name(tensor.dtype) for _, tensor in bucket],
                 shapes=[tuple(tensor.shape) for _, tensor in bucket],
-                group_name=name,
+                group_name=membership.name,
                 load_format="flattened_bucket",
                 # SGLang cannot flush the cache of requests that stay: it answers 400.
                 flush_cache=is_last and not self._settings.keeps_old_kv,
                 weight_version=label if is_last else None,
             )
             flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
-            sending = asyncio.create_task(asyncio.to_thread(group.broadcast, flat))
+            sending = asyncio.create_task(asyncio.to_thread(membership.group.broadcast, flat))
             try:
                 path = "/update_weights_from_distributed"
                 await asyncio.gather(sending, self._http.send(path, body))
             except (StreamRLError, asyncio.CancelledError):
                 # One that SGLang refuses it does not receive: the broadcast ends with the group.
-                with contextlib.suppress(StreamRLError):
-                    await self._dissolve(name)
+                await self._dissolve(membership)
                 await asyncio.wait([sending])
                 raise
 
-    async def _dissolve(self, name: str) -> None:
-        """Makes SGLang leave the group."""
-        path = "/destroy_weights_update_group"
-        await self._http.send(path, DestroyWeightsUpdateGroupReqInput(group_name=name))
+    async def _leave(self) -> None:
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            await self._dissolve(membership)
+            await asyncio.to_thread(membership.group.close)
+
+    async def _dissolve(self, membership: Membership) -> None:
+        """Makes SGLang leave the group, if it answers and has not left."""
+        body = DestroyWeightsUpdateGroupReqInput(group_name=membership.name)
+        with contextlib.suppress(StreamRLError):
+            await self._http.send("/destroy_weights_update_group", body, timeout_s=self._timeout_s)
 
 
 def prefix_of(group_name: str) -> str:

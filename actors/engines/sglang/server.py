@@ -100,7 +100,7 @@ class SglangServer:
         return readings(await self._http.text("/metrics"), GAUGES)
 
     async def close(self) -> None:
-        self._relay.close()
+        await self._relay.close()
         await self._http.close()
 
 
