@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from actors.episodes.closing import closed_after
+from actors.episodes.closing import ClosedAfter
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext
@@ -40,5 +40,5 @@ async def open_group(entry: EnvironmentEntry, context: EnvironmentContext) -> As
         with attributed():
             await manager.__aexit__(None, None, None)
 
-    async with closed_after(close):
+    async with ClosedAfter(close):
         yield shared

@@ -4,11 +4,11 @@ Invariant: a close that fails hides no earlier error and no cancellation, and on
 nobody up for longer than CLOSE_S.
 """
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from types import TracebackType
 
+from actors.episodes.deadline import Deadline, DeadlineError
 from streamrl.errors import RolloutError
 
 log = logging.getLogger(__name__)
@@ -16,31 +16,36 @@ log = logging.getLogger(__name__)
 CLOSE_S = 10.0
 
 
-@asynccontextmanager
-async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+class ClosedAfter:
     """Calls `close` once after the block, also if the block was canceled.
 
     Raises:
         RolloutError: `close` failed, and the block did not.
     """
-    try:
-        yield
-    except BaseException:
+
+    def __init__(self, close: Callable[[], Awaitable[None]]) -> None:
+        self._close = close
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
-            await _in_time(close)
-        except RolloutError as error:
-            log.warning("%s", error)
-        raise
-    await _in_time(close)
+            await self._close_in_time()
+        except RolloutError as failure:
+            if error is None:
+                raise
+            log.warning("%s", failure)
 
-
-async def _in_time(close: Callable[[], Awaitable[None]]) -> None:
-    """Waits for `close`; the limit unblocks."""
-    limit = asyncio.timeout(CLOSE_S)
-    try:
-        async with limit:
-            await close()
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        log.warning("close of an environment is given up after %g s", CLOSE_S)
+    async def _close_in_time(self) -> None:
+        """Waits for `close`; the limit unblocks."""
+        try:
+            with Deadline(CLOSE_S):
+                await self._close()
+        except DeadlineError:
+            log.warning("close of an environment is given up after %g s", CLOSE_S)

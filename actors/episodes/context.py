@@ -5,15 +5,15 @@ Called by: episode.py, one object per turn.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct, structs
 
 from streamrl.interfaces import CompletionHandle, EnvironmentContext, Observation, Sampler
 from streamrl.types import Completion, Media, SamplingParams
 from streamrl.vision.parts import has_media
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(Struct, frozen=True):
     """What the policy has read, and what it has sampled since."""
 
     token_ids: tuple[int, ...] = ()
@@ -21,7 +21,7 @@ class Context:
     sampled: tuple[int, ...] = ()
 
     def followed_by(self, sampled: tuple[int, ...]) -> "Context":
-        return replace(self, sampled=sampled)
+        return structs.replace(self, sampled=sampled)
 
     def after(self, observation: Observation, start: EnvironmentContext) -> "Context":
         """With what the environment shows; the prompt's media belong to the prompt's tokens."""

@@ -1,7 +1,9 @@
-"""The deadline of an episode or of a turn: it is stopped, and canceled after the grace.
+"""The deadline of an episode, of a turn or of a close: what it limits is stopped, then canceled.
 
-Invariant: `stop` is set at the deadline and not before; a block that ends in time leaves no timer.
-Called by: episode.py, once or more for every episode, so it is a class with one timer.
+Invariant: `stop` is set at the deadline and not before; a block that ends in time leaves no timer,
+and a cancellation from elsewhere stays one.
+Called by: episode.py and closing.py, several times for every episode, so it is one timer, without
+the coroutines of `asyncio.timeout`.
 """
 
 import asyncio
@@ -12,38 +14,50 @@ _GRACE_S = 30.0
 
 
 class DeadlineError(Exception):
-    """The grace after a deadline is over."""
+    """The deadline, or the grace after it, is over."""
 
 
 class Deadline:
-    """Around what it limits.
+    """Around what it limits, in a task.
+
+    Args:
+        stop: set at the deadline, which cancels only after the grace; without it, at once.
 
     Raises:
         DeadlineError: the block was canceled.
     """
 
-    def __init__(self, deadline_s: float, stop: asyncio.Event) -> None:
+    def __init__(self, deadline_s: float, stop: asyncio.Event | None = None) -> None:
         self._deadline_s = deadline_s
         self._stop = stop
-        self._limit = asyncio.timeout(None)
+        self._is_over = False
 
-    async def __aenter__(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._deadline_s, self._on_deadline)
-        await self._limit.__aenter__()
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a deadline is entered in a task"
+        self._task, self._num_cancellations = task, task.cancelling()
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._deadline_s, self._on_deadline)
 
-    async def __aexit__(
+    def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
         self._timer.cancel()
-        try:
-            await self._limit.__aexit__(kind, error, traceback)
-        except TimeoutError as timeout:
-            raise DeadlineError from timeout
+        if self._is_over:
+            is_own = self._task.uncancel() <= self._num_cancellations
+            if is_own and kind is asyncio.CancelledError:
+                raise DeadlineError from error
 
     def _on_deadline(self) -> None:
-        self._stop.set()
-        grace_s = min(_GRACE_S, self._deadline_s)
-        self._limit.reschedule(asyncio.get_running_loop().time() + grace_s)
+        if self._stop is None:
+            self._cancel()
+        else:
+            self._stop.set()
+            self._timer = self._loop.call_later(min(_GRACE_S, self._deadline_s), self._cancel)
+
+    def _cancel(self) -> None:
+        self._is_over = True
+        self._task.cancel()

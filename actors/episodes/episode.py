@@ -11,12 +11,12 @@ environment is closed, however it ended.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TypeVar, cast
 
 from actors.episodes.answers import checked_observation, checked_transition
-from actors.episodes.closing import closed_after
+from actors.episodes.closing import ClosedAfter
 from actors.episodes.context import Context, generate
 from actors.episodes.conversation import Conversation
 from actors.episodes.deadline import Deadline, DeadlineError
@@ -99,7 +99,7 @@ class EpisodeRun:
                 finish_reason = await self._run(playing)
             else:
                 environment = cast(Environment, player)
-                async with closed_after(environment.close):
+                async with ClosedAfter(environment.close):
                     turns = self._take_turns(environment, conversation, start, sampling)
                     finish_reason = await self._run(turns)
         finally:
@@ -112,7 +112,7 @@ class EpisodeRun:
     async def _run(self, playing: Awaitable[FinishReason]) -> FinishReason:
         """Why the episode ended. Waits as `run` does."""
         try:
-            async with Deadline(self._deadline_s, self._stop):
+            with Deadline(self._deadline_s, self._stop):
                 finish_reason = await playing
         except DeadlineError:
             finish_reason = FinishReason.DEADLINE
@@ -134,14 +134,14 @@ class EpisodeRun:
     ) -> FinishReason:
         """Why the episode ended. Waits for the engine, then for the environment, turn by turn."""
         context = Context()
-        async with self._turn():
+        with self._turn():
             observation = checked_observation(await self._ask(environment.start(start)))
         while True:
             conversation.observe(observation)
             context = context.after(observation, start)
             if len(context.token_ids) >= self._max_model_len and self._record.segments:
                 return FinishReason.LENGTH
-            async with self._turn():
+            with self._turn():
                 completion = await self._sample(context, sampling)
                 sampled = tuple(completion.token_ids.tolist())
                 if not sampled:
@@ -171,7 +171,7 @@ class EpisodeRun:
             self.num_slots = 1
             self._environment_wait_s += perf_counter() - began_s
 
-    def _turn(self) -> AbstractAsyncContextManager[object]:
+    def _turn(self) -> AbstractContextManager[object]:
         """Around a turn, or the start of the environment."""
         turn_s = self._settings.turn_deadline_s
         return nullcontext() if turn_s is None else Deadline(turn_s, self._stop)

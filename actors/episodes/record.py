@@ -10,10 +10,10 @@ begins a segment of its own.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from streamrl.interfaces import Message
 from streamrl.types import (
@@ -30,8 +30,7 @@ from streamrl.types import (
 )
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Struct, frozen=True):
     """Consecutive tokens [n], observed (version -1) or sampled, with what is recorded of each."""
 
     token_ids: Int32Array
@@ -40,11 +39,6 @@ class Span:
     in_loss: bool = True
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
-
-    @classmethod
-    def observed(cls, token_ids: tuple[int, ...]) -> "Span":
-        ids = np.array(token_ids, dtype=np.int32)
-        return cls(ids, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
 
     @classmethod
     def sampled(cls, completion: Completion) -> "Span":
@@ -58,8 +52,14 @@ class Span:
         )
 
 
-@dataclass(frozen=True)
-class Segment:
+# Siblings begin with one prompt.
+@lru_cache(maxsize=32)
+def _observed(token_ids: tuple[int, ...]) -> Span:
+    ids = np.array(token_ids, dtype=np.int32)
+    return Span(ids, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
+
+
+class Segment(Struct, frozen=True):
     """One context, whose tokens only ever got more."""
 
     spans: tuple[Span, ...]
@@ -75,14 +75,15 @@ class Segment:
     ) -> Trajectory:
         """The flat record; see `streamrl.types.Trajectory`."""
         spans = self.spans
-        response_mask = np.concatenate([s.policy_versions >= 0 for s in spans])
+        policy_versions = np.concatenate([s.policy_versions for s in spans])
+        response_mask = policy_versions >= 0
         lengths = [len(s.token_ids) for s in spans]
-        is_whole = all(s.in_loss for s in spans)
+        is_whole = all([s.in_loss for s in spans])
         return Trajectory(
             token_ids=np.concatenate([s.token_ids for s in spans]),
             response_mask=response_mask,
             behavior_logprobs=np.concatenate([s.logprobs for s in spans]),
-            policy_versions=np.concatenate([s.policy_versions for s in spans]),
+            policy_versions=policy_versions,
             loss_mask=None if is_whole else response_mask & _in_loss(spans),
             reward=reward,
             finish_reason=finish_reason,
@@ -98,8 +99,7 @@ def _in_loss(spans: Sequence[Span]) -> BoolArray:
     return np.concatenate([np.full(len(span.token_ids), span.in_loss) for span in spans])
 
 
-@dataclass(frozen=True)
-class Rollout:
+class Rollout(Struct, frozen=True):
     """One episode's tokens in order, before it has a reward."""
 
     segments: tuple[Segment, ...]
@@ -111,7 +111,7 @@ class Rollout:
     """The whole conversation."""
 
     def with_messages(self, messages: tuple[Message, ...]) -> "Rollout":
-        return replace(self, messages=messages)
+        return structs.replace(self, messages=messages)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -155,7 +155,7 @@ class EpisodeRecord:
         media: tuple[Media, ...] = (),
     ) -> None:
         """The engine read these tokens and media, its whole context, and sampled the completion."""
-        known = self._continued(prompt_token_ids, media)
+        known = self._continued(prompt_token_ids, media) if self.segments else None
         segment = Segment((), ()) if known is None else self.segments[known]
         observed = prompt_token_ids[len(segment.token_ids) :]
         turn = Turn(
@@ -163,7 +163,7 @@ class EpisodeRecord:
             num_completion_tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
         )
-        spans = (*segment.spans, Span.observed(observed), Span.sampled(completion))
+        spans = (*segment.spans, _observed(observed), Span.sampled(completion))
         self._current = len(self.segments) if known is None else known
         self._last = completion
         self._set(Segment(spans, (*segment.turns, turn), media))
@@ -177,8 +177,8 @@ class EpisodeRecord:
         if known == (reward, num_tool_calls, in_loss):
             return
         turn = structs.replace(turn, reward=reward, num_tool_calls=num_tool_calls)
-        spans = [*spans, replace(sampled, in_loss=in_loss)]
-        self._set(replace(segment, spans=tuple(spans), turns=(*earlier, turn)))
+        spans = [*spans, structs.replace(sampled, in_loss=in_loss)]
+        self._set(structs.replace(segment, spans=tuple(spans), turns=(*earlier, turn)))
 
     def rollout(self, finish_reason: FinishReason, metrics: Mapping[str, float]) -> Rollout:
         last = () if self._last is None else tuple(self._last.token_ids.tolist())

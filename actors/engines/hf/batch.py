@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from actors.engines.hf.cache import SlotCache
+from actors.engines.hf.compaction import Compaction
 from actors.engines.hf.families import cache_argument, require_exact, why_not_slots
 from actors.engines.hf.model_cache import ModelCache
 from actors.engines.hf.records import Records
@@ -129,19 +130,22 @@ class RunningBatch:
 
     @torch.inference_mode()
     def leave(self) -> list[tuple[Request, Completion]]:
-        """Removes the rows that are done, stopped or canceled; the last rows take their slots."""
+        """Removes the rows that are done, stopped or canceled."""
         records = self._records
         is_stop = self._stops.contains(records.stop_set[: records.size], records.last_token_ids)
         is_full = records.is_full
         is_over = np.array([r.is_canceled or r.is_stopped for r in self._rows], dtype=np.bool_)
+        leaves = is_stop | is_full | is_over
         left = []
-        for row in np.flatnonzero(is_stop | is_full | is_over)[::-1].tolist():
+        for row in np.flatnonzero(leaves).tolist():
             request = self._rows[row]
             reason = FinishReason.DEADLINE if request.is_stopped else FinishReason.ABORT
             reason = FinishReason.LENGTH if is_full[row] else reason
             reason = FinishReason.STOP if is_stop[row] else reason
             left.append((request, records.completion(row, reason)))
-            self._close(row)
+            self._seeded.pop(request, None)
+        if left:
+            self._compact(Compaction.of(leaves))
         return left
 
     def _open(self, request: Request) -> None:
@@ -153,13 +157,11 @@ class RunningBatch:
         if sampling.seed is not None:
             self._seeded[request] = torch.Generator().manual_seed(sampling.seed)
 
-    def _close(self, row: int) -> None:
-        last = len(self._rows) - 1
-        self._cache.close(row, last, int(self._records.positions[last]))
-        self._records.close(row)
-        self._seeded.pop(self._rows[row], None)
-        self._rows[row] = self._rows[last]
-        self._rows.pop()
+    def _compact(self, moves: Compaction) -> None:
+        longest = int(self._records.positions[moves.sources].max(initial=0))
+        self._cache.compact(moves, longest)
+        self._records.compact(moves)
+        moves.apply(self._rows)
 
     def _prefill(self, first: int, contents: list[Content]) -> torch.Tensor:
         """Logits [k, V] behind each prompt's last token; rows first, first + 1, ... continue."""

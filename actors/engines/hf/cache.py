@@ -1,7 +1,7 @@
 """Keys and values of the running batch: one slot per sequence, the running ones first.
 
-Invariant: rows 0..n-1 are running, so attention reads views and gathers nothing. The last row moves
-into the slot of one that ends. The mask excludes stale values beyond a row's length.
+Invariant: rows 0..n-1 are running, so attention reads views and gathers nothing. Rows at the end move
+into the slots of those that leave. The mask excludes stale values beyond a row's length.
 Shapes: n running rows, P prefilled rows, H key-value heads, L positions, D head width.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from actors.engines.hf.compaction import Compaction
 from actors.engines.hf.prefill import Prefill, right_padded
 
 # Short slots are read faster, and copying all of them every so many positions costs less than one
@@ -49,9 +50,10 @@ class SlotLayer(CacheLayerMixin):
         self._keys[rows, :, :length] = keys if is_each_once else keys[of]
         self._values[rows, :, :length] = values if is_each_once else values[of]
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self._keys[target, :, :length] = self._keys[source, :, :length]
-        self._values[target, :, :length] = self._values[source, :, :length]
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
+        """The first `length` positions of the rows `sources` [k] go to `targets` [k]."""
+        for whole in (self._keys, self._values):
+            whole[targets, :, :length] = whole[sources, :, :length]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -137,11 +139,13 @@ class SlotCache(Cache):
             assert layer.values is not None, "a prefill fills every layer"
             slot.join(first, layer.keys, layer.values, of)
 
-    def close(self, row: int, last: int, length: int) -> None:
-        """The last row, of this many positions, takes the slot of this one."""
-        if row != last:
+    def compact(self, moves: Compaction, length: int) -> None:
+        """Rows that leave free their slots for those that move, of at most so many positions."""
+        if len(moves.sources):
+            sources = torch.from_numpy(moves.sources).to(self._device)
+            targets = torch.from_numpy(moves.targets).to(self._device)
             for layer in self._slots:
-                layer.move(last, row, length)
+                layer.move(sources, targets, length)
 
     def clear(self) -> None:
         """Before rows join again: a slot is overwritten by whoever joins it."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.engines.hf.compaction import Compaction
 from actors.engines.hf.sampling import Sampled
 from streamrl.types import SamplingParams, TokenSets, TopLogprobs
 
@@ -27,7 +28,7 @@ class _Row:
 
 
 class CandidateRecords:
-    """Rows open at the end, and the last one moves into the slot of one that closes."""
+    """Rows open at the end."""
 
     def __init__(self) -> None:
         self._rows: list[_Row] = []
@@ -68,10 +69,8 @@ class CandidateRecords:
         top = TopLogprobs.of(own.top_ids, own.top_logprobs) if own.num_top else None
         return mask, top
 
-    def close(self, row: int) -> None:
-        last = self._rows.pop()
-        if row < len(self._rows):
-            self._rows[row] = last
+    def compact(self, moves: Compaction) -> None:
+        moves.apply(self._rows)
 
 
 def _by_owner(

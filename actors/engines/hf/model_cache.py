@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from actors.engines.hf.compaction import Compaction
 from actors.engines.hf.prefill import Prefill, left_padded
 
 Rows = tuple[DynamicCache, torch.Tensor]
@@ -55,10 +56,8 @@ class ModelCache:
             parts.insert(0, (self._cache, self._index()))
         self._arrange(parts, max(length, self._length), first + len(of))
 
-    def close(self, row: int, last: int, length: int) -> None:
-        """The last row takes the place of this one."""
-        self._order[row] = self._order[last]
-        self._order.pop()
+    def compact(self, moves: Compaction, length: int) -> None:
+        moves.apply(self._order)
 
     def clear(self) -> None:
         self._cache = DynamicCache(config=self._config)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engines.hf.candidates import CandidateRecords
+from actors.engines.hf.compaction import Compaction
 from actors.engines.hf.sampling import Sampled
 from streamrl.types import Completion, FinishReason, SamplingParams
 
@@ -113,16 +114,15 @@ class Records:
             top_logprobs=top_logprobs,
         )
 
-    def close(self, row: int) -> None:
-        """Removes the row; the last one moves into its slot."""
-        last = self.size - 1
-        self.size = last
-        self.candidates.close(row)
+    def compact(self, moves: Compaction) -> None:
+        """Removes the rows that leave."""
+        self.size, targets, sources = moves
+        self.candidates.compact(moves)
         for column in self._columns:
-            column[row] = column[last]
-        count = self.counts[row]
+            column[targets] = column[sources]
+        longest = int(self.counts[targets].max(initial=0))
         for matrix in (self._token_ids, self._logprobs, self._versions):
-            matrix[row, :count] = matrix[last, :count]
+            matrix[targets, :longest] = matrix[sources, :longest]
 
     def _reserve(self, length: int) -> None:
         capacity = self._token_ids.shape[1]
