@@ -11,6 +11,7 @@ is parsed by that. A new convention is a template and a line in `CONVENTIONS`.
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,8 @@ class MessageParser:
         self._tokenizer = tokenizer
         self._template = _choose(tokenizer, chat_template or "", choice)
         self._end_ids = frozenset(tokenizer.all_special_ids)
+        # A completion is decoded as a message and for its reward, and siblings may be alike.
+        self.decode = lru_cache(maxsize=256)(self._decoded)
 
     @property
     def knows_tool_calls(self) -> bool:
@@ -112,7 +115,7 @@ class MessageParser:
             generation_prompt: what the chat template puts in front of a completion, of which an
                 opened `<think>` belongs to the message.
         """
-        text = self._text(token_ids)
+        text = self.decode(self.without_end(token_ids))
         if self._template is None:
             return {"role": "assistant", "content": text}
         _, opened, prefill = generation_prompt.rpartition("<think>")
@@ -132,12 +135,16 @@ class MessageParser:
         """Whether the template is the tokenizer's, which finds the message in the prompt itself."""
         return self._template is not None and self._template.start_anchor_re.pattern != r"\A"
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        """With special tokens, which may be a call's, but for those at its end."""
-        ids = list(token_ids)
-        while ids and ids[-1] in self._end_ids:
-            ids.pop()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+    def without_end(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Without the special tokens at the end; others may be a call's."""
+        length = len(token_ids)
+        while length and token_ids[length - 1] in self._end_ids:
+            length -= 1
+        return tuple(token_ids[:length])
+
+    def _decoded(self, token_ids: tuple[int, ...]) -> str:
+        """With special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 def _message(parsed: Mapping[str, Any], text: str) -> Message:

@@ -103,6 +103,9 @@ class ChatRenderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
+        ids = self._parser.without_end(token_ids)
+        if self._special_ids.isdisjoint(ids):
+            return self._parser.decode(ids)
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def encode_messages(

@@ -114,9 +114,14 @@ class BoundFunction:
 
     def _taken(self, named: dict[str, Any]) -> dict[str, Any]:
         """Of the arguments by name, those that the function takes."""
-        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._parameters.values()):
+        if self._takes_any:
             return named
         return {name: value for name, value in named.items() if name in self._parameters}
+
+    @cached_property
+    def _takes_any(self) -> bool:
+        kinds = (parameter.kind for parameter in self._parameters.values())
+        return inspect.Parameter.VAR_KEYWORD in kinds
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:

@@ -67,6 +67,9 @@ class CallLimits:
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all; the first error cancels the others and is raised."""
+    calls = list(calls)
+    if len(calls) == 1:
+        return [await calls[0]]
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call) for call in calls]
