@@ -1,7 +1,7 @@
 """What the policy read and sampled in one episode, token by token.
 
     EpisodeRecord   grows by one completion at a time
-    Segment         one context of the episode; becomes one trajectory
+    Segment         one context of the episode; `assembly.py` makes a trajectory of it
     Span            consecutive tokens of a segment, observed or sampled
 
 Invariant: a segment holds the very ids that the engine read and sampled, in their order. A
@@ -9,7 +9,7 @@ completion whose prompt begins with the tokens and media of a segment continues 
 begins a segment of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -17,7 +17,6 @@ from msgspec import Struct, structs
 
 from streamrl.interfaces import Message
 from streamrl.types import (
-    BoolArray,
     Completion,
     FinishReason,
     Float32Array,
@@ -25,7 +24,6 @@ from streamrl.types import (
     Media,
     TokenSets,
     TopLogprobs,
-    Trajectory,
     Turn,
 )
 
@@ -70,34 +68,6 @@ class Segment(Struct, frozen=True):
     def token_ids(self) -> tuple[int, ...]:
         return tuple(token for span in self.spans for token in span.token_ids.tolist())
 
-    def trajectory(
-        self, reward: float, finish_reason: FinishReason, metrics: Mapping[str, float]
-    ) -> Trajectory:
-        """The flat record; see `streamrl.types.Trajectory`."""
-        spans = self.spans
-        policy_versions = np.concatenate([s.policy_versions for s in spans])
-        response_mask = policy_versions >= 0
-        lengths = [len(s.token_ids) for s in spans]
-        is_whole = all([s.in_loss for s in spans])
-        return Trajectory(
-            token_ids=np.concatenate([s.token_ids for s in spans]),
-            response_mask=response_mask,
-            behavior_logprobs=np.concatenate([s.logprobs for s in spans]),
-            policy_versions=policy_versions,
-            loss_mask=None if is_whole else response_mask & _in_loss(spans),
-            reward=reward,
-            finish_reason=finish_reason,
-            turns=self.turns,
-            metrics=dict(metrics),
-            media=tuple(medium.id for medium in self.media),
-            sampling_mask=TokenSets.joined([s.sampling_mask for s in spans], lengths),
-            top_logprobs=TopLogprobs.joined([s.top_logprobs for s in spans], lengths),
-        )
-
-
-def _in_loss(spans: Sequence[Span]) -> BoolArray:
-    return np.concatenate([np.full(len(span.token_ids), span.in_loss) for span in spans])
-
 
 class Rollout(Struct, frozen=True):
     """One episode's tokens in order, before it has a reward."""
@@ -124,11 +94,6 @@ class Rollout(Struct, frozen=True):
     @property
     def num_sampled_tokens(self) -> int:
         return sum(turn.num_completion_tokens for turn in self.turns)
-
-    def trajectories(self, reward: float, metrics: Mapping[str, float]) -> tuple[Trajectory, ...]:
-        """One for each segment, with these metrics beside its own."""
-        merged = {**metrics, **self.metrics}
-        return tuple(s.trajectory(reward, self.finish_reason, merged) for s in self.segments)
 
 
 class EpisodeRecord:

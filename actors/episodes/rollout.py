@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from actors.episodes.assembly import ScoredRollout, assembled
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.progress import GroupProgress
 from actors.episodes.record import Rollout
@@ -38,9 +39,7 @@ from streamrl.types import (
     Lease,
     SamplingParams,
     TrajectoryGroup,
-    episode_indices,
 )
-from streamrl.types.media import distinct
 
 
 class TruncatedGroupError(Exception):
@@ -176,19 +175,17 @@ class GroupRunner:
                 f"{self.deadline_s:g} s"
             ) from error
         kept = first_of_each([score.reward for score in scores], self.group_size)
-        episodes = [
-            siblings[i].trajectories(scores[i].reward, {**metrics, **scores[i].metrics})
+        scored = [
+            ScoredRollout(siblings[i], scores[i].reward, {**metrics, **scores[i].metrics})
             for i in kept
         ]
         discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
-        return TrajectoryGroup(
+        return assembled(
+            scored,
             group_id=f"{lease.prompt_index}:{lease.lease_id}",
             prompt_index=lease.prompt_index,
             environment=self.environment,
-            trajectories=tuple(t for segments in episodes for t in segments),
-            episode_indices=episode_indices(map(len, episodes)),
             discarded_lengths=(*discarded, *canceled, *cut),
-            media=distinct(medium for i in kept for medium in siblings[i].media),
         )
 
     def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:

@@ -33,7 +33,7 @@ from streamrl.types.lengths import (
     rounded_length,
 )
 from streamrl.types.media import Media
-from streamrl.types.packed import PackedGroup, pack
+from streamrl.types.packed import Facts, PackedGroup, pack
 from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
 from streamrl.types.ranges import (
     MAX_GROUPS,
@@ -95,6 +95,7 @@ __all__ = [
     "CudaMemory",
     "DropReason",
     "Endpoint",
+    "Facts",
     "FailedReward",
     "FailedRow",
     "FilesEndpoint",

@@ -20,6 +20,7 @@ from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.interfaces import CompletionHandle, EnvironmentContext, Prompt
 from streamrl.types import Completion, SamplingParams, Trajectory
+from tests.rollouts import trajectories_of
 from tests.tiny_model import make_llama
 
 TEMPLATE = (
@@ -113,7 +114,7 @@ async def played(settings: RunConfig, engine: WatchedEngine) -> tuple[Trajectory
             rollout = await episode.run(context, SAMPLING)
     finally:
         await gateway.close()
-    return rollout.trajectories(1.0, {})
+    return trajectories_of(rollout, 1.0)
 
 
 async def test_every_token_is_recorded_as_it_was_read_and_sampled(tmp_path, engine):

@@ -19,6 +19,7 @@ from streamrl.interfaces import (
 )
 from streamrl.types import Completion, FinishReason, SamplingParams, TrajectoryGroup
 from tests.records import lease_one
+from tests.rollouts import trajectories_of
 from tests.unit.test_generator import CountingEnvironment, FakeEngine, FakeRenderer, Prompts, Run
 
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -185,7 +186,7 @@ async def test_an_episode_that_fills_the_context_is_truncated_whatever_its_last_
     rollout = await episode(FakeEngine(), max_model_len=7).run(context(), SAMPLING)
     assert rollout.turns[-1].finish_reason is FinishReason.STOP
     assert (rollout.finish_reason, len(rollout.turns)) == (FinishReason.LENGTH, 2)
-    (trajectory,) = rollout.trajectories(0.0, {})
+    (trajectory,) = trajectories_of(rollout)
     assert trajectory.finish_reason is FinishReason.LENGTH
 
 

@@ -29,6 +29,7 @@ from streamrl.types import (
     TrajectoryGroup,
     pack,
 )
+from tests.rollouts import trajectories_of
 from tests.tiny_model import EOS, VOCAB_SIZE, make_llama
 from tests.training import make_config, make_policy, make_trainer
 
@@ -67,7 +68,7 @@ def group_of(sampling: SamplingParams, seed: int = 0) -> TrajectoryGroup:
         ((_, again),) = sampled([context], sampling, seed + 1)
         record.add(context, again)
         rollout = record.rollout(FinishReason.STOP, {})
-        members += rollout.trajectories(float(len(members) % 2), {})
+        members += trajectories_of(rollout, float(len(members) % 2))
     return TrajectoryGroup(
         group_id="g", prompt_index=0, environment="test", trajectories=tuple(members)
     )

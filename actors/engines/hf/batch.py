@@ -137,7 +137,7 @@ class RunningBatch:
         is_over = np.array([r.is_canceled or r.is_stopped for r in self._rows], dtype=np.bool_)
         leaves = is_stop | is_full | is_over
         left = []
-        for row in np.flatnonzero(leaves).tolist():
+        for row in np.flatnonzero(leaves)[::-1].tolist():
             request = self._rows[row]
             reason = FinishReason.DEADLINE if request.is_stopped else FinishReason.ABORT
             reason = FinishReason.LENGTH if is_full[row] else reason

@@ -1,7 +1,7 @@
 """Keys and values of the running batch: one slot per sequence, the running ones first.
 
-Invariant: rows 0..n-1 are running, so attention reads views and gathers nothing. Rows at the end move
-into the slots of those that leave. The mask excludes stale values beyond a row's length.
+Invariant: rows 0..n-1 are running, so attention reads views and gathers nothing. Rows at the end
+move into the slots of those that leave. The mask excludes stale values beyond a row's length.
 Shapes: n running rows, P prefilled rows, H key-value heads, L positions, D head width.
 """
 

@@ -1,0 +1,10 @@
+"""Trajectories of a rollout alone."""
+
+from actors.episodes.assembly import ScoredRollout, assembled
+from actors.episodes.record import Rollout
+from streamrl.types import Trajectory
+
+
+def trajectories_of(rollout: Rollout, reward: float = 0.0) -> tuple[Trajectory, ...]:
+    scored = ScoredRollout(rollout, reward, {})
+    return assembled([scored], group_id="g", prompt_index=0, environment="test").trajectories
