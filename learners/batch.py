@@ -23,8 +23,9 @@ from learners.micro_batch import MicroBatch
 from learners.packing import pack
 from learners.parallel.plan import owners_of
 from learners.parallel.ranks import Ranks
-from learners.policy.attention import Packing, offsets_within
 from learners.policy.candidates import sampling_mask, top_candidates
+from learners.policy.packed.shared_prompts import SharedPrompts
+from learners.policy.packed.stretches import Packing, offsets_within
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError
 from streamrl.types import (
@@ -189,12 +190,15 @@ class TrainingBatch:
         positions = torch.from_numpy(np.flatnonzero(is_response))
         token_ids = torch.from_numpy(ids).long()
         targets = token_ids[positions]
+        predictors = positions - 1
         mask, top = sampling_mask(chosen), top_candidates(chosen, targets)
         indices = torch.tensor(list(members), dtype=torch.int64)
+        lengths = tuple(t.num_tokens for t in chosen) or (1,)
+        prompts = tuple(int(t.response_mask.argmax()) for t in chosen) or (1,)
         return MicroBatch(
             token_ids=token_ids[None].to(device),
-            packing=Packing(tuple(t.num_tokens for t in chosen) or (1,), device),
-            predictors=(positions - 1).to(device),
+            packing=Packing(lengths, device),
+            predictors=predictors.to(device),
             targets=targets.to(device),
             members=indices,
             responses=self.rows(members),
@@ -203,6 +207,7 @@ class TrainingBatch:
             media=tuple(tuple(self.media[name] for name in t.media) for t in chosen) or ((),),
             sampling_mask=mask and mask.to(device),
             top_candidates=top and top.to(device),
+            shared_prompts=SharedPrompts.of(ids, lengths, prompts, predictors.numpy(), device),
         )
 
     def rows(self, members: Sequence[int]) -> torch.Tensor:
@@ -257,8 +262,10 @@ def _judged(trajectory: Trajectory) -> np.ndarray[Any, np.dtype[np.float32]]:
     mask = trajectory.loss_mask
     column = np.zeros((trajectory.num_response_tokens, 2), np.float32)
     column[:, 0] = 1.0 if mask is None else mask[trajectory.response_mask]
+    if not trajectory.turns:
+        return column
     ends = np.cumsum([turn.num_completion_tokens for turn in trajectory.turns], dtype=np.int64)
     # Turns are data of a generator: those that do not fit the tokens have no place to stand.
-    if len(ends) and ends[-1] == len(column):
+    if ends[-1] == len(column):
         np.add.at(column[:, 1], ends - 1, [turn.reward for turn in trajectory.turns])
     return column

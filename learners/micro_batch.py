@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from learners.policy.attention import Packing
+from learners.policy.packed.shared_prompts import SharedPrompts
+from learners.policy.packed.stretches import Packing
 from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.sequences import Sequences
 from streamrl.types import Media
@@ -38,6 +39,9 @@ class MicroBatch:
     """What each response token was sampled among; no candidate for the whole vocabulary."""
     top_candidates: Candidates | None = None
     """The likeliest others beside each response token, as the behavior policy saw them."""
+
+    shared_prompts: SharedPrompts | None = None
+    """What is left to compute where trajectories begin alike; None if that is about everything."""
 
     @property
     def is_empty(self) -> bool:

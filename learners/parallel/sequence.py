@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 from learners.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.sequence_attention import HeadExchange, SequenceBlock
+from learners.policy.packed.shared_prompts import SharedPrompts
+from learners.policy.packed.stretches import Packing
 from streamrl.errors import ConfigError
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -92,6 +94,8 @@ class TokenSlice:
     """[r] positions in n whose hidden states predict this rank's response tokens."""
     targets: torch.Tensor
     """[r] int64, those tokens."""
+    packing: Packing
+    """Of all ranks' tokens."""
     exchange: HeadExchange | None
     """For the attention calls."""
     first_row: int = 0
@@ -100,12 +104,21 @@ class TokenSlice:
     """R"""
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, block: SequenceBlock | None) -> "TokenSlice":
-        """This rank's slice, in order of ranks."""
-        token_ids, positions = micro_batch.token_ids, micro_batch.packing.positions[None]
+    def of(
+        cls,
+        micro_batch: MicroBatch,
+        block: SequenceBlock | None,
+        shared: SharedPrompts | None = None,
+    ) -> "TokenSlice":
+        """This rank's slice, in order of ranks; without a block all tokens, or what is `shared`."""
+        token_ids, packing = micro_batch.token_ids, micro_batch.packing
         predictors, targets = micro_batch.predictors, micro_batch.targets
         if block is None:
-            return cls(token_ids, positions, predictors, targets, None)
+            if shared is not None:
+                token_ids, packing = token_ids[:, shared.tokens], shared.packing
+                predictors = shared.predictors
+            return cls(token_ids, packing.positions[None], predictors, targets, packing, None)
+        positions = packing.positions[None]
         num_tokens = token_ids.shape[1]
         size = -(-num_tokens // block.size)
         start = block.rank * size
@@ -117,6 +130,7 @@ class TokenSlice:
             positions=pad(positions, padding)[:, start : start + size],
             predictors=predictors[first:last] - start,
             targets=targets[first:last],
+            packing=packing,
             exchange=HeadExchange(block, num_tokens),
             first_row=first,
             num_rows=len(predictors),

@@ -11,9 +11,7 @@ Shapes: N tokens, Q query heads, H key-value heads, D head width, B trajectories
 their longest.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,9 +20,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from learners.parallel.sequence_attention import over_slices
 from learners.policy.kernels import HALF, variable_length
+from learners.policy.packed.rows import rows
+from learners.policy.packed.stretches import Packing
 from streamrl.errors import ConfigError
 
 NAME = "streamrl_packed"
+
+SHORT = 32
+"""Tokens of a row up to which plain matrix products take a CPU less time than torch's kernel, which
+begins anew for each head of each trajectory."""
 
 _KNOWN = {
     "cu_seq_lens_k",
@@ -40,78 +44,6 @@ _KNOWN = {
 
 class UnsupportedAttention(ConfigError):
     """The model asks for something that packed attention does not compute."""
-
-
-def offsets_within(lengths: torch.Tensor) -> torch.Tensor:
-    """[S] -> [sum of the lengths]: 0, 1, ... of each stretch of so many, one after the other."""
-    starts = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-
-
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """The bounds of the trajectories: `lengths` of consecutive stretches of the N tokens."""
-
-    lengths: tuple[int, ...]
-    device: torch.device
-
-    @cached_property
-    def ends(self) -> torch.Tensor:
-        """[S + 1] int32 cumulative lengths, as variable-length kernels want them."""
-        lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
-        return lengths.cumsum(0, dtype=torch.int32).to(self.device)
-
-    @cached_property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """[N] position of each token in its trajectory."""
-        return offsets_within(torch.tensor(self.lengths)).to(self.device)
-
-    @cached_property
-    def trajectory_indices(self) -> torch.Tensor:
-        """[N] int32, which trajectory each token belongs to."""
-        lengths = torch.tensor(self.lengths)
-        indices = torch.arange(len(lengths), dtype=torch.int32)
-        return indices.repeat_interleave(lengths).to(self.device)
-
-    @cached_property
-    def buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Trajectories of lengths within a factor of two.
-
-        Per bucket: token indices [B, L], padded with the trajectory's last one, and the flat
-        indices in [B * L] that are no padding.
-        """
-        return tuple(self._rows(members) for members in self._by(lambda n: (n - 1).bit_length()))
-
-    @cached_property
-    def unpadded_buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """The same of trajectories of equal lengths."""
-        return tuple(self._rows(members) for members in self._by(lambda n: n))
-
-    def _by(self, key: Callable[[int], int]) -> Iterable[list[int]]:
-        members: dict[int, list[int]] = {}
-        for i, length in enumerate(self.lengths):
-            members.setdefault(key(length), []).append(i)
-        return members.values()
-
-    def _rows(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = self.ends[:-1].tolist()
-        lengths = torch.tensor([self.lengths[i] for i in members])
-        offsets = torch.arange(int(lengths.max()))
-        inside = offsets < lengths[:, None]
-        clipped = torch.minimum(offsets, lengths[:, None] - 1)
-        indices = torch.tensor([starts[i] for i in members])[:, None] + clipped
-        real = inside.flatten().nonzero()[:, 0]
-        return indices.to(self.device), real.to(self.device)
-
-    @cached_property
-    def order(self) -> torch.Tensor:
-        """[N] index of each token in the concatenated outputs of the buckets."""
-        token_of = torch.cat([indices.flatten()[real] for indices, real in self.buckets])
-        return token_of.argsort()
 
 
 @dataclass(frozen=True)
@@ -196,12 +128,13 @@ def _bucketed(
 ) -> torch.Tensor:
     """[N, Q, D] from [N, Q, D] and twice [N, H, D]."""
     outputs = []
-    for indices, real in packing.buckets:
+    for indices in packing.rows:
         # Padding follows a trajectory's own tokens, where causal attention does not look.
-        q, k, v = (tensor[indices].transpose(1, 2) for tensor in (query, key, value))
-        attended = _padded(q, k, v, scores) if scores.are_plain else _scored(q, k, v, scores)
-        outputs.append(attended.transpose(1, 2).flatten(0, 1)[real])
-    return torch.cat(outputs)[packing.order]
+        q, k, v = (rows(tensor, indices).transpose(1, 2) for tensor in (query, key, value))
+        has_kernel = scores.are_plain and (query.is_cuda or indices.shape[1] > SHORT)
+        attended = _padded(q, k, v, scores) if has_kernel else _scored(q, k, v, scores)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return rows(torch.cat(outputs), packing.order)
 
 
 def _padded(
@@ -226,17 +159,20 @@ def _scored(
 ) -> torch.Tensor:
     """[B, Q, L, D] with all scores in memory, as transformers' eager attention has them."""
     groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    if groups > 1:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     logits = (query @ key.transpose(2, 3) * scale).float()
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    hidden = ~_visible(query.shape[2], scores.window, query.device)
-    logits = logits.masked_fill(hidden, -torch.inf)
+    visible = _visible(query.shape[2], scores.window, query.device)
+    logits = logits + torch.where(visible, 0.0, -torch.inf)
     if scores.sinks is not None:
         sinks = scores.sinks.float()[:, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sinks], dim=-1)
-    shares = logits.softmax(-1)[..., : key.shape[2]]
+    shares = logits.softmax(-1)
+    if scores.sinks is not None:
+        shares = shares[..., : key.shape[2]]
     return shares.to(value.dtype) @ value
 
 
@@ -253,7 +189,9 @@ def _variable_length(
     packing: Packing,
     scores: Scores,
 ) -> torch.Tensor:
-    return variable_length(
+    if packing.places is not None:
+        query, key, value = (rows(tensor, packing.repeated) for tensor in (query, key, value))
+    attended = variable_length(
         query,
         key,
         value,
@@ -262,6 +200,7 @@ def _variable_length(
         scale=scores.scale,
         window=scores.window,
     )
+    return attended if packing.places is None else rows(attended, packing.first)
 
 
 def layer_mask(local_size: int | None = None, **kwargs: Any) -> Any:

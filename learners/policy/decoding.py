@@ -22,7 +22,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from learners.parallel.sequence import TokenSlice
-from learners.policy.attention import Packing
+from learners.policy.packed.stretches import Packing
 from streamrl.errors import ConfigError
 from streamrl.types import Media
 from streamrl.vision.tower import VisionTower
@@ -106,7 +106,6 @@ class _Call:
 def decode(
     model: PreTrainedModel,
     tokens: TokenSlice,
-    packing: Packing,
     *,
     packed: bool,
     tower: VisionTower | None = None,
@@ -118,12 +117,13 @@ def decode(
         ConfigError: the model's position embedding depends on what it saw before, or ranks cannot
             share the tokens of a model that runs like this one.
     """
+    packing = tokens.packing
     limit = _rotary_limit(model, packing.longest)
     decoder = decoder_of(model)
     inputs = DecoderInputs.make(tokens, packing, tower, media)
     if packed and limit == inf:
         row = torch.arange(tokens.token_ids.shape[1], device=packing.device)[None]
-        output = decoder(**inputs.of(row, _bounds(tokens, packing)), use_cache=False)
+        output = decoder(**inputs.of(row, _bounds(tokens)), use_cache=False)
         states: torch.Tensor = output.last_hidden_state[0]
         return states
     if tokens.exchange is not None:
@@ -166,6 +166,11 @@ def is_attention_only(model: PreTrainedModel) -> bool:
     )
 
 
+def may_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether trajectories that begin alike have equal states there, however long they are."""
+    return is_attention_only(model) and _rotary_limit(model, 0) == inf
+
+
 def own_attention(model: PreTrainedModel) -> str:
     """The implementation that computes the model as it is defined, without packing."""
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
@@ -196,11 +201,12 @@ def _layer_types(model: PreTrainedModel) -> set[str]:
     return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
-def _bounds(tokens: TokenSlice, packing: Packing) -> dict[str, Any]:
+def _bounds(tokens: TokenSlice) -> dict[str, Any]:
     """The arguments that tell a decoder where trajectories end."""
-    if tokens.exchange is None:
+    packing, exchange = tokens.packing, tokens.exchange
+    if exchange is None and packing.places is None:
         return _whole_bounds(packing)
-    return {"position_ids": tokens.positions, "packing": packing, "exchange": tokens.exchange}
+    return {"position_ids": tokens.positions, "packing": packing, "exchange": exchange}
 
 
 def _whole_bounds(packing: Packing) -> dict[str, Any]:

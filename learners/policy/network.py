@@ -18,8 +18,10 @@ from learners.micro_batch import MicroBatch
 from learners.parallel.sequence import TokenSlice
 from learners.parallel.sequence_attention import SequenceBlock
 from learners.policy import attention
-from learners.policy.decoding import decode, is_attention_only, own_attention
+from learners.policy.decoding import decode, is_attention_only, may_share_prompts, own_attention
 from learners.policy.logits import logit_transform
+from learners.policy.packed.rows import rows
+from learners.policy.packed.shared_prompts import SharedPrompts
 from streamrl.algorithms.candidates import candidate_logprobs, masked_logprobs
 from streamrl.algorithms.kl import full_kl
 from streamrl.algorithms.logprobs import TokenLogprobs, token_logprobs
@@ -75,6 +77,7 @@ class Network(torch.nn.Module):
         """That of the computation; offloaded parameters are elsewhere between the passes."""
         self.tower = tower
         self._own_attention = own_attention(model)
+        self._may_share_prompts = tower is None and may_share_prompts(model)
         self.run_packed(is_attention_only(model))
         self.value_head: torch.nn.Linear | None = None
         config: Any = model.config.get_text_config()
@@ -91,6 +94,11 @@ class Network(torch.nn.Module):
         """From here on, run all trajectories of a micro-batch as one row, or each as its own."""
         self.is_packed = packed
         set_attention(self.model, attention.NAME if packed else self._own_attention)
+
+    def shared_prompts(self, micro_batch: MicroBatch) -> SharedPrompts | None:
+        """What is computed of it; None for all of its tokens."""
+        may_share = self.is_packed and self._may_share_prompts and self.sequence_block is None
+        return micro_batch.shared_prompts if may_share else None
 
     def forward(
         self,
@@ -112,7 +120,8 @@ class Network(torch.nn.Module):
             with_top_logprobs: also of the other candidates; the micro-batch has some.
             reference: the output of the policy that `kl` is taken to.
         """
-        tokens = TokenSlice.of(micro_batch, self.sequence_block)
+        shared = self.shared_prompts(micro_batch)
+        tokens = TokenSlice.of(micro_batch, self.sequence_block, shared)
         hidden = self._hidden_states(tokens, micro_batch)
         head: Any = self.model.get_output_embeddings()
         bias: torch.Tensor | None = getattr(head, "bias", None)
@@ -194,9 +203,8 @@ class Network(torch.nn.Module):
         hidden = decode(
             self.model,
             tokens,
-            micro_batch.packing,
             packed=self.is_packed,
             tower=self.tower,
             media=micro_batch.media,
         )
-        return hidden[tokens.predictors]
+        return rows(hidden, tokens.predictors)

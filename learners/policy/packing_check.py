@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from learners.micro_batch import MicroBatch
-from learners.policy.attention import Packing
 from learners.policy.decoding import can_be_packed
 from learners.policy.network import Network
+from learners.policy.packed.shared_prompts import SharedPrompts
+from learners.policy.packed.stretches import Packing
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.types import Media
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 LENGTHS = (1, 13, 2, 29, 1, 7)
 IMAGES = (0, 1, 0, 2)
 """In the first sequences, and so on, of a model that sees images."""
+NUM_ALIKE = 6
+"""First tokens that sequences have in common, as siblings have their prompt."""
 LONGEST = 512
 """Windows are exceeded up to this length, so that the comparison stays cheap."""
 
@@ -107,11 +110,15 @@ def _plain_logprobs(network: Network, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def _random_micro_batch(network: Network) -> MicroBatch:
-    """Random sequences, of which each token but the first is a response; some have images."""
+    """Random sequences, of which each token but the first is a response; some begin alike, or have
+    images."""
     config: Any = network.model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     lengths = (*LENGTHS, *_beyond_windows(config))
     drawn = torch.randint(config.vocab_size, (sum(lengths),), generator=generator)
+    alike = next(ids for ids in drawn.split(lengths) if len(ids) > NUM_ALIKE)[:NUM_ALIKE]
+    for ids in drawn.split(lengths):
+        ids[:NUM_ALIKE] = alike[: len(ids)]
     rows: list[tuple[torch.Tensor, tuple[Media, ...]]] = [(ids, ()) for ids in drawn.split(lengths)]
     if network.tower is not None:
         counts = itertools.cycle(IMAGES)
@@ -122,6 +129,9 @@ def _random_micro_batch(network: Network) -> MicroBatch:
     lengths = tuple(len(ids) for ids, _ in rows)
     packing = Packing(lengths, network.device)
     responses = packing.positions.nonzero()[:, 0]
+    alike_of = [min(length, NUM_ALIKE) for length in lengths]
+    predictors = responses.numpy(force=True) - 1
+    flat = token_ids[0].numpy(force=True)
     return MicroBatch(
         token_ids=token_ids,
         packing=packing,
@@ -132,6 +142,9 @@ def _random_micro_batch(network: Network) -> MicroBatch:
         sequences=Sequences.from_lengths([length - 1 for length in lengths]),
         prompt_indices=tuple(range(len(lengths))),
         media=tuple(media for _, media in rows),
+        shared_prompts=SharedPrompts.of(
+            flat, lengths, alike_of, predictors, network.device, most=1.0
+        ),
     )
 
 

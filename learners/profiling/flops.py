@@ -5,8 +5,9 @@ four per pair of tokens for each of its channels, in the layers that have it; a 
 and earlier ones, so a trajectory of n tokens has n (n + 1) / 2 pairs, fewer under a sliding window.
 A backward pass costs twice as much, half of it only for weights that are trained. The LM head
 counts for the response tokens alone, since no other logits are computed; of experts those that a
-token is routed to. What is recomputed to save memory does not count, nor do element-wise operations
-and the state of recurrent layers.
+token is routed to. A token that several trajectories share counts once, except in attention. What
+is recomputed to save memory does not count, nor do element-wise operations and the state of
+recurrent layers.
 """
 
 from collections.abc import Sequence
@@ -86,14 +87,21 @@ class NetworkFlops:
             attention_channels=_attention(config),
         )
 
-    def forward(self, lengths: Sequence[int], num_logits: int) -> float:
-        """Of trajectories of these lengths, with logits for so many tokens."""
-        linear = 2.0 * (self.num_weights * sum(lengths) + self.num_head_weights * num_logits)
+    def forward(
+        self, lengths: Sequence[int], num_logits: int, num_tokens: int | None = None
+    ) -> float:
+        """Of trajectories of these lengths, with logits for so many tokens; they have `num_tokens`
+        where they share some."""
+        num_tokens = sum(lengths) if num_tokens is None else num_tokens
+        linear = 2.0 * (self.num_weights * num_tokens + self.num_head_weights * num_logits)
         return linear + self._attention(lengths)
 
-    def backward(self, lengths: Sequence[int], num_logits: int) -> float:
+    def backward(
+        self, lengths: Sequence[int], num_logits: int, num_tokens: int | None = None
+    ) -> float:
+        num_tokens = sum(lengths) if num_tokens is None else num_tokens
         heads = 4.0 * self.num_head_weights * num_logits
-        linear = 2.0 * (self.num_weights + self.num_trained) * sum(lengths)
+        linear = 2.0 * (self.num_weights + self.num_trained) * num_tokens
         return linear + heads + 2.0 * self._attention(lengths)
 
     def _attention(self, lengths: Sequence[int]) -> float:

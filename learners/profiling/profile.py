@@ -67,11 +67,12 @@ class StepProfile:
         def before(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._pass = self.phase("forward" if torch.is_grad_enabled() else "score")
             self._pass.__enter__()
-            lengths = args[0].packing.lengths
+            packing = (network.shared_prompts(args[0]) or args[0]).packing
             num_logits = len(args[0].targets) if kwargs.get("with_logprobs", True) else 0
-            self._num_flops += cost.forward(lengths, num_logits)
+            size = (packing.lengths, num_logits, packing.num_tokens)
+            self._num_flops += cost.forward(*size)
             if torch.is_grad_enabled():
-                self._num_flops += cost.backward(lengths, num_logits)
+                self._num_flops += cost.backward(*size)
 
         def after(module: torch.nn.Module, args: Any, output: NetworkOutput) -> None:
             self._pass.__exit__(None, None, None)

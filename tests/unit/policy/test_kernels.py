@@ -7,7 +7,8 @@ import torch
 from torch.nn.attention import varlen
 
 from learners.policy import kernels
-from learners.policy.attention import Packing, Scores, _bucketed
+from learners.policy.attention import Scores, _bucketed
+from learners.policy.packed.stretches import Packing
 
 LENGTHS = (5, 1, 12, 3)
 

@@ -9,13 +9,13 @@ import torch
 from learners.micro_batch import MicroBatch
 from learners.policy.attention import (
     LayerMask,
-    Packing,
     UnsupportedAttention,
     layer_mask,
     packed_attention,
 )
 from learners.policy.loading import load_network
 from learners.policy.network import Network
+from learners.policy.packed.stretches import Packing
 from learners.policy.packing_check import choose_packing
 from learners.policy.policy import Policy
 from learners.trainer import Trainer

@@ -1,0 +1,124 @@
+"""Where the trajectories of a packed row of tokens end, and which of them are alike in length.
+
+A token may be in several trajectories that begin alike.
+
+Shapes: N tokens, S trajectories, B of them in a bucket, L the longest of a bucket.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+NARROWEST = 16
+"""Columns of attention's rows, at least: a CPU's softmax takes fewer numbers than fill a register
+one by one."""
+
+
+def offsets_within(lengths: torch.Tensor) -> torch.Tensor:
+    """[S] -> [sum of the lengths]: 0, 1, ... of each stretch of so many, one after the other."""
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The bounds of the trajectories: consecutive stretches of so many of the N tokens, or of
+    `places` of tokens."""
+
+    lengths: tuple[int, ...]
+    device: torch.device
+    places: torch.Tensor | None = None
+    """[sum of the lengths] on the CPU, which of the N tokens is there; each token is somewhere."""
+
+    @property
+    def num_tokens(self) -> int:
+        """N"""
+        return sum(self.lengths) if self.places is None else 1 + int(self.places.max())
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """[S + 1] int32 cumulative lengths, as variable-length kernels want them."""
+        lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
+        return lengths.cumsum(0, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[N] position of each token in its trajectory."""
+        offsets = offsets_within(torch.tensor(self.lengths)).to(self.device)
+        return offsets if self.places is None else offsets[self.first]
+
+    @cached_property
+    def repeated(self) -> torch.Tensor:
+        """`places` on the device."""
+        assert self.places is not None, "only then a token is in several stretches"
+        return self.places.to(self.device)
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """[N] where each token first is in `places`."""
+        assert self.places is not None, "only then a token is in several stretches"
+        return _first_of(self.places).to(self.device)
+
+    @cached_property
+    def trajectory_indices(self) -> torch.Tensor:
+        """[N] int32, which trajectory each token belongs to."""
+        lengths = torch.tensor(self.lengths)
+        indices = torch.arange(len(lengths), dtype=torch.int32)
+        return indices.repeat_interleave(lengths).to(self.device)
+
+    @cached_property
+    def buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Trajectories of lengths within a factor of two.
+
+        Per bucket: token indices [B, L], padded with the trajectory's last one, and the flat
+        indices in [B * L] that are no padding.
+        """
+        return tuple(self._rows(members) for members in self._by(lambda n: (n - 1).bit_length()))
+
+    @cached_property
+    def unpadded_buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """The same of trajectories of equal lengths."""
+        return tuple(self._rows(members) for members in self._by(lambda n: n))
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """Token indices [B, L] of attention's calls: as in `buckets`, but the shortest trajectories
+        share one."""
+        members = self._by(lambda n: (max(n, NARROWEST) - 1).bit_length())
+        return tuple(self._rows(one, NARROWEST)[0] for one in members)
+
+    def _by(self, key: Callable[[int], int]) -> Iterable[list[int]]:
+        members: dict[int, list[int]] = {}
+        for i, length in enumerate(self.lengths):
+            members.setdefault(key(length), []).append(i)
+        return members.values()
+
+    def _rows(self, members: list[int], width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = self.ends[:-1].tolist()
+        lengths = torch.tensor([self.lengths[i] for i in members])
+        offsets = torch.arange(max(int(lengths.max()), width))
+        inside = offsets < lengths[:, None]
+        clipped = torch.minimum(offsets, lengths[:, None] - 1)
+        indices = torch.tensor([starts[i] for i in members])[:, None] + clipped
+        if self.places is not None:
+            indices = self.places[indices]
+        real = inside.flatten().nonzero()[:, 0]
+        return indices.to(self.device), real.to(self.device)
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """[N] index of each token in the concatenated `rows`."""
+        token_of = torch.cat([indices.flatten() for indices in self.rows])
+        return _first_of(token_of.cpu()).to(self.device)
+
+
+def _first_of(places: torch.Tensor) -> torch.Tensor:
+    """[N] where each of the numbers below N first is in [M], which has all of them."""
+    return torch.from_numpy(np.unique(places.numpy(), return_index=True)[1])
