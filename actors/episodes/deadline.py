@@ -33,10 +33,10 @@ class Deadline:
         self._is_over = False
 
     def __enter__(self) -> None:
-        task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task(self._loop)
         assert task is not None, "a deadline is entered in a task"
         self._task, self._num_cancellations = task, task.cancelling()
-        self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._deadline_s, self._on_deadline)
 
     def __exit__(

@@ -27,7 +27,7 @@ class GroupProgress:
     @property
     def num_slots(self) -> int:
         """Slots of the engine that its episodes have, or wait for."""
-        return sum(episode.num_slots for episode in self.episodes)
+        return sum([episode.num_slots for episode in self.episodes])
 
     @property
     def num_running(self) -> int:
