@@ -1,13 +1,17 @@
-"""The HF engine: requests that are stopped, and its thread in a step that does not end."""
+"""The HF engine: requests that are stopped, rows that move, and a thread in a step without end."""
 
 import asyncio
 import threading
 from typing import Any
 
+import hypothesis.strategies as st
+import numpy as np
 import pytest
+from hypothesis import given
 
 from actors.engines.hf import engine as hf
 from actors.engines.hf.batch import Request, RunningBatch
+from actors.engines.hf.compaction import Compaction
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import FinishReason, SamplingParams
@@ -34,6 +38,18 @@ def test_a_request_stopped_at_its_end_has_ended_by_itself(sampling, reason):
     ((left, completion),) = batch.leave()
     assert (left, request.handle.num_tokens, len(batch)) == (request, 1, 0)
     assert (completion.finish_reason, completion.policy_versions.tolist()) == (reason, [3])
+
+
+@given(st.lists(st.booleans(), max_size=20))
+def test_rows_that_stay_are_the_first_ones_and_as_few_as_possible_move(leaves):
+    moves, rows = Compaction.of(np.array(leaves, np.bool_)), list(range(len(leaves)))
+    moves.apply(rows)
+    stay = [row for row, leaves_now in enumerate(leaves) if not leaves_now]
+    assert sorted(rows) == stay
+    assert [row for row in stay if row < moves.size] == [
+        row for place, row in enumerate(rows) if place == row
+    ]
+    assert len(moves.sources) == sum(row >= moves.size for row in stay)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from actors.environments import make_environment
 from actors.environments.shared import open_group
 from actors.episodes import closing
+from actors.episodes.deadline import Deadline, DeadlineError
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import unbuffered_lease
 from streamrl.errors import RolloutError
@@ -259,3 +260,24 @@ async def test_a_group_that_is_dropped_while_it_waits_closes_what_it_shares():
     with pytest.raises(asyncio.CancelledError):
         await running
     assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("is_canceled", "expected"), [(False, DeadlineError), (True, asyncio.CancelledError)]
+)
+async def test_a_cancellation_from_elsewhere_at_a_deadline_stays_one(is_canceled, expected):
+    deadline = Deadline(60.0)
+
+    async def limited() -> None:
+        with deadline:
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(limited())
+    await asyncio.sleep(0)
+    # Both before the task goes on.
+    deadline._on_deadline()
+    if is_canceled:
+        task.cancel()
+    with pytest.raises(expected):
+        await task
+    assert task.cancelling() == is_canceled
