@@ -26,6 +26,7 @@ from learners.parallel.ranks import Ranks
 from learners.policy.candidates import sampling_mask, top_candidates
 from learners.policy.packed.shared_prompts import SharedPrompts
 from learners.policy.packed.stretches import Packing, offsets_within
+from learners.siblings import Beginnings, beside_each_other
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError
 from streamrl.types import (
@@ -168,19 +169,33 @@ class TrainingBatch:
         return self.outcomes[:, 4]
 
     def pack(
-        self, max_tokens: int, device: torch.device, chosen: Sequence[int] | None = None
+        self,
+        max_tokens: int,
+        device: torch.device,
+        chosen: Sequence[int] | None = None,
+        *,
+        shares_prompts: bool = True,
     ) -> list[MicroBatch]:
         """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen.
 
         A longer trajectory has one of its own. Each rank packs its own; all get the same number of
-        micro-batches, some without any.
+        micro-batches, some without any. `shares_prompts`: the network computes once what
+        trajectories of a micro-batch begin with, and it counts once.
         """
         indices = list(range(len(self)) if chosen is None else chosen)
         lengths, owners = np.array(self.lengths)[indices], np.array(self.owners)[indices]
         packed = pack(lengths, owners, self.rank, max_tokens)
-        return [self.micro_batch([indices[i] for i in members], device) for members in packed]
+        if shares_prompts:
+            beginnings = self._beginnings.select(indices)
+            packed = beside_each_other(packed, lengths, beginnings, max_tokens)
+        return [
+            self.micro_batch([indices[i] for i in members], device, shares_prompts=shares_prompts)
+            for members in packed
+        ]
 
-    def micro_batch(self, members: Sequence[int], device: torch.device) -> MicroBatch:
+    def micro_batch(
+        self, members: Sequence[int], device: torch.device, *, shares_prompts: bool = True
+    ) -> MicroBatch:
         """The trajectories with these indices, packed."""
         chosen = [self.trajectories[self.places[i]] for i in members]
         # Without any, one token keeps the forward pass of the other ranks company.
@@ -194,7 +209,7 @@ class TrainingBatch:
         mask, top = sampling_mask(chosen), top_candidates(chosen, targets)
         indices = torch.tensor(list(members), dtype=torch.int64)
         lengths = tuple(t.num_tokens for t in chosen) or (1,)
-        prompts = tuple(int(t.response_mask.argmax()) for t in chosen) or (1,)
+        prompts = tuple(map(_prompt_length, chosen)) or (1,)
         return MicroBatch(
             token_ids=token_ids[None].to(device),
             packing=Packing(lengths, device),
@@ -207,7 +222,9 @@ class TrainingBatch:
             media=tuple(tuple(self.media[name] for name in t.media) for t in chosen) or ((),),
             sampling_mask=mask and mask.to(device),
             top_candidates=top and top.to(device),
-            shared_prompts=SharedPrompts.of(ids, lengths, prompts, predictors.numpy(), device),
+            shared_prompts=SharedPrompts.of(ids, lengths, prompts, predictors.numpy(), device)
+            if shares_prompts
+            else None,
         )
 
     def rows(self, members: Sequence[int]) -> torch.Tensor:
@@ -216,6 +233,13 @@ class TrainingBatch:
         starts = (lengths.cumsum(0) - lengths)[chosen]
         lengths = lengths[chosen]
         return starts.repeat_interleave(lengths) + offsets_within(lengths)
+
+    @cached_property
+    def _beginnings(self) -> Beginnings:
+        """[S] empty ones for the trajectories of other ranks."""
+        own = (t.token_ids[: _prompt_length(t)] for t in self.trajectories)
+        nothing = np.zeros(0, np.int32)
+        return Beginnings.of([next(own) if r == self.rank else nothing for r in self.owners])
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -231,6 +255,11 @@ def _among(own: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     column = rows.new_zeros(len(own), *rows.shape[1:])
     column[own] = rows
     return column
+
+
+def _prompt_length(trajectory: Trajectory) -> int:
+    """Tokens before the first response token."""
+    return int(trajectory.response_mask.argmax())
 
 
 def _outcome(trajectory: Trajectory) -> tuple[float, ...]:

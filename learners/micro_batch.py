@@ -4,6 +4,7 @@ Made by `learners.batch`; the network computes it, the objective selects its row
 Shapes: S trajectories, R response tokens, N tokens (prompts included) of the micro-batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,12 +57,13 @@ class MicroBatch:
         tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
         device = self.token_ids.device
         places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
+        predictors = places[self.predictors[responses.to(device)]]
         lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
         return MicroBatch(
             # Not one of those that are left out, whose hidden states may be NaN.
             token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
             packing=Packing(lengths, device),
-            predictors=places[self.predictors[responses.to(device)]],
+            predictors=predictors,
             targets=self.targets[responses.to(device)],
             members=self.members[is_kept],
             responses=self.responses[responses],
@@ -70,4 +72,20 @@ class MicroBatch:
             media=tuple(self.media[i] for i in chosen) or ((),),
             sampling_mask=self.sampling_mask and self.sampling_mask.select(responses.to(device)),
             top_candidates=self.top_candidates and self.top_candidates.select(responses.to(device)),
+            shared_prompts=self._shared(chosen, token_ids, lengths, predictors),
         )
+
+    def _shared(
+        self,
+        chosen: Sequence[int],
+        token_ids: torch.Tensor,
+        lengths: tuple[int, ...],
+        predictors: torch.Tensor,
+    ) -> SharedPrompts | None:
+        """Of the chosen trajectories, if prompts are shared: all of their tokens may be too many
+        for the memory."""
+        if self.shared_prompts is None or not chosen:
+            return None
+        prompts = [self.shared_prompts.prompts[i] for i in chosen]
+        ids, at = token_ids[0].cpu().numpy(), predictors.cpu().numpy()
+        return SharedPrompts.of(ids, lengths, prompts, at, token_ids.device, most=1.0)

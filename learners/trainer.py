@@ -138,7 +138,10 @@ class Trainer:
 
     def _pack(self, batch: TrainingBatch, chosen: Sequence[int] | None = None) -> list[MicroBatch]:
         with self._profile.phase("plan"):
-            return batch.pack(self._max_tokens, self.policy.device, chosen)
+            shares_prompts = self.policy.shares_prompts
+            return batch.pack(
+                self._max_tokens, self.policy.device, chosen, shares_prompts=shares_prompts
+            )
 
     def _warn_of_long(self, batch: TrainingBatch) -> None:
         """Of the longest trajectory, if it is above the limit and none before it was as long."""

@@ -101,6 +101,33 @@ def make_groups(
     )
 
 
+def sibling_batch(groups: Sequence[tuple[int, Sequence[int]]]) -> TrainingBatch:
+    """Of groups given as the tokens of the prompt, and of the responses to it."""
+    rng = np.random.default_rng(0)
+    made = []
+    for i, (num_prompt, responses) in enumerate(groups):
+        prompt = rng.integers(2, 40, num_prompt)
+        siblings = tuple(_sibling(rng, prompt, num) for num in responses)
+        made.append(
+            TrajectoryGroup(
+                group_id=str(i), prompt_index=i, environment="test", trajectories=siblings
+            )
+        )
+    return TrainingBatch.of(made, policy_version=4)
+
+
+def _sibling(rng: np.random.Generator, prompt: np.ndarray, num_response: int) -> Trajectory:
+    mask = np.arange(len(prompt) + num_response) >= len(prompt)
+    return Trajectory(
+        token_ids=np.concatenate([prompt, rng.integers(2, 40, num_response)]).astype(np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -3.0, 0.0).astype(np.float32),
+        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+        reward=float(rng.random()),
+        finish_reason=FinishReason.STOP,
+    )
+
+
 def with_metrics(group: TrajectoryGroup, **metrics: float) -> TrajectoryGroup:
     """The group with these metrics of each trajectory."""
     members = tuple(structs.replace(t, metrics=metrics) for t in group.trajectories)

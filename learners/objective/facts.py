@@ -122,7 +122,10 @@ class FactCollector:
         config, num_tokens = self._config, batch.sequences.num_tokens
 
         def cut(max_tokens: int | None) -> list[MicroBatch]:
-            return batch.pack(max_tokens, self._policy.device) if max_tokens else micro_batches
+            if not max_tokens:
+                return micro_batches
+            policy = self._policy
+            return batch.pack(max_tokens, policy.device, shares_prompts=policy.shares_prompts)
 
         policy = reference = values = None
         if self._reference is not None and config.needs_reference_logprobs:

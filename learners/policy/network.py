@@ -95,10 +95,14 @@ class Network(torch.nn.Module):
         self.is_packed = packed
         set_attention(self.model, attention.NAME if packed else self._own_attention)
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether it computes once what trajectories of a micro-batch begin with."""
+        return self.is_packed and self._may_share_prompts and self.sequence_block is None
+
     def shared_prompts(self, micro_batch: MicroBatch) -> SharedPrompts | None:
         """What is computed of it; None for all of its tokens."""
-        may_share = self.is_packed and self._may_share_prompts and self.sequence_block is None
-        return micro_batch.shared_prompts if may_share else None
+        return micro_batch.shared_prompts if self.shares_prompts else None
 
     def forward(
         self,

@@ -87,6 +87,10 @@ class Policy:
     def device(self) -> torch.device:
         return self.network.device
 
+    @property
+    def shares_prompts(self) -> bool:
+        return self.network.shares_prompts
+
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that are trained, by name, tied ones once."""
         named = self.model.named_parameters()

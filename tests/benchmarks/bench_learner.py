@@ -1,7 +1,7 @@
 """The learner's forward and backward passes against plain ones, in one run.
 
     PYTHONPATH=. .venv/bin/python tests/benchmarks/bench_learner.py \
-        [--cases padding,precision,memory]
+        [--cases padding,precision,memory,siblings]
 
 - `padding`: packed against right-padded trajectories of log-normal length, tokens/s that are no
   padding, on a small Llama with random weights.
@@ -9,6 +9,8 @@
   the CPU has AMX, without which bfloat16 is not faster.
 - `memory`: peak extra memory of a pass against the plain way, with logits of every position; the
   same shape.
+- `siblings`: groups of 8 with a prompt of 100 tokens, siblings side by side and their prompt
+  computed once, against balanced micro-batches in which each computes its own.
 
 All in float32 but what says bfloat16, on one thread, each contender by turns in processes of its
 own. Seconds are those of the CPU, the best of several. The gradients of packed and padded
@@ -31,8 +33,9 @@ CONTENDERS = {
     "padding": ("packed", "padded"),
     "precision": ("bfloat16", "float32"),
     "memory": ("packed", "padded"),
+    "siblings": ("together", "apart"),
 }
-TARGETS = {"padding": 1.5, "precision": 2.2, "memory": 1.0}
+TARGETS = {"padding": 1.5, "precision": 2.2, "memory": 1.0, "siblings": 1.0}
 REPEATS, ROUNDS = 2, 2
 
 
@@ -56,7 +59,8 @@ def work(case: str, contender: str) -> Packed | Padded:
     load = LOADS[case]
     if contender == "padded":
         return Padded(load)
-    return Packed(load, "bfloat16" if contender == "bfloat16" else "float32")
+    dtype = "bfloat16" if contender == "bfloat16" else "float32"
+    return Packed(load, dtype, shares_prompts=contender != "apart")
 
 
 def line(case: str) -> dict[str, Any]:

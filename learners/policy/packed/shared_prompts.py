@@ -33,6 +33,8 @@ class SharedPrompts:
     """[R] positions in n whose hidden states predict the response tokens."""
     packing: Packing
     """Of the trajectories without what follows their last predictor."""
+    prompts: tuple[int, ...]
+    """[S] tokens of each trajectory's beginning, which others may have, too."""
 
     @classmethod
     def of(
@@ -75,6 +77,7 @@ class SharedPrompts:
             tokens=torch.from_numpy((starts[row] + offset)[is_own]).to(device),
             predictors=torch.from_numpy(place_of[predictors]).to(device),
             packing=Packing(tuple(needed.tolist()), device, torch.from_numpy(places)),
+            prompts=tuple(prompts),
         )
 
 

@@ -25,7 +25,8 @@ class LearnerSettings(Section):
     updates_per_batch: Positive = 1
     """Optimizer updates in one pass over a batch, each on a mini-batch of whole groups."""
     max_tokens_per_micro_batch: Positive = 8192
-    """Tokens (prompt and response) of one forward and backward pass."""
+    """Tokens (prompt and response) of one forward and backward pass; those of a prompt that is
+    computed once for several trajectories count once."""
     max_tokens_per_forward_pass: ForwardPassSettings = ForwardPassSettings()
     """The same for passes without gradient, by role."""
     optimizer: OptimizerSettings = OptimizerSettings()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learners.batch import TrainingBatch
@@ -34,7 +35,6 @@ SMOLLM2_135M = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
 }
-PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,17 @@ class Load:
     longest: int
     max_tokens: int
     """Of a packed micro-batch."""
-    padded_sequences: int
+    padded_sequences: int = 0
     """Of a padded micro-batch, which has about as many tokens."""
+    group_size: int = 1
+    prompt_tokens: int = 16
 
 
 LOADS = {
     "padding": Load(SMALL, 32, 100, 1024, max_tokens=2048, padded_sequences=8),
     "precision": Load(SMOLLM2_135M, 16, 100, 256, max_tokens=2048, padded_sequences=4),
     "memory": Load(SMOLLM2_135M, 8, 120, 512, max_tokens=1024, padded_sequences=4),
+    "siblings": Load(SMALL, 64, 200, 1024, max_tokens=2048, group_size=8, prompt_tokens=100),
 }
 
 
@@ -68,23 +71,30 @@ def make_model(shape: dict[str, int]) -> LlamaForCausalLM:
 def make_batch(load: Load) -> TrainingBatch:
     rng = np.random.default_rng(0)
     drawn = rng.lognormal(math.log(load.median), 1.0, load.num_sequences)
-    lengths = np.clip(drawn, PROMPT_TOKENS + 8, load.longest).astype(int)
+    lengths = np.clip(drawn, load.prompt_tokens + 8, load.longest).astype(int)
     groups = tuple(
         TrajectoryGroup(
             group_id=str(i),
             prompt_index=i,
             environment="benchmark",
-            trajectories=(_trajectory(rng, int(length), load.shape["vocab_size"]),),
+            trajectories=_siblings(rng, own, load),
         )
-        for i, length in enumerate(lengths)
+        for i, own in enumerate(lengths.reshape(-1, load.group_size).tolist())
     )
     return TrainingBatch.of(groups, policy_version=1)
 
 
-def _trajectory(rng: np.random.Generator, length: int, vocab_size: int) -> Trajectory:
-    mask = np.arange(length) >= PROMPT_TOKENS
+def _siblings(rng: np.random.Generator, lengths: list[int], load: Load) -> tuple[Trajectory, ...]:
+    vocab_size, num_prompt = load.shape["vocab_size"], load.prompt_tokens
+    prompt = rng.integers(0, vocab_size, num_prompt)
+    responses = (rng.integers(0, vocab_size, length - num_prompt) for length in lengths)
+    return tuple(_trajectory(prompt, response) for response in responses)
+
+
+def _trajectory(prompt: NDArray[np.int64], response: NDArray[np.int64]) -> Trajectory:
+    mask = np.arange(len(prompt) + len(response)) >= len(prompt)
     return Trajectory(
-        token_ids=rng.integers(0, vocab_size, length).astype(np.int32),
+        token_ids=np.concatenate([prompt, response]).astype(np.int32),
         response_mask=mask,
         behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
         policy_versions=np.where(mask, 0, -1).astype(np.int32),
@@ -96,15 +106,19 @@ def _trajectory(rng: np.random.Generator, length: int, vocab_size: int) -> Traje
 class Packed:
     """Forward and backward over all of the load; `dtype` is that of the computation."""
 
-    def __init__(self, load: Load, dtype: str = "float32") -> None:
+    def __init__(self, load: Load, dtype: str = "float32", *, shares_prompts: bool = True) -> None:
         self._load, self._batch = load, make_batch(load)
+        self._shares_prompts = shares_prompts
         self.model = make_model(load.shape)
         self._network = Network(self.model, temperature=1.0)
         compute_in(self._network, getattr(torch, dtype))
 
     def __call__(self) -> None:
         self.model.zero_grad()
-        for micro_batch in self._batch.pack(self._load.max_tokens, torch.device("cpu")):
+        shares_prompts, limit = self._shares_prompts, self._load.max_tokens
+        for micro_batch in self._batch.pack(
+            limit, torch.device("cpu"), shares_prompts=shares_prompts
+        ):
             (-self._network(micro_batch).logprobs.sum()).backward()
 
 

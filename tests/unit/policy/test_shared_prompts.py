@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from learners.batch import TrainingBatch
 from learners.micro_batch import MicroBatch
 from learners.policy import attention
 from learners.policy.network import Network
@@ -15,44 +14,17 @@ from learners.policy.packed.rows import rows
 from learners.policy.packed.shared_prompts import SharedPrompts
 from learners.policy.packing_check import choose_packing
 from learners.profiling.flops import NetworkFlops
-from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.model_families import FAMILIES, WINDOW, make_model
 from tests.tiny_model import make_llama
-from tests.training import make_config, make_network, make_trainer
+from tests.training import make_config, make_network, make_trainer, sibling_batch
 
 CPU = torch.device("cpu")
 GROUPS = ((3, (4, 1, 6)), (2 * WINDOW + 1, (3, WINDOW, 2)), (1, (1,)), (5, (2, 40)))
 """Tokens of the prompt, and of the responses to it."""
 
 
-def make_batch(groups: Sequence[tuple[int, Sequence[int]]] = GROUPS) -> TrainingBatch:
-    rng = np.random.default_rng(0)
-    made = []
-    for i, (num_prompt, responses) in enumerate(groups):
-        prompt = rng.integers(2, 40, num_prompt)
-        siblings = tuple(sibling(rng, prompt, num) for num in responses)
-        made.append(
-            TrajectoryGroup(
-                group_id=str(i), prompt_index=i, environment="test", trajectories=siblings
-            )
-        )
-    return TrainingBatch.of(made, policy_version=4)
-
-
-def sibling(rng: np.random.Generator, prompt: np.ndarray, num_response: int) -> Trajectory:
-    mask = np.arange(len(prompt) + num_response) >= len(prompt)
-    return Trajectory(
-        token_ids=np.concatenate([prompt, rng.integers(2, 40, num_response)]).astype(np.int32),
-        response_mask=mask,
-        behavior_logprobs=np.where(mask, -3.0, 0.0).astype(np.float32),
-        policy_versions=np.where(mask, 3, -1).astype(np.int32),
-        reward=float(rng.random()),
-        finish_reason=FinishReason.STOP,
-    )
-
-
 def make_micro_batch() -> MicroBatch:
-    batch = make_batch()
+    batch = sibling_batch(GROUPS)
     return batch.micro_batch(range(len(batch)), CPU)
 
 
@@ -112,7 +84,7 @@ def test_a_trajectory_without_response_is_one_token():
 
 
 def test_few_tokens_in_common_are_not_shared():
-    batch = make_batch([(1, (30, 30)), (4, (9,))])
+    batch = sibling_batch([(1, (30, 30)), (4, (9,))])
     assert batch.micro_batch(range(3), CPU).shared_prompts is None
     assert batch.micro_batch([], CPU).shared_prompts is None
 
@@ -150,7 +122,7 @@ def test_a_kernel_for_whole_trajectories_gets_them(monkeypatch):
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
 def test_a_step_is_the_same(advantage):
     """With values and their head, too."""
-    batch, found = make_batch(), []
+    batch, found = sibling_batch(GROUPS), []
     for may_share in (True, False):
         trainer = make_trainer(make_config(algorithm={"advantage": advantage}))
         networks = [r.network for r in (trainer.policy, trainer.critic) if r is not None]
