@@ -5,10 +5,9 @@ whole group fails (RolloutError). A sibling that a limit cuts has not failed.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -21,6 +20,7 @@ from actors.episodes.surplus import first_finished, first_of_each
 from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import load_media, sees_media
+from actors.together import together
 from streamrl.config.generator.episode import EpisodeSettings
 from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.errors import RolloutError
@@ -135,7 +135,7 @@ class GroupRunner:
         ]
         if self.oversample.num_siblings and self.oversample.keep == "first_finished":
             return await first_finished(running, self.group_size)
-        return await _all_or_none(running)
+        return await together(running)
 
     @property
     def num_siblings(self) -> int:
@@ -247,14 +247,3 @@ def _prompt_metrics(prompt: Prompt) -> dict[str, float]:
     `algorithm.sample_weight`."""
     difficulty = prompt.row.get("difficulty")
     return {"difficulty": float(difficulty)} if isinstance(difficulty, int | float) else {}
-
-
-async def _all_or_none(siblings: Iterable[Coroutine[Any, Any, Rollout]]) -> list[Rollout | None]:
-    """Every sibling's rollout; the first error cancels the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(sibling) for sibling in siblings]
-    except* RolloutError as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in running]

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Protocol
 
 from actors.rewards.calls.isolated import Processes
-from actors.rewards.calls.limits import CallLimits, together
+from actors.rewards.calls.limits import CallLimits
 from actors.rewards.calls.output import OutputLimit
 from actors.rewards.calls.threads import Threads
 from actors.rewards.forms import BoundFunction
+from actors.together import together
 from streamrl.interfaces import Episode, Score
 
 Scores = Sequence[Score | None]

@@ -8,8 +8,8 @@ carries the name of the reward that failed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.rewards.calls.limits import together
 from actors.rewards.functions import Scorer, Scores
+from actors.together import together
 from streamrl.errors import RewardError, RolloutError
 from streamrl.interfaces import Episode, Score
 

@@ -5,8 +5,8 @@ name of the reward.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from streamrl.errors import RolloutError
 
@@ -63,17 +63,3 @@ class CallLimits:
             raise RolloutError(
                 f"{self._title} has not answered within timeout_s, which is {self._timeout_s:g} s"
             ) from error
-
-
-async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; the first error cancels the others and is raised."""
-    calls = list(calls)
-    if len(calls) == 1:
-        return [await calls[0]]
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(call) for call in calls]
-    except* RolloutError as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in running]
