@@ -20,13 +20,13 @@ import torch
 from learners.episode_metrics import Sums, add_up, episode_sums
 from learners.episodes import Episodes
 from learners.micro_batch import MicroBatch
-from learners.packing import pack
+from learners.packing.bins import pack
+from learners.packing.siblings import Beginnings, beside_each_other
 from learners.parallel.plan import owners_of
 from learners.parallel.ranks import Ranks
 from learners.policy.candidates import sampling_mask, top_candidates
 from learners.policy.packed.shared_prompts import SharedPrompts
 from learners.policy.packed.stretches import Packing, offsets_within
-from learners.siblings import Beginnings, beside_each_other
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError
 from streamrl.types import (

@@ -9,7 +9,7 @@ from heapq import heapreplace
 
 import numpy as np
 
-from learners.packing import Integers, longest_first
+from learners.packing.bins import Integers, longest_first
 from streamrl.types import GroupHeader
 
 _MANY_RANKS = 32

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learners.packing import pack
+from learners.packing.bins import pack
 from learners.parallel.plan import owners
 
 VERL = "verl==0.6.0"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from learners import packing
-from learners.packing import longest_first, pack
+import learners.packing.bins as packing
+from learners.packing.bins import longest_first, pack
 from learners.parallel.plan import owners
 from streamrl.errors import ConfigError
 

@@ -7,7 +7,7 @@ others' collectives waiting).
 A trajectory that is longer than the limit has a micro-batch of its own. It is not left out, since
 what is trained would then have other lengths than what was sampled.
 
-`learners.siblings` may then put siblings together, in as many micro-batches.
+`learners.packing.siblings` may then put siblings together, in as many micro-batches.
 
 Longest first into the bin with most room. Karmarkar-Karp, which verl and ROLL use, balances without
 knowing the limit, and exceeds it where the bins are nearly full; this keeps the limit, comes close

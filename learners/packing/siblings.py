@@ -1,7 +1,8 @@
 """Siblings in one micro-batch: trajectories that begin alike, which then compute that once.
 
-`learners.packing` balances micro-batches without looking at what is in them, so the siblings of a
-group are spread over all. Here they are laid side by side, and the row is cut into as many parts.
+`learners.packing.bins` balances micro-batches without looking at what is in them, so the siblings
+of a group are spread over all. Here they are laid side by side, and the row is cut into as many
+parts.
 
 Invariant: as many micro-batches, no trajectory in two, and none of several trajectories with more
 tokens to compute than the limit. The cut is taken only where the fullest micro-batch has fewer left

@@ -1,0 +1,1 @@
+"""Which of a step's trajectories share a micro-batch."""
