@@ -335,6 +335,14 @@ def test_a_limit_on_repetition_truncates():
     assert answer.finish_reason.is_truncated
 
 
+def test_generators_that_start_together_probe_a_server_with_requests_of_their_own():
+    """A server refuses a request whose id another one has that runs."""
+    ids = []
+    for _ in range(2):
+        probe(lambda request: ids.append(request.id) or an_answer(-1e-7))
+    assert len(set(ids)) == 2
+
+
 def test_the_probe_refuses_log_probabilities_before_truncation():
     probe(lambda request: an_answer(-1e-7))
     with pytest.raises(ConfigError, match=r"was -0\.500 instead of 0"):

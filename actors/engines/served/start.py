@@ -5,6 +5,7 @@ Blocking, since a generator has nothing else to do before its engine is up.
 
 import math
 import time
+import uuid
 from collections.abc import Callable
 from typing import Annotated, Protocol
 from urllib.parse import urlsplit
@@ -174,7 +175,8 @@ def probe(sample: Callable[[Request], Completion], num_candidates: int = 0) -> N
         ConfigError: the server reports log-probabilities of another distribution.
     """
     request = Request(
-        id="probe",
+        # A server refuses two requests of one id, and several generators may start at once.
+        id=f"probe-{uuid.uuid4().hex}",
         # Not 0 alone: a padding token without an embedding makes all candidates alike.
         prompt_token_ids=[1, 2, 3],
         sampling=SamplingParams(
