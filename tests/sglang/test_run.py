@@ -27,14 +27,14 @@ def servers_of(folder: Path) -> list[psutil.Process]:
     ]
 
 
-def start(launch: Callable[..., Launched], *overrides: str) -> Launched:
-    words = (*SIZES, f"run.max_steps={NUM_STEPS}", *overrides)
+def start(launch: Callable[..., Launched], *overrides: str, num_steps: int = NUM_STEPS) -> Launched:
+    words = (*SIZES, f"run.max_steps={num_steps}", *overrides)
     return launch(*(word for override in words for word in ("--set", override)))
 
 
-def assert_learned_from_the_newest_weights(run: Launched) -> None:
+def assert_learned_from_the_newest_weights(run: Launched, num_steps: int = NUM_STEPS) -> None:
     assert run.end() == 0, run.output
-    assert [line["step"] for line in run.lines] == list(range(1, NUM_STEPS + 1))
+    assert [line["step"] for line in run.lines] == list(range(1, num_steps + 1))
     assert run.books["balanced"] is True
     assert run.books["dropped"].get("failed", 0) == 0
     gaps = [abs(line["mismatch/staleness_0/kl"]) for line in run.lines]
@@ -84,15 +84,17 @@ def test_a_server_elsewhere_that_is_started_again_samples_with_the_newest_weight
 
 
 def test_two_generators_share_a_server_whose_owner_is_killed(launch, start_server):
-    server = start_server()
+    """The other one alone makes forty steps while the one that was killed starts again."""
+    server, num_steps = start_server(), 5 * NUM_STEPS
     where = (f"generator.sglang.url={start_server.url}", "generator.count=2")
-    run = start(launch, *where, "buffer.lease_ttl_s=30", "weights.deadline_s=30")
+    own = ("buffer.lease_ttl_s=30", "weights.deadline_s=30")
+    run = start(launch, *where, *own, num_steps=num_steps)
     run.until_step(5)
     run.child("generator-0").send_signal(signal.SIGKILL)
-    assert_learned_from_the_newest_weights(run)
+    assert_learned_from_the_newest_weights(run, num_steps)
     log = start_server.log.read_text()
     num_loads = log.count('"POST /end_weight_update')
-    assert num_loads <= NUM_STEPS + 3, "each version once, not once for each generator"
+    assert num_loads <= num_steps + 3, "each version once, not once for each generator"
     num_formed = log.count('"POST /init_weights_update_group')
     assert num_formed <= 4, "a generator that ends while its group is formed blocks the server"
     for name in ("generator-0", "generator-1"):
