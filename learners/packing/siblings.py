@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from learners.policy.packed.shared_prompts import MOST
+from learners.policy.packed.shared_prompts import MOST, leaders_of
 
 Integers: TypeAlias = NDArray[np.int64]
 Bins: TypeAlias = list[list[int]]
@@ -37,9 +37,7 @@ class Beginnings:
         """Args:
         prompts: [S] the token ids of each.
         """
-        found: dict[bytes, int] = {}
-        leaders = [found.setdefault(ids.tobytes(), i) for i, ids in enumerate(prompts)]
-        return cls(np.array(leaders, np.int64), np.array([*map(len, prompts)], np.int64))
+        return cls(leaders_of(prompts), np.array([*map(len, prompts)], np.int64))
 
     def select(self, chosen: Sequence[int]) -> "Beginnings":
         """Those of these trajectories; a leader need not be among them."""
@@ -67,7 +65,7 @@ def beside_each_other(
     order = beginnings.leaders[members].argsort(kind="stable")
     members, balanced = members[order], balanced[order]
     own, shared = lengths[members], beginnings.select(members.tolist())
-    cut = _cut(own - shared.lengths * ~_is_first(np.zeros_like(order), shared), len(others))
+    cut = _cut(_left(np.zeros_like(order), own, shared), len(others))
     computed = _computed(cut, own, shared, len(others))
     most = min(max_tokens, _computed(balanced, own, shared, len(others)).max() - 1)
     if computed.max() > most or not computed.all():
@@ -86,16 +84,15 @@ def _cut(tokens: Integers, num_bins: int) -> Integers:
 
 def _computed(bins: Integers, lengths: Integers, beginnings: Beginnings, num_bins: int) -> Integers:
     """[num_bins] tokens to compute in each bin, [S] being the bin of each trajectory."""
-    left = lengths - beginnings.lengths * ~_is_first(bins, beginnings)
+    left = _left(bins, lengths, beginnings)
     each, all_of = np.bincount(bins, left, num_bins), np.bincount(bins, lengths, num_bins)
     return np.where(each > MOST * all_of, all_of, each).astype(np.int64)
 
 
-def _is_first(bins: Integers, beginnings: Beginnings) -> NDArray[np.bool_]:
-    """[S] whether no trajectory before it, in the same bin, has the same prompt."""
-    _, places = np.unique(
-        bins * (beginnings.leaders.max() + 1) + beginnings.leaders, return_index=True
-    )
-    is_first = np.zeros(len(bins), np.bool_)
-    is_first[places] = True
-    return is_first
+def _left(bins: Integers, lengths: Integers, beginnings: Beginnings) -> Integers:
+    """[S] tokens to compute of each: without its prompt, if one before it in its bin has that."""
+    keys = bins * (beginnings.leaders.max() + 1) + beginnings.leaders
+    _, first = np.unique(keys, return_index=True)
+    left = lengths - beginnings.lengths
+    left[first] = lengths[first]
+    return left

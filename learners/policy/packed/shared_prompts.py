@@ -10,7 +10,7 @@ Called by: `learners.batch`; the network decides whether it may share.
 Shapes: N tokens of the micro-batch, n of them computed, S trajectories, R response tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,8 @@ class SharedPrompts:
         last = np.append(predictors, -1)[np.searchsorted(predictors, ends) - 1]
         needed = np.maximum(last + 1 - starts, 1)
         common = np.minimum(prompts, needed)
-        leaders = _leaders(token_ids, starts, common)
+        bounds = zip(starts.tolist(), common.tolist(), strict=True)
+        leaders = leaders_of(token_ids[start : start + length] for start, length in bounds)
         row = np.arange(len(needed)).repeat(needed)
         offset = np.arange(len(row)) - (needed.cumsum() - needed).repeat(needed)
         is_own = (leaders[row] == row) | (offset >= common[row])
@@ -81,11 +82,8 @@ class SharedPrompts:
         )
 
 
-def _leaders(
-    token_ids: NDArray[np.integer], starts: NDArray[np.int64], prompts: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[S] the first trajectory with the same prompt."""
+def leaders_of(prompts: Iterable[NDArray[np.integer]]) -> NDArray[np.int64]:
+    """[S] the first trajectory with the same prompt, from the token ids of each one's."""
     found: dict[bytes, int] = {}
-    bounds = zip(starts.tolist(), prompts.tolist(), strict=True)
-    keys = (token_ids[start : start + length].tobytes() for start, length in bounds)
-    return np.array([found.setdefault(key, i) for i, key in enumerate(keys)], np.int64)
+    leaders = [found.setdefault(ids.tobytes(), i) for i, ids in enumerate(prompts)]
+    return np.array(leaders, np.int64)

@@ -17,11 +17,8 @@ responses = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 
 def laid_out(groups, max_tokens):
     """The lengths and prompts of groups of [prompt, responses], balanced bins, and the others."""
-    sizes = [
-        (number, prompt, prompt + n) for number, (prompt, own) in enumerate(groups) for n in own
-    ]
-    lengths = np.array([length for *_, length in sizes])
-    ids = [np.full(prompt, number) for number, prompt, _ in sizes]
+    lengths = np.array([prompt + n for prompt, responses in groups for n in responses])
+    ids = [np.full(prompt, i) for i, (prompt, responses) in enumerate(groups) for _ in responses]
     bins = pack(lengths, np.zeros(len(ids), np.int64), 0, max_tokens)
     beginnings = Beginnings.of(ids)
     return lengths, beginnings, bins, beside_each_other(bins, lengths, beginnings, max_tokens)
