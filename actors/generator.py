@@ -129,9 +129,9 @@ class Generator:
         its environment brings, or an update; then for admission.
         """
         while True:
-            while not (self._num_free() > 0 and self._is_current()):
+            while not ((num_free := self._num_free()) > 0 and self._is_current()):
                 await self._changed.wait()
-            numbers = itertools.islice(self._numbers, self._num_free())
+            numbers = itertools.islice(self._numbers, num_free)
             lease_ids = [f"{self._session}/{number}" for number in numbers]
             leases = await self._buffer.lease(lease_ids, self._id, LEASE_WAIT_S)
             for lease in sorted(leases, key=due_of):

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TypeVar, cast
 
+from actors.environments.single_turn import SingleTurn
 from actors.episodes.answers import checked_observation, checked_transition
 from actors.episodes.closing import ClosedAfter
 from actors.episodes.context import Context, generate
@@ -99,7 +100,9 @@ class EpisodeRun:
                 finish_reason = await self._run(playing)
             else:
                 environment = cast(Environment, player)
-                async with ClosedAfter(environment.close):
+                # Most episodes, and its close does nothing: without a timer.
+                close = None if type(environment) is SingleTurn else environment.close
+                async with ClosedAfter(close):
                     turns = self._take_turns(environment, conversation, start, sampling)
                     finish_reason = await self._run(turns)
         finally:

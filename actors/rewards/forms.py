@@ -17,8 +17,7 @@ import inspect
 import itertools
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 from actors.rewards.calls.limits import FinalError
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Score
-from streamrl.user_code import attributed_to, defined_at
+from streamrl.user_code import defined_at, description_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -82,31 +81,30 @@ class BoundFunction:
         Raises:
             RolloutError: it raised, or answered something else than finite numbers.
         """
-        with self._attributed():
+        try:
             answer = self._call(episodes)
+        except (Exception, SystemExit) as error:
+            raise self._attributed(error) from _cause(error)
         return self._read(answer, len(episodes))
 
     async def wait_for_score(self, episodes: Sequence[Episode]) -> list[Score | None]:
         """As `score`, for an async function. Waits for its answer."""
-        with self._attributed():
+        try:
             answer = await self._call(episodes)
+        except (Exception, SystemExit) as error:
+            raise self._attributed(error) from _cause(error)
         return self._read(answer, len(episodes))
 
-    @contextmanager
-    def _attributed(self) -> Iterator[None]:
-        """Around a call: what it raises becomes a RolloutError that begins with the title."""
-        refusal: RolloutError | None = None
-        with attributed_to(self.title, RolloutError):
-            try:
-                yield
-            except RolloutError as error:
+    def _attributed(self, error: BaseException) -> RolloutError:
+        """What the function raised, as an error that begins with the title."""
+        match error:
+            case RolloutError():
                 kind = FinalError if isinstance(error, FinalError) else RolloutError
-                refusal = kind(f"{self.title}: {error}")
-                refusal.__cause__ = error.__cause__
-            except SystemExit as error:
-                refusal = RolloutError(f"{self.title}: SystemExit: {error.code}")
-        if refusal is not None:
-            raise refusal
+                return kind(f"{self.title}: {error}")
+            case SystemExit():
+                return RolloutError(f"{self.title}: SystemExit: {error.code}")
+            case _:
+                return RolloutError(description_of(error, self.title))
 
     def _call(self, episodes: Sequence[Episode]) -> Any:
         args, named = self.form.arguments(episodes, self.data_source_key)
@@ -157,6 +155,11 @@ class BoundFunction:
             needed, answers = "it must return one finite number", answers[0]
         place = f"{self.title}{defined_at(self.function)}"
         return RolloutError(f"{place} returned {reprlib.repr(answers)}: {needed}")
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """Of the error that stands for this one."""
+    return error.__cause__ if isinstance(error, RolloutError) else error
 
 
 def score_of(answer: Any) -> Score:

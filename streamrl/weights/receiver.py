@@ -117,10 +117,11 @@ class WeightReceiver:
             self._socket.close()
 
     async def _send_hellos(self) -> None:
-        """Waits HELLO_S between two, or for `say_hello`; a load, which runs in another thread, does
-        not block it."""
+        """Waits for a connection, then HELLO_S between two, or for `say_hello`; a load, which runs
+        in another thread, does not block it."""
         while True:
             self._is_due.clear()
+            await self._socket.poll(None, zmq.POLLOUT)  # type: ignore[call-arg]
             await self._greet()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HELLO_S):

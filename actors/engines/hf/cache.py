@@ -17,6 +17,9 @@ from actors.engines.hf.prefill import Prefill, right_padded
 # Short slots are read faster, and copying all of them every so many positions costs less than one
 # step's attention.
 _GROWTH = 32
+# Positions that attention reads, at least: a CPU's softmax takes fewer numbers than fill a register
+# one by one, and so does a product of fewer than 25 positions of width 16.
+_NARROWEST = 32
 
 
 class SlotLayer(CacheLayerMixin):
@@ -46,9 +49,8 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         rows, length = slice(first, first + len(of)), keys.shape[2]
-        is_each_once = len(of) == len(keys)
-        self._keys[rows, :, :length] = keys if is_each_once else keys[of]
-        self._values[rows, :, :length] = values if is_each_once else values[of]
+        for whole, news in ((self._keys, keys), (self._values, values)):
+            whole[rows, :, :length] = news if len(of) == len(news) else news.index_select(0, of)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """The first `length` positions of the rows `sources` [k] go to `targets` [k]."""
@@ -97,12 +99,12 @@ class SlotCache(Cache):
 
     def point_at(self, positions: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
         """Inputs of the pass that writes these positions [n], with an additive mask
-        [n, 1, 1, L], or None where all rows are as long."""
+        [n, 1, 1, L], or None where all rows are that long."""
         self._positions, self._indices = positions, {}
         shortest, longest = torch.stack(torch.aminmax(positions)).tolist()
-        self.longest = longest + 1
+        self.longest = max(longest + 1, _NARROWEST)
         self.reserve(self.longest)
-        if shortest == longest:
+        if shortest + 1 == self.longest:
             return {"attention_mask": None, "past_key_values": self}
         reach = torch.arange(self.longest, device=positions.device)
         mask = torch.zeros(len(positions), self.longest, dtype=dtype, device=positions.device)

@@ -1,11 +1,17 @@
 """`streamrl check` before a launch, in a process of its own: what the user's files import is freed
-when it ends, and what they do to their process is not done to the launcher's."""
+when it ends, and what they do to their process is not done to the launcher's.
+
+Linux forks it, so that it has the launcher's imports at once; elsewhere a fork may crash.
+"""
 
 import argparse
-import subprocess
+import multiprocessing
+import os
 import sys
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
-from streamrl.cli.processes.command import executable
 from streamrl.config.arguments import config_file
 from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError
 
@@ -18,11 +24,42 @@ def require_startable(arguments: argparse.Namespace) -> None:
         StreamRLError: the check itself failed.
     """
     settings = [word for text in arguments.overrides for word in ("--set", text)]
-    command = [executable(), "check", "--quiet", config_file(arguments), *settings]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    before, found, problems = done.stderr.partition("streamrl check: ")
+    code, messages = _run(["check", "--quiet", config_file(arguments), *settings])
+    before, found, problems = messages.partition("streamrl check: ")
     print(before, end="", file=sys.stderr)
-    if done.returncode == EXIT_CONFIG:
+    if code == EXIT_CONFIG:
         raise ConfigError((problems if found else before).rstrip())
-    if done.returncode != 0:
-        raise StreamRLError(f"the check ended with exit code {done.returncode}: {problems}")
+    if code != 0:
+        raise StreamRLError(f"the check ended with exit code {code}: {problems}")
+
+
+def _run(arguments: Sequence[str]) -> tuple[int | None, str]:
+    """Exit code of a command of `streamrl`, and what it wrote to standard error. Waits for its end;
+    it is killed if this is interrupted."""
+    if sys.platform == "linux":
+        context = multiprocessing.get_context("fork")
+    else:
+        context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=_check, args=(arguments, writer))
+    with warnings.catch_warnings():
+        # The launcher's own thread is the only one; numpy's end and begin anew at a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    writer.close()
+    try:
+        with reader, open(reader.fileno(), closefd=False, errors="replace") as lines:
+            messages = lines.read()
+        child.join()
+    finally:
+        child.kill()
+    return child.exitcode, messages
+
+
+def _check(arguments: Sequence[str], errors: Connection) -> None:
+    """In the process of its own."""
+    from streamrl.cli.main import main
+
+    os.dup2(errors.fileno(), 2)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.exit(main(arguments))

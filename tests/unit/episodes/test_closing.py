@@ -10,6 +10,7 @@ import pytest
 
 from actors.environments import make_environment
 from actors.environments.shared import open_group
+from actors.environments.single_turn import SingleTurn
 from actors.episodes import closing
 from actors.episodes.deadline import Deadline, DeadlineError
 from actors.episodes.episode import EpisodeRun
@@ -54,7 +55,7 @@ def counted(failing: str = "", **more: object) -> type[Counted]:
     return type("Own", (Counted,), {"failing": failing, "num_open": 0, "num_closed": 0, **more})
 
 
-def run(environment: type[Turns]):
+def run(environment: type[Turns] | type[SingleTurn]):
     context = EnvironmentContext(Prompts()[0], (7,), FakeRenderer())
     running = EpisodeRun(FakeEngine(), environment, max_model_len=100, deadline_s=60.0)
     return running.run(context, SAMPLING)
@@ -69,6 +70,18 @@ async def test_an_environment_is_closed_once_however_its_episode_ends(failing):
     else:
         await run(environment)
     assert (environment.num_open, environment.num_closed) == (0, 1)
+
+
+async def test_an_own_single_turn_is_closed_as_any_other():
+    closed: list[str] = []
+
+    class Own(SingleTurn):
+        async def close(self) -> None:
+            closed.append("own")
+
+    for environment in (Own, SingleTurn):
+        await run(environment)
+    assert closed == ["own"]
 
 
 async def test_siblings_of_one_that_failed_are_closed():

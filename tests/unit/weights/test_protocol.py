@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import zmq
+import zmq.asyncio
 
+from streamrl import wire
 from streamrl.types import BroadcastEndpoint, FilesEndpoint, SharedEndpoint
+from streamrl.weights import receiver as receiving
 from streamrl.weights.locality import locality_of
 from streamrl.weights.protocol import (
     UNKNOWN_LOCALITY,
@@ -24,7 +27,7 @@ from streamrl.weights.protocol import (
     Transfer,
 )
 from streamrl.weights.sender_socket import SenderSocket
-from tests.unit.weights.update_run import Run, run
+from tests.unit.weights.update_run import Generator, Run, run
 from tests.waiting import until
 
 
@@ -108,6 +111,24 @@ async def test_a_late_joiner_catches_up_the_way_it_is_configured(tmp_path, catch
         assert isinstance(late.updates[0].endpoint, kind)
         started.publish(2, 2.0)
         await until(lambda: first.has(2.0) and late.has(2.0))
+
+
+async def test_a_receiver_that_was_there_before_its_learner_is_heard_at_once(monkeypatch):
+    monkeypatch.setattr(receiving, "HELLO_S", 600.0)
+    with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as learner:
+        port = learner.bind_to_random_port("tcp://127.0.0.1")
+        address = f"tcp://127.0.0.1:{port}"
+        learner.unbind(address)
+        waiting = asyncio.create_task(Generator(address, "a").receiver.run())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        learner.bind(address)
+        async with asyncio.timeout(30):
+            *_, frame = await learner.recv_multipart()
+        message: FromReceiver = wire.decode(frame, FromReceiver)
+        assert isinstance(message, Hello)
+        waiting.cancel()
+        await asyncio.wait({waiting})
 
 
 async def test_the_group_is_kept_while_members_stay_and_formed_anew_when_they_change(tmp_path):
