@@ -71,7 +71,7 @@ def ours(folder: Path, overrides: Sequence[str], number: int) -> dict[str, Any]:
         "run.name": f"ours-{number}",
         "run.evaluate": "false",
         "generator.count": 1,
-        "generator.max_num_seqs": 256,
+        "generator.max_num_seqs": 384,
         "buffer.url": "zmq://127.0.0.1:0",
         "weights.address": "tcp://127.0.0.1:0",
     }
