@@ -1,6 +1,7 @@
 """Requests of an engine over HTTP, on a server that each test controls."""
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from msgspec import structs
 
 from actors.engines import requests
 from actors.engines.model import ModelFacts
+from actors.engines.served import http as http_module
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import ConnectionLostError, Http, RefusedError, SlowAnswerError
 from actors.engines.served.metrics import readings
@@ -386,6 +388,31 @@ async def test_http_distinguishes_refusal_silence_and_loss(tmp_path):
     with pytest.raises(ConfigError, match=r"no inference server at http.* in 0.1 s"):
         wait_until_up(kind, nobody)
     await nobody.close()
+
+
+@pytest.mark.parametrize(("kept_s", "expected"), [(http_module.KEPT_S, 1), (0.0, 3)])
+async def test_an_idle_connection_is_left_before_its_server_closes_it(
+    monkeypatch, kept_s: float, expected: int
+):
+    assert http_module.KEPT_S < 5, "as long as uvicorn keeps one"
+    monkeypatch.setattr(http_module, "KEPT_S", kept_s)
+    num_connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    http = Http(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    for _ in range(3):
+        assert await http.get("/health", dict) == {}
+    await http.close()
+    server.close()
+    assert num_connections == expected
 
 
 @pytest.mark.parametrize(("end", "code"), [("exit 3", "3"), ("kill -ILL $$", "SIGILL")])

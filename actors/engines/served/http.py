@@ -28,6 +28,9 @@ MAX_ANSWER_BYTES = 16 * 2**20
 _MAX_MESSAGE = 500
 _CONNECT_S = 10.0
 _GET_S = 10.0
+# So long an idle connection is used again. vLLM's and SGLang's servers close it after 5 s, and a
+# request that meets the close is lost.
+KEPT_S = 2.5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 # What a server breaks so often it will break again; each try may cost it a whole completion.
 _MOST_BROKEN = 4
@@ -199,7 +202,9 @@ async def retry_lost(call: Callable[[], Awaitable[T]], retry_timeout_s: float) -
 def _client() -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         # The engine limits the number of requests, so none waits for a free connection.
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        limits=httpx2.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S
+        ),
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
         trust_env=False,
     )
