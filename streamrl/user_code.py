@@ -107,13 +107,8 @@ def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterat
     try:
         yield
     except Exception as error:
-        raise kind(description_of(error, owner)) from error
-
-
-def description_of(error: BaseException, owner: str) -> str:
-    """ "owner: its type: its message (FILE:LINE)" of what the owner's code raised."""
-    place = "".join(f" ({place})" for place in _places(error)[-1:])
-    return f"{owner}: {type(error).__name__}: {error}{place}"
+        place = "".join(f" ({place})" for place in _places(error)[-1:])
+        raise kind(f"{owner}: {type(error).__name__}: {error}{place}") from error
 
 
 def user_traceback(error: BaseException | None) -> TracebackType | None:

@@ -17,13 +17,13 @@ CLOSE_S = 10.0
 
 
 class ClosedAfter:
-    """Calls `close` once after the block, also if the block was canceled; None closes nothing.
+    """Calls `close` once after the block, also if the block was canceled.
 
     Raises:
         RolloutError: `close` failed, and the block did not.
     """
 
-    def __init__(self, close: Callable[[], Awaitable[None]] | None) -> None:
+    def __init__(self, close: Callable[[], Awaitable[None]]) -> None:
         self._close = close
 
     async def __aenter__(self) -> None:
@@ -35,20 +35,17 @@ class ClosedAfter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._close is None:
-            return
         try:
-            await _close_in_time(self._close)
+            await self._close_in_time()
         except RolloutError as failure:
             if error is None:
                 raise
             log.warning("%s", failure)
 
-
-async def _close_in_time(close: Callable[[], Awaitable[None]]) -> None:
-    """Waits for `close`; the limit unblocks."""
-    try:
-        with Deadline(CLOSE_S):
-            await close()
-    except DeadlineError:
-        log.warning("close of an environment is given up after %g s", CLOSE_S)
+    async def _close_in_time(self) -> None:
+        """Waits for `close`; the limit unblocks."""
+        try:
+            with Deadline(CLOSE_S):
+                await self._close()
+        except DeadlineError:
+            log.warning("close of an environment is given up after %g s", CLOSE_S)

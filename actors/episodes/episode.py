@@ -11,7 +11,7 @@ environment is closed, however it ended.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TypeVar, cast
 
@@ -100,9 +100,7 @@ class EpisodeRun:
                 finish_reason = await self._run(playing)
             else:
                 environment = cast(Environment, player)
-                # Most episodes, and its close does nothing: without a timer.
-                close = None if type(environment) is SingleTurn else environment.close
-                async with ClosedAfter(close):
+                async with _closed_after(environment):
                     turns = self._take_turns(environment, conversation, start, sampling)
                     finish_reason = await self._run(turns)
         finally:
@@ -248,6 +246,12 @@ class EpisodeRun:
         if not transition.is_valid:
             count = self._metrics.get(INVALID_TURNS, 0.0) + 1
             self._metrics = {**self._metrics, INVALID_TURNS: count}
+
+
+def _closed_after(environment: Environment) -> AbstractAsyncContextManager[object]:
+    # Most episodes are of one turn, and their close does nothing: without a timer.
+    is_plain = type(environment) is SingleTurn
+    return nullcontext() if is_plain else ClosedAfter(environment.close)
 
 
 def _without_a_token(completion: Completion) -> FinishReason:

@@ -20,12 +20,12 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from actors.rewards.calls.limits import FinalError
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Score
-from streamrl.user_code import defined_at, description_of
+from streamrl.user_code import attributed_to, defined_at
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -84,7 +84,7 @@ class BoundFunction:
         try:
             answer = self._call(episodes)
         except (Exception, SystemExit) as error:
-            raise self._attributed(error) from _cause(error)
+            self._raise_attributed(error)
         return self._read(answer, len(episodes))
 
     async def wait_for_score(self, episodes: Sequence[Episode]) -> list[Score | None]:
@@ -92,19 +92,20 @@ class BoundFunction:
         try:
             answer = await self._call(episodes)
         except (Exception, SystemExit) as error:
-            raise self._attributed(error) from _cause(error)
+            self._raise_attributed(error)
         return self._read(answer, len(episodes))
 
-    def _attributed(self, error: BaseException) -> RolloutError:
-        """What the function raised, as an error that begins with the title."""
+    def _raise_attributed(self, error: BaseException) -> NoReturn:
+        """Raise what the function raised, as a RolloutError that begins with the title."""
         match error:
             case RolloutError():
                 kind = FinalError if isinstance(error, FinalError) else RolloutError
-                return kind(f"{self.title}: {error}")
+                raise kind(f"{self.title}: {error}") from error.__cause__
             case SystemExit():
-                return RolloutError(f"{self.title}: SystemExit: {error.code}")
+                raise RolloutError(f"{self.title}: SystemExit: {error.code}") from None
             case _:
-                return RolloutError(description_of(error, self.title))
+                with attributed_to(self.title, RolloutError):
+                    raise error
 
     def _call(self, episodes: Sequence[Episode]) -> Any:
         args, named = self.form.arguments(episodes, self.data_source_key)
@@ -155,11 +156,6 @@ class BoundFunction:
             needed, answers = "it must return one finite number", answers[0]
         place = f"{self.title}{defined_at(self.function)}"
         return RolloutError(f"{place} returned {reprlib.repr(answers)}: {needed}")
-
-
-def _cause(error: BaseException) -> BaseException | None:
-    """Of the error that stands for this one."""
-    return error.__cause__ if isinstance(error, RolloutError) else error
 
 
 def score_of(answer: Any) -> Score:

@@ -239,7 +239,9 @@ async def test_a_stopped_request_that_waits_for_a_slot_is_answered_at_once():
     running = [asyncio.create_task(engine.generate([5], ONE)) for _ in range(2)]
     handle = CompletionHandle()
     waiting = asyncio.create_task(engine.generate([5], ONE, handle))
-    await asyncio.sleep(0.01)
+    async with asyncio.timeout(10):
+        while engine.gauges()["num_waiting"] < 2:
+            await asyncio.sleep(0)
     handle.stop.set()
     async with asyncio.timeout(10):
         answer = await waiting
