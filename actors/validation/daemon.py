@@ -93,6 +93,6 @@ async def _ended(buffer: TrajectoryBuffer) -> None:
     while True:
         await asyncio.sleep(ASK_S)
         stats, _ = await try_stats(buffer)
-        if stats is not None and stats.finished:
+        if stats is not None and stats.is_over:
             log.info("the run is over")
             return

@@ -35,7 +35,8 @@ from streamrl.types import (
 log = logging.getLogger(__name__)
 
 Payload = TypeVar("Payload")
-RESUMES_WITHIN_S = 120.0
+# Longer than a large model takes to load.
+RESUMES_WITHIN_S = 600.0
 # Attaches whose repetition is recognized; a client repeats only its last one.
 MAX_REPEATED = 64
 
@@ -92,7 +93,7 @@ class BufferState(Generic[Payload]):
         return HeartbeatReply(
             policy_version=self.ledger.version,
             lost_lease_ids=self.ledger.renew(status.lease_ids, now_s, self.lease_ttl_s),
-            finished=self._is_over,
+            finished=self.is_over,
             incarnation=self.incarnation,
             scheduling_state=self.registry.scheduling_state(status.generator_id),
             is_fenced=is_fenced,
@@ -191,6 +192,7 @@ class BufferState(Generic[Payload]):
             scheduling_states=self.registry.scheduling_states,
             refusal=self.refusal,
             finished=self.ledger.finished,
+            is_over=self.is_over,
             draining=self.ledger.draining,
             awaited=tuple(map(lease_of, self.ledger.awaited()[:MAX_AWAITED])),
             wait_due_s=self._wait_due_s(now_s),
@@ -200,10 +202,10 @@ class BufferState(Generic[Payload]):
     @property
     def is_complete(self) -> bool:
         """Whether the run has ended and every generator has left."""
-        return self._is_over and not self.registry and not self.ledger.live_leases()
+        return self.is_over and not self.registry and not self.ledger.live_leases()
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """A run that has ended in its journal may be resumed: a learner has time to attach."""
         return self.ledger.finished and self._resumes_until_s is None
 

@@ -28,6 +28,7 @@ from buffers.redis import replies
 from buffers.redis.connection import Command, RedisConnection, namespace, other_schema, script
 from buffers.redis.memory_limit import RedisMemoryLimit
 from buffers.redis.notifications import POLL_S, Notification, RedisNotifications
+from buffers.redis.run_end import RunEnd
 from streamrl import wire
 from streamrl.errors import LedgerError, UnknownGeneratorError, WireError
 from streamrl.types import (
@@ -85,6 +86,7 @@ class RedisBuffer:
         self._notifications = RedisNotifications(self._connection, self._namespace + "changed")
         self._memory_limit = RedisMemoryLimit(self._connection)
         self._puts = asyncio.Semaphore(MAX_PUTS)
+        self._end = RunEnd()
         self._learner_term = 0
 
     async def lease(
@@ -114,7 +116,7 @@ class RedisBuffer:
         held = [
             (lease.lease_id, lease.prompt_index, lease.min_policy_version) for lease in status.held
         ]
-        version, finished, lost, incarnation, scheduling_state, is_fenced = await self._call(
+        reply = await self._call(
             "heartbeat",
             status.generator_id,
             status.session,
@@ -123,14 +125,8 @@ class RedisBuffer:
             msgspec.msgpack.encode(held),
             *status.lease_ids,
         )
-        return HeartbeatReply(
-            policy_version=version,
-            lost_lease_ids=tuple(lease_id.decode() for lease_id in lost),
-            finished=bool(finished),
-            incarnation=incarnation.decode(),
-            scheduling_state=SchedulingState(scheduling_state.decode()),
-            is_fenced=bool(is_fenced),
-        )
+        answer = replies.heartbeat_reply(reply)
+        return structs.replace(answer, finished=self._end.is_over(answer.finished))
 
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
         await self._memory_limit.read()
@@ -201,7 +197,9 @@ class RedisBuffer:
             raise UnknownGeneratorError.among(generator_id, (name.decode() for name in known))
 
     async def stats(self) -> BufferStats:
-        return await self._with_refusal(replies.stats(await self._call("stats")))
+        stats = replies.stats(await self._call("stats"))
+        stats = structs.replace(stats, is_over=self._end.is_over(stats.finished))
+        return await self._with_refusal(stats)
 
     async def close(self) -> None:
         await self._notifications.close()

@@ -12,6 +12,7 @@ from streamrl.types import (
     DropReason,
     GeneratorStatus,
     GroupHeader,
+    HeartbeatReply,
     Lease,
     LengthHistogram,
     Loan,
@@ -45,6 +46,18 @@ def leases(reply: Sequence[Any]) -> tuple[Lease, ...]:
             expires_at_s=float(expires_at_s),
         )
         for lease_id, prompt_index, min_policy_version, expires_at_s in reply
+    )
+
+
+def heartbeat_reply(reply: Sequence[Any]) -> HeartbeatReply:
+    version, finished, lost, incarnation, scheduling_state, is_fenced = reply
+    return HeartbeatReply(
+        policy_version=version,
+        lost_lease_ids=tuple(lease_id.decode() for lease_id in lost),
+        finished=bool(finished),
+        incarnation=incarnation.decode(),
+        scheduling_state=SchedulingState(scheduling_state.decode()),
+        is_fenced=bool(is_fenced),
     )
 
 

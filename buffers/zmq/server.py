@@ -31,6 +31,7 @@ from buffers.quarantine import Quarantine
 from buffers.sampling import Sampler
 from buffers.zmq import multipart
 from buffers.zmq.multipart import Frame
+from buffers.zmq.observers import Observers
 from buffers.zmq.peers import Peers, RefusalBudget
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 from buffers.zmq.replies import Replies
@@ -80,6 +81,7 @@ class ZmqBufferServer:
         self._state = state
         self._quarantine = Quarantine(quarantine)
         self._peers = Peers()
+        self._observers = Observers()
         self._errors = Sampler(burst=5, every_s=5.0)
         self._refusals = RefusalBudget()
         self._journal = journal
@@ -103,7 +105,8 @@ class ZmqBufferServer:
         self.url = endpoint.replace("tcp://", "zmq://")
 
     def serve(self, stop: threading.Event, *, until_complete: bool = False) -> BufferStats:
-        """Answers until `stop` is set, or the run has been complete for SHUTDOWN_GRACE_S.
+        """Answers until `stop` is set, or the run has been complete for SHUTDOWN_GRACE_S and its
+        observers know.
 
         Waits for a request, the next expiry or the next deadline, at most POLL_S. Returns the last
         stats.
@@ -137,7 +140,8 @@ class ZmqBufferServer:
         now_s = self._clock()
         if not self._state.is_complete:
             self._incomplete_s = now_s
-        return now_s - self._incomplete_s >= SHUTDOWN_GRACE_S
+        is_late = now_s - self._incomplete_s >= SHUTDOWN_GRACE_S
+        return is_late and not self._observers.are_waiting(now_s)
 
     def _poll_timeout_s(self) -> float:
         now_s = self._clock()
@@ -184,6 +188,8 @@ class ZmqBufferServer:
         num_bytes = sum(map(len, frames))
         answer = self._answer(lambda: self._apply(request, frames[1:]), num_bytes)
         is_reading = isinstance(request, m.StatsRequest | m.FetchRequest)
+        if isinstance(request, m.StatsRequest | m.FinishRequest):
+            self._observers.note(peer, self._clock(), is_over=self._state.is_over)
         if answer is None:
             deadline_s = self._clock() + request.wait_s
             pending = PendingRequest(peer, request_id, request, deadline_s, len(frames[0]))

@@ -199,7 +199,8 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     `heartbeat_ages_s` are the seconds since the status of each of `generators`, on the buffer's
     clock; `scheduling_states` has the ids that are not active, whether they report or not.
     `refusal` is why the buffer accepts no group at present, such as a full disk; "" if it does.
-    `lengths` are those since the buffer's first start, rounded.
+    `lengths` are those since the buffer's first start, rounded. `is_over` is false of a `finished`
+    run that a learner may still go on with, as after a restart of the buffer.
     """
 
     incarnation: str
@@ -217,6 +218,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     refusal: str = ""
     scheduling_states: dict[str, SchedulingState] = {}
     finished: bool = False
+    is_over: bool = False
     draining: bool = False
     awaited: tuple[Lease, ...] = ()
     wait_due_s: float = 0.0

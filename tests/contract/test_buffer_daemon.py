@@ -361,7 +361,8 @@ async def test_a_buffer_of_an_ended_run_waits_for_somebody_to_come(daemon: Daemo
     assert daemon.process is not None
     assert await asyncio.to_thread(daemon.process.wait, DEADLINE_S) == 0
     daemon.start()
-    assert (await learner.stats()).finished
+    stats = await learner.stats()
+    assert (stats.finished, stats.is_over) == (True, False)
     assert not (await learner.heartbeat(status())).finished
     await learner.heartbeat(status(is_leaving=True))
     assert not (await learner.attach(0, None)).finished

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from buffers.redis.buffer import RedisBuffer, RedisSettings
+from streamrl.tracking.validation import read_validations
 from tests.records import lease_one
 from tests.redis_server import RedisServer, redis_server
 from tests.system.test_launch import ONE, Launch, _set, assert_every_step_once
@@ -38,3 +39,17 @@ def test_a_run_that_the_server_knows_is_not_continued_by_another(
     assert run.end() == 0, run.output
     assert_every_step_once(run, 1)
     assert (run.books["acknowledged"], run.books["learner_term"]) == (4, 1)
+
+
+@pytest.mark.long
+def test_an_ended_run_is_resumed_by_a_learner_that_comes_after_its_generators(
+    launch: Launch, redis: RedisServer
+):
+    settings = (f"buffer.url={redis.url}", ONE, "validation.every=2")
+    first = launch(*_set(*settings, "run.max_steps=2"))
+    assert first.end() == 0, first.output
+    run = launch("--resume", *_set(*settings, "run.max_steps=4"))
+    assert run.end() == 0, run.output
+    assert_every_step_once(run, 4)
+    assert run.books["balanced"]
+    assert read_validations(run.folder).keys() == {0, 2, 4}
