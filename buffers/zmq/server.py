@@ -140,8 +140,8 @@ class ZmqBufferServer:
         now_s = self._clock()
         if not self._state.is_complete:
             self._incomplete_s = now_s
-        is_late = now_s - self._incomplete_s >= SHUTDOWN_GRACE_S
-        return is_late and not self._observers.are_waiting(now_s)
+        has_rested = now_s - self._incomplete_s >= SHUTDOWN_GRACE_S
+        return has_rested and not self._observers.are_waiting(now_s)
 
     def _poll_timeout_s(self) -> float:
         now_s = self._clock()
