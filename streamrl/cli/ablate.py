@@ -24,7 +24,9 @@ from typing import Any
 
 from rich.console import Console
 
+from streamrl.cli.ablation.forked import exit_code_of
 from streamrl.cli.ablation.grid import grid, name_of
+from streamrl.cli.ablation.lag import Lag
 from streamrl.cli.ablation.variants import axes
 from streamrl.cli.display.figure import drawn
 from streamrl.cli.display.numbers import metric_mean
@@ -36,7 +38,6 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 
-EXACT_LAG = "streamrl.cli.ablation.exact_lag"
 _WINDOW = 10
 _ESS = "mismatch/rollout_is_eff_sample_size"
 
@@ -93,7 +94,12 @@ def main(arguments: argparse.Namespace) -> int:
 
     def make(number: int, run: Run) -> None:
         console.print(f"run {number} of {len(runs)}: {run.value}, seed {run.seed}")
-        _make(run, source, arguments.lag)
+        if arguments.lag is None:
+            code = _launch(run, source)
+        else:
+            code = exit_code_of(Lag(arguments.lag), source, run.overrides)
+        if code != 0:
+            raise StreamRLError(f"the run {run.config.run.path} ended with exit code {code}")
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         futures = [pool.submit(make, number, run) for number, run in missing]
@@ -181,19 +187,14 @@ def _make_model(config: RunConfig) -> None:
         call("make-model", "--config", str(file))
 
 
-def _make(run: Run, source: str, lag: str | None) -> None:
-    """Waits for the run's end."""
+def _launch(run: Run, source: str) -> int:
+    """The exit code of the run, after its end."""
     command = [executable(), "launch", source, "--no-view", "--new"]
-    if lag is None:
-        command += [word for override in run.overrides for word in ("--set", override)]
-    else:
-        command = [sys.executable, "-P", "-m", EXACT_LAG, lag, source, *run.overrides]
+    command += [word for override in run.overrides for word in ("--set", override)]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:
-        raise StreamRLError(
-            f"the run {run.config.run.path} ended with exit code {completed.returncode}: "
-            f"{completed.stderr.strip()}"
-        )
+        print(completed.stderr.strip(), file=sys.stderr)
+    return completed.returncode
 
 
 def _final_reward(lines: Sequence[dict[str, Any]]) -> float:

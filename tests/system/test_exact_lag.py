@@ -72,7 +72,8 @@ def test_uneven_ages_lie_between_none_and_twice_the_mean(file: Path):
     ],
 )
 def test_what_one_process_cannot_do_is_refused(file: Path, capsys, setting, sentence):
-    assert exact_lag(["even", str(file), setting]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        exact_lag(Lag.EVEN, str(file), [setting])
     assert sentence in capsys.readouterr().err
 
 

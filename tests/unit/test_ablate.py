@@ -107,7 +107,7 @@ def test_complete_runs_are_not_repeated(tmp_path, capsys, monkeypatch):
     given = arguments(tmp_path, "algorithm.rollout_is=token_is")
     for run in planned(given):
         write_run(run.config.run.path, [0.5] * 20, greedy=0.8)
-    monkeypatch.setattr("streamrl.cli.ablate._make", lambda *_: pytest.fail("launched again"))
+    monkeypatch.setattr("streamrl.cli.ablate._launch", lambda *_: pytest.fail("launched again"))
     assert main(given) == 0
     assert "0.500 (0.500, 0.500)" in capsys.readouterr().out
     assert (tmp_path / "stale_bf16" / "ablation.png").stat().st_size > 10_000

@@ -1,17 +1,14 @@
 """A run of an ablation in one process, whose lag is a setting in place of an outcome.
 
-    python -P -m streamrl.cli.ablation.exact_lag even|uneven FILE [SECTION.KEY=VALUE ...]
-
 The engine samples the groups of a step with weights that the trainer had `buffer.max_staleness`
 versions before (`even`), or with those of, for each group, 0 to twice as many versions before
-(`uneven`); the first steps have only newer ones. `streamrl ablate --lag` starts one process a run.
+(`uneven`); the first steps have only newer ones. `streamrl ablate --lag` calls `main` in a process for each run.
 
 Invariant: no daemon, buffer or clock takes part, so on a CPU the same settings give the same run,
 whatever else the machine does; where episodes have several turns, their order is that of replies.
 The engine is idle while its weights are replaced.
 """
 
-import argparse
 import asyncio
 import sys
 import time
@@ -157,15 +154,15 @@ def _require_possible(config: RunConfig) -> None:
         raise ConfigError(f"learner.num_ranks: was {config.learner.num_ranks}; --lag has one")
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="exact_lag", description=__doc__)
-    parser.add_argument("lag", type=Lag)
-    parser.add_argument("file")
-    parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args(arguments)
+def main(lag: Lag, source: str, overrides: Sequence[str]) -> None:
+    """Make the run of the configuration file `source`; what is wrong with it goes to stderr.
+
+    Raises:
+        SystemExit: it failed, with the exit code of the reason.
+    """
 
     async def run() -> None:
-        await LaggedRun(load_config(given.file, given.overrides).config, given.lag).run()
+        await LaggedRun(load_config(source, overrides).config, lag).run()
 
     try:
         asyncio.run(run())
@@ -173,12 +170,7 @@ def main(arguments: Sequence[str]) -> int:
         print(
             f"data.max_prompt_length: a prompt has {error}; --lag trains them all", file=sys.stderr
         )
-        return EXIT_CONFIG
+        sys.exit(EXIT_CONFIG)
     except StreamRLError as error:
         print(error, file=sys.stderr)
-        return exit_code_of(error)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        sys.exit(exit_code_of(error))

@@ -27,6 +27,7 @@ from streamrl.weights.protocol import (
     Transfer,
 )
 from streamrl.weights.sender_socket import SenderSocket
+from tests.ports import free_port
 from tests.unit.weights.update_run import Generator, Run, run
 from tests.waiting import until
 
@@ -115,10 +116,8 @@ async def test_a_late_joiner_catches_up_the_way_it_is_configured(tmp_path, catch
 
 async def test_a_receiver_that_was_there_before_its_learner_is_heard_at_once(monkeypatch):
     monkeypatch.setattr(receiving, "HELLO_S", 600.0)
+    address = f"tcp://127.0.0.1:{free_port()}"
     with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as learner:
-        port = learner.bind_to_random_port("tcp://127.0.0.1")
-        address = f"tcp://127.0.0.1:{port}"
-        learner.unbind(address)
         waiting = asyncio.create_task(Generator(address, "a").receiver.run())
         for _ in range(10):
             await asyncio.sleep(0)

@@ -1,0 +1,28 @@
+"""Runs of an ablation in processes that are forked from one which has imported what they need.
+
+Imports take longer than a short run. Invariant: each run has a process of its own, which has done
+nothing but import before. `streamrl ablate --lag` calls this from a thread for each run at a time.
+"""
+
+import multiprocessing
+from collections.abc import Sequence
+
+from streamrl.cli.ablation.lag import Lag
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["streamrl.cli.ablation.exact_lag"])
+
+
+def exit_code_of(lag: Lag, source: str, overrides: Sequence[str]) -> int:
+    """Of a run of the configuration file `source`, after its end. It says on stderr what fails."""
+    process = _CONTEXT.Process(target=_run, args=(lag, source, overrides))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _run(lag: Lag, source: str, overrides: Sequence[str]) -> None:
+    from streamrl.cli.ablation.exact_lag import main
+
+    main(lag, source, overrides)
