@@ -2,7 +2,8 @@
 
 The engine samples the groups of a step with weights that the trainer had `buffer.max_staleness`
 versions before (`even`), or with those of, for each group, 0 to twice as many versions before
-(`uneven`); the first steps have only newer ones. `streamrl ablate --lag` calls `main` in a process for each run.
+(`uneven`); the first steps have only newer ones. `streamrl ablate --lag` calls `main` in a process
+for each run.
 
 Invariant: no daemon, buffer or clock takes part, so on a CPU the same settings give the same run,
 whatever else the machine does; where episodes have several turns, their order is that of replies.
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.hf.engine import HfEngine
 from actors.environments.runner import MixedRunner, make_runner
@@ -160,6 +162,7 @@ def main(lag: Lag, source: str, overrides: Sequence[str]) -> None:
     Raises:
         SystemExit: it failed, with the exit code of the reason.
     """
+    disable_progress_bar()
 
     async def run() -> None:
         await LaggedRun(load_config(source, overrides).config, lag).run()
