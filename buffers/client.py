@@ -27,7 +27,9 @@ Reply = TypeVar("Reply")
 class RequestClient(ABC):
     """`streamrl.interfaces.TrajectoryBuffer` but for `put` and `close`, which a backend adds."""
 
-    def __init__(self) -> None:
+    def __init__(self, final_version: int | None = None) -> None:
+        """`final_version` is the last one of a learner's run; None leaves it to the server."""
+        self._final_version = final_version
         self._learner_term = 0
 
     @abstractmethod
@@ -53,7 +55,7 @@ class RequestClient(ABC):
         return (await self._call(m.HeartbeatRequest(status), m.HeartbeatAnswer))[0].reply
 
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
-        request = m.AttachRequest(policy_version, books, uuid.uuid4().hex)
+        request = m.AttachRequest(policy_version, books, uuid.uuid4().hex, self._final_version)
         reply, _ = await self._call(request, m.AttachReply)
         self._learner_term = reply.learner_term
         return reply.stats

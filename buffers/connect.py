@@ -25,7 +25,12 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
                     f"buffer.url {settings.url} has port 0, which only `streamrl launch` resolves; "
                     "daemons started on their own need a port they agree on"
                 )
-            return ZmqBuffer(settings.url, deadline_s=settings.deadline_s, curve=settings.curve)
+            return ZmqBuffer(
+                settings.url,
+                deadline_s=settings.deadline_s,
+                curve=settings.curve,
+                final_version=config.run.max_steps,
+            )
         case "redis" | "rediss" | "redis+sentinel" | "redis+cluster" | "rediss+cluster":
             return _redis(config)
         case _:

@@ -132,9 +132,12 @@ class AttachRequest(Struct, frozen=True, tag="attach"):
     policy_version: PolicyVersion
     books: Books | None
     call_id: Name
+    final_version: PolicyVersion | None = None
 
     def apply(self, state: State, now_s: float) -> Answer:
-        learner_term = state.attach(self.policy_version, self.books, self.call_id)
+        learner_term = state.attach(
+            self.policy_version, self.books, self.call_id, self.final_version
+        )
         return (AttachReply(learner_term, state.stats(now_s)),)
 
 

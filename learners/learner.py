@@ -25,7 +25,7 @@ from learners.parallel.commands import Accumulate, Discard, Save, Snapshot, Upda
 from learners.parallel.lockstep import Lockstep
 from learners.profiling.scaling import ScalingWindow
 from learners.profiling.times import StepTimes
-from learners.session import LearnerSession, LearnerState
+from learners.session import LearnerSession, LearnerState, unless_set
 from learners.status_reporter import StatusReporter
 from learners.validations import Validations
 from streamrl.config import RunConfig
@@ -220,10 +220,27 @@ class Learner:
         is_saved = await self._saver.finish()
         if is_complete:
             await self._validations.finish(self._version, self._stopping)
-        # Without the notice, the next learner attaches at the checkpoint's version.
+        await self._notify_of_end(has_ended=is_saved and is_complete)
+        self._reporter.set_activity(LearnerActivity.ENDED)
+
+    async def _notify_of_end(self, *, has_ended: bool) -> None:
+        """Tell the buffer what is durable, and whether the run has ended.
+
+        Waits for its answer; where a signal stops the learner, SHUTDOWN_GRACE_S at most: without
+        the notice, the next learner attaches at the checkpoint's version.
+
+        Raises:
+            TransportError: the run has ended and the buffer does not answer, so that generators
+                would wait for more; another start of the learner notifies it.
+        """
+        if has_ended and await unless_set(self._stopping, self._notify(has_ended)):
+            return
         with contextlib.suppress(TimeoutError, TransportError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
-                await self._session.acknowledge(self._saver.saved_version)
-                if is_saved and is_complete:
-                    await self._session.finish()
-        self._reporter.set_activity(LearnerActivity.ENDED)
+                await self._notify(has_ended)
+
+    async def _notify(self, has_ended: bool) -> bool:
+        await self._session.acknowledge(self._saver.saved_version)
+        if has_ended:
+            await self._session.finish()
+        return True

@@ -116,7 +116,7 @@ class LearnerSession:
             take = self._buffer.take(
                 num_groups, version, TAKE_WAIT_S, with_payloads=with_payloads, num_held=num_held
             )
-            loan = await _unless_set(stopping, take)
+            loan = await unless_set(stopping, take)
             new = () if loan is None else loan.headers[len(self._held) :]
             if self._fetch is None or loan is None or not self._continues(loan):
                 return loan
@@ -224,9 +224,7 @@ def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
             )
 
 
-async def _unless_set(
-    event: asyncio.Event, coroutine: Coroutine[Any, Any, Result]
-) -> Result | None:
+async def unless_set(event: asyncio.Event, coroutine: Coroutine[Any, Any, Result]) -> Result | None:
     """The coroutine's result; None, and the coroutine is cancelled, if the event is set first."""
     call, is_set = asyncio.create_task(coroutine), asyncio.create_task(event.wait())
     try:

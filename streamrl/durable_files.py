@@ -4,6 +4,7 @@ For the small files of a run, its checkpoints and its journal. Imports nothing o
 """
 
 import os
+import uuid
 from pathlib import Path
 
 
@@ -13,8 +14,8 @@ def write_file(path: Path, text: str) -> None:
     Raises:
         OSError: it is not written.
     """
-    # Several daemons of a run may write the same file.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    # Several daemons of a run may write the same file, in containers with one id of process.
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
     try:
         with unfinished.open("w") as file:
             file.write(text)

@@ -10,7 +10,7 @@ from streamrl.types import admission_capacity
 
 
 class Admission:
-    """No more groups are admitted than are trained until `final_version`."""
+    """No more groups are admitted than are trained until `final_version`, which may be changed."""
 
     def __init__(
         self,
@@ -22,14 +22,14 @@ class Admission:
         self._entries = entries
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self._final_version = final_version
+        self.final_version = final_version
         self._capacity = admission_capacity(max_staleness, groups_per_step)
 
     def num_admitted(self, version: int, *, draining: bool) -> int:
         """How many more leases fit under the staleness bound and before the run's end."""
         capacity, in_flight = self._capacity, self._entries.in_flight
-        if self._final_version is not None:
-            capacity = min(capacity, (self._final_version - version) * self._groups_per_step)
+        if self.final_version is not None:
+            capacity = min(capacity, (self.final_version - version) * self._groups_per_step)
         free = max(0, capacity - in_flight)
         # Groups that fill no batch would stay in flight for good.
         return min(free, -in_flight % self._groups_per_step) if draining else free

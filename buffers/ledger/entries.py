@@ -31,6 +31,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     version: int = 0
     learner_term: int = 0
     finished: bool = False
+    draining: bool = False
     refused: dict[RefusalReason, int] = {}
     granted: int = 0
     acknowledged: int = 0
@@ -223,12 +224,18 @@ class Entries:
         self.revision = max(self.revision, books.revision)
 
     def snapshot(
-        self, version: int, learner_term: int, finished: bool, refused: Counter[RefusalReason]
+        self,
+        version: int,
+        learner_term: int,
+        finished: bool,
+        draining: bool,
+        refused: Counter[RefusalReason],
     ) -> LedgerSnapshot:
         return LedgerSnapshot(
             version=version,
             learner_term=learner_term,
             finished=finished,
+            draining=draining,
             refused=dict(refused),
             granted=self._granted,
             acknowledged=self._acknowledged,

@@ -54,11 +54,17 @@ class GeneratorRegistry:
             )
         return known is not None and status.session in known.replaced
 
+    def session_before(self, status: GeneratorStatus) -> str | None:
+        """The session that this one replaces, if it is a new one of its generator."""
+        known = self._reports.get(status.generator_id)
+        if known is None or status.session in (known.status.session, *known.replaced):
+            return None
+        return known.status.session
+
     def update(self, status: GeneratorStatus, now_s: float) -> str | None:
         """Store the report; returns the session that it replaces, if there is one."""
-        known = self._reports.get(status.generator_id)
+        known, older = self._reports.get(status.generator_id), self.session_before(status)
         replaced = known.replaced if known else ()
-        older = known.status.session if known and known.status.session != status.session else None
         if older is not None:
             replaced = (*replaced, older)[-MAX_REPLACED:]
         report = _Report(replace(status, held=()), now_s, replaced)

@@ -69,7 +69,7 @@ class Ledger:
         self._ready = ReadyQueue(self._entries)
         self._expiries = Expiries(self._entries)
         self._loans = Loans(self._entries)
-        self._admission = Admission(self._entries, groups_per_step, max_staleness, final_version)
+        self.admission = Admission(self._entries, groups_per_step, max_staleness, final_version)
         columns = (self._entries, self._ready, self._loans)
         self._batches = Batches(*columns, groups_per_step, max_staleness, overdue)
         self._refused: Counter[RefusalReason] = Counter()
@@ -83,16 +83,15 @@ class Ledger:
         if entry is None:
             if not self.num_admitted():
                 return None
-            oldest = self._admission.min_policy_version(self.version)
+            oldest = self.admission.min_policy_version(self.version)
             entry = self._entries.grant(lease_id, oldest, now_s + ttl_s)
             self._expiries.add(entry)
         return lease_of(entry)
 
     def num_admitted(self) -> int:
         """How many more leases fit under the staleness bound and before the run's end."""
-        if self.learner_term == 0 or self.finished:
-            return 0
-        return self._admission.num_admitted(self.version, draining=self.draining)
+        is_closed = self.learner_term == 0 or self.finished
+        return 0 if is_closed else self.admission.num_admitted(self.version, draining=self.draining)
 
     def knows(self, lease_id: str) -> bool:
         """Whether this lease is open here, with its group or without."""
@@ -266,7 +265,9 @@ class Ledger:
         return self._entries.drain_freed()
 
     def snapshot(self) -> LedgerSnapshot:
-        return self._entries.snapshot(self.version, self.learner_term, self.finished, self._refused)
+        return self._entries.snapshot(
+            self.version, self.learner_term, self.finished, self.draining, self._refused
+        )
 
     def restore(
         self,
@@ -277,7 +278,7 @@ class Ledger:
     ) -> None:
         """Continue, in a blank ledger, where a journal ends; its leases get a new expiry."""
         self.version, self.learner_term = snapshot.version, snapshot.learner_term
-        self.finished = snapshot.finished
+        self.finished, self.draining = snapshot.finished, snapshot.draining
         self._refused = Counter(snapshot.refused)
         held = in_order(entries)
         self._entries.restore(snapshot, held, free)

@@ -102,14 +102,25 @@ class BufferState(Generic[Payload]):
     def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
         self.registry.set_scheduling_state(generator_id, scheduling_state)
 
-    def attach(self, policy_version: int, books: Books | None, call_id: str = "") -> int:
-        """The learner's term; a repeated call with the same `call_id` gets the same one."""
+    def attach(
+        self,
+        policy_version: int,
+        books: Books | None,
+        call_id: str = "",
+        final_version: int | None = None,
+    ) -> int:
+        """The learner's term; a repeated call with the same `call_id` gets the same one.
+
+        The run now ends at `final_version`; None keeps what was set before.
+        """
         if call_id and call_id in self._learner_terms:
             return self._learner_terms[call_id]
         if books is not None:
             require_proportion(books, self.ledger.books())
         self._resumes_until_s = self._due_since_s = None
         learner_term = self.ledger.attach(policy_version, books)
+        if final_version is not None:
+            self.ledger.admission.final_version = final_version
         self._orphan_lost()
         self._delete_freed()
         latest = list(self._learner_terms.items())[1 - MAX_REPEATED :]

@@ -125,15 +125,16 @@ class RedisBuffer:
             msgspec.msgpack.encode(held),
             *status.lease_ids,
         )
-        answer = replies.heartbeat_reply(reply)
-        return structs.replace(answer, finished=self._end.is_over(answer.finished))
+        answer, learner_term = replies.heartbeat_reply(reply)
+        is_over = self._end.is_over(answer.finished, learner_term)
+        return structs.replace(answer, finished=is_over)
 
     async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
         await self._memory_limit.read()
         packed = b"" if books is None else msgspec.msgpack.encode(books)
-        stats = replies.stats(await self._call("attach", policy_version, packed))
-        self._learner_term = stats.books.learner_term
-        return stats
+        reply = await self._call("attach", policy_version, packed, uuid.uuid4().hex)
+        self._learner_term, stats = reply
+        return replies.stats(stats)
 
     async def take(
         self,
@@ -174,7 +175,7 @@ class RedisBuffer:
         ]
         if missing:
             raise LedgerError(f"no group is held for the prompts {missing}")
-        return tuple(wire.decode(payload or b"", PackedGroup).group() for payload in payloads)
+        return tuple(replies.group(payload) for payload in payloads if payload is not None)
 
     async def advance(self, policy_version: int) -> BufferStats:
         reply = await self._call("advance", policy_version, self._learner_term)
@@ -198,7 +199,8 @@ class RedisBuffer:
 
     async def stats(self) -> BufferStats:
         stats = replies.stats(await self._call("stats"))
-        stats = structs.replace(stats, is_over=self._end.is_over(stats.finished))
+        is_over = self._end.is_over(stats.finished, stats.books.learner_term)
+        stats = structs.replace(stats, is_over=is_over)
         return await self._with_refusal(stats)
 
     async def close(self) -> None:

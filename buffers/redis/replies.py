@@ -17,10 +17,12 @@ from streamrl.types import (
     LengthHistogram,
     Loan,
     OverduePolicy,
+    PackedGroup,
     RefusalReason,
     ResponseLengths,
     RetriedPrompt,
     SchedulingState,
+    TrajectoryGroup,
     ranges_of,
 )
 
@@ -49,9 +51,15 @@ def leases(reply: Sequence[Any]) -> tuple[Lease, ...]:
     )
 
 
-def heartbeat_reply(reply: Sequence[Any]) -> HeartbeatReply:
-    version, finished, lost, incarnation, scheduling_state, is_fenced = reply
-    return HeartbeatReply(
+def group(payload: bytes) -> TrajectoryGroup:
+    """Of any size that was accepted."""
+    return wire.decode(payload, PackedGroup, max_bytes=len(payload)).group()
+
+
+def heartbeat_reply(reply: Sequence[Any]) -> tuple[HeartbeatReply, int]:
+    """And the present learner's term."""
+    version, finished, lost, incarnation, scheduling_state, is_fenced, learner_term = reply
+    answer = HeartbeatReply(
         policy_version=version,
         lost_lease_ids=tuple(lease_id.decode() for lease_id in lost),
         finished=bool(finished),
@@ -59,6 +67,7 @@ def heartbeat_reply(reply: Sequence[Any]) -> HeartbeatReply:
         scheduling_state=SchedulingState(scheduling_state.decode()),
         is_fenced=bool(is_fenced),
     )
+    return answer, learner_term
 
 
 def loan(reply: Sequence[Any]) -> Loan:

@@ -41,7 +41,8 @@ class ZmqBuffer(RequestClient):
     """Implements `streamrl.interfaces.TrajectoryBuffer` with a `ZmqBufferServer`.
 
     `deadline_s` is the time for a reply, in addition to the call's own `wait_s`; `retry_s` the time
-    for the reply to a first attempt. `curve` is the folder of the keys, if the server has some.
+    for the reply to a first attempt. `curve` is the folder of the keys, if the server has some;
+    `final_version` is for a learner, as of `RequestClient`.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class ZmqBuffer(RequestClient):
         deadline_s: float = 60.0,
         retry_s: float = 5.0,
         curve: Path | None = None,
+        final_version: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(final_version)
         self._url = url
         self._deadline_s = deadline_s
         self._retry_s = retry_s
@@ -93,7 +95,7 @@ class ZmqBuffer(RequestClient):
             self._socket.close()
 
     def _group(self, payload: memoryview) -> TrajectoryGroup:
-        return wire.decode(payload, PackedGroup).group()
+        return wire.decode(payload, PackedGroup, max_bytes=len(payload)).group()
 
     async def _call(
         self, request: m.Request, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes

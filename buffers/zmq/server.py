@@ -90,7 +90,7 @@ class ZmqBufferServer:
         self._max_group_bytes = max_group_bytes
         self._clock = clock
         self._on_stats, self._stats_s = on_stats, clock()
-        self._incomplete_s = clock()
+        self._needed_s = clock()
         self._pending_requests = PendingRequests()
         self._context = zmq.Context()
         self._curve = CurveServer(self._context, url, curve)
@@ -105,8 +105,8 @@ class ZmqBufferServer:
         self.url = endpoint.replace("tcp://", "zmq://")
 
     def serve(self, stop: threading.Event, *, until_complete: bool = False) -> BufferStats:
-        """Answers until `stop` is set, or the run has been complete for SHUTDOWN_GRACE_S and its
-        observers know.
+        """Answers until `stop` is set, or the run is complete, its observers know, and
+        SHUTDOWN_GRACE_S have passed, in which the last replies are sent.
 
         Waits for a request, the next expiry or the next deadline, at most POLL_S. Returns the last
         stats.
@@ -138,10 +138,9 @@ class ZmqBufferServer:
     def _has_ended(self) -> bool:
         """Closing at once would lose the replies that clients have not read."""
         now_s = self._clock()
-        if not self._state.is_complete:
-            self._incomplete_s = now_s
-        has_rested = now_s - self._incomplete_s >= SHUTDOWN_GRACE_S
-        return has_rested and not self._observers.are_waiting(now_s)
+        if not self._state.is_complete or self._observers.are_waiting(now_s):
+            self._needed_s = now_s
+        return now_s - self._needed_s >= SHUTDOWN_GRACE_S
 
     def _poll_timeout_s(self) -> float:
         now_s = self._clock()
@@ -228,8 +227,11 @@ class ZmqBufferServer:
             case m.PutRequest(lease_id):
                 self._put(lease_id, frames)
                 return (m.Done(),)
-            case m.HeartbeatRequest(status) if status.is_leaving:
-                self._pending_requests.forget_leases(status.session)
+            case m.HeartbeatRequest(status):
+                if (before := self._state.registry.session_before(status)) is not None:
+                    self._pending_requests.forget_leases(before)
+                if status.is_leaving:
+                    self._pending_requests.forget_leases(status.session)
         return request.apply(self._state, self._clock())
 
     def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> m.Answer | None:

@@ -48,6 +48,7 @@ from streamrl.types import (
     ranges_of,
 )
 from tests.records import damaged, lease_one, make_group, with_candidates
+from tests.waiting import until
 
 Connect = Callable[[], TrajectoryBuffer]
 # One test waits for it; in all others nobody may lose a lease to a machine that is busy elsewhere.
@@ -630,6 +631,47 @@ async def test_a_group_above_the_limit_is_refused(tmp_path):
         with pytest.raises(MessageTooLargeError, match="at most 1000"):
             await buffer.put("s/1", make_group(0, num_response=500))
         await buffer.close()
+
+
+async def test_a_group_that_was_accepted_is_read_whatever_its_size(connect, monkeypatch):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    for lease_id in ("s/1", "s/2"):
+        lease = await lease_one(generator, lease_id, "g", 0.0)
+        await generator.put(lease_id, make_group(lease.prompt_index, num_response=500))
+    monkeypatch.setitem(wire.decode.__kwdefaults__, "max_bytes", 5000)
+    loan = await learner.take(2, 0, 1.0, with_payloads=True)
+    fetched = await learner.fetch([header.prompt_index for header in loan.headers])
+    assert [group.num_tokens for group in (*loan.groups, *fetched)] == [2 * 503] * 4
+
+
+async def test_the_run_ends_where_the_newest_learner_says(tmp_path):
+    with zmq_server(tmp_path) as server:
+        short, long = (ZmqBuffer(server.url, final_version=version) for version in (1, 2))
+        await short.attach(0, None)
+        leases = [await lease_one(short, f"s/{i}", "g", 0.0) for i in range(3)]
+        assert [lease is not None for lease in leases] == [True, True, False]
+        await long.attach(0, None)
+        assert await lease_one(long, "s/2", "g", 0.0) is not None
+        for client in (short, long):
+            await client.close()
+
+
+async def test_a_lease_that_a_dead_process_waits_for_goes_to_the_one_in_its_place(tmp_path):
+    with zmq_server(tmp_path, lease_ttl_s=600.0) as server:
+        dead, alive = (ZmqBuffer(server.url) for _ in range(2))
+        await alive.attach(0, None)
+        await dead.heartbeat(status("g", "first"))
+        for i in range(4):
+            await lease_one(dead, f"first/{i}", "g", 0.0)
+        waiting = asyncio.create_task(dead.lease(["first/4"], "g", 60.0))
+        await until(lambda: len(server._pending_requests) == 1)
+        await alive.heartbeat(status("g", "second"))
+        leases = [await lease_one(alive, f"second/{i}", "g", 0.0) for i in range(4)]
+        assert None not in leases
+        waiting.cancel()
+        for client in (dead, alive):
+            await client.close()
 
 
 async def test_nonsense_on_the_socket_harms_nobody(tmp_path):

@@ -177,6 +177,15 @@ async def test_a_run_that_is_under_way_is_not_deleted_for_a_new_one(
     assert (await buffer.stats()).books == Books()
 
 
+async def test_an_attach_that_arrives_twice_gets_one_term(
+    redis: RedisServer, redis_client: Connect
+):
+    learner = redis_client(redis.url, "twice")
+    await learner.attach(0, None)
+    assert [(await learner._call("attach", 0, b"", call))[0] for call in "aaba"] == [2, 2, 3, 2]
+    assert (await learner.stats()).books.learner_term == 3
+
+
 async def test_the_events_name_the_end_of_every_group(redis: RedisServer, redis_client: Connect):
     buffer = redis_client(redis.url, "events")
     await buffer.attach(0, None)

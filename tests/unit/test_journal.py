@@ -99,6 +99,11 @@ class JournalMachine(RuleBasedStateMachine):
         self.checkpoint = (0, Books())
         self._die_and_come_back()
 
+    @rule()
+    def drain(self) -> None:
+        self.state.drain()
+        self._die_and_come_back()
+
     def _die_and_come_back(self) -> None:
         self.journal.commit()
         before = dump(self.state)

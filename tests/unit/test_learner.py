@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from buffers.ledger.ledger import Ledger
@@ -21,7 +22,7 @@ from learners.session import LearnerSession, LearnerState
 from learners.trainer import Trainer
 from learners.validations import Validations
 from streamrl.config import RunConfig
-from streamrl.errors import CheckpointWriteError, LostMemoryError
+from streamrl.errors import CheckpointWriteError, LostMemoryError, TransportError
 from streamrl.types import (
     BufferStats,
     GroupHeader,
@@ -48,6 +49,8 @@ class PartsBuffer(MemoryBuffer):
         self.held: list[int | None] = []
         self.advanced: list[int] = []
         self.acknowledged: list[int] = []
+        self.is_away = asyncio.Event()
+        self.is_back = asyncio.Event()
         self._has_lost_memory = False
 
     async def lend(self, *groups: TrajectoryGroup) -> None:
@@ -89,6 +92,8 @@ class PartsBuffer(MemoryBuffer):
         return await self.stats()
 
     async def acknowledge(self, policy_version: int) -> None:
+        if self.is_away.is_set():
+            await self.is_back.wait()
         self.acknowledged.append(policy_version)
 
 
@@ -410,6 +415,43 @@ async def test_the_last_checkpoint_is_waited_for_until_the_learner_is_stopped(mo
     await run.end()
     assert (run.records.saved, set(run.buffer.acknowledged)) == ([], {0})
     assert not (await run.buffer.stats()).finished
+
+
+async def end_while_the_buffer_is_away(monkeypatch) -> Run:
+    monkeypatch.setattr("learners.learner.SHUTDOWN_GRACE_S", 0.05)
+    run = Run(configure(every=5))
+    run.buffer.is_away.set()
+    await run.buffer.lend(*make_groups(0, 3))
+    await until(lambda: run.records.saved == [1])
+    await asyncio.wait({run.task}, timeout=0.2)
+    assert not run.task.done()
+    return run
+
+
+async def test_the_end_of_a_run_is_told_to_a_buffer_that_comes_back(monkeypatch):
+    run = await end_while_the_buffer_is_away(monkeypatch)
+    run.buffer.is_back.set()
+    await run.end()
+    assert run.buffer.acknowledged == [1]
+    assert (await run.buffer.stats()).finished
+
+
+async def test_a_signal_ends_a_learner_whose_buffer_is_away(monkeypatch):
+    run = await end_while_the_buffer_is_away(monkeypatch)
+    run.learner.stop()
+    await run.end()
+    assert not (await run.buffer.stats()).finished
+
+
+async def test_the_end_of_a_run_that_no_buffer_hears_is_an_error(monkeypatch):
+    async def unreachable(self: PartsBuffer, policy_version: int) -> None:
+        raise TransportError("nobody answers")
+
+    monkeypatch.setattr(PartsBuffer, "acknowledge", unreachable)
+    run = Run(configure(every=5))
+    await run.buffer.lend(*make_groups(0, 3))
+    with pytest.raises(TransportError, match="nobody answers"):
+        await run.end()
 
 
 async def test_a_learner_that_starts_on_a_full_disk_waits_before_its_first_step(monkeypatch):

@@ -24,17 +24,22 @@ class Clock:
 def test_a_client_that_joins_an_ended_run_gives_a_learner_time_to_go_on_with_it():
     clock = Clock()
     end = RunEnd(clock)
-    assert not end.is_over(True)
+    assert not end.is_over(True, 1)
     clock.now_s = RESUMES_WITHIN_S - 1
-    assert not end.is_over(True)
+    assert not end.is_over(True, 1)
     clock.now_s = RESUMES_WITHIN_S
-    assert end.is_over(True)
-    assert not end.is_over(False)
+    assert end.is_over(True, 1)
+    assert not end.is_over(False, 1)
 
 
 def test_a_client_that_saw_the_run_go_on_ends_with_it():
     end = RunEnd(Clock())
-    assert [end.is_over(finished) for finished in (True, False, True)] == [False, False, True]
+    assert [end.is_over(finished, 1) for finished in (True, False, True)] == [False, False, True]
+
+
+def test_a_client_knows_by_the_term_that_a_learner_came_and_ended_unseen():
+    end = RunEnd(Clock())
+    assert [end.is_over(True, term) for term in (1, 1, 2, 2)] == [False, False, True, True]
 
 
 def test_observers_are_waited_for_until_they_know_or_are_silent():
@@ -69,6 +74,7 @@ async def test_a_server_stays_for_who_does_not_know_that_the_run_is_over(tmp_pat
     serving.join(0.5)
     assert serving.is_alive()
     assert (await validator.stats()).is_over
+    clock.now_s += SHUTDOWN_GRACE_S
     serving.join(DEADLINE_S)
     assert not serving.is_alive()
     for client in (learner, validator):

@@ -18,6 +18,8 @@ end
 
 -- As in `buffers/ledger/generator_registry.py`.
 local MAX_REPLACED = 8
+-- Longer than the network keeps a request that its client has given up.
+local REPEATED_S = 3600
 -- As in `streamrl/types/buffer.py`.
 local MAX_RETRIED, MIN_RETRIED_LEASES = 4, 3
 
@@ -180,7 +182,7 @@ function calls.heartbeat(generator_id, session, is_leaving, status, held, ...)
   local scheduling_state = call('HGET', key('scheduling_states'), generator_id) or 'active'
   return {
     'ok', state.version, state.finished, lost, incarnation(), scheduling_state,
-    is_fenced and 1 or 0,
+    is_fenced and 1 or 0, state.learner_term,
   }
 end
 
@@ -201,10 +203,17 @@ function calls.set_scheduling_state(generator_id, scheduling_state)
   return { 'ok', 0, known }
 end
 
-function calls.attach(version, books)
-  for name, value in pairs(settings) do state[name] = value end
-  attach(tonumber(version), books ~= '' and cmsgpack.unpack(books))
-  return read_stats()
+-- A repeated call gets the term of the first: a second one would fence the learner that has it.
+function calls.attach(version, books, call_id)
+  local known = key('attached:' .. call_id)
+  local learner_term = call('GET', known)
+  if not learner_term then
+    for name, value in pairs(settings) do state[name] = value end
+    attach(tonumber(version), books ~= '' and cmsgpack.unpack(books))
+    learner_term = state.learner_term
+    call('SET', known, int(learner_term), 'EX', REPEATED_S)
+  end
+  return { 'ok', tonumber(learner_term), { unpack(read_stats(), 2) } }
 end
 
 function calls.take(num_groups, version, learner_term, num_held)
