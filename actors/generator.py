@@ -162,11 +162,11 @@ class Generator:
             leased = self._groups[lease_id]
             await leased.turn.wait()
             group = await self._runner.run(lease, leased.progress)
-            self._failure_limit.on_success()
             if self._uniform_filter.leaves_out(group):
                 await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
             else:
                 await self._put(lease_id, group)
+            self._failure_limit.on_success()
         except PromptTooLongError as error:
             log.info("prompt %d filtered: its prompt has %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED)

@@ -102,11 +102,12 @@ def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterat
     """Around code of the user's, which may raise anything: the error says whose code it was.
 
     Raises:
-        kind: for every exception in the block, as "owner: its type: its message (FILE:LINE)".
+        kind: for every exception in the block, and for `exit()`, as "owner: its type: its message
+            (FILE:LINE)".
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = "".join(f" ({place})" for place in _places(error)[-1:])
         raise kind(f"{owner}: {type(error).__name__}: {error}{place}") from error
 

@@ -46,8 +46,18 @@ class MixedRunner:
         return self.of(lease.prompt_index).num_episodes_of(lease)
 
     def single(self) -> "MixedRunner":
-        """One response to each prompt, and none beside it."""
-        return self.changed(group_size=1, oversample=OversampleSettings(), with_greedy_reward=False)
+        """One response to each prompt, whatever ends it, and none beside it."""
+        runners = {
+            name: replace(
+                runner,
+                group_size=1,
+                oversample=OversampleSettings(),
+                with_greedy_reward=False,
+                settings=runner.settings.model_copy(update={"truncated": "keep"}),
+            )
+            for name, runner in self.runners.items()
+        }
+        return replace(self, runners=runners)
 
     def played_by(self, agents: Mapping[str, Agent]) -> "MixedRunner":
         """With these agents, by the names of their entries, in the place of environments."""

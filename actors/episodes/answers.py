@@ -50,7 +50,11 @@ def checked_transition(transition: Any) -> Transition:
 
 
 def _is_finite(value: Any) -> bool:
-    return hasattr(value, "__float__") and math.isfinite(value)
+    try:
+        return hasattr(value, "__float__") and math.isfinite(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # An array, a tensor of several numbers, an integer above all floats.
+        return False
 
 
 def _wrong(place: str, value: object, expected: str) -> RolloutError:

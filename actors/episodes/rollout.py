@@ -88,11 +88,21 @@ class GroupRunner:
         Waits for the siblings' completions, environments and the reward, or for the deadline.
 
         Raises:
-            RolloutError: a sibling or the reward failed, or the deadline left nothing to score.
+            RolloutError: a sibling or the reward failed or canceled itself, or the deadline left
+                nothing to score.
             PromptTooLongError: the prompt is too long and `data.truncation` is `drop`.
             TruncatedGroupError: too few siblings are left, and `episode.truncated` is `drop`.
         """
-        progress = GroupProgress() if progress is None else progress
+        try:
+            return await self._group(lease, GroupProgress() if progress is None else progress)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Passed on, it would end the group's task without a word, and its lease would expire.
+            raise RolloutError("the environment, a tool or the reward canceled itself") from error
+
+    async def _group(self, lease: Lease, progress: GroupProgress) -> TrajectoryGroup:
         context = await self._context(lease)
         async with self.open_group(context) as shared:
             finished = await self._rollouts(replace(context, shared=shared), progress)

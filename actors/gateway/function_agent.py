@@ -83,15 +83,9 @@ class _Call:
     def _called(self) -> Any:
         task = dict(self._task)
         with attributed_to(f"agent {self._name}", RolloutError):
-            try:
-                returned = self._function(task, task["base_url"], task["api_key"])
-                return (
-                    asyncio.run(self._awaited(returned))
-                    if inspect.isawaitable(returned)
-                    else returned
-                )
-            except SystemExit as error:
-                raise ValueError(f"it exits with {error.code}") from error
+            returned = self._function(task, task["base_url"], task["api_key"])
+            is_async = inspect.isawaitable(returned)
+            return asyncio.run(self._awaited(returned)) if is_async else returned
 
     async def _awaited(self, returned: Any) -> Any:
         self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()

@@ -104,7 +104,9 @@ class GatewayServer:
             raise RequestError(f"the episode has {_MAX_IN_FLIGHT} requests in flight", 429)
         asked = api.read(await read_object(request), session)
         sampling = self._sampling.of(asked, session.sampling)
-        reply = await session.complete(asked.messages, asked.tools, sampling)
+        reply = await session.complete(
+            asked.messages, asked.tools, sampling, num_instructions=asked.num_instructions
+        )
         answer = Answer(asked, reply, session, int(time.time()))
         if asked.is_streamed:
             return await event_stream(request, api.stream(answer), api.ends_with)

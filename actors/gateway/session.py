@@ -125,8 +125,13 @@ class Session:
         messages: Sequence[Message],
         tools: Sequence[ToolSchema] = (),
         sampling: SamplingParams | None = None,
+        *,
+        num_instructions: int = 0,
     ) -> Reply:
         """The policy's answer to the messages, which is recorded. Waits for the engine.
+
+        Args:
+            num_instructions: of the first messages, how many `answered` leaves out.
 
         Raises:
             SessionEndedError: the episode is over, or ended before a token was sampled.
@@ -156,7 +161,9 @@ class Session:
         if not len(completion.token_ids):
             raise SessionEndedError("the episode ended before a token was sampled")
         self.record.add(context, completion, media)
-        return self._recorded(messages, tools, context, completion)
+        reply = self._recorded(messages, tools, context, completion)
+        self.answered = {**self.answered, reply.reply_id: self.messages[num_instructions:]}
+        return reply
 
     def _recorded(
         self,
@@ -172,10 +179,8 @@ class Session:
         self._finish_reason = completion.finish_reason
         conversation = [*messages, message]
         self._conversations.add(conversation, tools, context, sampled)
-        reply_id = uuid.uuid4().hex
         self.messages = tuple(conversation)
-        self.answered = {**self.answered, reply_id: conversation}
-        return Reply(message, completion, len(context), reply_id)
+        return Reply(message, completion, len(context), uuid.uuid4().hex)
 
     def _parsed(self, token_ids: tuple[int, ...], tools: Sequence[ToolSchema]) -> Message:
         """The policy's message, whose calls have ids."""

@@ -167,6 +167,10 @@ def _error_of(call: Any) -> str:
         return "a tool call has no name"
     if not isinstance(function.get("arguments"), dict):
         return f"the arguments of the call of {function['name']!r} are no JSON object"
+    try:
+        json.dumps(function, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        return f"the call of {function['name']!a} is no valid Unicode: {error.reason}"
     return ""
 
 

@@ -99,7 +99,7 @@ class ChatRenderer:
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of the text as it stands, without a chat template or special tokens."""
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._token_ids(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
@@ -211,10 +211,23 @@ class ChatRenderer:
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         content = prompt.content
         if self._template is None and isinstance(content, str):
-            text = f"{self._data.system_prompt or ''}{content}"
-            return tuple(self._tokenizer(text)["input_ids"])
+            return self._token_ids(f"{self._data.system_prompt or ''}{content}")
         messages, place = self._messages(content), _place(prompt)
         return self._encoded(self._text(messages, (), place), messages, place)
+
+    def _token_ids(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """
+        Raises:
+            RolloutError: the text is no valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RolloutError(
+                f"a text cannot be tokenized: character {error.start} is "
+                f"{text[error.start]!a}, half a surrogate pair"
+            ) from error
+        return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _text(
         self,

@@ -20,6 +20,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any, NoReturn
 
 from actors.rewards.calls.limits import FinalError
@@ -101,8 +102,6 @@ class BoundFunction:
             case RolloutError():
                 kind = FinalError if isinstance(error, FinalError) else RolloutError
                 raise kind(f"{self.title}: {error}") from error.__cause__
-            case SystemExit():
-                raise RolloutError(f"{self.title}: SystemExit: {error.code}") from None
             case _:
                 with attributed_to(self.title, RolloutError):
                     raise error
@@ -165,14 +164,17 @@ def score_of(answer: Any) -> Score:
         TypeError, ValueError, KeyError: none of these.
     """
     if isinstance(answer, Score):
-        return Score(float(answer.reward), answer.metrics)
+        metrics = {str(name): float(value) for name, value in answer.metrics.items()}
+        if not all(map(math.isfinite, metrics.values())):
+            raise ValueError(answer)
+        return Score(float(answer.reward), metrics)
     if not isinstance(answer, Mapping):
         return Score(float(answer))
     key = "score" if "score" in answer else "reward"
     numbers = {
         str(name): float(value)
         for name, value in answer.items()
-        if name != key and isinstance(value, int | float) and math.isfinite(value)
+        if name != key and isinstance(value, Real) and math.isfinite(value)
     }
     return Score(float(answer[key]), numbers)
 

@@ -85,7 +85,9 @@ def _folder_of(files: Mapping[str, str | bytes]) -> Iterator[Path]:
             if not path.is_relative_to(folder):
                 raise ValueError(f"files: {relative!r} leads out of the working folder")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            path.write_bytes(
+                content if isinstance(content, bytes) else content.encode(errors="replace")
+            )
         yield folder
 
 
@@ -165,7 +167,7 @@ async def _follow(
     process: Process, outputs: tuple[_Output, _Output], stdin: str, time_s: float
 ) -> bool:
     """Whether the program ran out of time. Waits for its end, for `time_s` or for a flood."""
-    feeding = asyncio.create_task(_feed(process, stdin.encode()))
+    feeding = asyncio.create_task(_feed(process, stdin.encode(errors="replace")))
     readings = [asyncio.create_task(output.read()) for output in outputs]
     ended = asyncio.create_task(process.wait())
     try:

@@ -85,7 +85,9 @@ class _FunctionSession:
         if error := check_arguments(self._function, arguments):
             raise ToolError(error)
         if not inspect.iscoroutinefunction(inspect.unwrap(self._function)):
-            return as_text(await self._threads.run(self._function, arguments))
+            result = await self._threads.run(self._function, arguments)
+            with attributed_to(name, ToolError):
+                return as_text(result)
         with attributed_to(name, ToolError):
             return as_text(await self._function(**arguments))
 

@@ -162,6 +162,8 @@ class EpisodeTools:
                 time_s=counts.time_s + monotonic() - begun,
             )
         self._counts = {**self._counts, name: counts}
+        # Half a surrogate pair, as JSON can hold it, is no text that a tokenizer takes.
+        content = content.encode(errors="replace").decode()
         return cut(content, limits.max_result_length)
 
 

@@ -197,6 +197,19 @@ class TestResponses:
             assert second.output_text == "2"
             assert played.recorded == ["<add>u:q;>add(1);t:2;>2;"]
 
+    async def test_a_later_response_goes_on_without_the_instructions_of_the_first(self):
+        async with playing("a;", "b;", "c;") as played:
+            responses = played.openai.responses
+            opening = [{"role": "developer", "content": "s"}, {"role": "user", "content": "q"}]
+            first = await responses.create(model="m", input=opening)
+            await responses.create(model="m", input="r", previous_response_id=first.id)
+            assert played.recorded == ["s:s;u:q;>a;u:r;>b;"]
+        async with playing("a;", "b;") as played:
+            responses = played.openai.responses
+            first = await responses.create(model="m", input="q", instructions="i")
+            await responses.create(model="m", input="r", previous_response_id=first.id)
+            assert played.recorded == ["s:i;u:q;>a;", "u:q;a:a;u:r;>b;"]
+
     async def test_a_stream(self):
         async with playing("a;", "add(1)") as played:
             tools = [{"type": "function", **ADD}]

@@ -152,7 +152,7 @@ class TestFunctions:
             ),
             ("ask(base_url, api_key)\nreturn float('nan')", "returned nan; it must be a finite"),
             ("ask(base_url, api_key)", "ended without a reward, and data.reward is environment"),
-            ("sys.exit(3)", "it exits with 3"),
+            ("sys.exit(3)", "SystemExit: 3"),
             ("return 1.0", "ended its episode without a completion"),
         ],
     )

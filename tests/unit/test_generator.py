@@ -19,7 +19,7 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
-from streamrl.errors import RolloutError, WeightTransferError
+from streamrl.errors import CorruptMessageError, RolloutError, WeightTransferError
 from streamrl.interfaces import (
     CompletionHandle,
     EnvironmentContext,
@@ -316,6 +316,34 @@ async def test_a_generator_whose_every_group_fails_gives_up_with_the_reason():
         await asyncio.wait_for(generator.run(), 10)
     sentence = "^always; 32 groups have failed one after the other$"
     assert caught.group_contains(RolloutError, match=sentence)
+
+
+async def test_groups_that_the_buffer_refuses_as_malformed_count_as_failures(monkeypatch):
+    async def refused(self: MemoryBuffer, lease_id: str, group: TrajectoryGroup) -> None:
+        await self.release(lease_id, DropReason.MALFORMED)
+        raise CorruptMessageError("no number")
+
+    monkeypatch.setattr(MemoryBuffer, "put", refused)
+    run = Run()
+    await run.learner.attach(0, None)
+    generator = Generator(run.config, "g", run.runner, run.learner.client())
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(generator.run(), 10)
+    sentence = "^no number; 32 groups have failed one after the other$"
+    assert caught.group_contains(RolloutError, match=sentence)
+
+
+async def test_a_reward_that_cancels_itself_fails_its_group(caplog):
+    class Canceled(LengthReward):
+        async def score(self, episodes: Sequence[Episode]) -> list[float]:
+            raise asyncio.CancelledError
+
+    run = Run()
+    run.runner = dataclasses.replace(run.runner, reward=Canceled())
+    await run.learner.attach(0, None)
+    async with run.generating():
+        await run.until(lambda: run.books.dropped.get(DropReason.FAILED, 0) >= 2)
+    assert "failed: the environment, a tool or the reward canceled itself" in caplog.text
 
 
 async def test_an_engine_that_dies_takes_the_generator_with_it():

@@ -12,7 +12,7 @@ from actors.prompts import open_held_out, open_prompts
 from actors.prompts.tasks import TASKS
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from streamrl.config.data import DataSettings
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Prompt
 
 ROWS = [{"prompt": f"q{i}", "answer": str(i), "level": i} for i in range(7)]
@@ -223,6 +223,14 @@ def test_a_prompt_that_cannot_be_rendered_is_named(tmp_path):
         make_renderer(max_prompt_length=2).encode(Prompt("abc", "", {}, row))
     with pytest.raises(ConfigError, match=f"chat_template: {row} is a list of messages"):
         make_renderer().encode(Prompt(messages, "", {}, row))
+
+
+def test_a_text_that_is_no_unicode_fails_its_prompt(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHAT)
+    for renderer in (make_renderer(), make_renderer(chat_template=template)):
+        with pytest.raises(RolloutError, match="half a surrogate pair"):
+            renderer.encode(Prompt("ab\ud83d", ""))
 
 
 def test_a_prompt_is_rendered_as_it_stands_or_through_a_template(tmp_path):

@@ -38,6 +38,8 @@ class Request:
     with_logprobs: bool = False
     with_usage: bool = False
     """Whether a stream ends with what it has cost."""
+    num_instructions: int = 0
+    """Of the first messages: those that are not part of the conversation a later request names."""
 
 
 @dataclass(frozen=True)

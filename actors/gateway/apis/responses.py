@@ -73,6 +73,7 @@ def _read(body: Json, session: Session) -> Request:
         sampling={"temperature": asked.temperature, "top_p": asked.top_p},
         model=asked.model,
         is_streamed=asked.stream,
+        num_instructions=len(opening),
     )
 
 
@@ -85,8 +86,7 @@ def _before(asked: _Body, session: Session) -> Sequence[Message]:
         raise RequestError(
             f"previous_response_id: {asked.previous_response_id!r} is no response of this episode"
         )
-    messages = session.answered[number]
-    return messages[1:] if messages[0].get("role") == "system" else messages
+    return session.answered[number]
 
 
 def _tool(tool: Json) -> Json:

@@ -105,9 +105,11 @@ def _same_line(given: str, wanted: str) -> bool:
 
 def _numbers(words: Sequence[str]) -> list[Decimal] | None:
     try:
-        return [Decimal(word) for word in words]
+        numbers = [Decimal(word) for word in words]
     except InvalidOperation:
         return None
+    # To compare a signaling NaN is an error.
+    return None if any(number.is_snan() for number in numbers) else numbers
 
 
 def _json(text: str) -> Any:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from actors.environments import make_environment
@@ -157,6 +158,8 @@ def returning(**what: object) -> type[Turns]:
             {"step": Transition(reward=float("nan"))},
             "step: reward was float nan; it must",
         ),
+        ({"step": Transition(reward=np.array([0.5, 0.5]))}, "step: reward was ndarray array"),
+        ({"step": Transition(metrics={"a": 10**400})}, "step: a was int 1000.*; it must be a fin"),
         ({"step": Transition(reward="good")}, "step: reward was str 'good'; it must be a finite"),
         (
             {"step": Transition(metrics={"a": None})},

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from actors.environments.runner import MixedRunner
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import TruncatedGroupError, unbuffered_lease
 from streamrl.config.generator.episode import EpisodeSettings
@@ -129,6 +130,16 @@ async def test_a_group_with_too_few_others_is_dropped():
     assert caught.value.lengths == [2, 2, 2, 2]
     alone = await dropping(Run(), 1, 1).run(unbuffered_lease("test", 0))
     assert len(alone.trajectories) == 1
+
+
+async def test_held_out_prompts_are_scored_however_their_responses_end():
+    runner = dropping(Run(), 4, 1)
+    single = MixedRunner(runner.engine, None, {"only": runner}).single().runners["only"]
+    group = await single.run(unbuffered_lease("test", 0))
+    assert [t.finish_reason for t in group.trajectories] == [FinishReason.STOP]
+    longer = dataclasses.replace(single, make_environment=Turns)
+    group = await longer.run(unbuffered_lease("test", 0))
+    assert [t.finish_reason for t in group.trajectories] == [FinishReason.MAX_TURNS]
 
 
 async def test_a_dropped_group_is_counted_as_filtered():

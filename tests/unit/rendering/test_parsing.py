@@ -165,6 +165,7 @@ class TestUnreadable:
             ('{"name": "add", "arguments": "1"}', "'add' are no JSON object"),
             ("[1, 2]", "a tool call has no name"),
             ("[" * 100_000, "recursion"),
+            (r'{"name": "add", "arguments": {"a": "\ud83d"}}', "'add' is no valid Unicode"),
         ],
     )
     def test_it_is_a_message_without_calls(self, body: str, reason: str) -> None:

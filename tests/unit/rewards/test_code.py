@@ -119,6 +119,7 @@ def test_the_last_block_is_the_solution():
         ("1\n2", "1 2", False),
         ("yes", "Yes", False),
         ("1e3", "1000", True),
+        ("snan", "1", False),
     ],
 )
 def test_outputs_are_compared_line_by_line(printed, expected, is_same):

@@ -108,6 +108,19 @@ async def test_a_score_of_ones_own_has_metrics(tmp_path):
     assert score == Score(2.0, {"reward/mine": 2.0, "reward/mine/steps": 3.0})
 
 
+async def test_metrics_of_numpy_are_numbers(tmp_path):
+    text = "import numpy as np\n" + SCORE.replace("3.0", "np.float32(3.0)")
+    (score,) = await made(tmp_path, text, "score", name="mine").score([episode()])
+    assert score == Score(2.0, {"reward/mine": 2.0, "reward/mine/steps": 3.0})
+    assert type(score.metrics["reward/mine/steps"]) is float
+
+
+@pytest.mark.parametrize("value", ["None", "'much'", "float('nan')", "[1.0]"])
+async def test_metrics_that_are_no_finite_numbers_fail_the_group(tmp_path, value):
+    with pytest.raises(RolloutError, match=r"returned Score.*it must return one finite number"):
+        await made(tmp_path, SCORE.replace("3.0", value), "score").score([episode()])
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

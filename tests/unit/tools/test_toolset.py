@@ -42,6 +42,22 @@ def fail(reason: str) -> str:
     """
     raise ValueError(reason)
 
+def leave() -> str:
+    """Ends the process."""
+    exit()
+
+async def leave_later() -> str:
+    """Ends the process."""
+    exit()
+
+def keyed() -> dict:
+    """Answers what is no JSON."""
+    return {(1, 2): 3}
+
+def half() -> str:
+    """Answers half a character."""
+    return "a\\ud83d"
+
 def flood(count: int) -> str:
     """Answers at length.
 
@@ -193,6 +209,17 @@ class TestAnswers:
         tools = await open_tools(ToolSettings(tool=f"{own}:flood", max_result_length=10))
         text = await answer(tools, "flood", count=10**6)
         assert text == "xxxxxxxxxx\n(cut: the first 10 of 1000000 characters)"
+
+    async def test_what_ends_its_caller_or_is_no_text_is_an_answer(self, own: Path) -> None:
+        names = ("leave", "leave_later", "keyed", "half")
+        tools = await open_tools(*(f"{own}:{name}" for name in names))
+        answers = [await answer(tools, name) for name in names]
+        assert [text.split(" (")[0] for text in answers] == [
+            "error: leave: SystemExit: None",
+            "error: leave_later: SystemExit: None",
+            "error: keyed: TypeError: keys must be str, int, float, bool or None, not tuple",
+            "a?",
+        ]
 
     async def test_so_many_calls_at_a_time(self, own: Path) -> None:
         tools = await open_tools(ToolSettings(tool=f"{own}:counted", max_concurrent=3))
