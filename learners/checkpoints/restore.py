@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from learners.checkpoints.contents import load_tensors
 from learners.checkpoints.random_state import restore_random_state
+from learners.checkpoints.start import for_loading
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
@@ -25,6 +26,7 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
     Raises:
         ConfigError: the checkpoint is of another model than the run, or does not hold that.
     """
+    config = for_loading(config, checkpoint)
     path, record, wanted = checkpoint.path, checkpoint.record, config.learner.checkpoint.loaded
     for content in wanted:
         if content not in record["contents"]:

@@ -82,6 +82,21 @@ def resumed(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"run": run})
 
 
+def for_loading(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
+    """The configuration for loading this checkpoint: where `run.resume` names one, `load_contents`
+    is for that one, and those that the run has made since are loaded whole."""
+    resume, named = config.run.resume, ""
+    if resume not in ("never", "auto"):
+        named = str(resume)
+    elif (history := read_history(checkpoints_of(config.run.path))) is not None:
+        named = history.resume
+    if not named or Path(named).absolute() == checkpoint.path.absolute():
+        return config
+    contents = config.learner.checkpoint.model_copy(update={"load_contents": None})
+    learner = config.learner.model_copy(update={"checkpoint": contents})
+    return config.model_copy(update={"learner": learner})
+
+
 def _newest(run: Path) -> Start:
     found, current = newest(run), read_history(checkpoints_of(run))
     if found.checkpoint is None:

@@ -1,11 +1,12 @@
 """Correction for stale data: what `algorithm.rollout_is` makes of log-probabilities.
 
-Invariant: rejection and veto act under every `algorithm.proximal`; weights do not where the ratio
-of the loss is the importance ratio itself.
+Invariant: rejection and veto act under every `algorithm.proximal`; other weights than 0 and 1 do
+not where the ratio of the loss is the importance ratio itself. What tokens that are taken out count
+for in the denominators is said by `normalize_by` alone.
 Shapes: R response tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,7 +63,6 @@ def correct(
         advantages=advantages,
     )
     if config.ratio_holds_correction:
-        weights, mask = None, None if bool(found.accepted.all()) else found.accepted
-    else:
-        weights, mask = found.loss_terms(config.rollout_is)
+        found = replace(found, weights=None, keep=found.accepted)
+    weights, mask = found.loss_terms(config.rollout_is)
     return Correction(weights, mask, found.metrics, found.statistics)

@@ -16,7 +16,7 @@ import torch
 
 from learners.batch import TrainingBatch
 from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
-from streamrl.algorithms.kl import kl_controller, kl_penalty
+from streamrl.algorithms.kl import AdaptiveKL, kl_controller, kl_penalty
 from streamrl.algorithms.rewards import (
     RunningMoments,
     difficulty_mask,
@@ -111,11 +111,14 @@ class CreditAssigner:
         )
 
     def state_dict(self) -> dict[str, float]:
-        return {**self._running.state_dict(), "kl_coef": self._kl.value}
+        kl = {"kl_coef": self._kl.value} if isinstance(self._kl, AdaptiveKL) else {}
+        return {**self._running.state_dict(), **kl}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._running.load_state_dict(state)
-        self._kl.value = state["kl_coef"]
+        # A coefficient that is not adapted is the configuration's, also after it has changed.
+        if isinstance(self._kl, AdaptiveKL):
+            self._kl.value = state.get("kl_coef") or self._kl.value
 
     def _normalization_groups(self, batch: TrainingBatch) -> torch.Tensor:
         """[S] equal for the trajectories whose rewards are normalized together."""

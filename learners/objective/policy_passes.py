@@ -4,7 +4,8 @@ Invariant: a micro-batch has the same numbers in every pass, and at most one gra
 log-probabilities are needed before the loss (ratios in the advantage, KL in the reward, corrections
 of a whole batch), the pass over the first micro-batch comes last and keeps its graph, which the
 gradient then begins with: what fits into one micro-batch is computed once. A sharded network keeps
-none, since its parameters stay gathered until the backward pass.
+none, since its parameters stay gathered until the backward pass; nor does one with dropout, which
+acts in passes with gradient alone.
 Shapes: R response tokens.
 """
 
@@ -30,13 +31,15 @@ class PolicyPasses:
         self._with_entropy = algorithm.entropy_coef > 0 or config.learner.report_entropy
         self._trains_entropy = algorithm.entropy_coef != 0
         self._num_top = config.num_top_logprobs
+        lora = config.learner.lora
+        self._has_dropout = lora is not None and lora.dropout > 0
         self._kept: tuple[MicroBatch, NetworkOutput] | None = None
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
         """[R of the whole batch] in nats, on the CPU; `num_tokens` is R. The gradient of the same
         micro-batches comes next."""
         self._kept = None
-        if has_shards(self._policy.network):
+        if self._has_dropout or has_shards(self._policy.network):
             return self._policy.batch_logprobs(micro_batches, num_tokens)
         first, *others = micro_batches
         logprobs = self._policy.batch_logprobs(others, num_tokens)

@@ -108,10 +108,14 @@ def decode(
     tokens: TokenSlice,
     *,
     packed: bool,
+    has_shards: bool = False,
     tower: VisionTower | None = None,
     media: MediaOf = (),
 ) -> torch.Tensor:
     """[N, H] hidden states of the tokens, or of this rank's slice of them.
+
+    Args:
+        has_shards: all ranks make as many calls, each of which gathers parameters.
 
     Raises:
         ConfigError: the model's position embedding depends on what it saw before, or ranks cannot
@@ -132,7 +136,8 @@ def decode(
             "trajectories do not all share one row"
         )
     calls = [call for part in _parts(packing, limit) for call in _calls(model, packed, *part)]
-    calls += _missing_calls(len(calls), packing.device)
+    if has_shards:
+        calls += _missing_calls(len(calls), packing.device)
     states = torch.cat([call.hidden_states(decoder, inputs) for call in calls])
     order = torch.cat([call.indices.flatten()[call.real] for call in calls]).argsort()
     return states[order]
@@ -241,8 +246,6 @@ def _calls(
 
 def _missing_calls(num_calls: int, device: torch.device) -> list[_Call]:
     """Calls of nothing, until this rank makes as many as the one that makes most."""
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return []
     most = torch.tensor(num_calls, device=device)
     distributed.all_reduce(most, distributed.ReduceOp.MAX)
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)

@@ -144,7 +144,7 @@ def _agree(network: Network, whole: Network | None, mesh: Mesh) -> None:
 def _tensors(network: Network, *, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name; by each of their names without `remove_duplicate`."""
     parameters = network.named_parameters(remove_duplicate=remove_duplicate)
-    return dict(chain(parameters, network.named_buffers()))
+    return dict(chain(parameters, network.named_buffers(remove_duplicate=remove_duplicate)))
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -161,7 +161,8 @@ def _fill(network: Network, whole: Network | None, mesh: Mesh) -> None:
         tensor = torch.empty(target.shape, dtype=target.dtype, device=mesh.device)
         if given:
             tensor.copy_(given[name])
-            given[name].data = tensor.new_empty(0, device="cpu")
+            if isinstance(given[name], Parameter):
+                given[name].data = tensor.new_empty(0, device="cpu")
         with in_time():
             dist.broadcast(tensor, src=0)
         assign(target, tensor)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree
 from transformers import PreTrainedModel
 
@@ -208,6 +209,7 @@ class Network(torch.nn.Module):
             self.model,
             tokens,
             packed=self.is_packed,
+            has_shards=isinstance(self, FSDPModule),
             tower=self.tower,
             media=micro_batch.media,
         )

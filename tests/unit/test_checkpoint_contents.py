@@ -9,11 +9,12 @@ from actors.evaluation import named_model
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.restore import restore
 from learners.checkpoints.shards import saved_tensors
-from learners.checkpoints.start import choose
+from learners.checkpoints.start import choose, for_loading, resumed
+from learners.objective.credit import CreditAssigner
 from learners.session import LearnerState
 from streamrl.checkpoints.find import read_checkpoint
 from streamrl.errors import ConfigError
-from tests.training import make_batch
+from tests.training import make_batch, make_config
 from tests.unit.test_checkpoint import BOOKS, make_run, make_trainer, names, save
 
 
@@ -76,6 +77,43 @@ def test_a_checkpoint_holds_what_contents_names(tmp_path):
         restore(read_checkpoint(path), whole, make_trainer(whole))
     with pytest.raises(ConfigError, match=r"has no Hugging Face model, .*`streamrl export RUN`"):
         named_model(path)
+
+
+def test_what_is_loaded_of_a_named_checkpoint_is_not_said_of_later_ones(tmp_path):
+    base = make_run(tmp_path / "other")
+    trainer = make_trainer(base)
+    trainer.step(make_batch())
+    named = save(base, trainer, LearnerState(7, BOOKS))
+    config = make_run(tmp_path, resume=str(named), checkpoint={"load_contents": ["model"]})
+    records = RunRecords(config, choose(config))
+    records.begin()
+    later = records.save(trainer, LearnerState(8, BOOKS)).result()
+    records.close()
+    for again in (config, resumed(config)):
+        for path, contents in ((named, ("model",)), (later, ("model", "optimizer", "extra"))):
+            loaded = for_loading(again, read_checkpoint(path)).learner.checkpoint.loaded
+            assert loaded == contents
+
+
+@pytest.mark.parametrize(
+    ("saved", "then", "coef"),
+    [
+        ({}, {"coef": 0.1}, 0.1),
+        ({"coef": 0.1}, {"coef": 0.5}, 0.5),
+        ({}, {"coef": 0.1, "controller": "adaptive"}, 0.1),
+        ({"coef": 0.3, "controller": "adaptive"}, {"coef": 0.1, "controller": "adaptive"}, 0.3),
+        ({"coef": 0.3, "controller": "adaptive"}, {"coef": 0.1}, 0.1),
+    ],
+)
+def test_only_a_controller_that_adapts_goes_on_with_the_coefficient_of_a_checkpoint(
+    saved, then, coef
+):
+    before, after = (
+        CreditAssigner(make_config(algorithm={"kl_reward": section}).algorithm)
+        for section in (saved, then)
+    )
+    after.load_state_dict(before.state_dict())
+    assert after._kl.value == coef
 
 
 @pytest.mark.parametrize("name", ["contents", "load_contents"])

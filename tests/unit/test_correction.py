@@ -82,6 +82,33 @@ def test_the_ratio_to_the_behavior_policy_is_masked_by_veto_and_rejection(algori
     assert_alike(gradients({"proximal": "behavior", "rollout_is": correction}), by_hand(masked))
 
 
+@pytest.mark.parametrize("normalize_by", ["all", "kept"])
+def test_a_mean_by_sequence_counts_the_tokens_that_normalize_by_says(normalize_by):
+    rejection = {"rejection": [{"token_k3": 0.5}], "normalize_by": normalize_by}
+    section = {"proximal": "behavior", "rollout_is": rejection}
+    section["loss_config"] = {"loss_agg_mode": "seq-mean-token-mean"}
+
+    def by_sequence(batch: TrainingBatch, logprobs: Tensor) -> Tensor:
+        d = (logprobs.detach() - batch.behavior_logprobs).double()
+        keep, lengths = d.exp() - 1 - d <= 0.5, batch.sequences.lengths.tolist()
+        loss = torch.where(keep, ppo(logprobs, batch.behavior_logprobs, grpo(batch)), 0.0)
+        counts = [int(k.sum()) if normalize_by == "kept" else len(k) for k in keep.split(lengths)]
+        means = [one.sum() / max(n, 1) for one, n in zip(loss.split(lengths), counts, strict=True)]
+        num_sequences = len(counts) if normalize_by == "all" else sum(n > 0 for n in counts)
+        return torch.stack(means).sum() / num_sequences
+
+    assert_alike(gradients(section), by_hand(by_sequence))
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "vespo"])
+@pytest.mark.parametrize("algorithm", [VETO, REJECTION], ids=["veto", "rejection"])
+def test_a_limit_that_masks_nothing_changes_nothing(algorithm, loss):
+    """A correction of the whole batch has the denominators of one of each micro-batch."""
+    section = {"loss": loss, "proximal": "behavior", "rollout_is": algorithm["rollout_is"]}
+    limit = {**algorithm["rollout_is"], "second_moment": 1e9}
+    assert_alike(gradients({**section, "rollout_is": limit}), gradients(section))
+
+
 def test_the_ratio_to_the_behavior_policy_takes_no_weights():
     def unweighted(batch: TrainingBatch, logprobs: Tensor) -> Tensor:
         return ppo(logprobs, batch.behavior_logprobs, grpo(batch)).mean()

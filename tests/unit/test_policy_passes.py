@@ -47,6 +47,13 @@ def test_of_several_micro_batches_the_first_is_computed_once(settings: dict[str,
     assert passes == [False] * (count - 1) + [True] * count
 
 
+def test_a_pass_with_dropout_is_for_the_gradient_alone():
+    lora = {"rank": 4, "alpha": 8, "dropout": 0.5}
+    _, passes, metrics = counted_step(config_of(SETTINGS[0], ONE, lora=lora))
+    assert metrics["learner/num_micro_batches"] == 1
+    assert passes == [False, True]
+
+
 @pytest.mark.parametrize("limit", [ONE, SEVERAL])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_step_is_that_of_separate_passes(settings: dict[str, Any], limit: int):

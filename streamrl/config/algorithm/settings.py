@@ -157,7 +157,7 @@ class AlgorithmSettings(Section):
     @property
     def ratio_holds_correction(self) -> bool:
         """Whether weights are for the metrics only: the loss's ratio is to the behavior policy, and
-        they would count it twice. Rejection and veto still mask."""
+        they would count it twice. Tokens that rejection and veto take out still weigh 0."""
         return self.proximal == "behavior" and self.loss not in RATIO_FREE_LOSSES
 
     @property

@@ -32,7 +32,8 @@ class CheckpointSettings(Section):
     moments of rewards; and the policy as a Hugging Face folder, which `streamrl evaluate` needs."""
     load_contents: tuple[Literal["model", "optimizer", "extra"], ...] | None = None
     """What is loaded of the checkpoint that the run goes on from; null is all that `contents`
-    names."""
+    names. Where `run.resume` names one, of that one alone: what the run saves later is loaded
+    whole."""
 
     @property
     def is_best_validated(self) -> bool:

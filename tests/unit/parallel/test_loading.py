@@ -11,6 +11,7 @@ from learners.parallel.mesh import make_mesh
 from learners.parallel.sharding import full
 from learners.policy.loading import load_network
 from streamrl.config.learner import MeshSettings
+from tests.model_families import make_model
 from tests.ranks import run_ranks
 from tests.tiny_model import make_llama, save_llama
 from tests.training import make_config
@@ -43,13 +44,28 @@ def save_half(folder: Path) -> None:
     make_llama().to(torch.bfloat16).save_pretrained(folder)
 
 
+def save_hybrid(folder: Path) -> None:
+    """Whose layers with convolutions do not run packed."""
+    make_model("LFM2").save_pretrained(folder)
+
+
+def save_longrope(folder: Path) -> None:
+    """Whose long trajectories make a call of their own."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    make_llama(rope_parameters={**rope, **factors}, num_attention_heads=4).save_pretrained(folder)
+
+
 MODELS = {
     "llama": save_llama,
     "bfloat16": save_half,
     "tied": save_gpt2,
     "experts": save_experts,
     "untied": save_untied,
+    "hybrid": save_hybrid,
+    "longrope": save_longrope,
 }
+UNPACKED = ("hybrid", "longrope")
 
 
 def loaded(folder: str, mesh: Any = None, **options: Any) -> dict[str, torch.Tensor]:
@@ -60,7 +76,7 @@ def loaded(folder: str, mesh: Any = None, **options: Any) -> dict[str, torch.Ten
     if learner:
         options["lora"] = config.learner.lora
     network = load_network(config, mesh=mesh, **options)
-    tensors = [*network.named_parameters(), *network.named_buffers()]
+    tensors = [*network.named_parameters(), *network.named_buffers(remove_duplicate=False)]
     named = {name: full(tensor).clone() for name, tensor in tensors}
     return {**named, "drawn": torch.rand(3), "packed": torch.tensor(network.is_packed)}
 
@@ -84,6 +100,7 @@ def on_rank(folder: str, sizes: list[dict[str, int]]) -> list[dict[int, dict[str
             number: loaded(f"{folder}/{name}", mesh, **options)
             for number, (name, options) in enumerate(CASES)
             if mesh.size("tensor") == 1 or (name in WITH_PLAN and "lora" not in options)
+            if mesh.size("sequence") == 1 or name not in UNPACKED
         }
         for mesh in meshes
     ]
