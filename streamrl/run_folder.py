@@ -9,6 +9,7 @@ buffer/     journal.sqlite  payloads/
 
 import json
 import logging
+import os
 import random
 import shutil
 import socket
@@ -41,8 +42,9 @@ def prepare(config: RunConfig, *, resume: bool, new: bool, binds: bool = True) -
     Without `binds` buffer and learner are on other machines, and the ports are a plan's.
 
     Raises:
-        ConfigError: the folder holds a run already and neither flag says what to do with it, or
-            its daemons could not reach each other; the folder is as it was.
+        ConfigError: the folder holds a run already and neither flag says what to do with it, it
+            has other prompts than the run that it is to go on with, or its daemons could not reach
+            each other; the folder is as it was.
     """
     if config.buffer.url.startswith("memory://"):
         raise ConfigError(
@@ -56,6 +58,8 @@ def prepare(config: RunConfig, *, resume: bool, new: bool, binds: bool = True) -
             f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it "
             "aside, or choose another run.name"
         )
+    if has_run and resume:
+        _require_same_prompts(config, folder)
     resolved = _with_ports(config) if binds else config
     try:
         # Daemons that were killed are still named there.
@@ -72,6 +76,27 @@ def prepare(config: RunConfig, *, resume: bool, new: bool, binds: bool = True) -
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {folder}: {error.strerror}") from error
     return resolved
+
+
+def _require_same_prompts(config: RunConfig, folder: Path) -> None:
+    """A prompt index is the same prompt in all of a run."""
+    if not (folder / RESOLVED_FILE).is_file():
+        return
+    known = load_config(folder / RESOLVED_FILE, environment={}).config
+    for name, then, now in (
+        ("run.seed", known.run.seed, config.run.seed),
+        ("data.source", _sources(known), _sources(config)),
+    ):
+        if then != now:
+            raise ConfigError(
+                f"{name}: was {now}, and the run in {folder} has {then}: set it back to go on with "
+                "its prompts, or start anew with --new"
+            )
+
+
+def _sources(config: RunConfig) -> str:
+    paths = (source.path for source in config.data.sources)
+    return ", ".join(os.path.abspath(path) if Path(path).exists() else path for path in paths)
 
 
 def target_file(runs: Path, name: str, daemon_id: str) -> Path:

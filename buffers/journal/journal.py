@@ -14,6 +14,7 @@ lease. Leases get a new time to live on recovery, because clocks differ between 
 import fcntl
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -247,15 +248,21 @@ class Journal:
         if known is None:
             return False
         changed = {name: (known.get(name), now) for name, now in settings.items()}
-        changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
+        changed = {name: pair for name, pair in changed.items() if not _is_same(*pair)}
         for name, (then, now) in changed.items():
             if not name.startswith(("learner.", "buffer.")):
                 raise ConfigError(
                     f"{name}: is {now!r}, but the journal {self._path} is of a run with {then!r}: "
-                    f"give this run a folder of its own, or move the journal away"
+                    "set it back, or start the run anew with --new"
                 )
             log.warning("%s was %s in the journal; from here on it is %s", name, then, now)
         return bool(changed)
+
+
+def _is_same(then: object, now: object) -> bool:
+    """Also of two ways to name one file."""
+    are_texts = isinstance(then, str) and isinstance(now, str)
+    return then == now or (are_texts and os.path.abspath(str(then)) == os.path.abspath(str(now)))
 
 
 def _frees(event: Event) -> bool:

@@ -20,6 +20,7 @@ from streamrl.checkpoints.find import newest
 from streamrl.cli.processes.command import executable
 from streamrl.cli.processes.restarts import sentence_of
 from streamrl.config import RunConfig
+from streamrl.config.loading.similar import RESOLVED_FILE
 from streamrl.error_record import ErrorPipe
 from streamrl.errors import error_of
 from streamrl.run_folder import read_json
@@ -32,12 +33,20 @@ class Run:
     """Made by `streamrl.train`."""
 
     def __init__(
-        self, config: RunConfig, process: "subprocess.Popen[str]", pipe: ErrorPipe, *, show: bool
+        self,
+        config: RunConfig,
+        process: "subprocess.Popen[str]",
+        pipe: ErrorPipe,
+        *,
+        show: bool,
+        replaced: int | None = None,
     ) -> None:
+        """`replaced` is the `_stamp` of the run that the launch moves aside."""
         self.config = config
         self._process = process
         self._pipe = pipe
         self._failure: str | None = None
+        self._replaced = replaced
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._reader = threading.Thread(target=self._read_output, args=(show,), daemon=True)
         self._reader.start()
@@ -46,6 +55,7 @@ class Run:
     def start(cls, config: RunConfig, arguments: Sequence[str], file: Path, *, show: bool) -> "Run":
         """`streamrl launch FILE` with these arguments."""
         pipe = ErrorPipe()
+        replaced = _stamp(config.run.path) if "--new" in arguments else None
         process = subprocess.Popen(
             [executable(), "launch", str(file), "--no-view", *arguments],
             stdout=subprocess.PIPE,
@@ -55,7 +65,7 @@ class Run:
             env={**os.environ, **pipe.environment},
             pass_fds=(pipe.descriptor,),
         )
-        return cls(config, process, pipe, show=show)
+        return cls(config, process, pipe, show=show, replaced=replaced)
 
     @property
     def path(self) -> Path:
@@ -75,17 +85,19 @@ class Run:
     @property
     def checkpoint(self) -> Path | None:
         """The newest complete one."""
-        found = newest(self.path).checkpoint
+        found = newest(self.path).checkpoint if self._has_begun else None
         return None if found is None else found.path
 
     @property
     def evaluation(self) -> dict[str, Any]:
         """What `run.evaluate` has found; {} before that."""
-        return read_json(self.path / "evaluation.json")
+        return read_json(self.path / "evaluation.json") if self._has_begun else {}
 
     def metrics(self) -> list[dict[str, Any]]:
         """A row for each step so far, by the names of `metrics.jsonl`; `pandas.DataFrame` takes
         it."""
+        if not self._has_begun:
+            return []
         try:
             lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
         except FileNotFoundError:
@@ -121,7 +133,8 @@ class Run:
             self.stop()
             raise
         self._reader.join()
-        if code != 0 and code != 128 + signal.SIGTERM:
+        # The latter before the launch has begun to listen to signals.
+        if code not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
             raise error_of(code, self._sentence(code))
         return self
 
@@ -136,6 +149,11 @@ class Run:
         state = "runs" if self.exit_code is None else f"ended with exit code {self.exit_code}"
         return f"<Run {self.path}: {state}>"
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the folder is this run's, and no longer that of the one which it replaces."""
+        return self._replaced is None or _stamp(self.path) != self._replaced
+
     def _sentence(self, code: int) -> str:
         if self._failure is None:
             self._failure = f"launch: {sentence_of(code, self._pipe.read())}"
@@ -148,3 +166,11 @@ class Run:
             self._lines.append(line)
             if show:
                 sys.stdout.write(line)
+
+
+def _stamp(folder: Path) -> int | None:
+    """Of the run in the folder: a launch writes its configuration anew. None without a run."""
+    try:
+        return (folder / RESOLVED_FILE).stat().st_mtime_ns
+    except OSError:
+        return None

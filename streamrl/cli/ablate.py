@@ -5,7 +5,8 @@
 
 Every combination of what --vary and --variants vary is run, as a `streamrl launch` of its own under
 `run.folder`/`run.name`, or with --lag in one process each (see `streamrl.cli.ablation.exact_lag`);
-complete runs are not repeated, so an ablation that was stopped continues.
+complete runs are not repeated, so an ablation that was stopped continues when it is called again;
+one that was made with other settings is refused.
 Writes a table (`ablation.md`), of two axes a grid too, and `ablation.png`.
 """
 
@@ -26,6 +27,7 @@ from rich.console import Console
 
 from streamrl.cli.ablation.forked import exit_code_of
 from streamrl.cli.ablation.grid import grid, name_of
+from streamrl.cli.ablation.kept import require_made_like
 from streamrl.cli.ablation.lag import Lag
 from streamrl.cli.ablation.variants import axes
 from streamrl.cli.display.figure import drawn
@@ -56,10 +58,16 @@ class Run:
         """Its metrics, once it is complete."""
         return self._read()
 
-    @property
-    def is_complete(self) -> bool:
+    def is_complete(self, lag: str | None) -> bool:
+        """
+        Raises:
+            ConfigError: it is, with other settings than these.
+        """
         lines = self._read()
-        return bool(lines) and lines[-1]["step"] >= self.config.run.max_steps
+        if not lines or lines[-1]["step"] < self.config.run.max_steps:
+            return False
+        require_made_like(self.config, lag)
+        return True
 
     def _read(self) -> list[dict[str, Any]]:
         return read_metrics(self.config.run.path / "metrics.jsonl")
@@ -87,7 +95,10 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--jobs: several runs at once are for --lag; a launch takes the machine")
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs: was {arguments.jobs}; must be at least 1")
-    missing = [(number, run) for number, run in enumerate(runs, 1) if not run.is_complete]
+    numbered = list(enumerate(runs, 1))
+    missing = [(number, run) for number, run in numbered if not run.is_complete(arguments.lag)]
+    if len(missing) < len(runs):
+        console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are complete, and are kept")
 
     if arguments.lag is not None and missing:
         _make_model(base)

@@ -13,7 +13,7 @@ def require_places(url: str, *, needs_port: bool) -> None:
         ValueError: a host is missing, or a port is no number from 0 to LARGEST_PORT.
     """
     for host, port in places_of(url):
-        if not host or set(host) & set("@ "):
+        if not host or set(host) & set("@* "):
             raise ValueError(f"was {url!r}; it must look like {_form(url, needs_port)}")
         if (port or needs_port) and not (port.isdecimal() and int(port) <= LARGEST_PORT):
             raise ValueError(
@@ -60,6 +60,15 @@ def url_host(host: str) -> str:
 def family_of(host: str) -> socket.AddressFamily:
     """That of an IPv6 address, else that of IPv4, which names are resolved to as well."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def is_any(url: str) -> bool:
+    """Whether it listens on every address of its machine, and names none for others.
+
+    >>> is_any("zmq://0.0.0.0:29610"), is_any("zmq://[::]:29610"), is_any("zmq://10.0.0.1:29610")
+    (True, True, False)
+    """
+    return host_of(url) in ("0.0.0.0", "::")
 
 
 def is_loopback(url: str) -> bool:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from streamrl.config.addresses import require_places
+from streamrl.config.addresses import is_any, require_places
 from streamrl.config.numbers import Dtype, Positive, Seconds
 from streamrl.config.section import Section
 
@@ -48,6 +48,11 @@ class WeightSettings(Section):
         if not address.startswith("tcp://"):
             raise ValueError(f"was {address!r}; it must be tcp://host:port")
         require_places(address, needs_port=True)
+        if is_any(address):
+            raise ValueError(
+                f"was {address!r}; name the address at which generators reach the learner, which "
+                "they are told for broadcasts"
+            )
         return address
 
     @model_validator(mode="after")

@@ -5,9 +5,9 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 import numpy as np
 import zstandard
@@ -50,7 +50,9 @@ class JsonLines:
         try:
             return row(self._setting, place, json.loads(text))
         except ValueError as error:
-            raise ConfigError(f"{self._setting}: {place} is not JSON: {error}") from error
+            # The place that the error names is one within the line.
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise ConfigError(f"{self._setting}: {place} is not JSON: {reason}") from error
 
     def __iter__(self) -> Iterator[Row]:
         return map(self.__getitem__, range(len(self)))
@@ -107,17 +109,28 @@ def read_csv(setting: str, path: Path) -> ListedRows:
 def _opened(setting: str, path: Path) -> IO[bytes]:
     """The file's bytes, decompressed."""
     if path.suffix == ".zst":
-        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True)
-        return _checked(setting, path, reader)
+        return _checked(setting, path, lambda: b"".join(_frames(path.read_bytes())))
     if path.suffix == ".gz":
-        return _checked(setting, path, gzip.open(path))
+        return _checked(setting, path, lambda: gzip.decompress(path.read_bytes()))
     return path.open("rb")
 
 
-def _checked(setting: str, path: Path, compressed: BinaryIO | gzip.GzipFile) -> IO[bytes]:
+def _frames(data: bytes) -> Iterator[bytes]:
+    """
+    Raises:
+        EOFError: the last one is not whole.
+    """
+    while data:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        yield frame.decompress(data)
+        if not frame.eof:
+            raise EOFError("it ends before its last frame does")
+        data = frame.unused_data
+
+
+def _checked(setting: str, path: Path, decompress: Callable[[], bytes]) -> IO[bytes]:
     """All that a compressed file holds; memory holds it."""
     try:
-        with compressed:
-            return io.BytesIO(compressed.read())
+        return io.BytesIO(decompress())
     except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise ConfigError(f"{setting}: {path} cannot be decompressed: {error}") from error

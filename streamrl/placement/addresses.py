@@ -7,7 +7,7 @@ starts, and keys protect them. Called by assign.py.
 from collections.abc import Sequence
 
 from streamrl.config import RunConfig
-from streamrl.config.addresses import is_loopback, places_of, port_of, url_host
+from streamrl.config.addresses import is_any, is_loopback, places_of, port_of, url_host
 from streamrl.config.cluster import HostRole
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Host
@@ -49,7 +49,8 @@ def _address(config: RunConfig, url: str, role: HostRole, seats: Sequence[Seat])
         return url
     scheme, _, place = url.partition("://")
     host = place.rpartition(":")[0]
-    if is_loopback(url) and len({seat.host.name for seat in seats}) > 1:
+    names_none = is_loopback(url) or is_any(url)
+    if names_none and len({seat.host.name for seat in seats}) > 1:
         host = url_host(_first(role, seats).address)
     return f"{scheme}://{host}:{port_of(url) or config.cluster.first_port + _PORTS[role]}"
 

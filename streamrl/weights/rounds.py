@@ -136,6 +136,7 @@ class Rounds:
 
     def close(self) -> None:
         self._broadcast.close()
+        self._files.close()
         self.socket.close()
 
     def _on_hello(self, hello: Hello) -> None:

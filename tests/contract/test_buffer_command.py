@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from buffers.connect import connect
 from streamrl.cli.main import main
 from streamrl.config import to_yaml
-from streamrl.types import GeneratorStatus
+from streamrl.types import GeneratorStatus, LearnerActivity, LearnerStatus
 from tests.contract.limits_config import GROUPS_PER_STEP, limits_config
 from tests.contract.test_buffer_limits import SHARED, fill, serving
 from tests.records import lease_one
@@ -71,6 +73,34 @@ def test_an_empty_buffer_is_drained(backend: str, tmp_path: Path, capsys):
         assert main(["buffer", "drain", target_of(url, tmp_path), "--deadline", "30"]) == 0
         output = capsys.readouterr().out
         assert "drained at version 1: 10 trained groups are kept until the learner's next" in output
+
+
+@pytest.mark.parametrize("backend", SHARED)
+def test_a_drain_ends_where_no_learner_takes_what_waits(backend: str, tmp_path: Path, capsys):
+    run = tmp_path / "limits"
+    run.mkdir()
+    ended = LearnerStatus(
+        policy_version=0,
+        learner_term=1,
+        activity=LearnerActivity.ENDED,
+        activity_s=1.0,
+        time_s=time.time(),
+    )
+    (run / "learner.json").write_text(json.dumps(msgspec.to_builtins(ended, str_keys=True)))
+
+    async def wait_for_a_batch(url: str) -> None:
+        buffer = connect(limits_config(url, max_staleness=2))
+        await buffer.attach(0, None)
+        await fill(buffer, GROUPS_PER_STEP)
+        await buffer.close()
+
+    with serving(backend, tmp_path, max_staleness=2) as url:
+        asyncio.run(wait_for_a_batch(url))
+        (run / "config.yaml").write_text(to_yaml(limits_config(url, max_staleness=2)))
+        assert main(["buffer", "drain", str(run), "--deadline", "30"]) == 1
+    output = capsys.readouterr().out
+    assert "10 groups wait and no learner takes them: start one with `streamrl learner" in output
+    assert f"--config {run}/config.yaml --resume`" in output
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,11 @@ def test_a_run_with_a_local_reward_and_rows_of_ones_own(config, capsys):
     )
     assert [row["step"] for row in again.metrics()] == [1, 2, 3]
     assert len(list(Path("runs/inputs").glob("*.jsonl"))) == 1
+    # Stopped while it starts, it has nothing of the run that it replaces.
+    new = streamrl.train(config, reward=length, dataset=ROWS, new=True, wait=False, show=False)
+    assert (new.metrics(), new.checkpoint, new.evaluation) == ([], None, {})
+    new.stop(DEADLINE_S)
+    assert new.metrics() == []
 
 
 def test_what_is_wrong_is_raised_as_the_command_line_says_it(config):

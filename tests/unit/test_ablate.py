@@ -3,13 +3,14 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from streamrl.cli.ablate import main, markdown, outcome, plan
 from streamrl.cli.main import main as streamrl
-from streamrl.config import load_config
+from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.errors import ConfigError
 from streamrl.tracking.jsonl import JsonlTracker
 
@@ -73,7 +74,10 @@ def test_a_mistake_is_refused_before_anything_runs(tmp_path, vary, seeds, senten
     assert not any(tmp_path.iterdir())
 
 
-def write_run(path: Path, rewards: list[float], greedy: float) -> None:
+def write_run(config: RunConfig, rewards: list[float], greedy: float) -> None:
+    path = config.run.path
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(to_yaml(config))
     tracker = JsonlTracker(path / "metrics.jsonl", first_step=1)
     for step, reward in enumerate(rewards, 1):
         metrics = {
@@ -90,8 +94,8 @@ def write_run(path: Path, rewards: list[float], greedy: float) -> None:
 
 def test_an_outcome_is_the_end_of_each_run_and_the_mean_of_the_rest(tmp_path):
     runs = planned(arguments(tmp_path, "algorithm.rollout_is=token_is"))
-    write_run(runs[0].config.run.path, [0.0] * 18 + [0.5, 0.7], greedy=0.8)
-    write_run(runs[1].config.run.path, [0.0] * 18 + [0.9, 0.9], greedy=1.0)
+    write_run(runs[0].config, [0.0] * 18 + [0.5, 0.7], greedy=0.8)
+    write_run(runs[1].config, [0.0] * 18 + [0.9, 0.9], greedy=1.0)
     assert all(run.is_complete for run in runs)
     found = outcome("token_is", runs)
     assert found.final_rewards == pytest.approx((0.6, 0.9))
@@ -106,12 +110,33 @@ def test_an_outcome_is_the_end_of_each_run_and_the_mean_of_the_rest(tmp_path):
 def test_complete_runs_are_not_repeated(tmp_path, capsys, monkeypatch):
     given = arguments(tmp_path, "algorithm.rollout_is=token_is")
     for run in planned(given):
-        write_run(run.config.run.path, [0.5] * 20, greedy=0.8)
+        write_run(run.config, [0.5] * 20, greedy=0.8)
     monkeypatch.setattr("streamrl.cli.ablate._launch", lambda *_: pytest.fail("launched again"))
     assert main(given) == 0
     assert "0.500 (0.500, 0.500)" in capsys.readouterr().out
     assert (tmp_path / "stale_bf16" / "ablation.png").stat().st_size > 10_000
     assert "token_is" in (tmp_path / "stale_bf16" / "ablation.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "sentence"),
+    [
+        ({}, {"overrides": ["learner.optimizer.lr=1e-9"]}, "learner.optimizer.lr .*, not 1e-09"),
+        ({}, {"lag": "even"}, "--lag None, not even"),
+        ({"overrides": ["run.max_steps=21"]}, {}, "run.max_steps 21, not 20"),
+    ],
+)
+def test_runs_of_other_settings_are_not_taken_for_these(tmp_path, made, asked, sentence):
+    given = arguments(tmp_path, "algorithm.rollout_is=token_is")
+
+    def changed(changes: dict[str, Any]) -> argparse.Namespace:
+        overrides = [*given.overrides, *changes.get("overrides", ())]
+        return argparse.Namespace(**{**vars(given), **changes, "overrides": overrides})
+
+    for run in planned(changed(made)):
+        write_run(run.config, [0.5] * 20, greedy=0.8)
+    with pytest.raises(ConfigError, match=f"is complete and was made with {sentence}"):
+        main(changed(asked))
 
 
 def test_a_run_that_fails_is_named(tmp_path, capsys, monkeypatch):
@@ -143,7 +168,7 @@ def test_two_axes_make_a_grid_of_final_rewards(tmp_path, capsys):
     given = arguments(tmp_path, "buffer.max_staleness=0,8", variants=variants)
     runs = planned(given)
     for run, reward in zip(runs, (0.8, 0.4, 0.8, 0.6, 0.8, 0.4, 0.8, 0.8), strict=True):
-        write_run(run.config.run.path, [reward] * 20, greedy=reward)
+        write_run(run.config, [reward] * 20, greedy=reward)
     assert main(given) == 0
     *_, head, _, plain, vespo = capsys.readouterr().out.strip().splitlines()
     assert head == "| final reward (spread), % of the first | 0 | 8 |"

@@ -19,7 +19,7 @@ from streamrl.cli.display.summary import summary_rows
 from streamrl.cli.display.view import headline, read_wait, render
 from streamrl.cli.main import main
 from streamrl.cli.report import write_report
-from streamrl.config import load_config
+from streamrl.config import RunConfig, load_config
 from streamrl.config.addresses import port_of
 from streamrl.errors import (
     ConfigError,
@@ -224,6 +224,27 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     aside = [path for path in tmp_path.iterdir() if path.name.startswith("quickstart.")]
     assert (aside[0] / "metrics.jsonl").exists()
     assert not (config.run.path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("url", ["zmq://127.0.0.1:0", "redis://127.0.0.1:1/0"])
+def test_a_run_goes_on_with_its_own_prompts_or_is_left_as_it_is(tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    fixed = [f"run.folder={tmp_path}", f"buffer.url={url}", "weights.address=tcp://127.0.0.1:0"]
+
+    def config(*overrides: str) -> RunConfig:
+        return load_config(QUICKSTART, [*fixed, "data.source=rows.jsonl", *overrides]).config
+
+    run = prepare(config(), resume=False, new=False).run.path
+    (run / "metrics.jsonl").write_text("{}")
+    before = (run / "config.yaml").read_text()
+    for setting, was in (("run.seed=9", "0"), ("data.source=addition", str(Path.cwd()))):
+        name, _, value = setting.partition("=")
+        with pytest.raises(ConfigError, match=rf"{name}: was {value}, and the run in .* has {was}"):
+            prepare(config(setting), resume=True, new=False)
+    assert (run / "config.yaml").read_text() == before
+    prepare(config(f"data.source={tmp_path}/rows.jsonl"), resume=True, new=False)
+    prepare(config("run.seed=9"), resume=False, new=True)
 
 
 def test_a_launch_refuses_a_buffer_that_lives_in_one_process(tmp_path):

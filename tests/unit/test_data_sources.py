@@ -81,6 +81,17 @@ def test_every_format_has_the_same_prompts(tmp_path, suffix):
     assert contents(shuffled, 20) == contents(in_memory, 20)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+def test_a_compressed_file_that_ends_early_is_refused(tmp_path, suffix):
+    path = Path(write(tmp_path / f"rows{suffix}"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=rf"data.source: .*rows{suffix} cannot be decompressed"):
+        open_prompts(settings(source=str(path)), seed=0)
+    whole = Path(write(tmp_path / f"two{suffix}"))
+    whole.write_bytes(2 * whole.read_bytes())
+    assert count_rows("data.source", str(whole)) == 2 * len(ROWS)
+
+
 def test_a_row_is_found_by_its_place_in_its_file(tmp_path):
     for suffix, place in ((".csv", "line 4"), (".parquet", "row 2"), (".jsonl.gz", "line 2")):
         source = write(tmp_path / f"rows{suffix}")

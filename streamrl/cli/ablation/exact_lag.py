@@ -30,7 +30,7 @@ from actors.evaluation import greedy_groups_of, scores_of
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from learners.batch import TrainingBatch
 from learners.checkpoints.restore import load_trainer
-from streamrl.cli.ablation.lag import Lag
+from streamrl.cli.ablation.lag import LAG_FILE, Lag
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.durable_files import write_file
 from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError, exit_code_of
@@ -97,6 +97,7 @@ class LaggedRun:
         run = self._config.run
         run.path.mkdir(parents=True, exist_ok=True)
         write_file(run.path / "config.yaml", to_yaml(self._config))
+        write_file(run.path / LAG_FILE, self._lag)
         tracker = JsonlTracker(run.path / METRICS_FILE, first_step=1)
         try:
             for version in range(run.max_steps):

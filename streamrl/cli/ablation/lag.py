@@ -5,6 +5,9 @@ from enum import StrEnum
 
 import numpy as np
 
+LAG_FILE = "lag"
+"""In the folder of a run whose lag was set: the value of the option."""
+
 
 class Lag(StrEnum):
     """In versions; the mean is the same for both."""

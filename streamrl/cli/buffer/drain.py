@@ -1,6 +1,6 @@
 """`streamrl buffer drain`, and the loop of every drain: request, read, wait.
 
-0  drained      1  not within the deadline, or the drain was undone
+0  drained      1  not within the deadline, the drain was undone, or no learner takes what waits
 """
 
 import argparse
@@ -10,8 +10,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from streamrl.cli.buffer.target import open_running
+from streamrl.config import RunConfig
+from streamrl.config.loading.similar import RESOLVED_FILE
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import BufferStats
+from streamrl.run_folder import find_config, read_learner
+from streamrl.types import BufferStats, LearnerActivity
 
 _POLL_S = 0.5
 
@@ -52,17 +55,29 @@ async def wait_until_drained(
 
 
 async def _drain(target: str, deadline_s: float) -> int:
+    config = None if "://" in target else find_config(target)
     async with open_running(target) as buffer:
-        return await wait_until_drained(lambda: _request(buffer), deadline_s)
+        return await wait_until_drained(lambda: _request(buffer, config), deadline_s)
 
 
-async def _request(buffer: TrajectoryBuffer) -> DrainProgress:
+async def _request(buffer: TrajectoryBuffer, config: RunConfig | None) -> DrainProgress:
     """Each reading requests the drain again, since a learner that attaches ends it."""
     await buffer.drain()
     stats = await buffer.stats()
     if stats.in_flight == 0 or (stats.finished and stats.books.leased == 0):
         return DrainProgress(result=f"drained at version {stats.policy_version}: {_kept(stats)}")
+    if config is not None and stats.books.leased == 0 and _learner_has_ended(config):
+        return DrainProgress(
+            result=f"{stats.in_flight} groups wait and no learner takes them: start one with "
+            f"`streamrl learner --config {config.run.path / RESOLVED_FILE} --resume`",
+            exit_code=1,
+        )
     return DrainProgress(waiting_for=_holders(stats))
+
+
+def _learner_has_ended(config: RunConfig) -> bool:
+    learner = read_learner(config.run.path)
+    return learner is not None and learner.activity is LearnerActivity.ENDED
 
 
 def _holders(stats: BufferStats) -> str:

@@ -182,7 +182,7 @@ def _check_lengths(config: RunConfig, prompts: PromptSource) -> Iterator[Finding
         yield problem(
             f"data.max_prompt_length: was {data.max_prompt_length}, and a prompt has "
             f"{lengths[longest]} tokens ({origin or _shown(scanned[longest])}); data.truncation "
-            "left, right or drop would take it"
+            "left, right, drop or filter would take it"
         )
 
 

@@ -67,7 +67,7 @@ def check_secrets(config: RunConfig, origin: str | None) -> Iterator[Finding]:
 
 
 def check_listening(setting: str, address: str) -> Iterator[Finding]:
-    host, port = host_of(address).replace("*", "0.0.0.0"), port_of(address)
+    host, port = host_of(address), port_of(address)
     try:
         with socket.socket(family_of(host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -32,4 +32,11 @@ def with_preset(section: object) -> object:
         return section
     if "preset" not in section and any(name in section for name in _CHOICES):
         return {"preset": None, **section}
-    return {**ALGORITHM_PRESETS[preset], **section}
+    ours = ALGORITHM_PRESETS[preset]
+    return {**ours, **{name: _within(ours.get(name), value) for name, value in section.items()}}
+
+
+def _within(ours: Any, given: Any) -> Any:
+    """What is given for a setting; of a record, with the preset's other keys."""
+    both = isinstance(ours, Mapping) and isinstance(given, Mapping)
+    return {**ours, **given} if both else given

@@ -70,7 +70,7 @@ def load_usable(
         for setting in settings:
             tree = _with(tree, setting.path, setting.value, setting.origin)
     except ConfigError as error:
-        raise ConfigError(without_secrets(str(error))) from None
+        raise ConfigError(_without_secrets(error, path)) from None
     origins = {".".join(setting.path): setting.origin for setting in settings}
     try:
         tree, origins = with_steps(tree, origins)
@@ -79,9 +79,15 @@ def load_usable(
         rest = _usable(tree, [("run", "total_epochs")])
         return None if rest is None else LoadedConfig(rest, origins), error
     except ValidationError as error:
-        refusal = ConfigError(without_secrets(str(explain(error, RunConfig, origins))))
+        refusal = ConfigError(_without_secrets(explain(error, RunConfig, origins), path))
         rest = _usable(tree, [detail["loc"] for detail in error.errors()])
         return None if rest is None else LoadedConfig(rest, origins), refusal
+
+
+def _without_secrets(error: ConfigError, path: Path | str) -> str:
+    """The sentence with the file's path, which may have an @, as it is."""
+    file = str(Path(path))
+    return file.join(map(without_secrets, str(error).split(file)))
 
 
 def _usable(tree: Mapping[str, Any], refused: Sequence[tuple[int | str, ...]]) -> RunConfig | None:

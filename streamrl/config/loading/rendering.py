@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
 from streamrl.config.algorithm.inert import inert_settings
 from streamrl.config.loading.load import LoadedConfig
+from streamrl.config.loading.yaml_scalars import dump
 from streamrl.config.run_config import RunConfig
 
 
@@ -25,7 +24,7 @@ def to_yaml(config: RunConfig) -> str:
         algorithm = values["algorithm"]
         kept = {key: value for key, value in algorithm[section].items() if key != name}
         values = {**values, "algorithm": {**algorithm, section: kept}}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return dump(values, allow_unicode=True)
 
 
 def _render(
@@ -38,7 +37,7 @@ def _render(
             yield f"{indent}{key}:", ""
             yield from _render(item, here, origins)
         else:
-            dumped = yaml.safe_dump(item, default_flow_style=True, width=10**9)
+            dumped = dump(item, default_flow_style=True, width=10**9)
             shown = dumped.removesuffix("...\n").strip()
             yield f"{indent}{key}: {shown}", f"# {_origin_of(here, origins)}"
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from streamrl.config.addresses import host_of, is_loopback
+from streamrl.config.addresses import host_of, is_any, is_loopback
 from streamrl.config.cluster import HostRole
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Host
@@ -46,7 +46,7 @@ def at_address(setting: str, url: str, hosts: Sequence[Host]) -> tuple[Host, ...
         ConfigError: the run has several hosts, and none of these has the address.
     """
     wanted = host_of(url)
-    if len(hosts) == 1 or is_loopback(url) or wanted in ("*", "0.0.0.0", "::"):
+    if len(hosts) == 1 or is_loopback(url) or is_any(url):
         return tuple(hosts)
     if all(host.address != wanted for host in hosts):
         addresses = ", ".join(host.address for host in hosts)

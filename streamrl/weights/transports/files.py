@@ -108,6 +108,12 @@ class FileSender:
             }
             self._remove_unneeded()
 
+    def close(self) -> None:
+        """Remove what this learner has written: nobody is told of it any more."""
+        with self._lock:
+            for path in self._folder.glob(f"{self._learner_id}-*.safetensors*"):
+                path.unlink(missing_ok=True)
+
     def _write(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
     ) -> dict[str, FilesEndpoint]:

@@ -73,6 +73,9 @@ def test_a_preset_is_its_fields_below_those_that_are_given(tmp_path: Path, prese
     changed = AlgorithmSettings.model_validate({"preset": preset, "rollout_is": "sequence_clip"})
     assert changed.rollout_is == ROLLOUT_IS_PRESETS["sequence_clip"]
     assert changed.loss == spelled.loss
+    bounded = AlgorithmSettings.model_validate({"preset": preset, "rollout_is": {"threshold": 3.0}})
+    kept = named.rollout_is.model_copy(update={"threshold": 3.0})
+    assert bounded.rollout_is == kept
     whole = load_config(_minimal(tmp_path), [f"algorithm.preset={preset}"], {}).config
     assert whole.algorithm == named
 

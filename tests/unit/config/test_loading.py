@@ -83,7 +83,13 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ("weights.address=here", "weights.address: was 'here'; it must be tcp://host:port"),
         (
             "weights.address=tcp://0.0.0.0:5",
-            "weights.address: was 'tcp://0.0.0.0:5', which other machines can reach; that needs "
+            "weights.address: was 'tcp://0.0.0.0:5'; name the address at which generators reach",
+        ),
+        ("weights.address=tcp://*:5", "weights.address: was 'tcp://*:5'; it must look like tcp"),
+        ("buffer.url=zmq://*:5", "buffer.url: was 'zmq://*:5'; it must look like zmq://host:port"),
+        (
+            "weights.address=tcp://10.0.0.1:5",
+            "weights.address: was 'tcp://10.0.0.1:5', which other machines can reach; that needs "
             "keys: make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER",
         ),
         ("run.name=../up", "run.name: was '../up'"),
@@ -98,6 +104,25 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
 def test_a_wrong_setting_is_refused_by_name(tmp_path, override, sentence):
     text = MINIMAL + "run: {name: default}\n"
     assert sentence in refusal(tmp_path, text, override)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e5", "7e10", "+1e5", "0o17", "1.5e3", "on", "12:30", "~", "1_0"]
+)
+def test_a_text_that_looks_like_something_else_stays_a_text(tmp_path, text):
+    named = f'data.source_kwargs={{a: "{text}", "{text}": [1, "{text}"]}}'
+    config = load(tmp_path, MINIMAL, f'tracking.project="{text}"', named)
+    assert config.data.source_kwargs == {"a": text, text: [1, text]}
+    (tmp_path / "resolved.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "resolved.yaml", environment={}).config == config
+
+
+def test_a_path_with_an_at_sign_is_named_whole(tmp_path):
+    folder = tmp_path / "me@home"
+    folder.mkdir()
+    assert f"run.speed: unknown key; did you mean 'seed'? ({folder}/run.yaml:" in refusal(
+        folder, MINIMAL + "run: {speed: 3}\n"
+    )
 
 
 def test_a_wrong_setting_is_refused_with_its_place(tmp_path):

@@ -348,3 +348,15 @@ def test_a_file_of_another_model_is_refused(tmp_path):
 def test_differences_need_the_transport_files():
     with pytest.raises(ValueError, match=r"weights\.delta is for weights\.transport files"):
         WeightSettings(delta=True)
+
+
+def test_a_learner_that_ends_leaves_no_file_of_its_own(tmp_path):
+    learner = Learner(tmp_path, delta=True)
+    learner.write(1, a=-1)
+    learner.step(1e-3)
+    learner.write(2, a=1)
+    other = tmp_path / "other-00000001.safetensors"
+    other.write_bytes(b"")
+    assert len(list(tmp_path.iterdir())) > 2
+    learner.files.close()
+    assert [*tmp_path.iterdir()] == [other]
