@@ -132,7 +132,7 @@ class AttachRequest(Struct, frozen=True, tag="attach"):
     policy_version: PolicyVersion
     books: Books | None
     call_id: Name
-    final_version: PolicyVersion | None = None
+    final_version: Count | None = None
 
     def apply(self, state: State, now_s: float) -> Answer:
         learner_term = state.attach(

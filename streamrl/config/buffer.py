@@ -48,7 +48,8 @@ class BufferSettings(Section):
     """A generator that sends no heartbeat for this long, at least 1 s, loses its leases. It sends
     four in this time, and one a second at least."""
     max_group_bytes: Positive = 64 * 2**20
-    """Largest group accepted, in bytes."""
+    """Largest group accepted, in bytes; Redis takes 512 MiB at most, unless its proto-max-bulk-len
+    says more."""
     deadline_s: Seconds = 60.0
     """How long a client retries a call to the buffer before it fails."""
     journal: bool = True
