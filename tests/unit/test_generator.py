@@ -307,15 +307,19 @@ async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on(caplog
     }
 
 
-async def test_a_generator_whose_every_group_fails_gives_up_with_the_reason():
-    run = Run()
+async def assert_gives_up(run: Run, reason: str) -> None:
     await run.learner.attach(0, None)
-    run.engine.failure = RolloutError("always")
     generator = Generator(run.config, "g", run.runner, run.learner.client())
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(generator.run(), 10)
-    sentence = "^always; 32 groups have failed one after the other$"
+    sentence = f"^{reason}; 32 groups have failed one after the other$"
     assert caught.group_contains(RolloutError, match=sentence)
+
+
+async def test_a_generator_whose_every_group_fails_gives_up_with_the_reason():
+    run = Run()
+    run.engine.failure = RolloutError("always")
+    await assert_gives_up(run, "always")
 
 
 async def test_groups_that_the_buffer_refuses_as_malformed_count_as_failures(monkeypatch):
@@ -324,13 +328,7 @@ async def test_groups_that_the_buffer_refuses_as_malformed_count_as_failures(mon
         raise CorruptMessageError("no number")
 
     monkeypatch.setattr(MemoryBuffer, "put", refused)
-    run = Run()
-    await run.learner.attach(0, None)
-    generator = Generator(run.config, "g", run.runner, run.learner.client())
-    with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(generator.run(), 10)
-    sentence = "^no number; 32 groups have failed one after the other$"
-    assert caught.group_contains(RolloutError, match=sentence)
+    await assert_gives_up(Run(), "no number")
 
 
 async def test_a_reward_that_cancels_itself_fails_its_group(caplog):
