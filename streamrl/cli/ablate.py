@@ -117,11 +117,11 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             for future in as_completed(futures):
                 future.result()
-        except BaseException as error:
-            pool.shutdown(cancel_futures=True)
-            if isinstance(error, KeyboardInterrupt):
-                console.print("stopped; the same command makes the runs that are missing")
+        except KeyboardInterrupt:
+            console.print("stopped; the same command makes the runs that are missing")
             raise
+        finally:
+            pool.shutdown(cancel_futures=True)
     values = list(dict.fromkeys(run.value for run in runs))
     outcomes = [outcome(value, [run for run in runs if run.value == value]) for value in values]
     varied = axes(arguments.vary, arguments.variants)

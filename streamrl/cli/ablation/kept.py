@@ -21,7 +21,7 @@ def require_made_like(config: RunConfig, lag: str | None) -> None:
     file = folder / LAG_FILE
     made = {**_values(config_of(folder)), "--lag": file.read_text() if file.exists() else None}
     asked = {**_values(config), "--lag": lag}
-    for name in made.keys() | asked.keys():
+    for name in {**asked, **made}:
         if name not in _OWN and made.get(name) != asked.get(name):
             raise ConfigError(
                 f"{folder} is complete and was made with {name} {made.get(name)}, not "
