@@ -29,6 +29,6 @@ def print_plan(plan: Plan, *, is_json: bool = False) -> None:
         return
     console = Console(soft_wrap=True, highlight=False)
     for part in tables(plan):
-        console.print(part)
+        console.print(part, markup=False, emoji=False)
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)

@@ -7,10 +7,13 @@ Linux forks it, so that it has the launcher's imports at once; elsewhere a fork 
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from pathlib import Path
 
 from streamrl.config.arguments import config_file
 from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError
@@ -35,31 +38,34 @@ def require_startable(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: Sequence[str]) -> tuple[int | None, str]:
     """Exit code of a command of `streamrl`, and what it wrote to standard error. Waits for its end;
-    it is killed if this is interrupted."""
+    what it has started is killed then, and all of it if this is interrupted."""
     if sys.platform == "linux":
         context = multiprocessing.get_context("fork")
     else:
         context = multiprocessing.get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=_check, args=(arguments, writer))
-    with warnings.catch_warnings():
-        # The launcher's own thread is the only one; numpy's end and begin anew at a fork.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child.start()
-    writer.close()
-    try:
-        with reader, open(reader.fileno(), closefd=False, errors="replace") as lines:
-            messages = lines.read()
-        child.join()
-    finally:
-        child.kill()
-    return child.exitcode, messages
+    # A pipe would have its end when the last of what it starts ends.
+    with tempfile.NamedTemporaryFile(prefix="streamrl-check-") as errors:
+        child = context.Process(target=_check, args=(arguments, Path(errors.name)))
+        with warnings.catch_warnings():
+            # The launcher's own thread is the only one; numpy's end and begin anew at a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child.start()
+        assert child.pid is not None
+        try:
+            child.join()
+        finally:
+            child.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        return child.exitcode, errors.read().decode(errors="replace")
 
 
-def _check(arguments: Sequence[str], errors: Connection) -> None:
-    """In the process of its own."""
+def _check(arguments: Sequence[str], errors: Path) -> None:
+    """In the process of its own, which leads a group of what it starts."""
     from streamrl.cli.main import main
 
-    os.dup2(errors.fileno(), 2)
+    os.setsid()
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.exit(main(arguments))

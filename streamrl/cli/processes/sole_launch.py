@@ -2,12 +2,13 @@
 
 Invariant: while a launch lives, no other one changes the run's folder, on this machine or on others
 that share the file system. The lock is beside the folder, which `--new` moves, and ends with the
-process, however that ends. Called by `streamrl launch`.
+process, however that ends. Called by every launcher of a machine, of hosts and of Slurm.
 """
 
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,11 +16,13 @@ from pathlib import Path
 from streamrl.errors import ConfigError
 
 _LOCKS = ".launches"
+_POLL_S = 1.0
 
 
 @contextmanager
-def sole_launch(folder: Path) -> Iterator[None]:
-    """Holds the run of this folder.
+def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Holds the run of this folder. Waits `wait_s` at most for another launch to end: a file server
+    keeps the lock of a machine that is gone for a while.
 
     Raises:
         ConfigError: another launch of it is under way, or the lock cannot be written.
@@ -31,7 +34,7 @@ def sole_launch(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {file}: {error.strerror}") from error
     try:
-        _lock(descriptor, folder)
+        _lock(descriptor, folder, time.monotonic() + wait_s)
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
         yield
@@ -39,14 +42,22 @@ def sole_launch(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def _lock(descriptor: int, folder: Path, until_s: float) -> None:
+    while not _is_locked(descriptor):
+        if time.monotonic() >= until_s:
+            other = os.pread(descriptor, 300, 0).decode(errors="replace")
+            raise ConfigError(
+                f"run.name: {other} is a launch of {folder} already: stop it, or choose another "
+                "run.name"
+            )
+        time.sleep(_POLL_S)
+
+
+def _is_locked(descriptor: int) -> bool:
     # Some file systems have no locks.
     with suppress(OSError):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            other = os.pread(descriptor, 300, 0).decode(errors="replace")
-            raise ConfigError(
-                f"run.name: {other} is a launch of {folder} already: stop it, or choose another "
-                "run.name"
-            ) from None
+            return False
+    return True

@@ -1,8 +1,9 @@
 """What an engine needs on each of its GPUs.
 
-    weights      in `generator.dtype`, divided by the GPUs that share each matrix
-    KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180): one
-                 sequence of `generator.max_model_len` in any case, `max_num_seqs` of them at most
+    weights      in `generator.dtype`, divided by the GPUs that share each matrix, or the layers
+    KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180),
+                 divided alike: one sequence of `generator.max_model_len` in any case,
+                 `max_num_seqs` of them at most
 
 vLLM and SGLang take a fraction of the GPU, whatever they need of it; the HF engine takes what it
 needs, and a second copy of the weights for updates. Invariant: pure. Called by fit.py.
@@ -16,7 +17,7 @@ from streamrl.config.generator import GeneratorSettings
 from streamrl.placement.memory.learner import DRIVER_BYTES
 from streamrl.placement.memory.need import Need, Part
 from streamrl.placement.memory.shape import ModelShape
-from streamrl.placement.seats.engines import tensor_parallel_size
+from streamrl.placement.seats.engines import pipeline_parallel_size, tensor_parallel_size
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -33,7 +34,7 @@ class EngineMemory:
         return Need.of(self._parts(), self._remedies())
 
     def _parts(self) -> Iterator[Part]:
-        weights = self.shape.num_parameters * self._bytes // self._tensor
+        weights = self.shape.num_parameters * self._bytes // (self._tensor * self._pipeline)
         if self.generator.engine == "hf":
             yield Part("weights, twice", 2 * weights)
         else:
@@ -53,12 +54,16 @@ class EngineMemory:
         return tensor_parallel_size(self.generator)
 
     @property
+    def _pipeline(self) -> int:
+        return pipeline_parallel_size(self.generator)
+
+    @property
     def _bytes(self) -> int:
         return _DTYPE_BYTES[self.generator.dtype]
 
     @property
     def _sequence_bytes(self) -> int:
-        per_token = self.shape.kv_bytes_per_token(self._bytes, self._tensor)
+        per_token = self.shape.kv_bytes_per_token(self._bytes, self._tensor) // self._pipeline
         return per_token * (self.generator.max_model_len or self.config.max_model_len)
 
     def _remedies(self) -> Iterator[str]:

@@ -27,7 +27,7 @@ def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     """
     buffer: tuple[Seat, ...] = ()
     if config.buffer.has_daemon:
-        wanted = at_address("buffer.url", config.buffer.url, allowed_for("buffer", hosts))
+        wanted = at_address("buffer.url", config.buffer.url, allowed_for("buffer", hosts), hosts)
         buffer = (Seat("buffer", "buffer", wanted[0]),)
     taken = learner_seats(config, hosts)
     for index, wanted in enumerate(generator_hosts(config, hosts)):

@@ -1,5 +1,6 @@
 """The seats of engines: of the generators and of the validator."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from streamrl.errors import ConfigError
 from streamrl.placement.plan import Host
 from streamrl.placement.seats.seat import Seat, allowed_for, counted
 
-_PARALLEL = ("pipeline_parallel_size", "data_parallel_size", "pp_size", "dp_size")
+_PIPELINE = ("pipeline_parallel_size", "pp_size")
+_DATA = ("data_parallel_size", "dp_size")
 
 
 def generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
@@ -75,11 +77,11 @@ def devices_per_engine(generator: GeneratorSettings) -> int:
     """GPUs of one engine on a host that has some; 0 where its server runs elsewhere."""
     if generator.url:
         return 0
-    total = tensor_parallel_size(generator)
-    for name in _PARALLEL:
-        size = generator.engine_kwargs.get(name)
-        total *= size if isinstance(size, int) and size > 0 else 1
-    return total
+    return (
+        tensor_parallel_size(generator)
+        * pipeline_parallel_size(generator)
+        * _product(generator, _DATA)
+    )
 
 
 def tensor_parallel_size(generator: GeneratorSettings) -> int:
@@ -91,6 +93,17 @@ def tensor_parallel_size(generator: GeneratorSettings) -> int:
             return generator.sglang.tp_size
         case _:
             return 1
+
+
+def pipeline_parallel_size(generator: GeneratorSettings) -> int:
+    """Into how many parts an engine divides its layers."""
+    return _product(generator, _PIPELINE)
+
+
+def _product(generator: GeneratorSettings, names: Sequence[str]) -> int:
+    """Of these keywords of the engine, where they are set."""
+    sizes = (generator.engine_kwargs.get(name) for name in names)
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 @dataclass(frozen=True)

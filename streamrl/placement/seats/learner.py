@@ -7,19 +7,34 @@ tokens or matrices (`learner.mesh.sequence` x `tensor`) are on one host.
 from collections.abc import Callable, Sequence
 
 from streamrl.config import RunConfig
+from streamrl.config.addresses import host_of
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Host
-from streamrl.placement.seats.seat import Seat, allowed_for, at_address, counted
+from streamrl.placement.seats.seat import Seat, allowed_for, at_address, counted, names_a_host
+
+_ADDRESS = "weights.address"
 
 
 def learner_seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     """One seat for each host that has ranks; rank 0 is on the first.
 
     Raises:
-        ConfigError: the hosts with the role have too few GPUs, or blocks do not fit on one.
+        ConfigError: the hosts with the role have too few GPUs, blocks do not fit on one, or rank 0
+            is not where `weights.address` says.
     """
+    address = config.weights.address
+    found = _seats_of(config, at_address(_ADDRESS, address, allowed_for("learner", hosts), hosts))
+    first = found[0].host
+    if names_a_host(address, hosts) and first.address != host_of(address):
+        raise ConfigError(
+            f"{_ADDRESS}: was {address!r}, and the learner's first rank is on {first.name} "
+            f"({first.address}), by its GPUs; leave it out, and the plan chooses the address"
+        )
+    return found
+
+
+def _seats_of(config: RunConfig, allowed: Sequence[Host]) -> tuple[Seat, ...]:
     learner = config.learner
-    allowed = at_address("weights.address", config.weights.address, allowed_for("learner", hosts))
     kind, _, number = learner.device.partition(":")
     with_gpus = tuple(host for host in allowed if host.devices)
     if kind == "cuda" and number:

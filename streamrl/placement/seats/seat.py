@@ -39,14 +39,17 @@ def allowed_for(role: HostRole, hosts: Sequence[Host]) -> tuple[Host, ...]:
     )
 
 
-def at_address(setting: str, url: str, hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """The hosts, those first that have the address of `url`, where others than loopback are given.
+def at_address(
+    setting: str, url: str, hosts: Sequence[Host], all_hosts: Sequence[Host]
+) -> tuple[Host, ...]:
+    """`hosts`, of all hosts those that may have it: first those that have the address of `url`,
+    if it names one.
 
     Raises:
         ConfigError: the run has several hosts, and none of these has the address.
     """
     wanted = host_of(url)
-    if len(hosts) == 1 or is_loopback(url) or is_any(url):
+    if not names_a_host(url, all_hosts):
         return tuple(hosts)
     if all(host.address != wanted for host in hosts):
         addresses = ", ".join(host.address for host in hosts)
@@ -55,6 +58,11 @@ def at_address(setting: str, url: str, hosts: Sequence[Host]) -> tuple[Host, ...
             f"{addresses}); leave it out, and the plan chooses one"
         )
     return tuple(sorted(hosts, key=lambda host: host.address != wanted))
+
+
+def names_a_host(url: str, all_hosts: Sequence[Host]) -> bool:
+    """Whether the address of `url` says on which of several hosts it is."""
+    return len(all_hosts) > 1 and not is_loopback(url) and not is_any(url)
 
 
 def counted(hosts: Iterable[Host]) -> str:

@@ -95,6 +95,11 @@ def test_ranks_are_indices_of_a_job_that_fails_where_no_restart_helps(capsys):
     four = by_kind(render(capsys, "--gpus-per-node", "4"))["Job", "example-learner"]
     assert four["spec"]["completions"] == 4
     assert container(four)["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    # All pods of a Job are alike.
+    twelve = by_kind(render(capsys, "--set", "learner.num_ranks=12"))["Job", "example-learner"]
+    assert twelve["spec"]["completions"] == 2
+    assert container(twelve)["resources"]["limits"] == {"nvidia.com/gpu": "6"}
+    assert "--nproc-per-node=6" in container(twelve)["command"]
 
 
 def test_generators_can_be_scaled_and_have_not_the_secret_of_the_servers(capsys):
@@ -137,6 +142,10 @@ def test_keys_go_into_secrets_and_into_nothing_that_is_printed(capsys, tmp_path)
     [
         (("--image", "learnr=x"), "--image: was 'learnr=x', and 'learnr' is no role: did you mean"),
         (("--gpus-per-node", "1"), "--gpus-per-node: was 1; one engine needs 2 of one node"),
+        (
+            ("--set", "learner.num_ranks=12", "--set", "learner.mesh={tensor: 12}"),
+            "--gpus-per-node: was 8; learner.num_ranks 12 cannot be divided among nodes in blocks",
+        ),
         (("--set", "run.name=7b"), "run.name: was '7b'; for Kubernetes it begins with a letter"),
     ],
 )

@@ -1,18 +1,23 @@
 """The batch script of a run, and what is refused before anything is submitted."""
 
+import shlex
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from streamrl.cli.launchers.slurm.steps import step_command
 from streamrl.cli.main import main
+from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.placement.plan import Host
 
 CONFIG = """
 run: {{name: run, folder: {folder}}}
 model: {{path: m}}
 data: {{source: addition}}
 """
+HOST = Host("n1", "10.0.0.1", num_cores=2)
 
 
 @pytest.fixture
@@ -90,3 +95,47 @@ def test_a_step_gets_its_variables_on_its_node(tmp_path):
     done = subprocess.run(words[words.index("sh") :], capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
     assert log.read_text() == "2,3\nfailed\n"
+
+
+@pytest.mark.parametrize("job", ["", "17"])
+def test_a_run_that_another_launch_has_is_left_as_it_is(capsys, file, tmp_path, monkeypatch, job):
+    """Submitted again, or in an allocation, before its first step."""
+    monkeypatch.setattr("streamrl.cli.launchers.slurm.job._LOST_LOCK_S", 0.0)
+    monkeypatch.setattr("streamrl.cli.launchers.slurm.job.hosts_of_job", lambda _: (HOST,))
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
+    journal = tmp_path / "runs" / "run" / "buffer" / "journal.sqlite"
+    journal.parent.mkdir(parents=True)
+    journal.touch()
+    with sole_launch(tmp_path / "runs" / "run"):
+        assert main(["launch", file, "--slurm"]) == 2
+    assert "is a launch of" in capsys.readouterr().err
+    assert journal.exists()
+
+
+def test_an_allocation_gets_keys_and_steps_that_can_be_pasted(capsys, file, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
+    hosts = (HOST, Host("n2", "10.0.0.2", num_cores=2, roles=("generator",)))
+    monkeypatch.setattr("streamrl.cli.launchers.slurm.job.hosts_of_job", lambda _: hosts)
+    assert main(["launch", file, "--slurm", "--dry-run"]) == 0
+    steps = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert steps
+    assert all(words[words.index("-c") + 1].endswith('>>"$log" 2>&1') for words in steps)
+
+
+def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path):
+    is_held, ends = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with sole_launch(tmp_path / "run"):
+            is_held.set()
+            ends.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(60)
+    threading.Timer(0.2, ends.set).start()
+    with sole_launch(tmp_path / "run", wait_s=60.0):
+        holder.join()

@@ -57,6 +57,20 @@ def test_each_host_gets_what_its_processes_read_and_no_more(given: RunConfig, tm
     assert {path.name for path in learner.secrets} == keys | {"server.secret"}
 
 
+def test_long_texts_are_no_paths_and_a_checkpoint_to_begin_with_goes_to_the_learner(
+    given: RunConfig,
+):
+    checkpoint = Path("runs/old/checkpoints/step-5/state.pt")
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text("weights")
+    data = given.data.model_copy(update={"system_prompt": "You are careful. " * 40})
+    run = given.run.model_copy(update={"resume": checkpoint.parent})
+    config = with_keys(given.model_copy(update={"data": data, "run": run}))
+    plan = make_plan(config, hosts_of(config))
+    assert checkpoint in needed(plan, "a").relative
+    assert checkpoint not in needed(plan, "b").relative
+
+
 def test_keys_are_made_once_or_taken_from_the_configuration(given: RunConfig, tmp_path: Path):
     write_secrets(given)
     folder = given.run.path / "keys"

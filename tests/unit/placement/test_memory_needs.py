@@ -17,6 +17,7 @@ from streamrl.config.learner.lora import LoraSettings
 from streamrl.errors import ConfigError
 from streamrl.model_folder import ModelFolder
 from streamrl.placement.assign import make_plan
+from streamrl.placement.memory.engine import EngineMemory
 from streamrl.placement.memory.learner import LearnerMemory, activation_bytes, adapter_size
 from streamrl.placement.memory.shape import ModelShape
 from streamrl.placement.plan import Plan, PlannedProcess
@@ -169,6 +170,22 @@ def test_keys_and_values_are_divided_by_tensor_parallel_size_down_to_one_head():
     assert shape.kv_bytes_per_token(2) == 2 * 32 * 8 * 128 * 2 == 131_072
     assert shape.kv_bytes_per_token(2, 4) == 131_072 // 4
     assert shape.kv_bytes_per_token(2, 16) == 131_072 // 8
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), [("vllm", "pipeline_parallel_size"), ("sglang", "pp_size")]
+)
+def test_layers_are_divided_by_the_pipeline(folder, engine, name):
+    generator = {"engine": engine, "dtype": "bfloat16"}
+    one = with_model(folder, generator=generator)
+    four = with_model(folder, generator={**generator, "engine_kwargs": {name: 4}})
+    shape = ModelShape.of_facts(EIGHT_B)
+    for of_four, of_one in zip(
+        EngineMemory(four, four.generator, shape).need().parts[:2],
+        EngineMemory(one, one.generator, shape).need().parts[:2],
+        strict=True,
+    ):
+        assert of_four.num_bytes == of_one.num_bytes // 4
 
 
 def test_what_cannot_fit_is_refused_with_process_host_gpu_bytes_and_remedies(folder):

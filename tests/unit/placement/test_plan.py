@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.cli.plans.command import print_plan
 from streamrl.cli.processes import child
 from streamrl.cli.processes.daemons import make_children
 from streamrl.errors import ConfigError
@@ -24,6 +25,12 @@ def on_one(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 def vllm(count: int = 1, size: int = 1) -> dict[str, object]:
     return {"count": count, "engine": "vllm", "vllm": {"tensor_parallel_size": size}}
+
+
+def test_addresses_of_ipv6_are_shown_as_they_are(capsys):
+    plan = make_plan(configured(weights={"address": "tcp://[fd00::a]:1"}), one_host(1))
+    print_plan(plan)
+    assert "weights.address tcp://[fd00::a]:1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -291,6 +298,16 @@ REFUSED = [
         {"buffer": {"url": "zmq://10.9.9.9:1", "curve": "k"}},
         several(1, 1),
         r"buffer\.url: was 'zmq://10\.9\.9\.9:1', which is the address of no host",
+    ),
+    (
+        {"weights": {"address": "tcp://10.0.0.1:0"}},
+        several(0, 1),
+        r"weights\.address: was 'tcp://10\.0\.0\.1:0', and .* is on host-1 \(10\.0\.0\.2\)",
+    ),
+    (
+        {"weights": {"address": "tcp://a:0"}},
+        (Host("a", "a", roles=("generator", "buffer")), Host("b", "b", roles=("learner",))),
+        r"weights\.address: was 'tcp://a:0', which is the address of no host .* it \(b\)",
     ),
     (
         {"generator": {"count": 3}},

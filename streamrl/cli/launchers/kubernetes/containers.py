@@ -10,6 +10,7 @@ Invariant: a container's command is that of the plan; only the place of the conf
 names and addresses that Kubernetes gives to a pod, are put in.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +185,7 @@ def _init_containers(config: RunConfig, role: HostRole, container: Document) -> 
         return {}
     make = ["streamrl", "make-model", "--config", str(CONFIG_FILE)]
     kept = ("image", "workingDir", "env", "securityContext", "volumeMounts")
-    is_there = f"test -e {config.model.path}"
+    is_there = f"test -e {shlex.quote(config.model.path)}"
     return {
         "initContainers": [
             {

@@ -53,7 +53,8 @@ def pod_sizes(config: RunConfig, devices: int) -> PodSizes:
     """By what the configuration needs; `devices` is what a node has.
 
     Raises:
-        ConfigError: an engine needs more devices than a node has.
+        ConfigError: an engine, or ranks that share tokens or matrices, need more devices than a
+            node has.
     """
     of_engine = devices_per_engine(config.generator)
     if of_engine > devices > 0:
@@ -62,9 +63,24 @@ def pod_sizes(config: RunConfig, devices: int) -> PodSizes:
             "generator.vllm.tensor_parallel_size)"
         )
     return PodSizes(
-        learner=0 if config.learner.device == "cpu" else min(devices, config.learner.num_ranks),
+        learner=0 if config.learner.device == "cpu" or not devices else _ranks(config, devices),
         generator=0 if config.generator.device == "cpu" else min(devices, of_engine),
     )
+
+
+def _ranks(config: RunConfig, devices: int) -> int:
+    """Of each pod alike, since all pods of a Job are made by one template."""
+    learner = config.learner
+    block = learner.mesh.sequence * learner.mesh.tensor
+    alike = range(block, min(devices, learner.num_ranks) + 1, block)
+    sizes = [size for size in alike if learner.num_ranks % size == 0]
+    if not sizes:
+        raise ConfigError(
+            f"--gpus-per-node: was {devices}; learner.num_ranks {learner.num_ranks} cannot be "
+            f"divided among nodes in blocks of learner.mesh.sequence {learner.mesh.sequence} x "
+            f"tensor {learner.mesh.tensor}"
+        )
+    return sizes[-1]
 
 
 def hosts_of_pods(config: RunConfig, sizes: PodSizes) -> tuple[Host, ...]:

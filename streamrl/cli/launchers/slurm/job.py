@@ -13,6 +13,7 @@ Invariant: nothing outlives the job; what runs in it are steps.
 import argparse
 import asyncio
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from rich.console import Console
 from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.display.summary import summary
 from streamrl.cli.display.view import ProgressView
+from streamrl.cli.launchers.slurm.keys import make_missing_keys, with_keys
 from streamrl.cli.launchers.slurm.nodes import hosts_of_job
 from streamrl.cli.launchers.slurm.steps import StepChild, step_command
 from streamrl.cli.processes.daemons import supervise
@@ -35,6 +37,7 @@ from streamrl.cli.processes.run_commands import (
     require_books,
     write_books,
 )
+from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
@@ -42,6 +45,9 @@ from streamrl.errors import Interrupted
 from streamrl.placement.assign import make_plan
 from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.run_folder import prepare
+
+# A node that has failed may hold the run's lock until the file server's lease of it ends.
+_LOST_LOCK_S = 180.0
 
 
 class _Requeue:
@@ -57,14 +63,30 @@ class _Requeue:
 
 
 def run_in_job(config: RunConfig, arguments: argparse.Namespace, job: str) -> int:
+    """Exit code of the run; with `--dry-run`, of making the plan."""
     console = Console()
     requeue = _Requeue()
-    require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+    hosts = hosts_of_job(config)
+    has_own_keys = config.buffer.curve is None and len(hosts) > 1
+    if has_own_keys:
+        config = with_keys(config)
     if arguments.dry_run:
-        _print(make_plan(config, hosts_of_job(config), resume=arguments.resume), console)
+        require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+        _print(make_plan(config, hosts, resume=arguments.resume))
         return 0
-    config = prepare(config, resume=arguments.resume, new=arguments.new)
-    plan = make_plan(config, hosts_of_job(config), resume=arguments.resume)
+    with sole_launch(config.run.path, wait_s=_LOST_LOCK_S):
+        require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+        config = prepare(config, resume=arguments.resume, new=arguments.new)
+        if has_own_keys:
+            make_missing_keys(config)
+        plan = make_plan(config, hosts, resume=arguments.resume)
+        return _run_plan(plan, arguments, console, job, requeue)
+
+
+def _run_plan(
+    plan: Plan, arguments: argparse.Namespace, console: Console, job: str, requeue: _Requeue
+) -> int:
+    """The run, from the plan's configuration to the report."""
     write_file(plan.config_file, to_yaml(plan.config))
     try:
         _run(plan, arguments, console, job)
@@ -113,7 +135,7 @@ def _children(plan: Plan, view: ProgressView, job: str) -> list[StepChild]:
     return planned_children(StepChild, plan, view.print, own, {})
 
 
-def _print(plan: Plan, console: Console) -> None:
+def _print(plan: Plan) -> None:
     logs = plan.config.run.path / "logs"
     for process in plan.processes:
         words = step_command(
@@ -123,4 +145,4 @@ def _print(plan: Plan, console: Console) -> None:
             process.environment,
             logs / f"{process.name}.log",
         )
-        console.print(" ".join(words), soft_wrap=True, highlight=False)
+        print(shlex.join(words))

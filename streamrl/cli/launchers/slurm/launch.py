@@ -12,9 +12,10 @@ from pathlib import Path
 from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.cli.launchers.slurm.job import run_in_job
+from streamrl.cli.launchers.slurm.keys import make_missing_keys, with_keys
 from streamrl.cli.launchers.slurm.script import job_script
+from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.config import RunConfig, to_yaml
-from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import prepare
@@ -31,29 +32,30 @@ def _submit(config: RunConfig, arguments: argparse.Namespace) -> int:
     num_nodes = arguments.nodes or len(config.cluster.hosts) or 1
     has_own_keys = config.buffer.curve is None and num_nodes > 1
     if has_own_keys:
-        config = _with_keys(config)
+        config = with_keys(config)
     script = job_script(config, num_nodes, arguments.sbatch)
     if arguments.dry_run:
         print(script, end="")
         return 0
+    with sole_launch(config.run.path):
+        _write_job(config, script, arguments, has_own_keys=has_own_keys)
+    print(_sbatch(config.run.path / "slurm" / "job.sh"))
+    print(f"streamrl status {config.run.path}; its output is {config.run.path}/logs/slurm.log")
+    return 0
+
+
+def _write_job(
+    config: RunConfig, script: str, arguments: argparse.Namespace, *, has_own_keys: bool
+) -> None:
     require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-    prepare(config, resume=arguments.resume, new=arguments.new)
-    if has_own_keys and not (config.run.path / "keys").exists():
-        make_keys(config.run.path / "keys")
+    prepare(config, resume=arguments.resume, new=arguments.new, binds=False)
+    if has_own_keys:
+        make_missing_keys(config)
     folder = config.run.path / "slurm"
     folder.mkdir(exist_ok=True)
     (config.run.path / "logs").mkdir(exist_ok=True)
     write_file(folder / "config.yaml", to_yaml(config))
     write_file(folder / "job.sh", script)
-    print(_sbatch(folder / "job.sh"))
-    print(f"streamrl status {config.run.path}; its output is {config.run.path}/logs/slurm.log")
-    return 0
-
-
-def _with_keys(config: RunConfig) -> RunConfig:
-    """With keys in the run's folder, which all nodes see and the owner alone can read."""
-    buffer = config.buffer.model_copy(update={"curve": config.run.path / "keys"})
-    return config.model_copy(update={"buffer": buffer})
 
 
 def _sbatch(script: Path) -> str:

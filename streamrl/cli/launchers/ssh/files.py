@@ -49,7 +49,9 @@ def needed(plan: Plan, host: str) -> Needed:
     secrets = [*keys, *([password] if password is not None else [])]
     if roles <= {"buffer"}:
         return Needed(secrets=secrets)
-    named = tuple(_named(config.model_dump()))
+    resumed = config.run.resume if "learner" in roles else None
+    checkpoint = [resumed] if isinstance(resumed, Path) else []
+    named = (*_named(config.model_dump()), *checkpoint)
     return Needed(
         relative=sorted({file for path in named if _is_copied(path) for file in _files(path)}),
         absolute=sorted({str(path) for path in named if not _is_copied(path)}),
@@ -99,7 +101,7 @@ def _named(settings: Mapping[str, Any]) -> Iterator[Path]:
         for text in _texts(values):
             file = text.rpartition(":")[0] if is_user_code(text) and ":" in text else text
             path = Path(file)
-            if not file or path == Path(".") or not path.exists():
+            if not file or path == Path(".") or not os.path.exists(path):
                 continue
             yield path
             if path.suffix == ".py":

@@ -35,6 +35,7 @@ from streamrl.cli.processes.command import call
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S, supervise
 from streamrl.cli.processes.planned import planned_children
 from streamrl.cli.processes.run_commands import books_options, evaluation_may_fail
+from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig
 from streamrl.config.arguments import config_file
@@ -50,15 +51,18 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Exit code of the run; with `--dry-run`, of reaching the hosts and making the plan."""
     console = Console()
     _require_no_parity(config)
-    require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-    if not arguments.dry_run:
-        _make_model(config, arguments)
-    try:
-        stopped_by = asyncio.run(_launch(config, arguments, console))
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
     if arguments.dry_run:
+        require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+        _launched(config, arguments, console)
         return 0
+    with sole_launch(config.run.path):
+        return _run_and_report(config, arguments, console)
+
+
+def _run_and_report(config: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
+    require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+    _make_model(config, arguments)
+    stopped_by = _launched(config, arguments, console)
     write_report(config)
     console.print(summary(config))
     if stopped_by is not None:
@@ -66,6 +70,15 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
         raise Interrupted(stopped_by)
     return 0
+
+
+def _launched(
+    config: RunConfig, arguments: argparse.Namespace, console: Console
+) -> signal.Signals | None:
+    try:
+        return asyncio.run(_launch(config, arguments, console))
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 async def _launch(
