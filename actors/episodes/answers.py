@@ -7,8 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Observation, Transition
+from streamrl.types import Media
+
+_ID_LIMIT = 2**31
 
 
 def checked_observation(observation: Any, method: str = "start") -> Observation:
@@ -18,9 +23,15 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
     """
     if not isinstance(observation, Observation):
         raise _wrong(f"{method} returned", observation, "an Observation")
-    for token in observation.token_ids:
-        if not hasattr(token, "__index__"):
-            raise _wrong(f"{method}: one of observation.token_ids was", token, "an int")
+    ids = observation.token_ids
+    if not isinstance(ids, tuple | list):
+        raise _wrong(f"{method}: observation.token_ids was", ids, "a tuple of ints")
+    for token in ids:
+        if not hasattr(token, "__index__") or not 0 <= token < _ID_LIMIT:
+            raise _wrong(f"{method}: one of observation.token_ids was", token, "a token id")
+    for media in observation.media:
+        if not isinstance(media, Media):
+            raise _wrong(f"{method}: one of observation.media was", media, "a Media")
     for message in observation.messages:
         if not isinstance(message, Mapping):
             raise _wrong(f"{method}: one of observation.messages was", message, "a mapping")
@@ -40,6 +51,9 @@ def checked_transition(transition: Any) -> Transition:
     checked_observation(transition.observation, "step")
     if not isinstance(transition.metrics, Mapping):
         raise _wrong("step: metrics was", transition.metrics, "a mapping of numbers")
+    for name in ("done", "in_loss", "is_valid"):
+        if not isinstance(value := getattr(transition, name), bool | np.bool_):
+            raise _wrong(f"step: {name} was", value, "a bool")
     calls = transition.num_tool_calls
     if not isinstance(calls, int) or calls < 0:
         raise _wrong("step: num_tool_calls was", calls, "a count")

@@ -70,7 +70,8 @@ def export(
     """Write the policy of a checkpoint, whose files have been compared with its manifest.
 
     Raises:
-        ConfigError: the folder exists already, or cannot be written.
+        ConfigError: the folder exists already, or cannot be written; the model that an adapter
+            belongs to is not there.
     """
     trust = config.model.trust_remote_code
     model = ModelSettings(path=str(checkpoint), trust_remote_code=trust)

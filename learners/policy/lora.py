@@ -30,8 +30,9 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _BASE = "base_layer."
 
 
-def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Freeze the model and put an adapter of zeros on the layers that `targets` names.
+def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, is_filled: bool = True) -> None:
+    """Freeze the model and put an adapter of zeros on the layers that `targets` names; unless
+    `is_filled`, on the meta device, for which no random number is drawn.
 
     Raises:
         ConfigError: peft is not installed, or no layer, or none that peft can adapt, is named.
@@ -44,7 +45,9 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> None:
         ) from error
     _require_layers(model, settings)
     try:
-        inject_adapter_in_model(peft_config(settings), model, adapter_name=ADAPTER)
+        inject_adapter_in_model(
+            peft_config(settings), model, adapter_name=ADAPTER, low_cpu_mem_usage=not is_filled
+        )
     except ValueError as error:
         raise ConfigError(f"learner.lora.targets: {error}") from error
     for layer in adapted_layers(model).values():
@@ -174,17 +177,27 @@ class Factors(Mapping[str, torch.Tensor]):
 def merged_weights(
     settings: LoraSettings, base: ModelSettings, adapter: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The model of `base` with the adapter in it, float32, on the CPU.
+    """The model of `base` with the adapter in it, float32, on the CPU. Draws no random number,
+    since a learner saves while it trains.
 
     Args:
         adapter: by name of parameter, whole.
+
+    Raises:
+        ConfigError: there is no such model, or the adapter has no place in it.
     """
     trust = base.trust_remote_code
-    model = auto_model_at(base.path, trust_remote_code=trust).from_pretrained(
-        base.path, dtype=torch.float32, trust_remote_code=trust
-    )
-    add_adapter(model, settings)
-    model.load_state_dict(dict(adapter), strict=False)
+    try:
+        model = auto_model_at(base.path, trust_remote_code=trust).from_pretrained(
+            base.path, dtype=torch.float32, trust_remote_code=trust
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: no model at {base.path!r}, which the adapter belongs to: {error}"
+        ) from error
+    add_adapter(model, settings, is_filled=False)
+    filled = {name: tensor.float() for name, tensor in adapter.items()}
+    model.load_state_dict(filled, strict=False, assign=True)
     others = {name: tensor for name, tensor in adapter.items() if ".lora_" not in name}
     return {**others, **MergedWeights(model)}
 

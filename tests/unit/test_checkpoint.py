@@ -48,6 +48,7 @@ def make_run(
     tmp_path: Path,
     advantage: str = "grpo",
     checkpoint: Mapping[str, object] | None = None,
+    lora: Mapping[str, object] | None = None,
     **run: object,
 ) -> RunConfig:
     model = tmp_path / "model"
@@ -57,7 +58,11 @@ def make_run(
     return make_config(
         model={"path": str(model)},
         run={"folder": tmp_path, "name": "run", **run},
-        learner={"checkpoint": {"keep": 2, **(checkpoint or {})}, "device": "cpu"},
+        learner={
+            "checkpoint": {"keep": 2, **(checkpoint or {})},
+            "device": "cpu",
+            **({"lora": lora} if lora else {}),
+        },
         algorithm={
             "advantage": advantage,
             "kl_reward": {"coef": 0.1, "controller": "adaptive"},
@@ -88,9 +93,11 @@ def make_trainer(config: RunConfig) -> Trainer:
     return Trainer(config, Policy.from_config(config), Policy.from_config(config), critic)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "gae"])
-def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path, advantage):
-    config = make_run(tmp_path, advantage)
+@pytest.mark.parametrize(
+    ("advantage", "lora"), [("grpo", None), ("gae", None), ("grpo", {"rank": 4, "dropout": 0.1})]
+)
+def test_the_next_step_is_exactly_the_one_that_would_have_come(tmp_path, advantage, lora):
+    config = make_run(tmp_path, advantage, lora=lora)
     trainer = make_trainer(config)
     for seed in range(2):
         trainer.step(make_batch(seed))

@@ -61,6 +61,15 @@ def test_an_export_that_cannot_be_made_says_why(tmp_path, capsys, arguments, sen
     assert re.search(sentence, capsys.readouterr().err)
 
 
+def test_an_export_of_an_adapter_whose_model_has_gone_says_so(tmp_path, capsys):
+    config = make_run(tmp_path, lora={"rank": 2})
+    save(config, make_trainer(config), LearnerState(1))
+    (tmp_path / "model").rename(tmp_path / "gone")
+    assert exported(config, "--step", "1") == 2
+    assert re.search(r"model\.path: no model at .*model', which", capsys.readouterr().err)
+    assert exported(config, "--step", "1", "--adapter") == 0
+
+
 def test_an_export_of_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     config = make_run(tmp_path)
     path = save(config, make_trainer(config), LearnerState(1))

@@ -15,7 +15,7 @@ from actors.engines.hf.compaction import Compaction
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import FinishReason, SamplingParams
-from tests.tiny_model import EOS, VOCAB_SIZE, make_llama
+from tests.tiny_model import EOS, VOCAB_SIZE, make_llama, save_llama
 
 DEADLINE_S = 30.0
 
@@ -56,6 +56,22 @@ def test_a_folder_without_a_model_is_named(tmp_path):
     settings = {"model": {"path": str(tmp_path)}, "data": {"source": "addition"}}
     with pytest.raises(ConfigError, match=f"^model.path: no model at '{tmp_path}'"):
         hf.HfEngine.from_config(RunConfig.model_validate(settings), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"dtype": "float32"}, "engine_kwargs.dtype: is set by StreamRL; leave it out"),
+        ({"no_such": 1}, "engine_kwargs: .*unexpected keyword argument 'no_such'"),
+    ],
+)
+def test_keywords_that_the_model_does_not_take_are_named(tmp_path, given, sentence):
+    save_llama(tmp_path)
+    generator = {"engine": "hf", "engine_kwargs": given}
+    settings = {"model": {"path": str(tmp_path)}, "data": {"source": "addition"}}
+    config = RunConfig.model_validate({**settings, "generator": generator})
+    with pytest.raises(ConfigError, match=rf"^generator\.{sentence}"):
+        hf.HfEngine.from_config(config, seed=0)
 
 
 async def test_close_waits_a_while_for_a_step_and_then_leaves_it_alone(monkeypatch, caplog):

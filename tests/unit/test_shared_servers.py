@@ -8,15 +8,22 @@ import pytest
 from msgspec import structs
 
 from actors.engines.served import attach as attaching
+from actors.engines.served import replicas
 from actors.engines.served.attach import attach, labels_of_run, server_id
 from actors.engines.served.engine import ServedEngine
-from actors.engines.served.http import ConnectionLostError, Http
+from actors.engines.served.http import BusyError, ConnectionLostError, Http
 from actors.engines.served.replicas import Replica, ReplicatedEngine
 from actors.engines.served.server import Labels
 from actors.engines.served.standstill import Standstill
 from actors.engines.targets import weight_targets
 from streamrl.config.engines.vllm import VllmSettings
-from streamrl.errors import ConfigError, RolloutError, TransportError, WeightTransferError
+from streamrl.errors import (
+    ConfigError,
+    RolloutError,
+    StreamRLError,
+    TransportError,
+    WeightTransferError,
+)
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, HeldEndpoint, WeightUpdate
 from streamrl.weights.receiver import Holding
@@ -219,6 +226,8 @@ class Fleet:
 
     def __init__(self, count: int, retry_timeout_s: float = 5.0) -> None:
         self.servers = [shared() for _ in range(count)]
+        self.refusals: dict[int, StreamRLError] = {}
+        self.num_refused = 0
         self.engine = ReplicatedEngine(
             [Replica(f"http://127.0.0.1:{i}", self._opener(i)) for i in range(count)],
             retry_timeout_s=retry_timeout_s,
@@ -227,7 +236,8 @@ class Fleet:
     def _opener(self, i: int) -> Callable:
         async def open_engine() -> ServedEngine:
             if self.servers[i].is_gone:
-                raise TransportError("nobody there")
+                self.num_refused += 1
+                raise self.refusals.get(i, TransportError("nobody there"))
             return engine_on(self.servers[i], retry_timeout_s=0.05)
 
         return open_engine
@@ -278,6 +288,20 @@ async def test_a_server_without_the_newest_weights_gets_no_request():
     assert fleet.engine.policy_version == 1, "the oldest of both"
     await fleet.engine.close()
     await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_server_that_is_busy_when_it_comes_back_is_asked_again(monkeypatch):
+    monkeypatch.setattr(replicas, "_REOPEN_S", 0.01)
+    fleet = Fleet(2)
+    fleet.servers[1].is_gone = True
+    fleet.refusals[1] = BusyError("/v1/models", 503, "not yet", 0.0)
+    await fleet.load(1, 0)
+    back = fleet.engine.replicas[1]
+    await until(lambda: fleet.num_refused > 1)
+    assert not back.is_up
+    fleet.servers[1] = shared()
+    await until(lambda: back.is_up)
+    await fleet.engine.close()
 
 
 async def test_requests_of_a_dead_server_are_sampled_again_and_it_returns_with_new_weights():

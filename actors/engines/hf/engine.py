@@ -14,12 +14,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Self
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from actors.engines.hf.batch import Request, RunningBatch
+from actors.engines.hf.loading import load_model
 from actors.engines.hf.weights import SpareWeights
 from actors.engines.model import eos_token_ids
 from actors.engines.prompt import require_known_tokens, room_for
@@ -29,7 +30,6 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, Media, SamplingParams, WeightUpdate
-from streamrl.vision.families import auto_model_at
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import vision_tower
 from streamrl.weights.codecs import lora
@@ -85,18 +85,14 @@ class HfEngine(UpdatableEngine):
 
     @classmethod
     def from_config(cls, config: RunConfig, *, seed: int) -> Self:
-        """The engine a run's configuration describes, with the weights of `model.path`."""
+        """The engine a run's configuration describes, with the weights of `model.path`.
+
+        Raises:
+            ConfigError: there is no such model, or it cannot be made with `engine_kwargs`.
+        """
         generator = config.generator
         path, trust = config.model.path, config.model.trust_remote_code
-        try:
-            model = auto_model_at(path, trust_remote_code=trust).from_pretrained(
-                path,
-                dtype=getattr(torch, generator.dtype),
-                trust_remote_code=trust,
-                **generator.engine_kwargs,
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: no model at {path!r}: {error}") from error
+        model: Any = load_model(config)
         device = generator.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,7 +19,12 @@ from weakref import WeakKeyDictionary
 
 from actors.engines.requests import nothing_sampled
 from actors.engines.served.engine import ServedEngine
-from streamrl.errors import ConfigError, RolloutError, TransportError, WeightTransferError
+from streamrl.errors import (
+    RolloutError,
+    StreamRLError,
+    TransportError,
+    WeightTransferError,
+)
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, LoadReport, Media, SamplingParams, WeightUpdate
 from streamrl.weights.receiver import Holding
@@ -71,7 +76,7 @@ class Replica:
         while True:
             try:
                 self._engine = await self._open_engine()
-            except (ConfigError, TransportError) as error:
+            except StreamRLError as error:
                 if str(error) != said:
                     log.warning("the server at %s is left out: %s", self.url, error)
                 said = str(error)

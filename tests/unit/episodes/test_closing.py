@@ -150,7 +150,17 @@ def returning(**what: object) -> type[Turns]:
     ("what", "sentence"),
     [
         ({"start": "hello"}, "start returned str 'hello'; it must be an Observation"),
-        ({"start": Observation(token_ids="hi")}, "start: one of observation.token_ids was str 'h'"),
+        ({"start": Observation(token_ids="hi")}, "start: observation.token_ids was str 'hi'"),
+        (
+            {"start": Observation(token_ids=np.array([9, 9]))},
+            "start: observation.token_ids was nda",
+        ),
+        ({"start": Observation(token_ids=("h",))}, "start: one of observation.token_ids was str"),
+        ({"start": Observation(token_ids=(-3,))}, "start: one of observation.token_ids was int -3"),
+        ({"start": Observation(token_ids=(2**31,))}, "start: one of observation.token_ids was int"),
+        ({"start": Observation(media=("x",))}, "start: one of observation.media was str 'x'; it"),
+        ({"step": Transition(in_loss=None)}, "step: in_loss was NoneType None; it must be a bool"),
+        ({"step": Transition(done="no")}, "step: done was str 'no'; it must be a bool"),
         ({"start": Observation(messages=("hi",))}, "start: one of observation.messages was str"),
         ({"step": (1.0, True)}, r"step returned tuple \(1.0, True\); it must be a Tra"),
         ({"step": Transition(observation=(5,))}, "step returned tuple .*; it must be an Obs"),
