@@ -3,6 +3,7 @@
 Invariant: metrics of the facts do not depend on how the batch was cut into parts.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from learners.objective.facts import Facts
 
 MASKED = "learner/num_masked_updates"
 """Updates that were not made, because no token contributed to the loss."""
+_EXTREME = re.compile("_(max|min)(_deviation)?$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +80,8 @@ def _together(
     if "/num_" in name or name.endswith("/skipped_update"):
         return sum(update.get(name, 0.0) for update in updates)
     values = [update[name] for update in trained if name in update]
-    if "_max" in name or "_min" in name:
-        return max(values) if "_max" in name else min(values)
+    if extreme := _EXTREME.search(name):
+        return max(values) if extreme[1] == "max" else min(values)
     return sum(values) / len(values)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from actors.make_model import make_tokenizer
 from learners.batch import TrainingBatch
 from learners.checkpoints.restore import restore
+from learners.objective import step_metrics
 from learners.objective.mini_batches import mini_batches
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
@@ -331,3 +332,16 @@ def test_a_learner_that_is_killed_between_updates_repeats_them(tmp_path):
     for name in metrics:
         if name.startswith(("actor/", "critic/", "mismatch/")):
             assert repeated[name] == metrics[name], name
+
+
+def test_of_the_updates_of_a_step_extremes_are_extremes_and_shares_are_means():
+    share = "mismatch/rollout_rs_seq_max_k3_masked_fraction"
+    deviation = "mismatch/rollout_is_seq_max_deviation"
+    largest, smallest = "mismatch/rollout_is_max", "mismatch/rollout_is_min"
+    updates = [
+        {step_metrics.MASKED: 0.0, share: 0.0, deviation: 1.0, largest: 2.0, smallest: 0.5},
+        {step_metrics.MASKED: 0.0, share: 0.5, deviation: 3.0, largest: 4.0, smallest: 0.25},
+    ]
+    metrics = step_metrics.of_updates(updates)
+    assert metrics[share] == 0.25
+    assert (metrics[deviation], metrics[largest], metrics[smallest]) == (3.0, 4.0, 0.25)

@@ -101,5 +101,5 @@ def alone_in_its_group(c: "RunConfig") -> str | None:
     setting = alone[0].group_size_setting
     return (
         f"algorithm.advantage {c.algorithm.advantage} compares siblings, and with "
-        f"{setting} 1 every advantage would be 0; use reinforce_plus_plus, or a group"
+        f"{setting} 1 there are none; use reinforce_plus_plus, or a group"
     )

@@ -10,6 +10,16 @@ from streamrl.config.learner import setting_without_pass
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
 
+_SHAPING = (
+    "agentic",
+    "clip",
+    "format_penalty",
+    "length",
+    "norm_mean",
+    "norm_std",
+    "truncated",
+)
+
 
 def memory_setting_without_its_pass(c: "RunConfig") -> str | None:
     return setting_without_pass(c.learner, c.algorithm, c.needs_policy_pass)
@@ -45,6 +55,21 @@ def decay_within_warmup(c: "RunConfig") -> str | None:
         f"{num_warmup} steps of warm-up and {num_decay} of decay are more than run.max_steps "
         f"{num_steps}"
     )
+
+
+def shaped_beside_a_greedy_reward(c: "RunConfig") -> str | None:
+    """The baseline of remax is a score, so what is added to the others would be in no baseline."""
+    if not c.algorithm.needs_greedy_rewards:
+        return None
+    reward = c.algorithm.reward
+    for name in _SHAPING:
+        if getattr(reward, name) not in (None, 0.0, "train", "mask"):
+            return (
+                f"algorithm.advantage {c.algorithm.advantage} subtracts the score of a greedy "
+                f"completion, which algorithm.reward.{name} does not change; leave it out, or use "
+                "another advantage"
+            )
+    return None
 
 
 def warmup_without_a_critic(c: "RunConfig") -> str | None:

@@ -75,7 +75,7 @@ REFUSED = [
     ),
     (
         "[{name: a, environment: b}, {name: c, environment: d, group_size: 1}]",
-        r"with environments\.1\.group_size 1 every advantage would be 0",
+        r"with environments\.1\.group_size 1 there are none",
     ),
     (
         "[{name: a, environment: b}]\ngenerator: {environment: sokoban}",

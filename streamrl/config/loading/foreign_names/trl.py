@@ -41,8 +41,8 @@ TRL = {
     # Batches.
     "per_device_train_batch_size": "learner.max_tokens_per_micro_batch",
     "gradient_accumulation_steps": "(follows from the tokens of a micro-batch)",
-    "generation_batch_size": "learner.groups_per_step",
-    "steps_per_generation": "learner.updates_per_batch",
+    "generation_batch_size": "learner.groups_per_step, in groups of generator.group_size",
+    "steps_per_generation": "learner.updates_per_batch, which counts updates, not micro-batches",
     "num_iterations": "learner.epochs",
     # The algorithm.
     "beta": "algorithm.kl_loss.coef",

@@ -65,7 +65,7 @@ VERL_SYSTEM = {
     "trainer.critic_warmup": "algorithm.value.critic_warmup",
     "trainer.device": "learner.device",
     "trainer.balance_batch": "(micro-batches are always balanced by tokens)",
-    "async_training.staleness_threshold": "buffer.max_staleness",
+    "async_training.staleness_threshold": "buffer.max_staleness, in versions, not a share",
     "async_training.trigger_parameter_sync_step": "weights.publish_every",
     # Profiling.
     f"{_ACTOR}.profiler.enable": "learner.profiler.steps",
