@@ -74,7 +74,8 @@ def _draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
                 if points:
                     axis.plot(*zip(*points, strict=True), label=label, linewidth=1.2)
             axis.set_title(title, fontsize=10)
-            axis.set_ylim(bottom=0)
+            if axis.dataLim.y0 >= 0:
+                axis.set_ylim(bottom=0)
             if len(axis.lines) > 1:
                 axis.legend(fontsize=8)
         for axis in axes[4:]:

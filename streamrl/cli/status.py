@@ -33,6 +33,7 @@ from streamrl.diagnosis.failures import failed_groups
 from streamrl.diagnosis.outcome import RunState, age, outcome, state_of
 from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
 from streamrl.run_folder import find_config, read_books
+from streamrl.samples.text import printable
 from streamrl.tracking.jsonl import read_last
 from streamrl.types import Books, BufferStats, LearnerStatus, replace
 
@@ -59,14 +60,14 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(status)))
         return 1 if findings else 0
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(headline(status), style="bold")
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console.print(printable(headline(status)), style="bold")
     for finding in findings:
-        console.print(f"! {finding.sentence}", style="red")
+        console.print(printable(f"! {finding.sentence}"), style="red")
     if not findings:
-        console.print(verdict(status.reading), style="green")
+        console.print(printable(verdict(status.reading)), style="green")
     for name, value in rows(status):
-        console.print(f"{name:<8} {value}")
+        console.print(printable(f"{name:<8} {value}"))
     if status.reading.stats is not None and status.reading.stats.generators:
         print_generators(status.reading.stats)
     return 1 if findings else 0

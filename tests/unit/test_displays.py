@@ -206,3 +206,13 @@ def test_failures_are_on_every_screen(tmp_path, capsys):
     assert FAILURES in capsys.readouterr().out
     main(["status", str(config.run.path), "--json"])
     assert json.loads(capsys.readouterr().out)["failures"] == FAILURES
+
+
+@pytest.mark.parametrize("command", ["report", "status"])
+def test_what_a_reply_holds_is_shown_as_text(tmp_path, capsys, command):
+    failures = "1 of 9 groups failed: [/INST] [red] \x1b]0;title\x07"
+    config = make_run(tmp_path, failures=failures, activity=LearnerActivity.ENDED)
+    main([command, str(config.run.path)])
+    shown_text = capsys.readouterr().out
+    assert "[/INST] [red] \\x1b]0;title\\x07" in " ".join(shown_text.split())
+    assert "\x1b]" not in shown_text

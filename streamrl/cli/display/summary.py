@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from streamrl.cli.display.books import books_rows
 from streamrl.cli.display.numbers import duration, metric_mean, rate, reward_change, short, steps_s
 from streamrl.config import RunConfig
 from streamrl.diagnosis.scaling import scaling_hint
 from streamrl.run_folder import read_books, read_json, read_learner
+from streamrl.samples.text import printable
 from streamrl.tracking.jsonl import read_metrics
 from streamrl.tracking.validation import best_of, read_validations
 
@@ -33,10 +35,11 @@ def summary(config: RunConfig) -> Table:
     """The table at the end of a run, and of `streamrl report` at any time."""
     folder = config.run.path
     lines = read_metrics(folder / "metrics.jsonl", SUMMARY_METRICS)
-    table = Table(title=f"{config.run.name}: summary", show_header=False)
+    table = Table(title=Text(f"{config.run.name}: summary"), show_header=False)
+    # A failure may quote what the policy wrote.
     for name, value in summary_rows(lines, folder, validation_text(config)):
-        table.add_row(name, value)
-    table.add_row("run folder", str(folder))
+        table.add_row(Text(printable(name)), Text(printable(value)))
+    table.add_row("run folder", Text(str(folder)))
     return table
 
 

@@ -32,6 +32,7 @@ from streamrl.diagnosis.outcome import age
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.run_folder import read_learner
 from streamrl.samples.files import newest_first
+from streamrl.samples.text import printable
 from streamrl.tracking.followed import FollowedMetrics
 from streamrl.types import LearnerActivity, LearnerStatus
 
@@ -69,7 +70,7 @@ class ProgressView:
 
     def print(self, sentence: str) -> None:
         """A line of its own, above the live view."""
-        self._console.print(Text(sentence), soft_wrap=True)
+        self._console.print(Text(printable(sentence)), soft_wrap=True)
 
     def _render(self, children: Sequence[Child]) -> Group:
         states = {child.role: child.state for child in children}
@@ -96,7 +97,7 @@ class LinePrinter:
         texts += notes(self._config.run.path)
         for text in texts:
             if text not in self._printed:
-                self._console.print(Text(text), soft_wrap=True)
+                self._console.print(Text(printable(text)), soft_wrap=True)
                 self._printed_s = time.monotonic()
         self._printed = texts
 

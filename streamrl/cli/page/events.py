@@ -60,7 +60,11 @@ def _of_text(line: str) -> _Record | None:
     found = _LINE.match(line)
     if found is None:
         return None
-    time_s = _time_s(found["time"]) + int(found["ms"] or 0) / 1000
+    try:
+        time_s = _time_s(found["time"]) + int(found["ms"] or 0) / 1000
+    except (ValueError, OverflowError):
+        # Somebody's code has printed it.
+        return None
     if found["who"] == "launcher:":
         return _Record(time_s, "error", found["rest"])
     record = _RECORD.match(found["rest"])
@@ -73,7 +77,7 @@ def _of_json(line: str) -> _Record | None:
         fields = json.loads(line)
         time_s = datetime.fromisoformat(fields["time"]).timestamp()
         return _Record(time_s, fields["level"], str(fields["message"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from streamrl.cli.display.generators import generator_table
 from streamrl.cli.display.numbers import duration, short, sparkline
 from streamrl.cli.top.snapshot import Snapshot, StepTime
+from streamrl.samples.text import printable
 
 WIDE = 120
 _NARROW_BAR, _MAX_FINDINGS, _FEW_GENERATORS = 24, 4, 6
@@ -41,7 +42,7 @@ def _head(snapshot: Snapshot) -> Iterator[RenderableType]:
     speed = "" if snapshot.steps_per_s is None else f", {short(snapshot.steps_per_s)} steps/s"
     yield Text(f"{snapshot.headline}{speed}{eta}", style="bold")
     for finding in snapshot.findings[:_MAX_FINDINGS]:
-        yield Text(f"! {finding.sentence}", style="red")
+        yield Text(printable(f"! {finding.sentence}"), style="red")
     if rest := snapshot.findings[_MAX_FINDINGS:]:
         yield Text(f"! {len(rest)} other findings: streamrl status", style="red")
     if not snapshot.findings:

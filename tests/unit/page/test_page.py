@@ -196,3 +196,18 @@ def test_groups_are_sections_by_name():
             assert pattern.startswith((f"{group.name}/", "learner/(policy_version"))
     labels = [label_of(chart, "mismatch/staleness_3_4/kl") for chart in charts]
     assert [label for label in labels if label] == ["3_4"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0000-00-00 00:00:00 is the date in the reply",
+        "2026-02-30 10:00:00 was the date",
+        '{"a":' * 5000,
+        '{"time": 1, "level": [], "message": 2}',
+    ],
+)
+def test_what_somebodys_code_prints_is_no_event(tmp_path, line):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "generator-0.log").write_text(line + "\n")
+    assert read_events(tmp_path) == []
