@@ -16,6 +16,7 @@ from typing import Any
 from learners.checkpoints.start import Start
 from learners.checkpoints.writer import CheckpointWriter
 from learners.replay.recorder import Recorder, forget
+from learners.replay.settings import keep_settings
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints import abandoned
@@ -80,6 +81,8 @@ class RunRecords:
             first_step = start.policy_version + 1
             is_continued = _is_same_folder(start.lines_from, run)
             forget(run, first_step if is_continued else 1)
+            if self._recorder is not None:
+                keep_settings(self._config, first_step)
             self._trained = JsonlTracker(run / TRAINED_FILE, first_step=first_step)
             self._validations = JsonlTracker(run / VALIDATION_FILE, first_step=first_step)
             self.validated = read_validations(run)

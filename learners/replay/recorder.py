@@ -18,6 +18,7 @@ from learners.replay.record import (
     files_of,
     path_of,
 )
+from learners.replay.settings import settings_files
 from streamrl.config import RunConfig
 from streamrl.durable_files import sync
 from streamrl.types import GroupHeader, TrajectoryGroup
@@ -26,14 +27,15 @@ log = logging.getLogger(__name__)
 
 
 def forget(run: Path, first_step: int) -> None:
-    """Remove what is recorded of this step and later ones, by whatever rank.
+    """Remove what is recorded of this step and later ones, by whatever rank, and their settings.
 
     Raises:
         OSError: a file cannot be removed.
     """
     for unfinished in (run / RECORD_FOLDER).glob(".*.unfinished"):
         unfinished.unlink()
-    for step, _, path in files_of(run):
+    steps = [(step, path) for step, _, path in files_of(run)]
+    for step, path in (*steps, *settings_files(run).items()):
         if step >= first_step:
             path.unlink()
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from learners.replay.record import read_step, recorded_steps
 from learners.replay.replayed import Replayed, ReplayedStep
-from learners.replay.settings import settings_of
+from learners.replay.settings import first_change, settings_of
 from learners.replay.starts import choose_start, complete_checkpoints
 from streamrl.errors import ConfigError
 
@@ -105,13 +105,17 @@ class Replay:
         self._run = run
         self._overrides = tuple(overrides)
         self._files = recorded_steps(run)
-        settings, other = settings_of(run), settings_of(run, overrides)
         start = choose_start(run, self._files, version)
+        first = 1 if start is None else start.policy_version + 1
+        settings, other = settings_of(run, first), settings_of(run, first, overrides)
         self._mesh = settings.learner.mesh
         self._recorded = Replayed(settings, start)
         self._changed = Replayed(other, start) if overrides else None
         self._first = self._recorded.policy_version
         last = next(v for v in count(self._first) if v + 1 not in self._files)
+        self.change = first_change(run, range(first, last + 1))
+        """The first recorded step that other settings made, which ends the replay, and which."""
+        last = last if self.change is None else self.change[0] - 1
         self.last_step = last if num_steps is None else min(last, self._first + num_steps)
         self._steps: tuple[ComparedStep, ...] = ()
         self._checkpoints: tuple[ComparedCheckpoint, ...] = ()

@@ -1,24 +1,62 @@
-"""Which settings a replay takes: those of the learner's own computation.
+"""By which settings each recorded step was made, and which ones a replay takes.
 
-What was sampled stands in the records, so a setting of another section would change nothing.
+    RUN/record/settings-00000012.yaml   of step 12 and those after it
+
+A learner that records writes its configuration where it begins, unless the steps before were made
+by the same. Invariant: it is there before the record of its first step. What was sampled stands in
+the records, so a replay takes settings of the learner's own computation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from streamrl.config import RunConfig, load_config
+from learners.optimizer import learning_rate
+from learners.replay.record import RECORD_FOLDER
+from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.learner import ProfilerSettings
 from streamrl.config.loading.similar import RESOLVED_FILE
+from streamrl.config.loading.values import values_of
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.run_folder import config_of
 
 _TAKEN = ("algorithm.", "learner.")
 _RECORDED = ("learner.groups_per_step", "learner.num_ranks", "learner.mesh", "learner.checkpoint")
+_COMPUTES = ("algorithm.", "learner.", "model.")
+_COMPUTES_NOTHING = (
+    "learner.checkpoint.",
+    "learner.mesh.",
+    "learner.num_ranks",
+    "learner.peak_tflops",
+    "learner.profiler.",
+    "learner.rank_deadline_s",
+)
 
 
-def settings_of(run: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of the run, with these settings changed, for one process that writes
-    nothing into the run's folder.
+def keep_settings(config: RunConfig, first_step: int) -> None:
+    """Write the configuration of this step and those after it.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    run, text = config.run.path, to_yaml(config)
+    before = _file_of(run, first_step)
+    if before is None or before.read_text() != text:
+        folder = run / RECORD_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / f"settings-{first_step:08d}.yaml", text)
+
+
+def settings_files(run: Path) -> Mapping[int, Path]:
+    """By the step from which each is valid, in order."""
+    found = (run / RECORD_FOLDER).glob("settings-*.yaml")
+    steps = ((path.stem.removeprefix("settings-"), path) for path in found)
+    return dict(sorted((int(step), path) for step, path in steps if step.isdigit()))
+
+
+def settings_of(run: Path, step: int, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that this step was made by, with these settings changed, for one process
+    that writes nothing into the run's folder.
 
     Raises:
         ConfigError: a setting that a replay does not read, or one that cannot be used.
@@ -31,14 +69,51 @@ def settings_of(run: Path, overrides: Sequence[str] = ()) -> RunConfig:
                 "algorithm.* and learner.* alone, without groups_per_step, num_ranks, mesh and "
                 "checkpoint"
             )
-    recorded = config_of(run)
-    changed = load_config(run / RESOLVED_FILE, overrides, environment={}).config
+    folder = config_of(run).run
+    path = _file_of(run, step) or run / RESOLVED_FILE
+    config = load_config(path, overrides, environment={}).config
     alone = {"num_ranks": 1, "profiler": ProfilerSettings()}
-    samples = changed.tracking.samples.model_copy(update={"num_groups": 0})
-    return changed.model_copy(
+    samples = config.tracking.samples.model_copy(update={"num_groups": 0})
+    own = config.run.model_copy(update={"folder": folder.folder, "name": folder.name})
+    return config.model_copy(
         update={
-            "run": recorded.run,
-            "learner": changed.learner.model_copy(update=alone),
-            "tracking": changed.tracking.model_copy(update={"samples": samples}),
+            "run": own,
+            "learner": config.learner.model_copy(update=alone),
+            "tracking": config.tracking.model_copy(update={"samples": samples}),
         }
     )
+
+
+def first_change(run: Path, steps: range) -> tuple[int, str] | None:
+    """The first of these steps that was made by other settings than the first one, and in words
+    which; None if there is none."""
+    start = current = settings_of(run, steps.start)
+    files = settings_files(run)
+    for step in steps[1:]:
+        if step in files:
+            current = settings_of(run, step)
+            if (difference := next(_differences(start, current), None)) is not None:
+                return step, difference
+        if _rate(start, step) != _rate(current, step):
+            return step, f"run.max_steps {current.run.max_steps}, not {start.run.max_steps}"
+    return None
+
+
+def _file_of(run: Path, step: int) -> Path | None:
+    """None for what a release recorded that kept none."""
+    valid = [path for first, path in settings_files(run).items() if first <= step]
+    return valid[-1] if valid else None
+
+
+def _differences(start: RunConfig, other: RunConfig) -> Iterator[str]:
+    before, after = values_of(start), values_of(other)
+    for name in {**before, **after}:
+        if name.startswith(_COMPUTES) and not name.startswith(_COMPUTES_NOTHING):
+            then, now = before.get(name), after.get(name)
+            if then != now:
+                yield f"{name} {now}, not {then}"
+
+
+def _rate(config: RunConfig, step: int) -> float:
+    """The schedule of a critic is the policy's."""
+    return learning_rate(step - 1, config.learner.optimizer, config.run.max_steps)

@@ -1,10 +1,8 @@
 """Whether a complete run of an ablation was made with the settings that are asked for now."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from streamrl.cli.ablation.lag import LAG_FILE
 from streamrl.config import RunConfig
+from streamrl.config.loading.values import values_of
 from streamrl.errors import ConfigError
 from streamrl.run_folder import config_of
 
@@ -19,23 +17,11 @@ def require_made_like(config: RunConfig, lag: str | None) -> None:
     """
     folder = config.run.path
     file = folder / LAG_FILE
-    made = {**_values(config_of(folder)), "--lag": file.read_text() if file.exists() else None}
-    asked = {**_values(config), "--lag": lag}
+    made = {**values_of(config_of(folder)), "--lag": file.read_text() if file.exists() else None}
+    asked = {**values_of(config), "--lag": lag}
     for name in {**asked, **made}:
         if name not in _OWN and made.get(name) != asked.get(name):
             raise ConfigError(
                 f"{folder} is complete and was made with {name} {made.get(name)}, not "
                 f"{asked.get(name)}: choose another run.name, or remove the folder"
             )
-
-
-def _values(config: RunConfig) -> Mapping[str, Any]:
-    return dict(_leaves(config.model_dump(mode="json"), ""))
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
