@@ -138,6 +138,18 @@ class RolloutISSettings(Section):
     def zeroes_outside(self) -> bool:
         return self.mode != "truncate"
 
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether a rule takes out tokens one by one, whatever their weights."""
+        by_rule = any(rule.statistic.startswith("token_") for rule in self.rejection)
+        return by_rule or self.second_moment is not None
+
+    @property
+    def weighs_tokens_zero(self) -> bool:
+        """Whether a bound gives single tokens weight 0."""
+        is_applied = self.threshold is not None and self.apply
+        return is_applied and self.zeroes_outside and self.level == "token"
+
 
 _VETO = 1e-4
 _UNBOUNDED = 1e6

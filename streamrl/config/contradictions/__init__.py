@@ -40,6 +40,7 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     training.decay_within_warmup,
     training.warmup_without_a_critic,
     training.shaped_beside_a_greedy_reward,
+    training.token_that_silences_its_sequence,
     sizes.alone_in_its_group,
     sizes.nothing_to_differ_from,
     sizes.finished_before_the_greedy_one,

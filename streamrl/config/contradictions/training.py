@@ -72,6 +72,20 @@ def shaped_beside_a_greedy_reward(c: "RunConfig") -> str | None:
     return None
 
 
+def token_that_silences_its_sequence(c: "RunConfig") -> str | None:
+    """geo_mean multiplies the weights of a sequence."""
+    correction, weights_act = c.algorithm.rollout_is, not c.algorithm.ratio_holds_correction
+    if c.algorithm.loss != "geo_mean" or correction.normalize_by == "kept":
+        return None
+    if not (correction.masks_tokens or (weights_act and correction.weighs_tokens_zero)):
+        return None
+    return (
+        "algorithm.loss geo_mean multiplies the weights of a sequence, and a token that "
+        "algorithm.rollout_is gives weight 0 would silence all of it; set "
+        "algorithm.rollout_is.normalize_by=kept, which leaves that token out"
+    )
+
+
 def warmup_without_a_critic(c: "RunConfig") -> str | None:
     warmup = c.algorithm.value.critic_warmup
     if not warmup or (c.algorithm.needs_values and warmup < c.run.max_steps):
