@@ -65,15 +65,23 @@ class ErrorPipe:
 
 
 def leave_record(error: BaseException) -> bool:
-    """Write the error's record if the parent waits for one; whether it does."""
+    """Write the error's record if the parent waits for one; whether it does. Ranks of one parent
+    have $RANK in the name of the file."""
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is None or os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
         return False
     try:
-        Path(file).write_bytes(msgspec.json.encode(ErrorRecord.of(error)))
+        Path(os.path.expandvars(file)).write_bytes(msgspec.json.encode(ErrorRecord.of(error)))
     except OSError:
         return False
     return True
+
+
+def read_record(file: Path) -> ErrorRecord | None:
+    """The record of a process that has ended; None if it left none."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(file.read_bytes(), type=ErrorRecord)
+    return None
 
 
 def _place(traceback: TracebackType | None) -> str:

@@ -1,4 +1,4 @@
-"""The ranks of a learner on this machine, as processes: what torchrun is on several.
+"""The ranks of a learner on this machine, as processes: what `streamrl torchrun` is on several.
 
 `streamrl learner` with `learner.num_ranks` above 1 starts itself so often and waits. Signals are
 for the first rank to decide upon; it ends the others.
@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
@@ -51,9 +51,9 @@ async def start_ranks(config: RunConfig, shutdown: Shutdown) -> None:
             await _wait(ranks, config.learner.rank_deadline_s + GRACE_S)
         finally:
             forwarding.cancel()
-        codes = [rank.returncode or 0 for rank in ranks]
-        if any(codes):
-            raise _failure(codes, [pipe.read() for pipe in pipes])
+        codes = {rank: process.returncode or 0 for rank, process in enumerate(ranks)}
+        if any(codes.values()):
+            raise failure(codes, [pipe.read() for pipe in pipes])
 
 
 async def _start(rank: int, num_ranks: int, port: int, pipe: ErrorPipe) -> Process:
@@ -102,11 +102,12 @@ async def _wait(ranks: Sequence[Process], deadline_s: float) -> None:
     await asyncio.gather(*tasks)
 
 
-def _failure(codes: Sequence[int], records: Sequence[ErrorRecord | None]) -> StreamRLError:
-    """That of a rank which did not fail because of another one, if it said why."""
+def failure(codes: Mapping[int, int], records: Sequence[ErrorRecord | None]) -> StreamRLError:
+    """That of a rank which did not fail because of another one, if it said why; `codes` are the
+    exit codes by rank."""
     said = [record for record in records if record is not None]
     own = [record for record in said if record.exit_code != EXIT_UNREACHABLE]
     for record in (*own, *said):
         return error_of(record.exit_code, record.sentence)
-    rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
+    rank, code = next((rank, code) for rank, code in codes.items() if code)
     return StreamRLError(f"rank {rank} of the learner ended with exit code {code}")

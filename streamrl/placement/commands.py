@@ -60,6 +60,7 @@ class Commands:
         if len(learners) == 1:
             return ()
         return (
+            "streamrl",
             "torchrun",
             f"--nnodes={len(learners)}",
             f"--node-rank={learners.index(seat)}",

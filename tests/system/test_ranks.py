@@ -34,7 +34,7 @@ class Ranks(RunFolder):
 
     def __init__(self, folder: Path, config: Path) -> None:
         super().__init__(folder)
-        self._config = str(config)
+        self.config = str(config)
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *command: str) -> "subprocess.Popen[bytes]":
@@ -46,13 +46,17 @@ class Ranks(RunFolder):
     def learner(self) -> "subprocess.Popen[bytes]":
         """Started as the documents say, on this run's configuration."""
         (command,) = (c for c, runs_it in RUN_BY.items() if runs_it == Path(__file__).name)
-        ours = {"torchrun": TORCHRUN, "streamrl": STREAMRL, QUICKSTART: self._config}
+        ours = {"torchrun": TORCHRUN, "streamrl": STREAMRL, QUICKSTART: self.config}
         return self.start(*(ours.get(word, word) for word in command.split()))
+
+    @property
+    def output(self) -> str:
+        return (self.folder.parent / "output.log").read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
         give_up = time.monotonic() + DEADLINE_S
         while not condition():
-            assert time.monotonic() < give_up, (self.folder.parent / "output.log").read_text()
+            assert time.monotonic() < give_up, self.output
             time.sleep(0.05)
 
     def until_step(self, step: int) -> None:
@@ -139,3 +143,27 @@ def test_two_ranks_train_end_as_one_and_go_on(ranks: Ranks, model: Path):
     )
     assert before.keys() == after.keys()
     assert all(not before[name].equal(tensor) for name, tensor in after.items())
+
+
+def test_a_failure_of_a_rank_is_that_of_its_torchrun(ranks: Ranks):
+    """Whoever supervises it starts nothing again that cannot work."""
+    words = (STREAMRL, "learner", "--config", ranks.config, "--set", "learner.num_ranks=3")
+    learner = ranks.start(
+        *(STREAMRL, "torchrun", "--standalone", "--nproc-per-node=2", "--no-python", *words)
+    )
+    assert learner.wait(DEADLINE_S) == 2
+    sentence = "streamrl torchrun: learner.num_ranks 3 is for a learner that is started without"
+    assert sentence in ranks.output
+
+
+def test_a_signal_to_torchrun_drains_the_ranks(ranks: Ranks):
+    words = (STREAMRL, "learner", "--config", ranks.config)
+    learner = ranks.start(
+        *(STREAMRL, "torchrun", "--standalone", "--nproc-per-node=2", "--no-python", *words)
+    )
+    ranks.until_step(2)
+    learner.send_signal(signal.SIGTERM)
+    assert learner.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert "learner: done" in ranks.log("learner")
+    version = len(ranks.lines)
+    assert list_checkpoints(ranks.folder)[-1].name == f"step-{version:08d}"

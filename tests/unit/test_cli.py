@@ -92,7 +92,8 @@ def test_import_and_help_cost_little_more_than_python_itself():
 
 GROUPS = {
     "run": [
-        *("launch", "doctor", "check", "plan", "buffer", "generator", "learner", "validator"),
+        *("launch", "doctor", "check", "plan", "buffer", "generator", "learner", "torchrun"),
+        "validator",
         *("make-model", "get-model", "new", "keys new"),
     ],
     "look": [

@@ -46,6 +46,11 @@ _RUN = {
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
     "generator": Command("actors.daemon:main", "start one generator", options.generator),
     "learner": Command("learners.daemon:main", "start the learner", options.learner),
+    "torchrun": Command(
+        "streamrl.cli.processes.torchrun:main",
+        "torchrun, for a learner on several hosts: it ends as the rank that failed",
+        options.torchrun,
+    ),
     "validator": Command("actors.validation.daemon:main", "start the validator", options.config),
     "make-model": Command(
         "streamrl.cli.make_model:main",

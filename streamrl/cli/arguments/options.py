@@ -1,7 +1,7 @@
 """The arguments of each command: one function for each set, which adds it to a parser."""
 
 import math
-from argparse import ArgumentParser, ArgumentTypeError, _ActionsContainer
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, _ActionsContainer
 
 
 def config(parser: ArgumentParser) -> None:
@@ -29,6 +29,11 @@ def generator(parser: ArgumentParser) -> None:
 def learner(parser: ArgumentParser) -> None:
     config(parser)
     resume(parser)
+
+
+def torchrun(parser: ArgumentParser) -> None:
+    help_text = "those of torchrun: --nnodes, --node-rank, ..., --no-python and a rank's command"
+    parser.add_argument("words", nargs=REMAINDER, metavar="ARGUMENT", help=help_text)
 
 
 def evaluate(parser: ArgumentParser) -> None:

@@ -24,7 +24,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """`buffer inspect URL` is the command "buffer inspect"; `buffer CONFIG` remains "buffer"."""
+    """`buffer inspect URL` is the command "buffer inspect"; `buffer CONFIG` remains "buffer". The
+    options of torchrun are its own."""
+    match list(arguments):
+        case ["torchrun", "-h" | "--help"] as words:
+            return words
+        case ["torchrun", *options]:
+            return ["torchrun", "--", *options]
     two_words = " ".join(arguments[:2])
     return [two_words, *arguments[2:]] if two_words in COMMANDS else list(arguments)
 

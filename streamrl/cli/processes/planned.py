@@ -3,17 +3,21 @@
 Invariant: the parts of one learner run together: when one fails, all are started again.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import newest_step
 from streamrl.cli.processes.restarts import RestartBudget
+from streamrl.errors import EXIT_UNREACHABLE
 from streamrl.log_lines import FORMAT_VARIABLE
 from streamrl.placement.plan import Plan, PlannedProcess
+
+REASON_S = 3.0
 
 
 @dataclass(kw_only=True)
@@ -23,6 +27,8 @@ class PlannedChild(Child, ABC):
 
     companions: "Sequence[PlannedChild]" = ()
     is_ended_by_companion: bool = False
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set for whoever waits as a process ends."""
 
     @abstractmethod
     def begin_kill(self) -> bool:
@@ -33,12 +39,29 @@ class PlannedChild(Child, ABC):
         if self.state == "running" and self.begin_kill():
             self.is_ended_by_companion = True
 
-    def end_companions(self, exit_code: int) -> None:
-        """End the other parts, if this process has failed by itself."""
-        if exit_code != 0 and not self.is_ended_by_companion and not self.stopping.is_set():
-            for companion in self.companions:
-                companion.end_with_companion()
+    async def end_companions(self, exit_code: int) -> None:
+        """End the other parts, if this process has failed by itself. Where it has lost another
+        part, waits up to REASON_S for that one to end, which may say why."""
+        self.has_ended.set()
+        self.has_ended.clear()
+        has_failed = exit_code != 0 and not self.is_ended_by_companion
         self.is_ended_by_companion = False
+        self.state = f"ended ({exit_code})"
+        if not has_failed or self.stopping.is_set():
+            return
+        starts = [(companion, companion.num_restarts) for companion in self.companions]
+        if exit_code == EXIT_UNREACHABLE and self.companions:
+            await self._wait_for_reason()
+        for companion, num_restarts in starts:
+            if companion.num_restarts == num_restarts:
+                companion.end_with_companion()
+
+    async def _wait_for_reason(self) -> None:
+        """Until the other parts have ended by themselves, or for REASON_S."""
+        ends = [asyncio.create_task(companion.has_ended.wait()) for companion in self.companions]
+        await asyncio.wait(ends, timeout=REASON_S)
+        for end in ends:
+            end.cancel()
 
 
 C = TypeVar("C", bound=PlannedChild)

@@ -43,10 +43,10 @@ def main(arguments: argparse.Namespace) -> int:
     console.print(_table(report))
     console.print(f"{folder / REPORT_FILE} and {FIGURE_FILE}", highlight=False)
     if replay.change is not None:
-        step, difference = replay.change
+        other, difference = replay.change
         console.print(
-            f"ends before step {step}, which the run made with {difference}: "
-            f"--from {step - 1} replays that, if there is a checkpoint",
+            f"ends before step {other}, which the run made with {difference}: "
+            f"--from {other - 1} replays that, if there is a checkpoint",
             highlight=False,
             markup=False,
         )

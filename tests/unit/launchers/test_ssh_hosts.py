@@ -216,6 +216,24 @@ async def test_parts_of_one_learner_are_started_again_together(hosts: Hosts):
     await link.close(WAIT_S)
 
 
+async def test_a_part_that_lost_another_one_leaves_it_the_time_to_say_why(hosts: Hosts):
+    """A configuration that cannot work, found by the second part only, is not tried again."""
+    link = hosts.link("a")
+    first = hosts.child(link, "echo >> first; while ! test -e failed; do sleep 0.01; done; exit 5")
+    second = hosts.child(link, "echo >> second; touch failed; sleep 0.5; exit 2")
+    first.role, second.role = "learner", "learner-host-1"
+    first.companions, second.companions = [second], [first]
+    kept, lost = (asyncio.create_task(work) for work in (link.run(), _supervise(first)))
+    with pytest.raises(ConfigError, match=r"^learner-host-1: ended with exit code 2"):
+        await second.supervise()
+    work = hosts.homes / "a" / "work"
+    assert (work / "second").read_text() == "\n"
+    first.stop()
+    await lost
+    kept.cancel()
+    await link.close(WAIT_S)
+
+
 async def _supervise(child: RemoteChild) -> int:
     return await child.supervise()
 

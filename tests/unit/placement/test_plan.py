@@ -207,7 +207,7 @@ def test_several_hosts_get_addresses_ports_interfaces_and_torchrun():
     assert plan.config.weights.dtype == "bfloat16"
     buffer, one, other, generator = plan.processes
     assert shlex.join(one.command) == (
-        "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.1 "
+        "streamrl torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.1 "
         "--master-port=4002 --rdzv-id=x --rdzv-conf=timeout=900 --no-python "
         "streamrl learner --config runs/x/config.yaml"
     )

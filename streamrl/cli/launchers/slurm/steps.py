@@ -19,17 +19,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from streamrl.cli.processes.planned import PlannedChild
 from streamrl.config import PARENT_VARIABLE
-from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorRecord
+from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorRecord, read_record
 from streamrl.errors import StreamRLError
 
 # All cores, memory and GPUs of the node that the job has, shared by its steps.
 ON_NODES = ("--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")
-# The parent is Slurm's step daemon. What torchrun starts would take torchrun for it.
-_SCRIPT = 'log=$1; shift; {parent}exec "$@" >>"$log" 2>&1'
+# The parent is Slurm's step daemon.
+_SCRIPT = (
+    f'log=$1; shift; {PARENT_VARIABLE}=$PPID; export {PARENT_VARIABLE}; exec "$@" >>"$log" 2>&1'
+)
 NODE_CHECK_S, CANCEL_S = 15.0, 5.0
 _GONE = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
 
@@ -99,8 +99,8 @@ class StepChild(PlannedChild):
             self.stop()
         code = await self._wait(self.process)
         self._lost = code != 0 and await self._node_is_gone()
-        self.end_companions(code)
-        return (128 - code if code > 128 else code), _read(record)
+        await self.end_companions(code)
+        return (128 - code if code > 128 else code), read_record(record)
 
     async def _wait(self, process: Process) -> int:
         """Exit code of srun, which goes on when its node does not. Waits for its end; asks Slurm
@@ -128,10 +128,8 @@ def step_command(
 ) -> Sequence[str]:
     """What starts the step, with its variables set on the node: Slurm sets CUDA_VISIBLE_DEVICES
     itself."""
-    is_daemon = Path(command[0]).name == "streamrl"
-    parent = f"{PARENT_VARIABLE}=$PPID; export {PARENT_VARIABLE}; " if is_daemon else ""
     place = ("--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}", *ON_NODES)
-    script = ("sh", "-c", _SCRIPT.format(parent=parent), name, str(log_file))
+    script = ("sh", "-c", _SCRIPT, name, str(log_file))
     settings = (f"{key}={value}" for key, value in environment.items())
     return ("srun", *place, *script, "env", *settings, *command)
 
@@ -141,12 +139,6 @@ def _launcher_environment(record: Path) -> dict[str, str]:
     beside = str(Path(sys.executable).parent)
     path = f"{beside}:{os.environ.get('PATH', os.defpath)}"
     return {**os.environ, "PATH": path, ERROR_FILE_VARIABLE: str(record.resolve())}
-
-
-def _read(record: Path) -> ErrorRecord | None:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(record.read_bytes(), type=ErrorRecord)
-    return None
 
 
 async def _output(*command: str) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 from streamrl.cli.launchers.ssh.frames import Ended, Start
 from streamrl.cli.processes.child import launcher_line
 from streamrl.cli.processes.restarts import sentence_of
-from streamrl.config import PARENT_VARIABLE
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.log_lines import FORMAT_VARIABLE
 from streamrl.process_environment import processes_with
@@ -104,17 +103,15 @@ class HostProcesses:
 
 def _environment(start: Start, pipe: ErrorPipe, mark: str) -> Mapping[str, str]:
     """This process's, the plan's, and where to say why it failed; the commands of this Python are
-    found first. What torchrun starts would take torchrun for a launcher that has ended."""
+    found first."""
     beside = str(Path(sys.executable).parent)
-    given = {
+    return {
         **os.environ,
         "PATH": f"{beside}:{os.environ.get('PATH', os.defpath)}",
         MARK: mark,
         **start.environment,
         **pipe.environment,
     }
-    is_daemon = Path(start.command[0]).name == "streamrl"
-    return {name: value for name, value in given.items() if is_daemon or name != PARENT_VARIABLE}
 
 
 def _end_with_the_agent() -> None:

@@ -1,0 +1,60 @@
+"""`streamrl torchrun`: torchrun that ends as the rank that failed.
+
+torchrun's own exit code is 1 whatever a rank says, so whoever supervises it would start a learner
+again that cannot work. Plans whose learner is on several hosts start it on each.
+
+Invariant: the exit code and the sentence are those of a rank of this host, if one failed; of
+several that of one which did not fail because of another. Waits for the ranks to end.
+"""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from learners.parallel.starter import failure
+from streamrl.config import PARENT_VARIABLE
+from streamrl.error_record import ERROR_FILE_VARIABLE, read_record
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        StreamRLError: a rank of this host failed; of its kind, with its sentence.
+    """
+    parsed = torchrun.parse_args([word for word in arguments.words if word != "--"])
+    with _folder_of_records() as folder:
+        try:
+            torchrun.run(parsed)
+        except ChildFailedError as error:
+            codes = {rank: failed.exitcode for rank, failed in error.failures.items()}
+            raise failure(codes, [read_record(folder / str(rank)) for rank in codes]) from None
+        except SignalException as stopped:
+            return 128 + stopped.sigval
+    return 0
+
+
+@contextlib.contextmanager
+def _folder_of_records() -> Iterator[Path]:
+    """Where the ranks, children of this process, say why they fail."""
+    with TemporaryDirectory(prefix="streamrl-") as folder:
+        own = {
+            ERROR_FILE_VARIABLE: str(Path(folder) / "$RANK"),
+            PARENT_VARIABLE: str(os.getpid()),
+        }
+        before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
+        try:
+            yield Path(folder)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

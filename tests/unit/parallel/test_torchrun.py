@@ -1,0 +1,76 @@
+"""`streamrl torchrun` ends as the rank that failed, and hands on its sentence."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.arguments.parser import parse
+from streamrl.cli.processes.torchrun import main
+from streamrl.config import PARENT_VARIABLE
+from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorPipe
+from streamrl.errors import ConfigError, DivergedError, StreamRLError, TransportError
+
+RANK = """
+import os, sys, time
+from streamrl import errors
+from streamrl.error_record import leave_record
+rank = int(os.environ["RANK"])
+names = sys.argv[1].split(",")
+if names[rank] == "killed":
+    os.kill(os.getpid(), 9)
+if names[rank] == "silent":
+    sys.exit(7)
+if names[rank] != "well":
+    error = getattr(errors, names[rank])(f"rank {rank} has failed")
+    assert leave_record(error)
+    sys.exit(errors.exit_code_of(error))
+"""
+
+
+def run(tmp_path: Path, *ranks: str) -> int:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = (sys.executable, str(script), ",".join(ranks))
+    return main(
+        arguments("--standalone", f"--nproc-per-node={len(ranks)}", "--no-python", *command)
+    )
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    return parse(["torchrun", *words])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "sentence"),
+    [
+        (["ConfigError"], ConfigError, "rank 0 has failed"),
+        (["well", "DivergedError"], DivergedError, "rank 1 has failed"),
+        (["TransportError"], TransportError, "rank 0 has failed"),
+        (["silent"], StreamRLError, "rank 0 of the learner ended with exit code 7"),
+        (["killed"], StreamRLError, "rank 0 of the learner ended with exit code -9"),
+    ],
+)
+def test_it_ends_as_the_rank_that_failed(tmp_path, ranks: Sequence[str], kind, sentence):
+    with pytest.raises(kind, match=sentence):
+        run(tmp_path, *ranks)
+
+
+def test_it_ends_well_and_leaves_the_environment_to_its_own_parent(tmp_path, monkeypatch):
+    with ErrorPipe() as pipe:
+        for name, value in pipe.environment.items():
+            monkeypatch.setenv(name, value)
+        assert run(tmp_path, "well", "well") == 0
+        assert {name: os.environ[name] for name in pipe.environment} == pipe.environment
+    monkeypatch.delenv(ERROR_FILE_VARIABLE)
+    monkeypatch.delenv(PARENT_VARIABLE)
+    assert run(tmp_path, "well") == 0
+    assert {ERROR_FILE_VARIABLE, PARENT_VARIABLE}.isdisjoint(os.environ)
+
+
+def test_options_of_the_ranks_are_not_taken_for_its_own():
+    words = ["--nnodes=2", "--no-python", "streamrl", "learner", "--config", "x", "--help"]
+    assert [w for w in arguments(*words).words if w != "--"] == words
