@@ -1,6 +1,7 @@
 """`streamrl evaluate`: the greedy score of a checkpoint on held-out prompts.
 
-Prints one JSON line and writes it to `evaluation.json` in the run folder, if there is one.
+Prints one JSON line. That of a checkpoint of the run is also written to `evaluation.json` in the
+run's folder, if there is one.
 """
 
 import argparse
@@ -24,7 +25,8 @@ def main(arguments: argparse.Namespace) -> int:
     model = _model(config, arguments.checkpoint)
     line = json.dumps(asyncio.run(evaluate(config, model)))
     print(line)
-    if config.run.path.is_dir():
+    is_of_the_run = arguments.checkpoint is None or _is_within(model, config.run.path)
+    if config.run.path.is_dir() and is_of_the_run:
         write_file(config.run.path / "evaluation.json", line + "\n")
     return 0
 
@@ -38,3 +40,7 @@ def _model(config: RunConfig, given: str | None) -> Path:
     if not (Path(given).is_dir() or may_be_public):
         raise ConfigError(f"--checkpoint: there is no folder {given}")
     return named_model(Path(given))
+
+
+def _is_within(model: Path, folder: Path) -> bool:
+    return model.resolve().is_relative_to(folder.resolve())

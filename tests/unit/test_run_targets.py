@@ -174,3 +174,21 @@ def test_evaluate_of_a_run_that_was_not_made_scores_nothing(tmp_path, capsys, mo
     assert main([*given, "--checkpoint", "nowhere"]) == 2
     assert "--checkpoint: there is no folder nowhere" in capsys.readouterr().err
     assert [path.name for path in Path("runs").iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(("of_the_run", "is_kept"), [(True, True), (False, False)])
+def test_the_score_of_another_model_is_not_kept_as_the_runs(
+    tmp_path, capsys, monkeypatch, of_the_run: bool, is_kept: bool
+):
+    config = make_run(tmp_path)
+    folder = (config.run.path if of_the_run else tmp_path) / "export"
+    folder.mkdir()
+
+    async def evaluate(_: RunConfig, model: Path) -> dict[str, str]:
+        return {"model": str(model)}
+
+    monkeypatch.setattr("streamrl.cli.evaluate.evaluate", evaluate)
+    file = config.run.path / "config.yaml"
+    assert main(["evaluate", "--config", str(file), "--checkpoint", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"model": str(folder)}
+    assert (config.run.path / "evaluation.json").exists() is is_kept
