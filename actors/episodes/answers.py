@@ -4,6 +4,7 @@ Invariant: what passes can be recorded and sent: its types and its numbers are r
 """
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +28,11 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
     if not isinstance(ids, tuple | list):
         raise _wrong(f"{method}: observation.token_ids was", ids, "a tuple of ints")
     for token in ids:
-        if not hasattr(token, "__index__") or not 0 <= token < _ID_LIMIT:
+        if not _is_id(token):
             raise _wrong(f"{method}: one of observation.token_ids was", token, "a token id")
+    for name in ("media", "messages", "tools"):
+        if not isinstance(value := getattr(observation, name), tuple | list):
+            raise _wrong(f"{method}: observation.{name} was", value, "a tuple")
     for media in observation.media:
         if not isinstance(media, Media):
             raise _wrong(f"{method}: one of observation.media was", media, "a Media")
@@ -61,6 +65,14 @@ def checked_transition(transition: Any) -> Transition:
         if not _is_finite(value):
             raise _wrong(f"step: {name} was", value, "a finite number")
     return transition
+
+
+def _is_id(token: Any) -> bool:
+    try:
+        return 0 <= operator.index(token) < _ID_LIMIT
+    except (TypeError, ValueError, RuntimeError):
+        # An array or a tensor of several numbers.
+        return False
 
 
 def _is_finite(value: Any) -> bool:

@@ -31,6 +31,7 @@ from streamrl.checkpoints.find import (
     version_of,
 )
 from streamrl.config import RunConfig
+from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError
 from streamrl.run_folder import find_run
@@ -78,9 +79,20 @@ def export(
     described = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
     saved = whole_tensors(checkpoint, MODEL)
     if config.learner.lora is not None:
-        saved = merged_weights(config.learner.lora, config.model, saved)
+        saved = _merged(config, config.learner.lora, saved)
     with _new_folder(folder) as unfinished:
         save_model(unfinished, described, model, _cast(saved, dtype), max_shard_size)
+
+
+def _merged(
+    config: RunConfig, lora: LoraSettings, saved: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    try:
+        return merged_weights(lora, config.model, saved)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: no model at {config.model.path!r}, which the adapter belongs to: {error}"
+        ) from error
 
 
 def export_adapter(checkpoint: Path, folder: Path, config: RunConfig, dtype: torch.dtype) -> None:

@@ -184,17 +184,13 @@ def merged_weights(
         adapter: by name of parameter, whole.
 
     Raises:
-        ConfigError: there is no such model, or the adapter has no place in it.
+        OSError: the base model cannot be read, now.
+        ConfigError: the adapter has no place in it.
     """
     trust = base.trust_remote_code
-    try:
-        model = auto_model_at(base.path, trust_remote_code=trust).from_pretrained(
-            base.path, dtype=torch.float32, trust_remote_code=trust
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path: no model at {base.path!r}, which the adapter belongs to: {error}"
-        ) from error
+    model = auto_model_at(base.path, trust_remote_code=trust).from_pretrained(
+        base.path, dtype=torch.float32, trust_remote_code=trust
+    )
     add_adapter(model, settings, is_filled=False)
     filled = {name: tensor.float() for name, tensor in adapter.items()}
     model.load_state_dict(filled, strict=False, assign=True)

@@ -113,10 +113,10 @@ class Replay:
         self._changed = Replayed(other, start) if overrides else None
         self._first = self._recorded.policy_version
         last = next(v for v in count(self._first) if v + 1 not in self._files)
+        last = last if num_steps is None else min(last, self._first + num_steps)
         self.change = first_change(run, range(first, last + 1))
-        """The first recorded step that other settings made, which ends the replay, and which."""
-        last = last if self.change is None else self.change[0] - 1
-        self.last_step = last if num_steps is None else min(last, self._first + num_steps)
+        """The first step asked for that other settings made, before which the replay ends."""
+        self.last_step = last if self.change is None else self.change[0] - 1
         self._steps: tuple[ComparedStep, ...] = ()
         self._checkpoints: tuple[ComparedCheckpoint, ...] = ()
 

@@ -22,7 +22,15 @@ from streamrl.run_folder import config_of
 
 _TAKEN = ("algorithm.", "learner.")
 _RECORDED = ("learner.groups_per_step", "learner.num_ranks", "learner.mesh", "learner.checkpoint")
-_COMPUTES = ("algorithm.", "learner.", "model.")
+# The temperature is that of the learner's log-probabilities, and a loss may be divided by the
+# longest response.
+_COMPUTES = (
+    "algorithm.",
+    "generator.max_new_tokens",
+    "generator.temperature",
+    "learner.",
+    "model.",
+)
 _COMPUTES_NOTHING = (
     "learner.checkpoint.",
     "learner.mesh.",

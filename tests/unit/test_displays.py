@@ -216,3 +216,10 @@ def test_what_a_reply_holds_is_shown_as_text(tmp_path, capsys, command):
     shown_text = capsys.readouterr().out
     assert "[/INST] [red] \\x1b]0;title\\x07" in " ".join(shown_text.split())
     assert "\x1b]" not in shown_text
+
+
+def test_the_live_screens_show_no_escapes_of_a_reply(tmp_path):
+    config = make_run(tmp_path, failures="1 of 9 groups failed: [/INST] \x1b]0;title\x07 \x1b[2J")
+    for text in ("\n".join(printed(render(config, [], {}))), shown(config)):
+        assert "[/INST] \\x1b]0;title\\x07 \\x1b[2J" in " ".join(text.split())
+        assert "\x1b]" not in text

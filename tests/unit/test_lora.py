@@ -13,10 +13,12 @@ from learners.policy.lora import (
     MergedWeights,
     adapted_layers,
     add_adapter,
+    merged_weights,
     save_adapter,
     without_adapter,
 )
 from streamrl.config.learner import LoraSettings
+from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, WeightTransferError
 from streamrl.weights.codecs import lora
 from streamrl.weights.layout import manifest_of
@@ -138,3 +140,9 @@ def test_peft_loads_a_saved_adapter(tmp_path: Path):
 def test_targets_that_cannot_be_adapted_are_refused(targets, sentence):
     with pytest.raises(ConfigError, match=rf"learner\.lora\.targets: .*{sentence}"):
         add_adapter(make_llama(), LoraSettings(targets=tuple(targets)))
+
+
+def test_a_base_model_that_cannot_be_read_is_an_error_of_the_files(tmp_path):
+    """Which a learner that saves waits for, as for a full disk."""
+    with pytest.raises(OSError, match="none"):
+        merged_weights(LoraSettings(), ModelSettings(path=str(tmp_path / "none")), {})

@@ -6,16 +6,27 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 HELPER_S = 120
 
 
-def test_what_a_users_file_starts_is_not_waited_for_and_ends_with_the_check(tmp_path: Path):
+# In the user's file, to start a helper.
+PROCESS = f"subprocess.Popen(['sleep', '{HELPER_S}']).pid"
+FORKED = f"start(multiprocessing.Process(target=time.sleep, args=({HELPER_S},))).pid"
+THREAD = f"start(threading.Thread(target=time.sleep, args=({HELPER_S},))) and os.getpid()"
+
+
+@pytest.mark.parametrize("helper", [PROCESS, FORKED, THREAD])
+def test_what_a_users_file_starts_is_not_waited_for_and_ends_with_the_check(
+    tmp_path: Path, helper: str
+):
     pid_file = tmp_path / "pid"
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "import subprocess, pathlib\n"
-        f"server = subprocess.Popen(['sleep', '{HELPER_S}'])\n"
-        f"pathlib.Path({str(pid_file)!r}).write_text(str(server.pid))\n"
+        "import multiprocessing, os, pathlib, subprocess, threading, time\n"
+        "def start(helper):\n    helper.start()\n    return helper\n"
+        f"pathlib.Path({str(pid_file)!r}).write_text(str({helper}))\n"
         "def score(prompt, response, answer):\n    return 1.0\n"
     )
     config = tmp_path / "run.yaml"

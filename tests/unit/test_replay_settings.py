@@ -68,6 +68,18 @@ def test_more_steps_of_a_schedule_are_other_settings(tmp_path):
     assert later.largest_difference == 0.0
 
 
+def test_settings_of_the_generator_that_the_learner_computes_with_count(tmp_path):
+    config = configure(tmp_path, {})
+    train(config, last=2, saved=[2])
+    other = {"generator": config.generator.model_copy(update={"temperature": 0.5})}
+    train(config.model_copy(update=other), last=3, saved=[3])
+    replay = Replay(config.run.path)
+    assert replay.change == (3, "generator.temperature 0.5, not 1.0")
+    assert Replay(config.run.path, num_steps=1).change is None
+    (later,) = replayed(config.run.path, version=2).checkpoints
+    assert later.largest_difference == 0.0
+
+
 def test_the_settings_of_forgotten_steps_are_forgotten_and_the_same_are_kept_once(tmp_path):
     config = configure(tmp_path, {})
     train(config, last=2, saved=[1, 2])

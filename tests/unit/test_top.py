@@ -151,6 +151,13 @@ def test_the_record_for_programs_keeps_its_names():
     }
 
 
+def test_a_note_shows_no_escapes_of_a_reply():
+    noted = msgspec.structs.replace(snapshot(), notes=("1 of 9 groups failed: \x1b]0;title\x07",))
+    text = " ".join(shown(noted, 120))
+    assert "\\x1b]0;title\\x07" in text
+    assert "\x1b]" not in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 @pytest.mark.parametrize("num_generators", [0, 2, 40])
 def test_every_line_fits_the_terminal(width: int, num_generators: int):

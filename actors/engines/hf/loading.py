@@ -30,10 +30,13 @@ def load_model(config: RunConfig) -> PreTrainedModel:
             trust_remote_code=trust,
             **kwargs,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: no model at {path!r}: {error}") from error
-    except (TypeError, ImportError) as error:
-        if not kwargs:
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        if kwargs:
+            names = ", ".join(kwargs)
+            raise ConfigError(
+                f"model.path {path!r} with generator.engine_kwargs ({names}): {error}"
+            ) from error
+        if isinstance(error, TypeError | ImportError):
             raise
-        raise ConfigError(f"generator.engine_kwargs: {error}") from error
+        raise ConfigError(f"model.path: no model at {path!r}: {error}") from error
     return model

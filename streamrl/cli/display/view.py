@@ -164,7 +164,8 @@ def render(
     texts = [*notes(config.run.path), *_reward_texts(config, lines, rewards)]
     sample = newest_sample(config.run.path)
     samples = () if sample is None else (sample,)
-    return Group(Text(title, style="bold"), *map(Text, texts), table, *samples)
+    shown = (Text(printable(text)) for text in texts)
+    return Group(Text(title, style="bold"), *shown, table, *samples)
 
 
 def _reward_texts(

@@ -68,4 +68,8 @@ def _check(arguments: Sequence[str], errors: Path) -> None:
     with errors.open("wb") as file:
         os.dup2(file.fileno(), 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.exit(main(arguments))
+    code = main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit, which waits for threads and processes that a user's file has started.
+    os._exit(code)

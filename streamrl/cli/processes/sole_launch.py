@@ -8,6 +8,7 @@ process, however that ends. Called by every launcher of a machine, of hosts and 
 import fcntl
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,7 +35,7 @@ def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {file}: {error.strerror}") from error
     try:
-        _lock(descriptor, folder, time.monotonic() + wait_s)
+        _lock(descriptor, folder, wait_s)
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
         yield
@@ -42,15 +43,24 @@ def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path, until_s: float) -> None:
-    while not _is_locked(descriptor):
-        if time.monotonic() >= until_s:
-            other = os.pread(descriptor, 300, 0).decode(errors="replace")
-            raise ConfigError(
-                f"run.name: {other} is a launch of {folder} already: stop it, or choose another "
-                "run.name"
-            )
+def _lock(descriptor: int, folder: Path, wait_s: float) -> None:
+    if _is_locked(descriptor):
+        return
+    other = os.pread(descriptor, 300, 0).decode(errors="replace")
+    if wait_s:
+        print(
+            f"run.name: {other} is a launch of {folder} already, or its node is gone; waiting for "
+            f"its lock, {wait_s:g} s at most",
+            file=sys.stderr,
+        )
+    until_s = time.monotonic() + wait_s
+    while time.monotonic() < until_s:
         time.sleep(_POLL_S)
+        if _is_locked(descriptor):
+            return
+    raise ConfigError(
+        f"run.name: {other} is a launch of {folder} already: stop it, or choose another run.name"
+    )
 
 
 def _is_locked(descriptor: int) -> bool:

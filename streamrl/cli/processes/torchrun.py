@@ -34,7 +34,10 @@ def main(arguments: argparse.Namespace) -> int:
             torchrun.run(parsed)
         except ChildFailedError as error:
             codes = {rank: failed.exitcode for rank, failed in error.failures.items()}
-            raise failure(codes, [read_record(folder / str(rank)) for rank in codes]) from None
+            records = {rank: read_record(folder / str(rank)) for rank in codes}
+            # Another start of the rank, by --max-restarts, may have left one.
+            own = [r for rank, r in records.items() if r and r.exit_code == codes[rank]]
+            raise failure(codes, own) from None
         except SignalException as stopped:
             return 128 + stopped.sigval
     return 0

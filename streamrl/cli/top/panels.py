@@ -50,7 +50,7 @@ def _head(snapshot: Snapshot) -> Iterator[RenderableType]:
         doing = f"; the learner {snapshot.learner}" if snapshot.learner else ""
         yield Text(healthy + ("" if snapshot.outcome else doing), style="green")
     for note in snapshot.notes:
-        yield Text(note)
+        yield Text(printable(note))
 
 
 def _panels(snapshot: Snapshot, width: int) -> Iterator[Panel]:

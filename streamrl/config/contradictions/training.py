@@ -18,6 +18,7 @@ _SHAPING = (
     "norm_mean",
     "norm_std",
     "truncated",
+    "whiten",
 )
 
 

@@ -15,6 +15,7 @@ from tests.training import make_config
         ("norm_mean", "group"),
         ("norm_std", "batch"),
         ("format_penalty", 0.5),
+        ("whiten", True),
     ],
 )
 def test_shaping_beside_remax_is_refused(name: str, value: Any):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from actors.environments import make_environment
 from actors.environments.shared import open_group
@@ -155,6 +156,17 @@ def returning(**what: object) -> type[Turns]:
             {"start": Observation(token_ids=np.array([9, 9]))},
             "start: observation.token_ids was nda",
         ),
+        (
+            {"start": Observation(token_ids=(np.array([9, 9]),))},
+            "start: one of observation.token_ids was ndarray",
+        ),
+        (
+            {"start": Observation(token_ids=(torch.tensor([9, 9]),))},
+            "start: one of observation.token_ids was Tensor",
+        ),
+        ({"start": Observation(media=None)}, "start: observation.media was NoneType None"),
+        ({"start": Observation(messages=None)}, "start: observation.messages was NoneType None"),
+        ({"start": Observation(tools=None)}, "start: observation.tools was NoneType None"),
         ({"start": Observation(token_ids=("h",))}, "start: one of observation.token_ids was str"),
         ({"start": Observation(token_ids=(-3,))}, "start: one of observation.token_ids was int -3"),
         ({"start": Observation(token_ids=(2**31,))}, "start: one of observation.token_ids was int"),

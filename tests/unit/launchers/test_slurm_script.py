@@ -1,8 +1,11 @@
 """The batch script of a run, and what is refused before anything is submitted."""
 
+import os
 import shlex
+import signal
 import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from streamrl.cli.launchers.slurm.steps import step_command
 from streamrl.cli.main import main
 from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.config import load_config
 from streamrl.placement.plan import Host
 
 CONFIG = """
@@ -46,6 +50,17 @@ def test_the_script_asks_for_nodes_a_signal_and_another_start(capsys, file, tmp_
     assert not (tmp_path / "runs").exists()
 
 
+def test_another_job_of_the_run_leaves_a_pending_one_its_configuration(capsys, file, monkeypatch):
+    monkeypatch.setattr("streamrl.cli.launchers.slurm.launch._sbatch", lambda _: "submitted")
+    for lr in ("1e-5", "2e-5", "1e-5"):
+        words = ["--set", f"learner.optimizer.lr={lr}"]
+        text = script(capsys, file, *words)
+        assert main(["launch", file, "--slurm", *words]) == 0
+        (word,) = (word for word in text.split() if word.endswith(".yaml"))
+        assert load_config(word, environment={}).config.learner.optimizer.lr == float(lr)
+    assert len(list(Path(word).parent.glob("config-*.yaml"))) == 2
+
+
 def test_a_job_whose_run_has_begun_goes_on_with_it(capsys, file, tmp_path):
     """The script itself, with `streamrl` replaced by echo."""
     text = script(capsys, file)
@@ -56,7 +71,9 @@ def test_a_job_whose_run_has_begun_goes_on_with_it(capsys, file, tmp_path):
             run.mkdir(parents=True)
             (run / "metrics.jsonl").write_text("{}\n")
         said = subprocess.run(["bash"], input=shown, text=True, capture_output=True).stdout
-        assert said.split()[:2] == ["launch", f"{run}/slurm/config.yaml"]
+        launched, path = said.split()[:2]
+        assert launched == "launch"
+        assert Path(path).match(f"{run}/slurm/config-*.yaml")
         assert said.rstrip().endswith("--resume") is has_begun
 
 
@@ -125,7 +142,7 @@ def test_an_allocation_gets_keys_and_steps_that_can_be_pasted(capsys, file, monk
     assert all(words[words.index("-c") + 1].endswith('>>"$log" 2>&1') for words in steps)
 
 
-def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path):
+def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
     is_held, ends = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -139,3 +156,22 @@ def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path):
     threading.Timer(0.2, ends.set).start()
     with sole_launch(tmp_path / "run", wait_s=60.0):
         holder.join()
+    assert "waiting for its lock, 60 s at most" in capsys.readouterr().err
+
+
+def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(
+    capsys, file, tmp_path, monkeypatch
+):
+    requeued: list[Sequence[str]] = []
+    job = "streamrl.cli.launchers.slurm.job"
+    monkeypatch.setattr(f"{job}.hosts_of_job", lambda _: (HOST,))
+    monkeypatch.setattr(f"{job}.subprocess.run", lambda words, **_: requeued.append(words))
+    monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
+    monkeypatch.setattr(
+        "streamrl.cli.processes.sole_launch.time.sleep",
+        lambda _: os.kill(os.getpid(), signal.SIGUSR1),
+    )
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with sole_launch(tmp_path / "runs" / "run"):
+        assert main(["launch", file, "--slurm"]) == 0
+    assert requeued == [["scontrol", "requeue", "17"]]

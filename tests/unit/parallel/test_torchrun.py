@@ -20,6 +20,9 @@ from streamrl import errors
 from streamrl.error_record import leave_record
 rank = int(os.environ["RANK"])
 names = sys.argv[1].split(",")
+if names[rank] == "killed later":
+    assert leave_record(errors.ConfigError("of the first start"))
+    names[rank] = "silent" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "killed"
 if names[rank] == "killed":
     os.kill(os.getpid(), 9)
 if names[rank] == "silent":
@@ -31,13 +34,12 @@ if names[rank] != "well":
 """
 
 
-def run(tmp_path: Path, *ranks: str) -> int:
+def run(tmp_path: Path, *ranks: str, restarts: int = 0) -> int:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     command = (sys.executable, str(script), ",".join(ranks))
-    return main(
-        arguments("--standalone", f"--nproc-per-node={len(ranks)}", "--no-python", *command)
-    )
+    own = ("--standalone", f"--nproc-per-node={len(ranks)}", f"--max-restarts={restarts}")
+    return main(arguments(*own, "--no-python", *command))
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -57,6 +59,11 @@ def arguments(*words: str) -> argparse.Namespace:
 def test_it_ends_as_the_rank_that_failed(tmp_path, ranks: Sequence[str], kind, sentence):
     with pytest.raises(kind, match=sentence):
         run(tmp_path, *ranks)
+
+
+def test_what_an_earlier_start_said_is_not_why_the_last_one_failed(tmp_path):
+    with pytest.raises(StreamRLError, match="rank 0 of the learner ended with exit code -9"):
+        run(tmp_path, "killed later", restarts=1)
 
 
 def test_it_ends_well_and_leaves_the_environment_to_its_own_parent(tmp_path, monkeypatch):

@@ -74,32 +74,29 @@ def run_in_job(config: RunConfig, arguments: argparse.Namespace, job: str) -> in
         require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
         _print(make_plan(config, hosts, resume=arguments.resume))
         return 0
-    with sole_launch(config.run.path, wait_s=_LOST_LOCK_S):
-        require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-        config = prepare(config, resume=arguments.resume, new=arguments.new)
-        if has_own_keys:
-            make_missing_keys(config)
-        plan = make_plan(config, hosts, resume=arguments.resume)
-        return _run_plan(plan, arguments, console, job, requeue)
-
-
-def _run_plan(
-    plan: Plan, arguments: argparse.Namespace, console: Console, job: str, requeue: _Requeue
-) -> int:
-    """The run, from the plan's configuration to the report."""
-    write_file(plan.config_file, to_yaml(plan.config))
     try:
-        _run(plan, arguments, console, job)
+        with sole_launch(config.run.path, wait_s=_LOST_LOCK_S):
+            require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+            config = prepare(config, resume=arguments.resume, new=arguments.new)
+            if has_own_keys:
+                make_missing_keys(config)
+            _run_plan(make_plan(config, hosts, resume=arguments.resume), arguments, console, job)
     except KeyboardInterrupt:
         if not requeue.is_wanted:
             raise
         console.print(f"job {job} goes on when it is its turn again")
         subprocess.run(["scontrol", "requeue", job], check=False)
-        return 0
+    return 0
+
+
+def _run_plan(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
+    """The run, from the plan's configuration to the report."""
+    write_file(plan.config_file, to_yaml(plan.config))
+    try:
+        _run(plan, arguments, console, job)
     finally:
         write_report(plan.config)
         console.print(summary(plan.config))
-    return 0
 
 
 def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:

@@ -1,6 +1,6 @@
 """`streamrl launch FILE --slurm`: submits a job; within a job or an allocation, runs on its nodes.
 
-Invariant: a job is its folder RUN/slurm: `config.yaml` with every value resolved when it was
+Invariant: a job is what is in RUN/slurm: `config-HASH.yaml` with every value resolved when it was
 submitted, and `job.sh`, which a person could submit as well.
 """
 
@@ -13,7 +13,7 @@ from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.cli.launchers.slurm.job import run_in_job
 from streamrl.cli.launchers.slurm.keys import make_missing_keys, with_keys
-from streamrl.cli.launchers.slurm.script import job_script
+from streamrl.cli.launchers.slurm.script import config_name, job_script
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
@@ -54,7 +54,7 @@ def _write_job(
     folder = config.run.path / "slurm"
     folder.mkdir(exist_ok=True)
     (config.run.path / "logs").mkdir(exist_ok=True)
-    write_file(folder / "config.yaml", to_yaml(config))
+    write_file(folder / config_name(config), to_yaml(config))
     write_file(folder / "job.sh", script)
 
 

@@ -6,12 +6,13 @@ start of a job is a new run; every other one goes on with what the run's folder 
 Invariant: the same configuration and options give the same script.
 """
 
+import hashlib
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from streamrl.cli.processes.command import executable
-from streamrl.config import RunConfig
+from streamrl.config import RunConfig, to_yaml
 from streamrl.errors import ConfigError
 
 # Before the time limit, in seconds, so that the learner can save.
@@ -22,8 +23,14 @@ _SCRIPT = """\
 cd {folder} || exit
 resume=
 [ ! -e {run}/metrics.jsonl ] || resume=--resume
-exec {streamrl} launch {run}/slurm/config.yaml --slurm --no-view $resume
+exec {streamrl} launch {run}/slurm/{config} --slurm --no-view $resume
 """
+
+
+def config_name(config: RunConfig) -> str:
+    """Of the file that a job reads when it starts; another job of the run may be submitted, with
+    other settings, while it is pending."""
+    return f"config-{hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]}.yaml"
 
 
 def job_script(config: RunConfig, num_nodes: int, options: Sequence[str]) -> str:
@@ -37,6 +44,7 @@ def job_script(config: RunConfig, num_nodes: int, options: Sequence[str]) -> str
         directives="\n".join(_directives(config, num_nodes, options)),
         folder=shlex.quote(str(Path.cwd())),
         run=shlex.quote(str(run)),
+        config=config_name(config),
         streamrl=shlex.quote(executable()),
     )
 
