@@ -73,6 +73,8 @@ class RedisServer:
             assert time.monotonic() < deadline, log.read_text()
             assert self.process.poll() is None, log.read_text()
             time.sleep(0.01)
+        # Nobody else has answered at that port.
+        assert self.process.poll() is None, log.read_text()
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None

@@ -164,7 +164,7 @@ class TestFunctions:
     async def test_at_the_deadline_the_episode_is_truncated_with_what_was_sampled(self, function):
         play = function("ask(base_url, api_key)\nwhile True:\n    ask(base_url, api_key)")
         async with serving(function=play, reward="environment") as episodes:
-            rollout = await episodes.run(deadline_s=0.5)
+            rollout = await episodes.run(deadline_s=3.0)
         assert rollout.finish_reason is FinishReason.DEADLINE
         assert recorded(rollout)[0] == "u:q;>a;"
 
@@ -177,7 +177,7 @@ class TestFunctions:
             "async ",
         )
         async with serving(function=play) as episodes:
-            rollout = await episodes.run(deadline_s=0.5)
+            rollout = await episodes.run(deadline_s=3.0)
             async with asyncio.timeout(10):
                 while not gone.exists():
                     await asyncio.sleep(0.01)

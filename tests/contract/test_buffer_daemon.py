@@ -180,7 +180,7 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
 
 
 async def test_on_a_full_disk_clients_wait_and_nothing_is_lost(daemon: Daemon):
-    generator, learner, other = daemon.client(), daemon.client(), daemon.client(deadline_s=1.0)
+    generator, learner, other = daemon.client(), daemon.client(), daemon.client(deadline_s=4.0)
     await learner.attach(0, None)
     leases = [await lease_one(generator, f"s/{i}", "g", 0.0) for i in range(4)]
     await generator.put("s/0", make_group(0, lease_id="s/0"))
@@ -520,11 +520,11 @@ async def test_with_keys_the_buffer_serves_who_has_them_and_nobody_else(tmp_path
         buffer = ZmqBuffer(server.url, curve=keys)
         await buffer.attach(0, None)
         for wrong in (None, others, half):
-            stranger = ZmqBuffer(server.url, deadline_s=0.7, retry_s=0.3, curve=wrong)
+            stranger = ZmqBuffer(server.url, deadline_s=3.0, retry_s=0.3, curve=wrong)
             start = time.monotonic()
             with pytest.raises(TransportError, match=r"refuses the keys .*buffer\.curve"):
                 await stranger.stats()
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < 20.0
             await stranger.close()
         await fill(buffer, "s/a")
         assert (await buffer.stats()).books.buffered == 1
@@ -534,7 +534,7 @@ async def test_with_keys_the_buffer_serves_who_has_them_and_nobody_else(tmp_path
 async def test_a_client_with_keys_gets_no_answer_from_a_buffer_without(tmp_path):
     make_keys(tmp_path / "keys")
     with zmq_server(tmp_path) as server:
-        buffer = ZmqBuffer(server.url, deadline_s=0.7, retry_s=0.3, curve=tmp_path / "keys")
+        buffer = ZmqBuffer(server.url, deadline_s=3.0, retry_s=0.3, curve=tmp_path / "keys")
         with pytest.raises(TransportError, match=r"or has none"):
             await buffer.stats()
         await buffer.close()

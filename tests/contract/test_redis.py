@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import msgspec
@@ -111,7 +110,7 @@ async def test_a_server_whose_disk_fails_is_waited_for(tmp_path: Path, redis_cli
             await asyncio.sleep(0.01)
         filling = asyncio.create_task(fill(buffer, "b"))
         with pytest.raises(TransportError, match="MISCONF"):
-            await redis_client(server.url, deadline_s=0.3).release("a", DropReason.FAILED)
+            await redis_client(server.url, deadline_s=3.0).release("a", DropReason.FAILED)
         assert not filling.done()
         server.folder.mkdir()
         admin.config_set("dir", str(server.folder))
@@ -122,11 +121,12 @@ async def test_a_server_whose_disk_fails_is_waited_for(tmp_path: Path, redis_cli
 
 
 async def test_who_waits_is_woken_and_does_not_ask_again_and_again(
-    redis: RedisServer, redis_client: Connect
+    redis: RedisServer, redis_client: Connect, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("buffers.redis.buffer.POLL_S", 600.0)
     learner, generator = redis_client(redis.url, "wait"), redis_client(redis.url, "wait")
     await learner.attach(0, None)
-    taking = asyncio.create_task(learner.take(2, 0, 10.0))
+    taking = asyncio.create_task(learner.take(2, 0, 60.0))
     server = Redis.from_url(redis.url)
     while not server.pubsub_numsub("streamrl:{wait}:changed")[0][1]:
         await asyncio.sleep(0.01)
@@ -134,10 +134,8 @@ async def test_who_waits_is_woken_and_does_not_ask_again_and_again(
     await asyncio.sleep(0.5)
     assert num_scripts(server) - before <= 2
     await fill(generator, "a")
-    start = time.monotonic()
     await fill(generator, "b")
     assert len((await taking).headers) == 2
-    assert time.monotonic() - start < 0.5
     server.close()
 
 
@@ -216,7 +214,7 @@ async def test_sentinels_tell_where_the_server_is(
         assert (await redis_client(own_redis.url).stats()).books.buffered == 1
         unknown = f"redis+sentinel://127.0.0.1:{sentinel.port}/theirs"
         with pytest.raises(TransportError, match="No master found for 'theirs'"):
-            await redis_client(unknown, deadline_s=0.3).stats()
+            await redis_client(unknown, deadline_s=3.0).stats()
     finally:
         sentinel.kill()
 

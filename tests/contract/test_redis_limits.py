@@ -55,13 +55,13 @@ async def test_a_full_server_holds_puts_back_until_a_checkpoint_frees_groups(
 async def test_the_ledger_works_on_a_server_that_refuses_every_payload(
     own_redis: RedisServer, redis_client: Connect
 ):
-    buffer = redis_client(own_redis.url, deadline_s=0.5)
+    buffer, hasty = redis_client(own_redis.url), redis_client(own_redis.url, deadline_s=2.0)
     await buffer.attach(0, None)
     await fill(buffer, "a", "b")
     await lease_one(buffer, "c", "g", 0.0)
     Redis.from_url(own_redis.url).config_set("maxmemory", "100kb")
     with pytest.raises(BufferFullError, match="a group of"):
-        await buffer.put("c", make_group(2, lease_id="c"))
+        await hasty.put("c", make_group(2, lease_id="c"))
     assert "does not fit into Redis" in (await buffer.stats()).refusal
     await buffer.heartbeat(status(lease_ids=("c",)))
     await buffer.take(2, 0, 0.0)

@@ -43,6 +43,8 @@ from streamrl.types import (
 )
 from tests.records import lease_one
 
+LEASE_TTL_S = 2.0
+
 
 def make_ledger() -> Ledger:
     return Ledger(groups_per_step=2, max_staleness=1)
@@ -153,10 +155,10 @@ class Run:
                 "weights": {"address": "tcp://127.0.0.1:9"},
             }
         )
-        # Shorter than a configuration allows: nothing else computes here.
+        # Heartbeats come more often than a configuration allows: nothing else computes here.
         buffer = config.buffer.model_copy(update={"lease_ttl_s": 0.4})
         self.config = config.model_copy(update={"buffer": buffer})
-        self.state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=0.4)
+        self.state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=LEASE_TTL_S)
         self.learner = MemoryBuffer(self.state)
         self.engine = FakeEngine()
         self.runner = GroupRunner(
@@ -251,7 +253,7 @@ async def test_leases_live_as_long_as_the_work_on_them():
     async with run.generating():
         await run.until(lambda: run.books.leased == 4)
         leases = run.state.ledger.live_leases()
-        await asyncio.sleep(3 * 0.4)
+        await asyncio.sleep(1.5 * LEASE_TTL_S)
         assert run.state.ledger.live_leases() == leases
         run.engine.open.set()
         await run.until(lambda: run.books.buffered == 4)
@@ -266,7 +268,7 @@ async def test_a_buffer_that_came_back_without_memory_hears_of_the_leases_held()
         await run.until(lambda: run.books.leased == 4)
         leases = set(run.state.ledger.live_leases())
         await run.until(lambda: bool(generator._incarnation))
-        run.state.__init__(make_ledger(), lease_ttl_s=0.4)
+        run.state.__init__(make_ledger(), lease_ttl_s=LEASE_TTL_S)
         await run.learner.attach(0, None)
         await run.until(lambda: set(run.state.ledger.live_leases()) == leases)
         run.engine.open.set()
@@ -281,7 +283,7 @@ async def test_a_group_finished_before_the_buffer_told_of_its_loss_is_not_lost()
     await run.learner.attach(0, None)
     async with run.generating() as generator:
         await run.until(lambda: run.books.leased == 4 and bool(generator._incarnation))
-        run.state.__init__(make_ledger(), lease_ttl_s=0.4)
+        run.state.__init__(make_ledger(), lease_ttl_s=LEASE_TTL_S)
         run.engine.open.set()
         await run.until(lambda: run.books.buffered == 4)
     assert run.books.granted == 4

@@ -128,7 +128,7 @@ async def test_a_process_that_stood_still_in_a_load_changes_nothing_more():
         standstill.require_none()
         standstill._last_s -= 6
         await asyncio.sleep(0.3)
-        with pytest.raises(TransportError, match="stood still for 6 s"):
+        with pytest.raises(TransportError, match=r"stood still for \d+ s"):
             standstill.require_none()
 
 

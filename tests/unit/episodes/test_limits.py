@@ -78,12 +78,11 @@ async def test_each_turn_has_the_whole_limit():
         num_turns = 5
 
         async def step(self, completion: Completion) -> Transition:
-            await asyncio.sleep(DEADLINE_S / 4)
+            await asyncio.sleep(limit_s / 4)
             return await super().step(completion)
 
-    rollout = await episode(FakeEngine(), Pausing, turn_deadline_s=DEADLINE_S).run(
-        context(), SAMPLING
-    )
+    limit_s = 1.5
+    rollout = await episode(FakeEngine(), Pausing, turn_deadline_s=limit_s).run(context(), SAMPLING)
     assert (len(rollout.turns), rollout.finish_reason) == (5, FinishReason.STOP)
 
 

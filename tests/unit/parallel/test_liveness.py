@@ -63,21 +63,21 @@ async def test_a_rank_of_another_machine_is_lost_when_its_beat_stands_still(exit
     store = dist.HashStore()
     store.set(liveness._key(1), "elsewhere 1 7")
     watched = watching(store, 0, deadline_s=0.2)
-    with pytest.raises(TransportError, match=r"^rank 1 of the learner has not reported for 0 s$"):
+    with pytest.raises(TransportError, match=r"^rank 1 of the learner has not reported for \d+ s$"):
         await watched.watch()
     assert exits.called.wait(DEADLINE_S)
 
 
 def test_ranks_that_beat_or_have_parted_are_not_missed(exits):
     store = dist.HashStore()
-    first, second = (watching(store, rank, deadline_s=0.3) for rank in (0, 1))
+    first, second = (watching(store, rank, deadline_s=2.0) for rank in (0, 1))
     give_up = time.monotonic() + DEADLINE_S
-    while int(store.get(liveness._key(1)).split()[-1]) < 25:
+    while int(store.get(liveness._key(1)).split()[-1]) < 110:
         assert time.monotonic() < give_up
         time.sleep(0.02)
     second.stop()
     before = int(store.get(liveness._key(0)).split()[-1])
-    while int(store.get(liveness._key(0)).split()[-1]) < before + 25:
+    while int(store.get(liveness._key(0)).split()[-1]) < before + 110:
         assert time.monotonic() < give_up
         time.sleep(0.02)
     first.stop()

@@ -252,17 +252,19 @@ class TestPython:
         assert text.endswith("ZeroDivisionError: division by zero\nit ended with exit code 1")
 
     @pytest.mark.parametrize(
-        ("code", "reason"),
+        ("code", "limit_s", "reason"),
         [
-            ("while True: pass", "it was ended after 1 s"),
-            ("while True: print('x' * 999)", "bytes"),
-            ("x = bytearray(10**11)", "MemoryError"),
-            ("import socket; socket.create_connection(('127.0.0.1', 80))", "PermissionError"),
-            ("import os\nwhile True: os.fork()", "ended"),
+            ("while True: pass", 1.0, "it was ended after 1 s"),
+            ("while True: print('x' * 999)", 20.0, "bytes"),
+            ("x = bytearray(10**11)", 20.0, "MemoryError"),
+            ("import socket; socket.create_connection(('127.0.0.1', 80))", 20.0, "PermissionError"),
+            ("import os\nwhile True: os.fork()", 20.0, "ended"),
         ],
     )
-    async def test_a_program_that_attacks_is_an_answer(self, code: str, reason: str) -> None:
-        settings = ToolSettings(tool="python", time_limit_s=1.0, max_result_length=100_000)
+    async def test_a_program_that_attacks_is_an_answer(
+        self, code: str, limit_s: float, reason: str
+    ) -> None:
+        settings = ToolSettings(tool="python", time_limit_s=limit_s, max_result_length=100_000)
         tools = await open_tools(settings)
         text = await answer(tools, "python", code=code)
         assert text.startswith("error: ")

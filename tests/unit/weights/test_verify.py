@@ -157,7 +157,7 @@ def test_what_is_received_in_place_is_not_copied(verify):
 
 def test_a_receiver_that_gives_up_leaves_nobody_waiting_and_can_join_again():
     """The sender waits for the timeout at most, and no late byte lands in memory given up."""
-    pair = Pair(1.0)
+    pair = Pair(3.0)
     landing = torch.zeros(pair.layout.num_bytes, dtype=torch.uint8)
     with ThreadPoolExecutor(1) as pool:
         update = pair.send()
@@ -168,8 +168,8 @@ def test_a_receiver_that_gives_up_leaves_nobody_waiting_and_can_join_again():
         landing.zero_()
         start = time.monotonic()
         with pytest.raises(WeightTransferError):
-            sending.result(timeout=10)
-        assert time.monotonic() - start < 5
+            sending.result(timeout=30)
+        assert time.monotonic() - start < 15
         assert not landing.any()
         update = pair.send()
         sending = pool.submit(pair.go)
@@ -180,7 +180,7 @@ def test_a_receiver_that_gives_up_leaves_nobody_waiting_and_can_join_again():
 
 
 def test_a_sender_that_goes_silent_is_given_up_within_two_timeouts(tmp_path: Path):
-    pair = Pair(1.0)
+    pair = Pair(3.0)
     with ThreadPoolExecutor(1) as pool:
         update = pair.send()
         receiving = pool.submit(lambda: list(pair.receiver.tensors(update)))
@@ -188,7 +188,7 @@ def test_a_sender_that_goes_silent_is_given_up_within_two_timeouts(tmp_path: Pat
         group.start(pair.layout.buckets[0].of(pair.data)).wait()
         start = time.monotonic()
         with pytest.raises(WeightTransferError, match="broadcast failed"):
-            receiving.result(timeout=10)
-        assert time.monotonic() - start < 4
+            receiving.result(timeout=30)
+        assert time.monotonic() - start < 12
     group.close()
     pair.close()
