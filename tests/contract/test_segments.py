@@ -8,7 +8,7 @@ import pytest
 from actors.episodes.rollout import unbuffered_lease
 from streamrl.interfaces import Transition
 from streamrl.types import Completion, TrajectoryGroup
-from tests.contract.test_buffers import connect  # noqa: F401
+from tests.contract.test_buffers import connect, lease_ttl_s  # noqa: F401
 from tests.records import lease_one
 from tests.unit.episodes.environments import SubAgent, Summarizing
 from tests.unit.test_generator import Run
