@@ -15,6 +15,11 @@ from streamrl.interfaces import Observation, Transition
 from streamrl.types import Media
 
 _ID_LIMIT = 2**31
+_PARTS: Mapping[str, tuple[type, str]] = {
+    "media": (Media, "a Media"),
+    "messages": (Mapping, "a mapping"),
+    "tools": (Mapping, "a mapping"),
+}
 
 
 def checked_observation(observation: Any, method: str = "start") -> Observation:
@@ -30,18 +35,12 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
     for token in ids:
         if not _is_id(token):
             raise _wrong(f"{method}: one of observation.token_ids was", token, "a token id")
-    for name in ("media", "messages", "tools"):
-        if not isinstance(value := getattr(observation, name), tuple | list):
-            raise _wrong(f"{method}: observation.{name} was", value, "a tuple")
-    for media in observation.media:
-        if not isinstance(media, Media):
-            raise _wrong(f"{method}: one of observation.media was", media, "a Media")
-    for message in observation.messages:
-        if not isinstance(message, Mapping):
-            raise _wrong(f"{method}: one of observation.messages was", message, "a mapping")
-    for tool in observation.tools:
-        if not isinstance(tool, Mapping):
-            raise _wrong(f"{method}: one of observation.tools was", tool, "a mapping")
+    for name, (kind, expected) in _PARTS.items():
+        if not isinstance(parts := getattr(observation, name), tuple | list):
+            raise _wrong(f"{method}: observation.{name} was", parts, "a tuple")
+        for part in parts:
+            if not isinstance(part, kind):
+                raise _wrong(f"{method}: one of observation.{name} was", part, expected)
     return observation
 
 
