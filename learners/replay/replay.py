@@ -16,6 +16,7 @@ from learners.replay.replayed import Replayed, ReplayedStep
 from learners.replay.settings import first_change, settings_of
 from learners.replay.starts import choose_start, complete_checkpoints
 from streamrl.errors import ConfigError
+from streamrl.run_folder import config_of
 
 MEASURES: Mapping[str, str] = {
     "loss": "actor/loss",
@@ -90,7 +91,8 @@ class Replay:
     """Of the run in this folder, from a version, for so many steps; by default all that it can.
 
     Raises:
-        ConfigError: nothing is recorded from there on, or a setting cannot be used.
+        ConfigError: there is no such run, nothing is recorded from there on, or a setting cannot be
+            used.
     """
 
     def __init__(
@@ -104,17 +106,19 @@ class Replay:
             raise ConfigError(f"--steps: was {num_steps}; must be at least 1")
         self._run = run
         self._overrides = tuple(overrides)
+        config = config_of(run)
         self._files = recorded_steps(run)
         start = choose_start(run, self._files, version)
         first = 1 if start is None else start.policy_version + 1
-        settings, other = settings_of(run, first), settings_of(run, first, overrides)
+        settings = settings_of(config, first)
+        other = settings_of(config, first, overrides) if overrides else None
         self._mesh = settings.learner.mesh
         self._recorded = Replayed(settings, start)
-        self._changed = Replayed(other, start) if overrides else None
+        self._changed = None if other is None else Replayed(other, start)
         self._first = self._recorded.policy_version
         last = next(v for v in count(self._first) if v + 1 not in self._files)
         last = last if num_steps is None else min(last, self._first + num_steps)
-        self.change = first_change(run, range(first, last + 1))
+        self.change = first_change(settings, range(first, last + 1))
         """The first step asked for that other settings made, before which the replay ends."""
         self.last_step = last if self.change is None else self.change[0] - 1
         self._steps: tuple[ComparedStep, ...] = ()

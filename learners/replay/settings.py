@@ -18,7 +18,6 @@ from streamrl.config.loading.similar import RESOLVED_FILE
 from streamrl.config.loading.values import values_of
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
-from streamrl.run_folder import config_of
 
 _TAKEN = ("algorithm.", "learner.")
 _RECORDED = ("learner.groups_per_step", "learner.num_ranks", "learner.mesh", "learner.checkpoint")
@@ -62,9 +61,9 @@ def settings_files(run: Path) -> Mapping[int, Path]:
     return dict(sorted((int(step), path) for step, path in steps if step.isdigit()))
 
 
-def settings_of(run: Path, step: int, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration that this step was made by, with these settings changed, for one process
-    that writes nothing into the run's folder.
+def settings_of(run: RunConfig, step: int, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that this step of the run was made by, with these settings changed, for
+    one process that writes nothing into the run's folder.
 
     Raises:
         ConfigError: a setting that a replay does not read, or one that cannot be used.
@@ -77,8 +76,8 @@ def settings_of(run: Path, step: int, overrides: Sequence[str] = ()) -> RunConfi
                 "algorithm.* and learner.* alone, without groups_per_step, num_ranks, mesh and "
                 "checkpoint"
             )
-    folder = config_of(run).run
-    path = _file_of(run, step) or run / RESOLVED_FILE
+    folder = run.run
+    path = _file_of(folder.path, step) or folder.path / RESOLVED_FILE
     config = load_config(path, overrides, environment={}).config
     alone = {"num_ranks": 1, "profiler": ProfilerSettings()}
     samples = config.tracking.samples.model_copy(update={"num_groups": 0})
@@ -92,14 +91,13 @@ def settings_of(run: Path, step: int, overrides: Sequence[str] = ()) -> RunConfi
     )
 
 
-def first_change(run: Path, steps: range) -> tuple[int, str] | None:
-    """The first of these steps that was made by other settings than the first one, and in words
-    which; None if there is none."""
-    start = current = settings_of(run, steps.start)
-    files = settings_files(run)
+def first_change(start: RunConfig, steps: range) -> tuple[int, str] | None:
+    """The first of these steps that was made by other settings than `start`, which are those of
+    the first one, and in words which; None if there is none."""
+    current, files = start, settings_files(start.run.path)
     for step in steps[1:]:
         if step in files:
-            current = settings_of(run, step)
+            current = settings_of(start, step)
             if (difference := next(_differences(start, current), None)) is not None:
                 return step, difference
         if _rate(start, step) != _rate(current, step):

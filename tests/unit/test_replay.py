@@ -206,6 +206,8 @@ def test_a_setting_that_cannot_act_is_refused(tmp_path, override, sentence):
 
 def test_where_a_replay_can_begin_is_said(tmp_path):
     config = configure(tmp_path)
+    with pytest.raises(ConfigError, match=r"rum is no run folder: there is none; did you mean"):
+        Replay(tmp_path / "rum")
     with pytest.raises(ConfigError, match=r"nothing is recorded; set buffer\.record: true"):
         Replay(config.run.path)
     train(config, last=4, saved=[2, 3])
