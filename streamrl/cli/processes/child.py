@@ -53,6 +53,7 @@ class Child:
         while True:
             code, record = await self._run()
             self.state = "done" if code == 0 else f"ended ({code})"
+            await self._on_end(code)
             if code != 0:
                 self._log(sentence_of(code, record))
             if code == 0 or self.stopping.is_set():
@@ -70,6 +71,9 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopping.wait(), delay_s)
                 return code
+
+    async def _on_end(self, code: int) -> None:
+        """For those that have more to do when the process has ended."""
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send the signal; the process is not restarted."""

@@ -39,18 +39,17 @@ class PlannedChild(Child, ABC):
         if self.state == "running" and self.begin_kill():
             self.is_ended_by_companion = True
 
-    async def end_companions(self, exit_code: int) -> None:
+    async def _on_end(self, code: int) -> None:
         """End the other parts, if this process has failed by itself. Where it has lost another
         part, waits up to REASON_S for that one to end, which may say why."""
         self.has_ended.set()
         self.has_ended.clear()
-        has_failed = exit_code != 0 and not self.is_ended_by_companion
+        has_failed = code != 0 and not self.is_ended_by_companion
         self.is_ended_by_companion = False
-        self.state = f"ended ({exit_code})"
         if not has_failed or self.stopping.is_set():
             return
         starts = [(companion, companion.num_restarts) for companion in self.companions]
-        if exit_code == EXIT_UNREACHABLE and self.companions:
+        if code == EXIT_UNREACHABLE and self.companions:
             await self._wait_for_reason()
         for companion, num_restarts in starts:
             if companion.num_restarts == num_restarts:

@@ -46,11 +46,10 @@ def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
 def _lock(descriptor: int, folder: Path, wait_s: float) -> None:
     if _is_locked(descriptor):
         return
-    other = os.pread(descriptor, 300, 0).decode(errors="replace")
     if wait_s:
         print(
-            f"run.name: {other} is a launch of {folder} already, or its node is gone; waiting for "
-            f"its lock, {wait_s:g} s at most",
+            f"{_held(descriptor, folder)}, or its node is gone; waiting for its lock, {wait_s:g} s "
+            "at most",
             file=sys.stderr,
         )
     until_s = time.monotonic() + wait_s
@@ -58,9 +57,12 @@ def _lock(descriptor: int, folder: Path, wait_s: float) -> None:
         time.sleep(_POLL_S)
         if _is_locked(descriptor):
             return
-    raise ConfigError(
-        f"run.name: {other} is a launch of {folder} already: stop it, or choose another run.name"
-    )
+    raise ConfigError(f"{_held(descriptor, folder)}: stop it, or choose another run.name")
+
+
+def _held(descriptor: int, folder: Path) -> str:
+    other = os.pread(descriptor, 300, 0).decode(errors="replace")
+    return f"run.name: {other} is a launch of {folder} already"
 
 
 def _is_locked(descriptor: int) -> bool:

@@ -28,7 +28,9 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         StreamRLError: a rank of this host failed; of its kind, with its sentence.
     """
-    parsed = torchrun.parse_args([word for word in arguments.words if word != "--"])
+    # The parser has put "--" before them.
+    words = arguments.words[arguments.words[:1] == ["--"] :]
+    parsed = torchrun.parse_args(words)
     with _folder_of_records() as folder:
         try:
             torchrun.run(parsed)

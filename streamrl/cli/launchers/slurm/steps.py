@@ -99,7 +99,6 @@ class StepChild(PlannedChild):
             self.stop()
         code = await self._wait(self.process)
         self._lost = code != 0 and await self._node_is_gone()
-        await self.end_companions(code)
         return (128 - code if code > 128 else code), read_record(record)
 
     async def _wait(self, process: Process) -> int:

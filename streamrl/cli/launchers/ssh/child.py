@@ -55,7 +55,6 @@ class RemoteChild(PlannedChild):
             self.state = "running"
             try:
                 ended = await connection.run(self._start_frame())
-                await self.end_companions(ended.exit_code)
                 return ended.exit_code, ended.record
             except HostLostError:
                 self.num_restarts += 1
