@@ -1,5 +1,6 @@
 """A loopback port of a test's own, for a server that cannot be told to choose one."""
 
+import contextlib
 import os
 import random
 import socket
@@ -15,11 +16,13 @@ def free_port() -> int:
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw"))
     first = _FIRST + _SLICE * (worker % _NUM_SLICES)
     for _ in range(_TRIES):
-        port = random.randrange(first, first + _SLICE)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        if is_free(port := random.randrange(first, first + _SLICE)):
             return port
     raise AssertionError(f"no port of {first} to {first + _SLICE - 1} is free")
+
+
+def is_free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False

@@ -1,7 +1,6 @@
 """A redis-server of the test's own: a free loopback port, a folder, AOF that is always synced."""
 
 import contextlib
-import random
 import shutil
 import signal
 import socket
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
+from tests.ports import free_port, is_free
 
 START_DEADLINE_S = 20.0
 BUS = 10_000
@@ -49,8 +48,8 @@ class RedisServer:
 
     def start_node(self) -> None:
         """As a node of a cluster, which hears the others on a port BUS above its own."""
-        while self.port + BUS > 65_535 or not (_is_free(self.port) and _is_free(self.port + BUS)):
-            self.port = random.randint(20_000, 32_000)
+        while not (is_free(self.port) and is_free(self.port + BUS)):
+            self.port = free_port()
         self._run(
             *("bind 127.0.0.1", 'save ""', "appendonly yes", "appendfsync always"),
             *("cluster-enabled yes", "cluster-node-timeout 1000", *self.settings),
@@ -89,13 +88,6 @@ class RedisServer:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
             return True
         return False
-
-
-def _is_free(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.socket() as probe:
-        probe.bind(("127.0.0.1", port))
-        return True
-    return False
 
 
 @contextlib.contextmanager
