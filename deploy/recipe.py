@@ -3,8 +3,9 @@
     recipe.py NAME [--seed N] [--folder FOLDER] [--set KEY=VALUE]...
 
 The run is FOLDER/runs/NAME-SEED, and its model is got into FOLDER/models; FOLDER is the root unless
-given. Rewards are means over the first and the last five steps; `seconds` is the time of the whole
-launch, `peak_mib` the largest sum of the memory of its processes, shared pages divided among them.
+given. A pretrained model computes in float32 where the CPU has no instructions for bfloat16.
+Rewards are means over the first and the last five steps; `seconds` is the time of the whole launch,
+`peak_mib` the largest sum of the memory of its processes, shared pages divided among them.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from streamrl.cli.doctor.machine import read_machine
 
 ROOT = Path(__file__).parents[1]
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
@@ -49,13 +52,15 @@ def main() -> int:
 
 
 def _model(recipe: Path, folder: Path) -> list[str]:
-    """The setting of the recipe's model, which is there then; none for one that it makes itself."""
+    """The settings of the recipe's model, which is there then; none if the recipe makes it."""
     if f"models/{MODEL}" not in (recipe / "config.yaml").read_text(encoding="utf-8"):
         return []
     model = folder / "models" / MODEL
     command = [STREAMRL, "get-model", MODEL, "--output", str(model)]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    return [f"model.path={model}"]
+    is_slow = read_machine().lacks_bfloat16
+    dtypes = [f"{role}.dtype=float32" for role in ("learner", "generator") if is_slow]
+    return [f"model.path={model}", *dtypes]
 
 
 def run(command: list[str], folder: Path) -> tuple[int, float]:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from streamrl.cli.doctor.machine import read_machine
+from streamrl.config import load_config
 from streamrl.errors import EXIT_UNREACHABLE
 from tests.documents import ROOT
 from tests.system.conftest import STREAMRL
@@ -62,3 +64,6 @@ def test_a_recipe_trains_the_model(folder: Path, name: str):
     assert (line["recipe"], line["seed"], line["steps"]) == (name, 7, STEPS)
     assert all(0 <= share <= 1 for share in (*line["reward/exact"], line["held_out"]))
     assert line["peak_mib"] > 1000
+    config = load_config(str(folder / f"runs/{name}-7/config.yaml"), environment={}).config
+    dtype = "float32" if read_machine().lacks_bfloat16 else "bfloat16"
+    assert (config.learner.dtype, config.generator.dtype) == (dtype, dtype)

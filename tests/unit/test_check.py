@@ -6,13 +6,14 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from streamrl import wire
+from streamrl.cli.doctor.machine import Machine
 from streamrl.cli.main import main
 from streamrl.cli.preflight import model
 from streamrl.cli.preflight.report import Report, examine
@@ -249,6 +250,29 @@ WARNED = [
 def test_what_may_be_regretted_is_a_warning(folder, overrides, sentence):
     warnings = report(folder, *overrides).warnings
     assert any(re.search(sentence, warning) for warning in warnings), warnings
+
+
+BFLOAT16 = ["learner.dtype=bfloat16", "generator.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        ({"avx2"}, {"learner.dtype", "generator.dtype"}),
+        ({"avx2", "avx512f", "avx512bw"}, set()),
+        ({"asimd", "bf16"}, set()),
+        (set(), set()),
+    ],
+)
+def test_bfloat16_is_warned_of_where_the_cpu_lacks_it(folder, monkeypatch, flags, warned):
+    here = Machine(cpu_flags=frozenset(flags))
+    monkeypatch.setattr("streamrl.cli.preflight.machine.read_machine", lambda: here)
+    assert dtypes_in(report(folder, *BFLOAT16).warnings) == warned
+    assert not dtypes_in(report(folder).warnings)
+
+
+def dtypes_in(warnings: Sequence[str]) -> set[str]:
+    return {found[0] for text in warnings if (found := re.match(r"\w+\.dtype", text))}
 
 
 @pytest.mark.parametrize(
@@ -509,6 +533,7 @@ def test_a_launch_begins_with_the_check(folder, line, trap, field):
 def test_a_check_imports_nothing_heavy(folder):
     code = """
 import sys
+from streamrl.cli.doctor.machine import Machine
 from streamrl.cli.main import main
 assert main(["check", "run.yaml"]) == 0
 print([name for name in ("torch", "transformers", "redis", "matplotlib") if name in sys.modules])

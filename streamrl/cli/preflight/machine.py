@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from actors.engines import find_engine
 from buffers.connect import require_redis
 from streamrl.checkpoints.find import is_checkpoint
+from streamrl.cli.doctor.machine import read_machine
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -56,6 +57,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
         yield problem(f"{error}{why if is_about_gpus else ''}")
         return
     yield from _check_nccl(config, plan, why)
+    yield from _check_bfloat16(config, plan)
     yield from (warning(note) for note in plan.notes)
     yield fact(f"learner.device: {config.learner.device}, {counted(hosts)}")
 
@@ -66,6 +68,24 @@ def _check_nccl(config: RunConfig, plan: Plan, why: str) -> Iterator[Finding]:
         return
     if all(host.is_counted for host in plan.hosts):
         yield problem(f"weights.backend: nccl needs GPUs, and {counted(plan.hosts)}{why}")
+
+
+def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Whether the learner or the HF engine computes on a CPU in what that has no instructions for;
+    other engines have kernels of their own."""
+    if config.cluster.hosts or not read_machine().lacks_bfloat16:
+        return
+    on_cpu = {process.role for process in plan.processes if not process.devices}
+    in_bfloat16 = {
+        "learner": config.learner.dtype == "bfloat16",
+        "generator": config.generator.dtype == "bfloat16" and config.generator.engine == "hf",
+    }
+    for role, is_so in in_bfloat16.items():
+        if is_so and role in on_cpu:
+            yield warning(
+                f"{role}.dtype: was bfloat16, and this CPU has no instructions for it: float32 is "
+                "several times faster here"
+            )
 
 
 def check_folder(config: RunConfig) -> Iterator[Finding]:
