@@ -63,8 +63,11 @@ class Run:
         Raises:
             ConfigError: it is, with other settings than these.
         """
-        lines = self._read()
-        if not lines or lines[-1]["step"] < self.config.run.max_steps:
+        run, lines = self.config.run, self._read()
+        if not lines or lines[-1]["step"] < run.max_steps:
+            return False
+        is_scored = (run.path / "evaluation.json").exists()
+        if not is_scored and (run.evaluate or lag is not None):
             return False
         require_made_like(self.config, lag)
         return True
@@ -91,6 +94,7 @@ def main(arguments: argparse.Namespace) -> int:
     base = configuration(arguments).config
     source = arguments.file or arguments.config
     runs = list(plan(base, source, arguments))
+    _require_folders(runs)
     if arguments.lag is None and arguments.jobs != 1:
         raise ConfigError("--jobs: several runs at once are for --lag; a launch takes the machine")
     if arguments.jobs < 1:
@@ -154,6 +158,21 @@ def plan(base: RunConfig, source: str, arguments: argparse.Namespace) -> Iterato
                 f"run.name={_in_a_name(value)}-seed{seed}",
             )
             yield Run(value, seed, load_config(source, overrides).config, overrides)
+
+
+def _require_folders(runs: Sequence[Run]) -> None:
+    """
+    Raises:
+        ConfigError: two runs would be in one folder.
+    """
+    by_path = {run.config.run.path: run for run in reversed(runs)}
+    for run in runs:
+        if (first := by_path[run.config.run.path]) is not run:
+            names = [f"{one.value}, seed {one.seed}" for one in (first, run)]
+            raise ConfigError(
+                f"{' and '.join(names)} would be in one folder, {run.config.run.path}: leave one "
+                "out, or name them in a file of --variants"
+            )
 
 
 def _in_a_name(value: str) -> str:

@@ -66,11 +66,13 @@ def test_a_users_own_code_can_be_a_value(tmp_path):
         ("algorithm.rollout_is=off", "zero", "--seeds zero: must look like 0,1,2"),
         ("algorithm.rollout_is=off,token_iss", "0", "did you mean 'token_is'"),
         ("algorithm.rollout=off", "0", "did you mean 'rollout_is'"),
+        ("algorithm.rollout_is=off", "0,0", "off, seed 0 and off, seed 0 would be in one folder"),
+        ("algorithm.reward.difficulty_low=-1,1", "0", "-1, seed 0 and 1, seed 0 would be in one"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_runs(tmp_path, vary, seeds, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        planned(arguments(tmp_path, vary, seeds))
+        main(arguments(tmp_path, vary, seeds))
     assert not any(tmp_path.iterdir())
 
 
@@ -96,7 +98,7 @@ def test_an_outcome_is_the_end_of_each_run_and_the_mean_of_the_rest(tmp_path):
     runs = planned(arguments(tmp_path, "algorithm.rollout_is=token_is"))
     write_run(runs[0].config, [0.0] * 18 + [0.5, 0.7], greedy=0.8)
     write_run(runs[1].config, [0.0] * 18 + [0.9, 0.9], greedy=1.0)
-    assert all(run.is_complete for run in runs)
+    assert all(run.is_complete(None) for run in runs)
     found = outcome("token_is", runs)
     assert found.final_rewards == pytest.approx((0.6, 0.9))
     assert found.greedy_rewards == (0.8, 1.0)
@@ -116,6 +118,14 @@ def test_complete_runs_are_not_repeated(tmp_path, capsys, monkeypatch):
     assert "0.500 (0.500, 0.500)" in capsys.readouterr().out
     assert (tmp_path / "stale_bf16" / "ablation.png").stat().st_size > 10_000
     assert "token_is" in (tmp_path / "stale_bf16" / "ablation.md").read_text()
+
+
+def test_a_run_without_its_evaluation_is_not_complete(tmp_path):
+    (run,) = planned(arguments(tmp_path, "algorithm.rollout_is=token_is", seeds="0"))
+    write_run(run.config, [0.5] * 20, greedy=0.8)
+    assert run.is_complete(None)
+    (run.config.run.path / "evaluation.json").unlink()
+    assert not run.is_complete(None)
 
 
 @pytest.mark.parametrize(
