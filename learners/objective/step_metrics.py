@@ -15,6 +15,8 @@ from learners.objective.facts import Facts
 
 MASKED = "learner/num_masked_updates"
 """Updates that were not made, because no token contributed to the loss."""
+ALIKE = 1e-4
+"""Rewards of a group that differ by less say nothing: rounding may be all of it."""
 _EXTREME = re.compile("_(max|min)(_deviation)?$")
 
 
@@ -39,7 +41,7 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
         for name in parts[0].means
     }
     rewards = torch.cat([part.batch.episodes.each(part.batch.rewards) for part in parts])
-    variances = torch.cat([_reward_variances(part.batch) for part in parts])
+    spreads = torch.cat([_reward_spreads(part.batch) for part in parts])
     lengths = torch.cat([part.batch.episodes.sequences.lengths for part in parts]).float()
     truncated = torch.cat([p.batch.episodes.each(p.batch.is_truncated) for p in parts])
     at_deadline = torch.cat([p.batch.episodes.each(p.batch.is_at_deadline) for p in parts])
@@ -52,7 +54,7 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
         "reward/std": float(rewards.std(unbiased=False)),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
-        "reward/groups_alike_frac": float((variances < 1e-8).float().mean()),
+        "reward/groups_alike_frac": float((spreads < ALIKE).float().mean()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
@@ -64,8 +66,8 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the updates that had a token to train, or over all; counts are added up, and of
-    extremes the largest or smallest is taken."""
+    """Means over the updates that were made, or over all; counts are added up, and of extremes the
+    largest or smallest is taken."""
     trained = [update for update in updates if not update[MASKED]]
     names = dict.fromkeys(name for update in updates for name in update)
     return {
@@ -79,7 +81,9 @@ def _together(
 ) -> float:
     if "/num_" in name or name.endswith("/skipped_update"):
         return sum(update.get(name, 0.0) for update in updates)
-    values = [update[name] for update in trained if name in update]
+    skipped = "critic/skipped_update" if name.startswith("critic/") else "learner/skipped_update"
+    made = [update for update in trained if not update.get(skipped)]
+    values = [u[name] for u in made if name in u] or [u[name] for u in trained if name in u]
     if extreme := _EXTREME.search(name):
         return max(values) if extreme[1] == "max" else min(values)
     return sum(values) / len(values)
@@ -104,12 +108,13 @@ def of_work(parts: Sequence[Part], max_tokens: int, update_s: float) -> dict[str
     }
 
 
-def _reward_variances(batch: TrainingBatch) -> torch.Tensor:
-    """[groups] of the batch."""
+def _reward_spreads(batch: TrainingBatch) -> torch.Tensor:
+    """[groups] of the batch: the largest reward of each less its smallest."""
     indices = batch.episodes.each(batch.group_indices)
     rewards = batch.episodes.each(batch.rewards)
-    num_groups = int(indices.max()) + 1
-    sums = torch.zeros(num_groups).index_add_(0, indices, rewards)
-    squares = torch.zeros(num_groups).index_add_(0, indices, rewards**2)
-    sizes = indices.bincount()
-    return squares / sizes - (sums / sizes) ** 2
+    of_none = rewards.new_zeros(int(indices.max()) + 1)
+    largest, smallest = (
+        of_none.scatter_reduce(0, indices, rewards, extreme, include_self=False)
+        for extreme in ("amax", "amin")
+    )
+    return largest - smallest

@@ -345,3 +345,16 @@ def test_of_the_updates_of_a_step_extremes_are_extremes_and_shares_are_means():
     metrics = step_metrics.of_updates(updates)
     assert metrics[share] == 0.25
     assert (metrics[deviation], metrics[largest], metrics[smallest]) == (3.0, 4.0, 0.25)
+
+
+def test_the_mean_of_a_step_leaves_out_updates_that_were_skipped():
+    made = {step_metrics.MASKED: 0.0, "learner/skipped_update": 0.0}
+    updates = [
+        {**made, "learner/grad_norm": 3.0, "critic/grad_norm": 1.0},
+        {**made, "learner/skipped_update": 1.0, "learner/grad_norm": -1.0, "critic/grad_norm": 2.0},
+    ]
+    metrics = step_metrics.of_updates(updates)
+    assert metrics["learner/grad_norm"] == 3.0
+    assert metrics["critic/grad_norm"] == 1.5
+    assert metrics["learner/skipped_update"] == 1.0
+    assert step_metrics.of_updates(updates[1:])["learner/grad_norm"] == -1.0

@@ -46,6 +46,19 @@ def test_packed_logprobs_equal_unpacked_ones(heads, temperature):
     assert torch.allclose(packed, plain, atol=2e-5)
 
 
+@pytest.mark.parametrize("reward", [0.3, 0.7, 1.0, 10.1, -0.6])
+def test_groups_of_one_reward_are_counted(reward):
+    mixed, *alike = make_groups(num_groups=4, group_size=8)
+    groups = [mixed, *(rewarded(group, reward) for group in alike)]
+    metrics = make_trainer(make_config()).step(TrainingBatch.of(groups, 4))
+    assert metrics["reward/groups_alike_frac"] == 0.75
+
+
+def rewarded(group: TrajectoryGroup, reward: float) -> TrajectoryGroup:
+    members = tuple(structs.replace(t, reward=reward) for t in group.trajectories)
+    return structs.replace(group, trajectories=members)
+
+
 def test_a_multi_turn_trajectory_counts_its_sampled_tokens_only():
     mask = np.array([False, True, True, False, False, True, False])
     trajectory = Trajectory(

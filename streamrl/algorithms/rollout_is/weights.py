@@ -104,9 +104,19 @@ def rollout_is_weights(
         if advantages is None or reduce is not None:
             raise ValueError("second_moment: needs the advantages, and all tokens of the batch")
         log_ratio = train_logprobs.double() - behavior_logprobs
-        counted = torch.cat([shard.keep & ~shard.vetoed for shard in shards])
+        counted = torch.cat([_counted(shard, config) for shard in shards])
         bounded = bound_second_moment(log_ratio, advantages, counted, config.second_moment)
         return _assemble(shards, config, reduce, bounded)
+
+
+def _applies_weights(config: RolloutISSettings) -> bool:
+    """The veto too, which makes weights 0."""
+    return config.threshold is not None and config.apply
+
+
+def _counted(shard: Shard, config: RolloutISSettings) -> Tensor:
+    """[R] of the shard: whether the token is trained, as far as the other rules go."""
+    return shard.keep & ~shard.vetoed if _applies_weights(config) else shard.keep
 
 
 def _assemble(
@@ -126,7 +136,7 @@ def _assemble(
     keep = torch.cat([shard.keep for shard in shards])
     if bounded is not None:
         keep, metrics = keep & bounded.keep, metrics | bounded.metrics
-    if config.threshold is None or not config.apply:
+    if not _applies_weights(config):
         return RolloutIS(None, keep, metrics, statistics)
     weights = torch.cat([shard.weights for shard in shards])
     vetoed = torch.cat([shard.vetoed for shard in shards])

@@ -100,6 +100,13 @@ def test_what_other_rules_take_out_is_not_in_the_mean() -> None:
     assert result.metrics["mismatch/second_moment"] == pytest.approx(0.01)
 
 
+def test_a_veto_that_is_switched_off_leaves_its_sequences_to_the_mean() -> None:
+    config = RolloutISConfig(apply=False, veto_threshold=1e-4, second_moment=0.04)
+    train, sequences = torch.tensor([-11.0, 0, 0, 0]), Sequences.from_lengths([2, 2])
+    result = rollout_is_weights(train, torch.zeros(4), sequences, config, advantages=-torch.ones(4))
+    assert result.accepted.tolist() == [False, True, True, True]
+
+
 @pytest.mark.parametrize("given", ["no advantages", "a shard"])
 def test_half_of_what_it_needs_is_refused(given: str) -> None:
     train, sequences = torch.zeros(2), Sequences.from_lengths([2])
