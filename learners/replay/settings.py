@@ -14,6 +14,7 @@ from learners.optimizer import learning_rate
 from learners.replay.record import RECORD_FOLDER
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.learner import ProfilerSettings
+from streamrl.config.loading.changed import with_overrides
 from streamrl.config.loading.similar import RESOLVED_FILE
 from streamrl.config.loading.values import values_of
 from streamrl.durable_files import write_file
@@ -78,7 +79,8 @@ def settings_of(run: RunConfig, step: int, overrides: Sequence[str] = ()) -> Run
             )
     folder = run.run
     path = _file_of(folder.path, step) or folder.path / RESOLVED_FILE
-    config = load_config(path, overrides, environment={}).config
+    config = load_config(path, environment={}).config
+    config = with_overrides(config, overrides) if overrides else config
     alone = {"num_ranks": 1, "profiler": ProfilerSettings()}
     samples = config.tracking.samples.model_copy(update={"num_groups": 0})
     own = config.run.model_copy(update={"folder": folder.folder, "name": folder.name})

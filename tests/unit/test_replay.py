@@ -167,6 +167,14 @@ def test_other_settings_are_compared_step_by_step(tmp_path, capsys):
     assert (tmp_path / "out" / "replay.png").stat().st_size > 10_000
 
 
+def test_the_preset_is_compared_with_a_run_of_none(tmp_path):
+    config = configure(tmp_path, {"preset": None})
+    train(config, last=2, saved=[])
+    report = replayed(config.run.path, "algorithm.preset=stream")
+    assert report.steps[0].cosine < 0.9
+    assert report.sha256 != report.changed_sha256
+
+
 def test_the_same_settings_have_the_same_updates(tmp_path):
     config = configure(tmp_path)
     train(config, last=2, saved=[])

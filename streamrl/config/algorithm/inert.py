@@ -18,6 +18,7 @@ from streamrl.config.algorithm.losses import (
     SUM_NORM,
     SUM_NORM_SETTINGS,
 )
+from streamrl.config.algorithm.rollout_is import RolloutISSettings
 from streamrl.config.algorithm.settings import AlgorithmSettings
 
 _SEVERAL_UPDATES = "set learner.updates_per_batch or learner.epochs above 1"
@@ -39,6 +40,10 @@ _NOT_SUM_NORM = (
 _NO_WEIGHTS = (
     "the veto makes weights 0, and threshold null switches weights off, so it cannot act; set "
     "algorithm.rollout_is.threshold"
+)
+_NO_NORMALIZED = (
+    "threshold null or apply false switches weights off, so it cannot act; set "
+    "algorithm.rollout_is.threshold, and apply true"
 )
 _NO_RATIOS = (
     "with threshold null, no rejection and no second_moment no ratio is computed, so it cannot "
@@ -69,10 +74,7 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Iner
         yield Inert(("value", "clip_range"), _VALUES_STAND)
     if config.advantage in ADVANTAGE_SETTINGS and config.advantage not in _BY_PLACE:
         yield Inert(("reward", "placement"), _SUM_ALONE.format(config.advantage))
-    if config.rollout_is.threshold is None:
-        yield Inert(("rollout_is", "veto_threshold"), _NO_WEIGHTS)
-    if config.rollout_is.is_off:
-        yield Inert(("rollout_is", "scale_lr"), _NO_RATIOS)
+    yield from (Inert(("rollout_is", name), why) for name, why in _of_rollout_is(config.rollout_is))
 
 
 def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorDetails]:
@@ -81,10 +83,21 @@ def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorD
         section, name = path
         record: Any = getattr(config, section)
         is_set = section in config.model_fields_set and name in record.model_fields_set
-        if is_set and getattr(record, name) is not None:
+        is_set = section in config.model_fields_set and name in record.model_fields_set
+        value = getattr(record, name)
+        if is_set and value is not None:
             error = PydanticCustomError("cannot_act", "{sentence}", {"sentence": sentence})
-            value = getattr(record, name)
             yield InitErrorDetails(type=error, loc=("algorithm", *path), input=value)
+
+
+def _of_rollout_is(config: RolloutISSettings) -> Iterator[tuple[str, str]]:
+    """A switch that is off is not listed: it may be spelled out."""
+    if config.threshold is None:
+        yield "veto_threshold", _NO_WEIGHTS
+    if config.batch_normalize and (config.threshold is None or not config.apply):
+        yield "batch_normalize", _NO_NORMALIZED
+    if config.scale_lr and config.is_off:
+        yield "scale_lr", _NO_RATIOS
 
 
 def _of_the_loss(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[str, str]]:

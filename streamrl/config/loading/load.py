@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from streamrl.config.loading.epochs import with_steps
 from streamrl.config.loading.explain import explain
-from streamrl.config.loading.sources import from_environment, from_file, from_override
+from streamrl.config.loading.sources import Setting, from_environment, from_file, from_override
 from streamrl.config.run_config import RunConfig
 from streamrl.config.secrets import without_secrets
 from streamrl.errors import ConfigError
@@ -68,7 +68,7 @@ def load_usable(
         ]
         tree: dict[str, Any] = {}
         for setting in settings:
-            tree = _with(tree, setting.path, setting.value, setting.origin)
+            tree = with_setting(tree, setting)
     except ConfigError as error:
         raise ConfigError(_without_secrets(error, path)) from None
     origins = {".".join(setting.path): setting.origin for setting in settings}
@@ -115,10 +115,18 @@ def _without(tree: Mapping[str, Any], path: tuple[int | str, ...]) -> Mapping[st
     return {name: value for name, value in tree.items() if name != key}
 
 
+def with_setting(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
+    """The tree with the setting's value; the tree given stays as it is.
+
+    Raises:
+        ConfigError: a value stands where the setting has a section.
+    """
+    return _with(tree, setting.path, setting.value, setting.origin)
+
+
 def _with(
     tree: Mapping[str, Any], path: tuple[str, ...], value: Any, origin: str
 ) -> dict[str, Any]:
-    """The tree with the value at the path; the tree given stays as it is."""
     key, *rest = path
     if not rest:
         return {**tree, key: value}

@@ -158,6 +158,10 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(
             "advantage gae (grpo has whiten, clip, norm_adv_by_std)",
         ),
         (["algorithm.loss=sapo", "algorithm.loss_config.tau_pos=0"], "tau_pos: was 0; input"),
+        (
+            ["algorithm.rollout_is={apply: false, batch_normalize: true}"],
+            "rollout_is.batch_normalize: was True; threshold null or apply false",
+        ),
         (["algorithm.loss=my.py"], "algorithm.loss: was 'my.py'; code of your own is named"),
     ],
 )
