@@ -29,7 +29,10 @@ class ModelFolder:
         """Of the language model, which stands below `text_config` in models of several modes."""
         outer = self._read("config.json")
         if not outer:
-            raise ConfigError(f"{self.setting}: {self.path} has no config.json: it holds no model")
+            raise ConfigError(
+                f"{self.setting}: {self.path} has no config.json, or one without keys: it holds no "
+                "model"
+            )
         inner = outer.get("text_config")
         return {**outer, **inner} if isinstance(inner, Mapping) else outer
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from actors.prompts.media import MediaColumns, is_content
+from actors.prompts.media import MediaColumns, is_content, text_of
 from streamrl.config.data import DataSettings
 from streamrl.config.data.source import SourceSettings
 from streamrl.config.data.template import MessageTemplate
@@ -88,9 +88,10 @@ class Columns:
     def prompt(self, row: Row) -> Prompt:
         """
         Raises:
-            ConfigError: the row has no prompt or no answer.
+            ConfigError: the row has no prompt or no answer, or a prompt that is no valid Unicode.
         """
         content = self._rendered(row) if self.template else self._content(row)
+        self._require_unicode(content, row)
         prompt = Prompt(content, self._answer(row), self._named(row.fields), row.place)
         return self.media.fill(prompt)
 
@@ -101,6 +102,17 @@ class Columns:
             place = f"{self.setting}: {row.place}: {self.prompt_key}"
             raise ConfigError(f"{place} was {shown(value)}; {_PROMPT}")
         return content
+
+    def _require_unicode(self, content: str | tuple[Message, ...], row: Row) -> None:
+        contents = [content] if isinstance(content, str) else [m["content"] for m in content]
+        for text in map(text_of, contents):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"{self.setting}: {row.place}: the prompt has {text[error.start]!a}, half a "
+                    "surrogate pair"
+                ) from error
 
     def _rendered(self, row: Row) -> str | tuple[Message, ...]:
         try:

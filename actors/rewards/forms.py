@@ -164,19 +164,26 @@ def score_of(answer: Any) -> Score:
         TypeError, ValueError, KeyError: none of these.
     """
     if isinstance(answer, Score):
-        metrics = {str(name): float(value) for name, value in answer.metrics.items()}
+        metrics = {str(name): _number(value) for name, value in answer.metrics.items()}
         if not all(map(math.isfinite, metrics.values())):
             raise ValueError(answer)
-        return Score(float(answer.reward), metrics)
+        return Score(_number(answer.reward), metrics)
     if not isinstance(answer, Mapping):
-        return Score(float(answer))
+        return Score(_number(answer))
     key = "score" if "score" in answer else "reward"
     numbers = {
         str(name): float(value)
         for name, value in answer.items()
         if name != key and isinstance(value, Real) and math.isfinite(value)
     }
-    return Score(float(answer[key]), numbers)
+    return Score(_number(answer[key]), numbers)
+
+
+def _number(value: Any) -> float:
+    """Of what is one: `float` alone reads text too."""
+    if isinstance(value, str | bytes):
+        raise TypeError(value)
+    return float(value)
 
 
 def conversation(episode: Episode) -> list[dict[str, Any]]:

@@ -66,6 +66,7 @@ def test_a_users_own_code_can_be_a_value(tmp_path):
         ("algorithm.rollout_is=off", "zero", "--seeds zero: must look like 0,1,2"),
         ("algorithm.rollout_is=off,token_iss", "0", "did you mean 'token_is'"),
         ("algorithm.rollout=off", "0", "did you mean 'rollout_is'"),
+        ("run.seed=1,2", "0", "run.seed: cannot be varied; give the seeds as --seeds 0,1,2"),
         ("algorithm.rollout_is=off", "0,0", "off, seed 0 and off, seed 0 would be in one folder"),
         ("algorithm.reward.difficulty_low=-1,1", "0", "-1, seed 0 and 1, seed 0 would be in one"),
     ],

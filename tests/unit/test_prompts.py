@@ -82,6 +82,14 @@ def test_a_source_that_cannot_be_is_refused(settings, sentence):
         ("[1]", r"line 1 of rows\.jsonl was \[1\]; it must be a JSON object"),
         ('{"promt": "a", "answer": "b"}', "has no column 'prompt'; did you mean 'promt'"),
         ('{"prompt": "a"}', "has no column 'answer'"),
+        (
+            '{"prompt": "a", "answer": "b"}\n{"prompt": "c\\ud801", "answer": "d"}',
+            r"data\.source: line 2 of .*: the prompt has '.ud801', half a surrogate pair",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "c\\udc01"}], "answer": "b"}',
+            "half a surrogate pair",
+        ),
     ],
 )
 def test_a_file_that_holds_no_prompts_is_refused(tmp_path, text, sentence):

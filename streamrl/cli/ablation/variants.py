@@ -15,6 +15,12 @@ import yaml
 
 from streamrl.errors import ConfigError
 
+_OF_EACH_RUN = {
+    "run.seed": "give the seeds as --seeds 0,1,2",
+    "run.folder": "every run has a folder in that of the ablation",
+    "run.name": "every run is named after its values and its seed",
+}
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -41,6 +47,10 @@ def axes(vary: Sequence[str], file: str | None) -> tuple[Axis, ...]:
     found = (*((_of_file(file),) if file else ()), *map(_of_setting, vary))
     if not found:
         raise ConfigError("give --vary SECTION.KEY=A,B,... or --variants FILE")
+    variants = [variant for axis in found for variant in axis.variants]
+    for override in (override for variant in variants for override in variant.overrides):
+        if (key := override.partition("=")[0].strip()) in _OF_EACH_RUN:
+            raise ConfigError(f"{key}: cannot be varied; {_OF_EACH_RUN[key]}")
     return found
 
 

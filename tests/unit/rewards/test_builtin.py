@@ -163,6 +163,7 @@ async def test_a_users_function_scores_one_episode_or_the_group(tmp_path, text):
             r"score \(rewards\.py:1\) returned nan: it",
         ),
         ("def score(episode):\n    return [1.0, 2.0]", r"returned \[1\.0, 2\.0\]: it must"),
+        ("def score(episode):\n    return '1'", "returned '1': it must return one finite number"),
         ("def score(episode):\n    pass", "returned None: it must return one finite number$"),
         ("def score(episodes):\n    return [1.0]", r"returned \[1\.0\]: it must return 2 finite"),
         (
