@@ -27,7 +27,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, WeightTransferError
 from streamrl.interfaces import Engine
 from streamrl.types import LoadReport, TrajectoryGroup, WeightUpdate
-from streamrl.vision.families import auto_model_at
+from streamrl.vision.families import load_pretrained
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender import WeightSender
@@ -139,9 +139,7 @@ async def _group(runner: MixedRunner, number: int) -> TrajectoryGroup | None:
 async def _send_weights(config: RunConfig, engine: Engine) -> None:
     """Waits until the engine has loaded those of `model.path`, or for the deadline."""
     path, trust = config.model.path, config.model.trust_remote_code
-    model = auto_model_at(path, trust_remote_code=trust).from_pretrained(
-        path, dtype=torch.float32, trust_remote_code=trust
-    )
+    model = load_pretrained(path, dtype=torch.float32, trust_remote_code=trust)
     parameters = dict(model.named_parameters())
     host = config.weights.address.rpartition(":")[0]
     weights = config.weights.model_copy(update={"address": f"{host}:0"})

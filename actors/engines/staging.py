@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from streamrl.types import TensorSpec
-from streamrl.vision.families import auto_model_at
+from streamrl.vision.families import load_pretrained
 from streamrl.weights.codecs import lora
 
 
@@ -62,7 +62,5 @@ class WholeModel:
     @cached_property
     def _base(self) -> Mapping[str, torch.Tensor]:
         trust = self._trust_remote_code
-        model = auto_model_at(self._path, trust_remote_code=trust).from_pretrained(
-            self._path, dtype="auto", trust_remote_code=trust
-        )
+        model = load_pretrained(self._path, dtype="auto", trust_remote_code=trust)
         return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -33,7 +33,7 @@ from learners.policy.packing_check import choose_packing
 from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings, LoraSettings
 from streamrl.errors import ConfigError
-from streamrl.vision.families import auto_model_at
+from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import VisionTower, vision_tower
 
@@ -89,9 +89,8 @@ class _Source:
     def load(self, device: torch.device) -> Network:
         """With its weights, in float32, and as packing allows."""
         with self._explained():
-            model: Any = auto_model_at(self.name, trust_remote_code=self._trust).from_pretrained(
-                self.name, dtype=torch.float32, trust_remote_code=self._trust
-            )
+            trust = self._trust
+            model = load_pretrained(self.name, dtype=torch.float32, trust_remote_code=trust)
         network = self._network(model.to(device))
         if self.config.learner.check_packing:
             choose_packing(network)

@@ -22,7 +22,7 @@ from learners.policy.master_weights import master_of
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, did_you_mean
-from streamrl.vision.families import auto_model_at
+from streamrl.vision.families import load_pretrained
 from streamrl.weights.codecs import lora
 
 ADAPTER = "default"
@@ -188,9 +188,7 @@ def merged_weights(
         ConfigError: the adapter has no place in it.
     """
     trust = base.trust_remote_code
-    model = auto_model_at(base.path, trust_remote_code=trust).from_pretrained(
-        base.path, dtype=torch.float32, trust_remote_code=trust
-    )
+    model = load_pretrained(base.path, dtype=torch.float32, trust_remote_code=trust)
     add_adapter(model, settings, is_filled=False)
     filled = {name: tensor.float() for name, tensor in adapter.items()}
     model.load_state_dict(filled, strict=False, assign=True)

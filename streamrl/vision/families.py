@@ -1,11 +1,14 @@
-"""Which models see images, and the class of transformers that loads a model.
+"""Which models see images, and how transformers loads a model of either kind.
 
 A family is here if its vision tower takes patches with their grid and its text model takes
 positions of three axes, as Qwen2-VL's do; see tower.py.
 """
 
+from collections.abc import Collection
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from streamrl.errors import ConfigError
@@ -23,13 +26,52 @@ def auto_model(config: Any) -> Any:
     return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
-def auto_model_at(path: str, *, trust_remote_code: bool) -> Any:
-    """As `auto_model`, of the folder or hub name.
+def load_pretrained(
+    path: str, *, dtype: torch.dtype | str, trust_remote_code: bool, **kwargs: Any
+) -> Any:
+    """The model of the folder or hub name, with all its weights from there; transformers by itself
+    draws those at random that are missing, in each process others.
 
     Raises:
         OSError, ValueError: there is no model.
+        ConfigError: its weights are damaged, or not those of its config.json.
     """
-    return auto_model(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        model, found = auto_model(config).from_pretrained(
+            path,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **{"ignore_mismatched_sizes": True, **kwargs},
+        )
+    except SafetensorError as error:
+        raise ConfigError(f"model.path: the weights of {path} are damaged: {error}") from error
+    _require_whole(path, found["missing_keys"], found["mismatched_keys"])
+    return model
+
+
+def _require_whole(
+    path: str, missing: Collection[str], mismatched: Collection[tuple[str, Any, Any]]
+) -> None:
+    """
+    Raises:
+        ConfigError: some are missing, or have another shape.
+    """
+    for name, there, wanted in sorted(mismatched):
+        raise ConfigError(
+            f"model.path: {name} of {path} has the shape {tuple(there)}, and by its config.json "
+            f"{tuple(wanted)}{_and_more(mismatched)}"
+        )
+    for name in sorted(missing):
+        raise ConfigError(
+            f"model.path: {path} lacks weights that its config.json asks for: "
+            f"{name}{_and_more(missing)}"
+        )
+
+
+def _and_more(names: Collection[object]) -> str:
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def require_without_vision(config: Any, setting: str) -> None:

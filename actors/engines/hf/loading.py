@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.vision.families import auto_model_at
+from streamrl.vision.families import load_pretrained
 
 _FIXED = {"dtype", "torch_dtype", "trust_remote_code"}
 
@@ -17,18 +17,17 @@ def load_model(config: RunConfig) -> PreTrainedModel:
     """The model at `model.path` in `generator.dtype`, on the CPU.
 
     Raises:
-        ConfigError: there is none, or it cannot be made with `generator.engine_kwargs`.
+        ConfigError: there is none, or not all of it, or it cannot be made with
+            `generator.engine_kwargs`.
     """
     path, trust = config.model.path, config.model.trust_remote_code
     kwargs = config.generator.engine_kwargs
     if clash := sorted(_FIXED & kwargs.keys()):
         raise ConfigError(f"generator.engine_kwargs.{clash[0]}: is set by StreamRL; leave it out")
     try:
-        model: PreTrainedModel = auto_model_at(path, trust_remote_code=trust).from_pretrained(
-            path,
-            dtype=getattr(torch, config.generator.dtype),
-            trust_remote_code=trust,
-            **kwargs,
+        dtype = getattr(torch, config.generator.dtype)
+        model: PreTrainedModel = load_pretrained(
+            path, dtype=dtype, trust_remote_code=trust, **kwargs
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
         if kwargs:
