@@ -9,7 +9,6 @@ buffer/     journal.sqlite  payloads/
 
 import json
 import logging
-import os
 import random
 import shutil
 import socket
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config import RunConfig, load_config, to_yaml
+from streamrl.config.environments.stream import first_difference
 from streamrl.config.loading.similar import RESOLVED_FILE, similar_run
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
@@ -83,20 +83,12 @@ def _require_same_prompts(config: RunConfig, folder: Path) -> None:
     if not (folder / RESOLVED_FILE).is_file():
         return
     known = load_config(folder / RESOLVED_FILE, environment={}).config
-    for name, then, now in (
-        ("run.seed", known.run.seed, config.run.seed),
-        ("data.source", _sources(known), _sources(config)),
-    ):
-        if then != now:
-            raise ConfigError(
-                f"{name}: was {now}, and the run in {folder} has {then}: set it back to go on with "
-                "its prompts, or start anew with --new"
-            )
-
-
-def _sources(config: RunConfig) -> str:
-    paths = (source.path for source in config.data.sources)
-    return ", ".join(os.path.abspath(path) if Path(path).exists() else path for path in paths)
+    if difference := first_difference(known, config):
+        name, then, now = difference
+        raise ConfigError(
+            f"{name}: was {now}, and the run in {folder} has {then}: set it back to go on with "
+            "its prompts, or start anew with --new"
+        )
 
 
 def target_file(runs: Path, name: str, daemon_id: str) -> Path:

@@ -242,7 +242,12 @@ def test_a_run_goes_on_with_its_own_prompts_or_is_left_as_it_is(tmp_path, monkey
     run = prepare(config(), resume=False, new=False).run.path
     (run / "metrics.jsonl").write_text("{}")
     before = (run / "config.yaml").read_text()
-    for setting, was in (("run.seed=9", "0"), ("data.source=addition", str(Path.cwd()))):
+    changes = {
+        "run.seed=9": "0",
+        "data.source=addition": str(tmp_path),
+        "data.shuffle=false": "true",
+    }
+    for setting, was in changes.items():
         name, _, value = setting.partition("=")
         with pytest.raises(ConfigError, match=rf"{name}: was {value}, and the run in .* has {was}"):
             prepare(config(setting), resume=True, new=False)
