@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import logging
 import os
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -70,6 +71,7 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     place.liveness.start()
     try:
         place.require_same(state.policy_version)
+        start = replace(start, history=place.all.gather(start.history)[0])
         if place.all.index == 0:
             with exporting(config, "learner", "learner") as exported:
                 await _lead(config, shutdown, place, trainer, buffer, state, start, exported)
@@ -93,7 +95,7 @@ async def _lead(
 ) -> None:
     """The first rank: the loop, and all that the learner does beside it."""
     sender = _make_sender(config, trainer.policy)
-    recorder = _make_recorder(config, place)
+    recorder = _make_recorder(config, place, start)
     records = RunRecords(config, start, sender.validating, (exported,), recorder)
     reporter = StatusReporter(config, buffer, sender)
     reporter.on_report = lambda s: exported.show("status", lambda: of_learner(s, config))
@@ -134,7 +136,7 @@ async def _follow(
 ) -> None:
     """Another rank: what the first one commands. Signals are for the first one to decide upon."""
     writer = CheckpointWriter(config, start.history)
-    recorder = _make_recorder(config, place)
+    recorder = _make_recorder(config, place, start)
     flush = (lambda: None) if recorder is None else recorder.flush
     rank = LearnerRank(
         trainer,
@@ -164,11 +166,11 @@ def _load(config: RunConfig, place: Place) -> tuple[Trainer, LearnerState, Start
     return trainer, state, start
 
 
-def _make_recorder(config: RunConfig, place: Place) -> Recorder | None:
+def _make_recorder(config: RunConfig, place: Place, start: Start) -> Recorder | None:
     """If `buffer.record` asks for one."""
     if not config.buffer.record:
         return None
-    return Recorder(config, place.data.index, place.data.count)
+    return Recorder(config, start.history, place.data.index, place.data.count)
 
 
 def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:

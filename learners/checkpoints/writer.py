@@ -8,8 +8,9 @@
         manifest.json                    size and checksum of each file
 
 Every rank has a writer and calls it in lockstep; rank 0 writes what belongs to no rank, and gives
-the folder its name. Waits for the other ranks: unblocked by what they write, or by their end, since
-their connections then close.
+the folder its name. Until then its name has the learner's id, so that one that was taken over and
+wakes writes into no folder of its successor's. Waits for the other ranks: unblocked by what they
+write, or by their end, since their connections then close.
 
 Invariant: a folder under its final name is complete and on disk; a kill before that costs this
 checkpoint only. A rank that cannot write fails the save on all ranks.
@@ -37,7 +38,7 @@ from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints.find import FORMAT, STATE_FILE, checkpoints_of, path_of
-from streamrl.checkpoints.history import History, read_history
+from streamrl.checkpoints.history import History, survives
 from streamrl.checkpoints.manifest import FileRecords, record_files, write_manifest
 from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.config import RunConfig
@@ -48,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Of one rank of a learner with this history; all ranks make theirs together.
+    """Of one rank of a learner; all ranks make theirs together, with one history.
 
     `validated` is asked when older ones are deleted.
     """
@@ -136,7 +137,7 @@ class CheckpointWriter:
     ) -> Path:
         version = record["policy_version"]
         path = path_of(self._run, version)
-        unfinished = path.with_name(f".{path.name}.unfinished")
+        unfinished = path.with_name(f".{path.name}.{self._history.learner_id}.unfinished")
         run = self._ranks.run
         try:
             states = run(lambda: self._begin(unfinished, record["random"], failure))
@@ -188,8 +189,7 @@ class CheckpointWriter:
         if not self._is_main:
             return
         write_manifest(unfinished, {name: r for some in files for name, r in some.items()})
-        surviving = read_history(checkpoints_of(self._run))
-        if surviving is not None and surviving.learner_id != self._history.learner_id:
+        if not survives(checkpoints_of(self._run), self._history):
             raise FencedError(
                 f"another learner goes on with {self._run}; this one saves no more checkpoints"
             )

@@ -1,8 +1,9 @@
 """Writes the record of each step of one rank, and keeps it within `buffer.record_max_bytes`.
 
 Invariant: a checkpoint is saved only once the records of its steps are on disk, since `flush` comes
-before it. A learner forgets the steps that are not of its history, whether it records or not. While
-the disk is full records wait in memory. The compute thread calls `add`, the loop the rest.
+before it. A learner forgets the steps that are not of its history, whether it records or not, and
+one that was taken over records no more. While the disk is full records wait in memory. The compute
+thread calls `add`, the loop the rest.
 """
 
 import logging
@@ -19,6 +20,8 @@ from learners.replay.record import (
     path_of,
 )
 from learners.replay.settings import settings_files
+from streamrl.checkpoints.find import checkpoints_of
+from streamrl.checkpoints.history import History, survives
 from streamrl.config import RunConfig
 from streamrl.durable_files import sync
 from streamrl.types import GroupHeader, TrajectoryGroup
@@ -41,10 +44,13 @@ def forget(run: Path, first_step: int) -> None:
 
 
 class Recorder:
-    """Of one rank of so many."""
+    """Of one rank of so many, of the learner that makes this history."""
 
-    def __init__(self, config: RunConfig, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self, config: RunConfig, history: History, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         self._run = config.run.path
+        self._history = history
         self._rank = rank
         self._num_ranks = num_ranks
         self._max_bytes = config.buffer.record_max_bytes // num_ranks
@@ -98,18 +104,25 @@ class Recorder:
     def _write(self) -> None:
         while self._pending:
             path, data = self._pending[0]
-            # Ranks that share their trajectories write the same file.
-            unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished.write_bytes(data)
-                unfinished.replace(path)
-            except OSError:
-                unfinished.unlink(missing_ok=True)
-                raise
-            self._sizes = {**self._sizes, path: len(data)}
-            self._unsynced = (*self._unsynced, path)
+            if self._write_one(path, data):
+                self._sizes = {**self._sizes, path: len(data)}
+                self._unsynced = (*self._unsynced, path)
             self._pending = self._pending[1:]
+
+    def _write_one(self, path: Path, data: bytes) -> bool:
+        """Whether it is written: not where another learner goes on with the run."""
+        # Ranks that share their trajectories write the same file.
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(data)
+            if survives(checkpoints_of(self._run), self._history):
+                unfinished.replace(path)
+                return True
+        finally:
+            unfinished.unlink(missing_ok=True)
+        log.warning("another learner goes on with %s; this one records no step", self._run)
+        return False
 
     def _drop_oldest(self, newest: int) -> None:
         total = sum(self._sizes.values())

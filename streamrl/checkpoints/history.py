@@ -95,6 +95,16 @@ def read_history(checkpoints: Path) -> History | None:
         ) from error
 
 
+def survives(checkpoints: Path, history: History) -> bool:
+    """Whether no other learner has made its history the surviving one.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    surviving = read_history(checkpoints)
+    return surviving is None or surviving.learner_id == history.learner_id
+
+
 def write_history(checkpoints: Path, history: History) -> None:
     """Replace the surviving history, on disk when this returns."""
     checkpoints.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints.find import newest, path_of, read_checkpoint
-from streamrl.checkpoints.history import new_history
+from streamrl.checkpoints.history import History
 from streamrl.config import RunConfig
 from streamrl.types import GroupHeader
 from tests.ranks import run_ranks
@@ -106,7 +106,7 @@ def train(folder: Path, model: Path, first: int, last: int) -> None:
         mine = {h.prompt_index for h in share(headers, ranks.count, ranks.index)}
         own = [group for group in groups if group.prompt_index in mine]
         trainer.step(TrainingBatch.shared(headers, own, step, ranks))
-    writer = CheckpointWriter(config, new_history())
+    writer = CheckpointWriter(config, History(learner_id="first"))
     writer.save(trainer, LearnerState(last)).result()
     writer.close()
 

@@ -12,6 +12,7 @@ import torch
 from actors.evaluation import named_model, newest_model
 from actors.make_model import make_tokenizer
 from learners.checkpoints.restore import restore
+from learners.checkpoints.shards import save_shards, whole_tensors
 from learners.checkpoints.start import choose
 from learners.checkpoints.writer import CheckpointWriter
 from learners.policy.critic import Critic
@@ -165,6 +166,33 @@ def test_a_learner_whose_history_does_not_survive_saves_and_deletes_nothing(tmp_
     with pytest.raises(FencedError, match="another learner goes on with"):
         save(config, trainer, LearnerState(3))
     assert names(config) == ["step-00000001", "step-00000002"]
+
+
+def test_a_learner_that_was_taken_over_writes_into_no_other_checkpoint(tmp_path, monkeypatch):
+    """It hangs once its folder is made, and wakes while its successor saves the same version."""
+    config = make_run(tmp_path)
+    older, newer, other = make_trainer(config), make_trainer(config), new_history()
+    newer.step(make_batch())
+    begun = []
+
+    def interleaved(folder, tensors, group):
+        begun.append((folder, tensors, group))
+        if len(begun) == 1:
+            write_history(config.run.path / "checkpoints", other)
+            save(config, newer, LearnerState(1), other)
+        else:
+            save_shards(folder, tensors, group)
+            save_shards(*begun[0])
+
+    monkeypatch.setattr("learners.checkpoints.writer.save_shards", interleaved)
+    with pytest.raises(FencedError, match="another learner goes on with"):
+        save(config, older, LearnerState(1))
+    path = path_of(config, 1)
+    assert read_checkpoint(path).history == other
+    saved = whole_tensors(path, "model/")
+    for name, parameter in newer.policy.parameters().items():
+        assert torch.equal(saved[name], parameter), name
+    assert {p.name for p in path.parent.iterdir()} == {path.name, "history.json"}
 
 
 def test_where_to_resume_from(tmp_path):
@@ -399,6 +427,6 @@ def test_what_a_kill_has_left_behind_is_replaced(tmp_path):
     trainer = make_trainer(config)
     path = save(config, trainer, LearnerState(1))
     shutil.copytree(path, path.with_name(f".{path.name}.replaced"))
-    shutil.copytree(path, path.with_name(f".{path.name}.unfinished"))
+    shutil.copytree(path, path.with_name(f".{path.name}.{HISTORY.learner_id}.unfinished"))
     save(config, trainer, LearnerState(1))
     assert [p.name for p in path.parent.iterdir()] == ["step-00000001"]

@@ -19,11 +19,13 @@ from learners.replay import record
 from learners.replay.recorder import Recorder
 from learners.replay.replay import Replay
 from learners.session import LearnerState
-from streamrl.checkpoints.find import path_of
+from streamrl.checkpoints.find import checkpoints_of, path_of
+from streamrl.checkpoints.history import new_history, write_history
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, to_yaml
 from streamrl.errors import ConfigError
 from streamrl.types import GroupHeader, TrajectoryGroup
+from tests.checkpoints import HISTORY
 from tests.full_disk import files_no_larger_than
 from tests.records import with_candidates
 from tests.tiny_model import save_llama
@@ -61,7 +63,7 @@ def train(config: RunConfig, last: int, saved: Sequence[int], sizes: Sequence[in
     it has not saved is not flushed, and nothing is closed."""
     start = choose(config)
     trainer, state = load_trainer(config, start.checkpoint)
-    recorder = Recorder(config)
+    recorder = Recorder(config, start.history)
     records = RunRecords(config, start, recorder=recorder)
     records.begin()
     rank = LearnerRank(
@@ -249,7 +251,7 @@ def test_a_damaged_record_and_a_missing_rank_are_named(tmp_path):
 def test_the_groups_of_all_ranks_come_back_in_the_order_of_the_batch(tmp_path):
     config, groups = configure(tmp_path), make_groups()
     for rank, mine in enumerate((groups[1::2], groups[::2])):
-        recorder = Recorder(config, rank, num_ranks=2)
+        recorder = Recorder(config, HISTORY, rank, num_ranks=2)
         recorder.add(1, [(headers_of(groups), mine)])
     (part,) = record.read_step(record.recorded_steps(config.run.path)[1])
     assert [group.group_id for group in part.groups] == [group.group_id for group in groups]
@@ -263,11 +265,11 @@ def test_the_oldest_steps_are_dropped_at_the_limit(tmp_path, caplog):
     groups = make_groups()
     part = [(headers_of(groups), groups)]
     config = configure(tmp_path)
-    recorder = Recorder(config)
+    recorder = Recorder(config, HISTORY)
     recorder.add(1, part)
     (path,) = record.recorded_steps(config.run.path)[1]
     limited = configure(tmp_path, record_max_bytes=int(3.5 * path.stat().st_size))
-    recorder = Recorder(limited)
+    recorder = Recorder(limited, HISTORY)
     for step in range(2, 8):
         recorder.add(step, part)
     recorder.flush()
@@ -277,7 +279,7 @@ def test_the_oldest_steps_are_dropped_at_the_limit(tmp_path, caplog):
 
 def test_a_full_disk_keeps_records_in_memory_until_it_has_room(tmp_path):
     config, groups = configure(tmp_path), make_groups()
-    recorder = Recorder(config)
+    recorder = Recorder(config, HISTORY)
     part = [(headers_of(groups), groups)]
     with files_no_larger_than(100):
         recorder.add(1, part)
@@ -288,6 +290,21 @@ def test_a_full_disk_keeps_records_in_memory_until_it_has_room(tmp_path):
     recorder.flush()
     assert sorted(record.recorded_steps(config.run.path)) == [1, 2]
     assert not list((config.run.path / "record").glob(".*"))
+
+
+def test_a_learner_that_was_taken_over_records_nothing(tmp_path, caplog):
+    config, groups = configure(tmp_path), make_groups()
+    older, successor = Recorder(config, HISTORY), new_history()
+    older.add(1, [(headers_of(groups), groups)])
+    write_history(checkpoints_of(config.run.path), successor)
+    Recorder(config, successor).add(2, [(headers_of(groups[:2]), groups[:2])])
+    older.add(2, [(headers_of(groups), groups)])
+    older.flush()
+    files = record.recorded_steps(config.run.path)
+    numbers = {step: len(record.read_step(of_step)[0].groups) for step, of_step in files.items()}
+    assert numbers == {1: len(groups), 2: 2}
+    assert not list((config.run.path / "record").glob(".*"))
+    assert "this one records no step" in caplog.text
 
 
 def test_a_discarded_part_is_in_no_record(tmp_path):

@@ -24,7 +24,7 @@ from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints.find import read_checkpoint
-from streamrl.checkpoints.history import new_history
+from streamrl.checkpoints.history import History
 from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings
 from streamrl.errors import LostMemoryError
@@ -36,6 +36,7 @@ from tests.tiny_model import save_llama
 from tests.training import make_config, make_groups
 
 CPU = torch.device("cpu")
+HISTORY = History(learner_id="first")
 STATE = LearnerState(1, Books(granted=6, trained=6))
 
 
@@ -82,7 +83,7 @@ class Rank:
         manifest = manifest_of(self.trainer.policy.parameters(), torch.bfloat16)
         self.layout = Layout(manifest, bucket_bytes=1000)
         self.buffers = SendBuffers(self.layout, CPU)
-        self.writer = CheckpointWriter(self.config, new_history())
+        self.writer = CheckpointWriter(self.config, HISTORY)
         is_first = self.ranks.index == 0
         rank = LearnerRank(
             self.trainer,
