@@ -85,12 +85,13 @@ class Recorder:
             OSError: it is full, for example.
         """
         self._write()
-        unsynced, self._unsynced = self._unsynced, ()
+        unsynced = self._unsynced
         for path in unsynced:
             if path in self._sizes:
                 sync(path)
         if unsynced:
             sync(self._run / RECORD_FOLDER)
+        self._unsynced = self._unsynced[len(unsynced) :]
 
     def _find_own(self) -> None:
         """Of the steps before; those of ranks that are gone are the first rank's."""

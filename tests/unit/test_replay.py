@@ -307,6 +307,24 @@ def test_a_learner_that_was_taken_over_records_nothing(tmp_path, caplog):
     assert "this one records no step" in caplog.text
 
 
+def test_a_record_that_could_not_be_synced_is_synced_by_the_next_flush(tmp_path, monkeypatch):
+    config, groups = configure(tmp_path), make_groups()
+    recorder = Recorder(config, HISTORY)
+    recorder.add(1, [(headers_of(groups), groups)])
+
+    def failing(path: Path) -> None:
+        raise OSError(5, "Input/output error", str(path))
+
+    synced: list[Path] = []
+    monkeypatch.setattr("learners.replay.recorder.sync", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        recorder.flush()
+    monkeypatch.setattr("learners.replay.recorder.sync", synced.append)
+    recorder.flush()
+    recorder.flush()
+    assert [path.name for path in synced] == ["step-00000001.rank-00.zst", "record"]
+
+
 def test_a_discarded_part_is_in_no_record(tmp_path):
     config, groups = configure(tmp_path, {}), make_groups()
     trainer, _ = load_trainer(config, None)
