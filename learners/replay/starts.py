@@ -1,16 +1,14 @@
 """Where a replay can begin: the model of the configuration, or a checkpoint of the run, if the step
 after it is recorded."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from streamrl.checkpoints.find import (
     Checkpoint,
     checkpoints_of,
-    is_checkpoint,
     list_checkpoints,
     read_checkpoint,
-    version_of,
 )
 from streamrl.checkpoints.history import read_history
 from streamrl.errors import ConfigError, DamagedCheckpointError
@@ -41,19 +39,21 @@ def choose_start(run: Path, recorded: Collection[int], version: int | None) -> C
 
 def complete_checkpoints(run: Path) -> Iterator[Checkpoint]:
     """Those of the run's folder, oldest first."""
-    for path in list_checkpoints(run):
-        try:
-            yield read_checkpoint(path)
-        except DamagedCheckpointError:
-            continue
+    return _complete(list_checkpoints(run))
 
 
 def _candidates(run: Path) -> Iterator[tuple[int, Checkpoint | None]]:
     """With their versions; the model of the configuration is version 0."""
     yield 0, None
     history = read_history(checkpoints_of(run))
-    base = Path(history.base) if history is not None and history.base else None
-    if base is not None and is_checkpoint(base) and version_of(base) > 0:
-        yield version_of(base), read_checkpoint(base)
-    for checkpoint in complete_checkpoints(run):
+    bases = [Path(history.base)] if history is not None and history.base else []
+    for checkpoint in _complete([*bases, *list_checkpoints(run)]):
         yield checkpoint.policy_version, checkpoint
+
+
+def _complete(paths: Iterable[Path]) -> Iterator[Checkpoint]:
+    for path in paths:
+        try:
+            yield read_checkpoint(path)
+        except DamagedCheckpointError:
+            continue

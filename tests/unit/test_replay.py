@@ -18,14 +18,15 @@ from learners.parallel.ranks import Ranks
 from learners.replay import record
 from learners.replay.recorder import Recorder
 from learners.replay.replay import Replay
+from learners.replay.starts import choose_start
 from learners.session import LearnerState
 from streamrl.checkpoints.find import checkpoints_of, path_of
-from streamrl.checkpoints.history import new_history, write_history
+from streamrl.checkpoints.history import continued, new_history, write_history
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, to_yaml
 from streamrl.errors import ConfigError
-from streamrl.types import GroupHeader, TrajectoryGroup
-from tests.checkpoints import HISTORY
+from streamrl.types import Books, GroupHeader, TrajectoryGroup
+from tests.checkpoints import HISTORY, write_checkpoint
 from tests.full_disk import files_no_larger_than
 from tests.records import with_candidates
 from tests.tiny_model import save_llama
@@ -231,6 +232,23 @@ def test_where_a_replay_can_begin_is_said(tmp_path):
     assert Replay(config.run.path, num_steps=1).last_step == 3
     with pytest.raises(ConfigError, match=r"--steps: was 0; must be at least 1"):
         Replay(config.run.path, num_steps=0)
+
+
+def test_a_replay_begins_at_the_checkpoint_that_the_run_started_from(tmp_path):
+    """Whatever its folder is called; a damaged one is passed over."""
+    run = tmp_path / "run"
+    named = write_checkpoint(tmp_path / "other", 10, Books()).rename(tmp_path / "my-best")
+    write_history(checkpoints_of(run), continued(HISTORY, 10, named, str(named)))
+    write_checkpoint(run, 20, Books())
+    start = choose_start(run, range(11, 31), None)
+    assert start is not None
+    assert (start.path, start.policy_version) == (named, 10)
+    (named / "state.json").write_bytes(b"")
+    start = choose_start(run, range(11, 31), 20)
+    assert start is not None
+    assert start.policy_version == 20
+    with pytest.raises(ConfigError, match=r"--from 10: .* complete checkpoints are at 0, 20:"):
+        choose_start(run, range(11, 31), 10)
 
 
 def test_a_damaged_record_and_a_missing_rank_are_named(tmp_path):
