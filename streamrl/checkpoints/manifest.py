@@ -46,19 +46,29 @@ def verify(folder: Path, *, contents: bool = True) -> None:
     """Compare the files of a checkpoint with its manifest; without `contents`, their sizes only.
 
     Raises:
-        DamagedCheckpointError: naming the first file that is missing or has changed, and how.
+        DamagedCheckpointError: naming the first file that is missing, has changed or cannot be
+            read, and how.
     """
     for name, expected in _read(folder).items():
-        file = folder / name
-        if not file.is_file():
-            raise DamagedCheckpointError.of(folder, name, "is missing")
-        num_bytes = file.stat().st_size
-        if num_bytes != expected["num_bytes"]:
-            reason = f"has {num_bytes:,} bytes, not {expected['num_bytes']:,}"
-            raise DamagedCheckpointError.of(folder, name, reason)
-        if contents and _checksum(file) != expected["xxh3"]:
-            reason = "does not hold what was written (its checksum differs)"
-            raise DamagedCheckpointError.of(folder, name, reason)
+        try:
+            fault = _fault(folder / name, expected, contents=contents)
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror})"
+            raise DamagedCheckpointError.of(folder, name, reason) from error
+        if fault:
+            raise DamagedCheckpointError.of(folder, name, fault)
+
+
+def _fault(file: Path, expected: Mapping[str, Any], *, contents: bool) -> str:
+    """What is wrong with a file, "" if nothing is."""
+    if not file.is_file():
+        return "is missing"
+    num_bytes = file.stat().st_size
+    if num_bytes != expected["num_bytes"]:
+        return f"has {num_bytes:,} bytes, not {expected['num_bytes']:,}"
+    if contents and _checksum(file) != expected["xxh3"]:
+        return "does not hold what was written (its checksum differs)"
+    return ""
 
 
 def _read(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,10 +1,12 @@
 """A run that goes on from a checkpoint is the run that never stopped."""
 
+import errno
 import json
 import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from streamrl.errors import (
     OtherReleaseError,
 )
 from streamrl.types import Books, DropReason, ranges_of
+from tests.checkpoints import write_checkpoint
 from tests.full_disk import files_no_larger_than
 from tests.tiny_model import save_llama
 from tests.training import make_batch, make_config
@@ -276,6 +279,23 @@ def test_the_next_older_complete_checkpoint_is_taken_with_a_warning(
     run = config.run.model_copy(update={"resume": newer})
     with pytest.raises(DamagedCheckpointError, match=f"{newer.name} is damaged: {file} "):
         choose(config.model_copy(update={"run": run}))
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path, monkeypatch):
+    older, newer = (write_checkpoint(tmp_path, version, BOOKS) for version in (10, 20))
+    read = Path.open
+
+    def failing(file: Path, *arguments: Any, **named: Any) -> Any:
+        if file == newer / "state.json" and arguments == ("rb",):
+            raise OSError(errno.EIO, "Input/output error", str(file))
+        return read(file, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", failing)
+    found = newest(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.path == older
+    (damage,) = found.damaged
+    assert damage.sentence.endswith("state.json cannot be read (Input/output error)")
 
 
 def path_of(config: RunConfig, version: int) -> Path:
