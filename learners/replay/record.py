@@ -7,6 +7,8 @@ that has its name is whole; a step is recorded if each rank's file is there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import dropwhile, groupby
+from operator import itemgetter
 from pathlib import Path
 
 import zstandard
@@ -87,11 +89,19 @@ def read(path: Path) -> StepRecord:
 
 
 def recorded_steps(run: Path) -> Mapping[int, tuple[Path, ...]]:
-    """The files of each step, by rank; what a rank lacks is found out when the step is read."""
-    steps: dict[int, tuple[Path, ...]] = {}
-    for step, _, path in files_of(run):
-        steps[step] = (*steps.get(step, ()), path)
-    return steps
+    """The files of each step, by rank, from the first step on that all ranks have: each drops its
+    own oldest ones. What a rank lacks after that is found out when the step is read."""
+    files = groupby(files_of(run), key=itemgetter(0))
+    steps = {step: tuple(path for *_, path in of_step) for step, of_step in files}
+    return dict(dropwhile(_lacks_a_rank, steps.items())) or steps
+
+
+def _lacks_a_rank(step_files: tuple[int, Sequence[Path]]) -> bool:
+    _, files = step_files
+    try:
+        return len(files) < read(files[0]).num_ranks
+    except ConfigError:
+        return False
 
 
 def read_step(files: Sequence[Path]) -> tuple[Part, ...]:

@@ -295,6 +295,28 @@ def test_the_oldest_steps_are_dropped_at_the_limit(tmp_path, caplog):
     assert len([m for m in caplog.messages if "the oldest steps are dropped" in m]) == 1
 
 
+def test_steps_that_a_rank_has_dropped_are_none_to_begin_with(tmp_path):
+    config, groups = configure(tmp_path), make_groups()
+    run = config.run.path
+    for rank, first in enumerate((1, 3)):
+        recorder = Recorder(config, HISTORY, rank, num_ranks=2)
+        for step in range(first, 7):
+            recorder.add(step, [(headers_of(groups), groups[rank::2])])
+    for version in (1, 4):
+        write_checkpoint(run, version, Books())
+    files = record.recorded_steps(run)
+    assert sorted(files) == [3, 4, 5, 6]
+    start = choose_start(run, files, None)
+    assert start is not None
+    assert start.policy_version == 4
+    files[5][1].unlink()
+    with pytest.raises(ConfigError, match="step 5 was trained by 2 ranks, and the records of 1"):
+        record.read_step(record.recorded_steps(run)[5])
+    for step in (3, 4, 6):
+        files[step][1].unlink()
+    assert sorted(record.recorded_steps(run)) == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_full_disk_keeps_records_in_memory_until_it_has_room(tmp_path):
     config, groups = configure(tmp_path), make_groups()
     recorder = Recorder(config, HISTORY)
