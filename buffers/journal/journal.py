@@ -5,8 +5,10 @@ segments beside it (`buffers.journal.segments`).
 
 Invariant: after `commit` the disk holds exactly the ledger's state, however this process ends;
 after a failed commit it holds the state of the last success, and the next commit writes the same
-changes. A payload is written before the row that names it, and its bytes are freed after the row is
-gone: so a row whose payload is missing means that the disk lost it, and its group is sampled again.
+changes. Where only the payloads do not fit, what was freed is deleted all the same: then the disk
+holds the state without the payloads of groups that nobody was told are kept, and the next commit
+writes them. A payload is written before the row that names it, and its bytes are freed after the
+row is gone: so a group without its payload was lost, and is sampled again.
 What ends is deleted, so there is no log to compact; only the events grow, by about sixty bytes a
 lease. Leases get a new time to live on recovery, because clocks differ between processes.
 """
@@ -76,6 +78,7 @@ class Journal:
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._stored: dict[int, _Stored] = {}
+        self._unwritten: set[int] = set()
         self._settings: str | None = None
         self._lock = _lock(path)
         try:
@@ -123,16 +126,24 @@ class Journal:
         """Write everything that changed since the last commit, in one transaction.
 
         Raises:
-            StorageError: nothing was written; the next call writes it.
+            StorageError: nothing was written, or all but the new payloads, because they do not fit;
+                the next call writes what is missing.
         """
         snapshot = self._ledger.snapshot()
         scheduling_states = self._state.registry.scheduling_states
         has_changed = (snapshot, scheduling_states) != (self._snapshot, self._scheduling_states)
-        if not (self._pending or self._settings or has_changed):
+        if not (self._pending or self._unwritten or self._settings or has_changed):
             return
         last = {event.prompt_index: event for _, event in self._pending}
-        added = self._write_payloads(last)
-        freed = [index for index in last if index in self._stored and not self._has_group(index)]
+        groups = self._groups((*self._unwritten, *last))
+        stored = {index: self._stored[index].number for index in last if index in self._stored}
+        freed = dict(stored.items() - groups.items())
+        try:
+            added = self._write_payloads(dict(sorted(groups.items() - stored.items())))
+        except StorageError:
+            if not freed:
+                raise
+            added = {}
         try:
             with transaction(self._db, self._path):
                 self._write_totals(snapshot, scheduling_states)
@@ -145,9 +156,13 @@ class Journal:
         self._pending.clear()
         self._settings = None
         self._snapshot, self._scheduling_states = snapshot, scheduling_states
-        gone = [self._stored.pop(index) for index in (*added, *freed) if index in self._stored]
+        gone = [self._stored.pop(index) for index in freed]
         self._stored |= added
+        self._unwritten = groups.keys() - self._stored.keys()
         self._segments.settle(_places(added.values()), _places(gone))
+        if self._unwritten:
+            # What was freed may be the room that they need.
+            self.commit()
 
     def close(self) -> None:
         self._segments.close()
@@ -166,20 +181,14 @@ class Journal:
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
 
-    def _has_group(self, prompt_index: int) -> bool:
-        entry = self._ledger.entry(prompt_index)
-        return entry is not None and entry.header is not None
+    def _groups(self, prompt_indices: Iterable[int]) -> dict[int, int]:
+        """The numbers of the leases whose groups these prompts have."""
+        entries = map(self._ledger.entry, prompt_indices)
+        held = (entry for entry in entries if entry is not None and entry.header is not None)
+        return {entry.prompt_index: self._numbers[entry.lease_id] for entry in held}
 
-    def _write_payloads(self, prompt_indices: Iterable[int]) -> dict[int, _Stored]:
-        """Write the payloads of the groups that are new since the last commit."""
-        new: dict[int, int] = {}
-        for prompt_index in prompt_indices:
-            entry = self._ledger.entry(prompt_index)
-            if entry is None or entry.header is None:
-                continue
-            number, stored = self._numbers[entry.lease_id], self._stored.get(prompt_index)
-            if stored is None or stored.number != number:
-                new[prompt_index] = number
+    def _write_payloads(self, new: Mapping[int, int]) -> dict[int, _Stored]:
+        """Write the payloads of these groups, by prompt and number."""
         places = self._segments.write([self._state.payload(prompt_index) for prompt_index in new])
         groups = zip(new.items(), places, strict=True)
         return {prompt_index: _Stored(number, place) for (prompt_index, number), place in groups}
@@ -224,10 +233,10 @@ class Journal:
         self._db.executemany("DELETE FROM entry WHERE prompt_index = ?", deleted)
 
     def _write_places(self, added: Mapping[int, _Stored], freed: Iterable[int]) -> None:
-        rows = [(index, *stored.place) for index, stored in added.items() if stored.place]
-        self._db.executemany("INSERT OR REPLACE INTO payload VALUES (?, ?, ?, ?, ?)", rows)
         gone = [(index,) for index in freed]
         self._db.executemany("DELETE FROM payload WHERE prompt_index = ?", gone)
+        rows = [(index, *stored.place) for index, stored in added.items() if stored.place]
+        self._db.executemany("INSERT OR REPLACE INTO payload VALUES (?, ?, ?, ?, ?)", rows)
 
     def _row(self, entry: Entry) -> tuple[object, ...]:
         header = None if entry.header is None else msgspec.msgpack.encode(entry.header)

@@ -244,6 +244,34 @@ async def test_a_full_file_system(disk: Path, daemon: Daemon):
     await learner.close()
 
 
+async def test_a_checkpoint_frees_a_file_system_that_groups_have_filled(disk: Path, daemon: Daemon):
+    daemon.kill()
+    daemon.start(f"run.folder={disk}")
+    generator, learner = daemon.client(), daemon.client(deadline_s=10.0)
+    await learner.attach(0, None)
+    for index in range(3):
+        await lease_one(generator, f"s/{index}", "g", 0.0)
+    for index in range(2):
+        group = make_group(index, lease_id=f"s/{index}", num_response=10_000)
+        await generator.put(f"s/{index}", group)
+    await learner.take(2, 0, 1.0)
+    await learner.advance(1)
+    group = make_group(2, lease_id="s/2", num_response=20_000)
+    putting = asyncio.create_task(generator.put("s/2", group))
+    async with asyncio.timeout(DEADLINE_S):
+        while "No space left" not in (await learner.stats()).refusal:
+            assert not putting.done()
+    await learner.acknowledge(1)
+    await putting
+    daemon.kill()
+    daemon.start(f"run.folder={disk}")
+    books = (await learner.stats()).books
+    assert (books.acknowledged, books.buffered, books.dropped) == (2, 1, {})
+    daemon.kill()
+    await generator.close()
+    await learner.close()
+
+
 @pytest.mark.parametrize("is_killed", [True, False])
 async def test_a_buffer_started_on_a_full_disk_waits_for_space(
     disk: Path, daemon: Daemon, is_killed: bool

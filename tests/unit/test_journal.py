@@ -1,10 +1,12 @@
 """What the journal recovers is what was committed, after any call; its events pass the audit."""
 
+import errno
+import os
 import shutil
 import sqlite3
 import tempfile
 from argparse import Namespace
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.run_folder = Path(self.folder.name)
         self.state, self.journal = open_journal(self.run_folder, **self.bounds)
         self.now_s = 0.0
+        self.is_full = False
         self.num_leases = 0
         self.held: list[Lease] = []
         self.state.attach(0, Books())
@@ -104,7 +107,17 @@ class JournalMachine(RuleBasedStateMachine):
         self.state.drain()
         self._die_and_come_back()
 
+    @rule()
+    def fill_disk(self) -> None:
+        """There is no space for payloads at the next commit."""
+        self.is_full = True
+
     def _die_and_come_back(self) -> None:
+        if self.is_full:
+            with pytest.MonkeyPatch.context() as patch, suppress(StorageError):
+                patch.setattr(os, "pwrite", failing_write)
+                self.journal.commit()
+            self.is_full = False
         self.journal.commit()
         before = dump(self.state)
         self.journal.close()
@@ -229,6 +242,10 @@ class JournalMachine(RuleBasedStateMachine):
             self.journal.close()
             assert audit_journal(journal_path(self.run_folder)).faults == ()
             self.folder.cleanup()
+
+
+def failing_write(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 JournalMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)

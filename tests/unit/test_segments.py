@@ -329,6 +329,96 @@ def test_what_a_full_disk_cut_off_is_written_when_there_is_space(tmp_path, monke
     journal.close()
 
 
+def fill_disk(monkeypatch: pytest.MonkeyPatch, run: Path, num_bytes: int) -> None:
+    """The segments of this run have so many bytes together."""
+
+    def write_what_fits(file: int, data: memoryview, position: int) -> int:
+        left = num_bytes - sum(path.stat().st_size for path in segments_of(run))
+        if left <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(file, data[:left], position)
+
+    monkeypatch.setattr(os, "pwrite", write_what_fits)
+
+
+def train_and_fill_disk(
+    monkeypatch: pytest.MonkeyPatch, run: Path
+) -> tuple[BufferState[bytes], Journal]:
+    """Two groups are trained; for a third there is no space."""
+    state, journal = open_journal(run)
+    state.attach(0, None)
+    put_large(state, "a", "b")
+    state.take(2, 0, 1, 0.0)
+    state.advance(1, 1)
+    journal.commit()
+    fill_disk(monkeypatch, run, 2 * SIZE + 100)
+    put_large(state, "c")
+    with pytest.raises(StorageError, match="No space left"):
+        journal.commit()
+    return state, journal
+
+
+def test_on_a_full_disk_what_is_acknowledged_makes_room_for_what_waits(tmp_path, monkeypatch):
+    state, journal = train_and_fill_disk(monkeypatch, tmp_path)
+    state.acknowledge(1, 1)
+    journal.commit()
+    before = dump(state)
+    journal.close()
+    recovered, journal = open_journal(tmp_path)
+    assert dump(recovered) == before
+    assert sum(path.stat().st_size for path in segments_of(tmp_path)) == SIZE
+    journal.close()
+    assert audit_journal(journal_path(tmp_path)).faults == ()
+
+
+def test_a_disk_that_is_still_full_has_freed_what_is_acknowledged(tmp_path, monkeypatch):
+    state, journal = train_and_fill_disk(monkeypatch, tmp_path)
+    state.acknowledge(1, 1)
+    fill_disk(monkeypatch, tmp_path, 0)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="No space left"):
+            journal.commit()
+        assert segments_of(tmp_path) == []
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "buffer", copy / "buffer")
+    killed, other = open_journal(copy)
+    books = killed.ledger.books()
+    assert (books.acknowledged, books.dropped) == (2, {DropReason.ORPHANED: 1})
+    other.close()
+    assert audit_journal(journal_path(copy)).faults == ()
+    monkeypatch.undo()
+    journal.commit()
+    before = dump(state)
+    journal.close()
+    recovered, journal = open_journal(tmp_path)
+    assert dump(recovered) == before
+    journal.close()
+    assert audit_journal(journal_path(tmp_path)).faults == ()
+
+
+def test_on_a_full_disk_a_freed_payload_is_not_taken_for_the_next_one(tmp_path, monkeypatch):
+    """A prompt that a learner which went back has opened again, filled in the same commit."""
+    state, journal = open_journal(tmp_path)
+    state.attach(0, Books())
+    start = state.ledger.books()
+    put_large(state, "a", "b")
+    state.take(2, 0, 1, 0.0)
+    state.advance(1, 1)
+    journal.commit()
+    state.acknowledge(1, 1)
+    state.attach(0, start)
+    put_large(state, "c")
+    fill_disk(monkeypatch, tmp_path, 0)
+    with pytest.raises(StorageError, match="No space left"):
+        journal.commit()
+    journal.close()
+    recovered, journal = open_journal(tmp_path)
+    assert recovered.ledger.books().buffered == 0
+    assert recovered.ledger.books().dropped[DropReason.ORPHANED] >= 1
+    journal.close()
+    assert audit_journal(journal_path(tmp_path)).faults == ()
+
+
 def test_the_files_follow_what_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 10 * SIZE)
     state, journal = open_journal(tmp_path, max_staleness=9)
