@@ -25,6 +25,11 @@ class Admission:
         self.final_version = final_version
         self._capacity = admission_capacity(max_staleness, groups_per_step)
 
+    def end_at(self, final_version: int | None) -> None:
+        """None keeps what was set before."""
+        if final_version is not None:
+            self.final_version = final_version
+
     def num_admitted(self, version: int, *, draining: bool) -> int:
         """How many more leases fit under the staleness bound and before the run's end."""
         capacity, in_flight = self._capacity, self._entries.in_flight

@@ -25,7 +25,8 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     """The totals of a ledger: all of its state but the entries.
 
     `unseen` are the leases that count as granted because a learner's books contain them. `lengths`
-    are counted here alone, so books that are adopted do not change them.
+    are counted here alone, so books that are adopted do not change them. `final_version` is None
+    until a learner has attached, which says where the run ends.
     """
 
     version: int = 0
@@ -40,6 +41,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     revision: int = 0
     unseen: int = 0
     lengths: ResponseLengths = ResponseLengths()
+    final_version: int | None = None
 
 
 class Entries:
@@ -230,6 +232,7 @@ class Entries:
         finished: bool,
         draining: bool,
         refused: Counter[RefusalReason],
+        final_version: int | None,
     ) -> LedgerSnapshot:
         return LedgerSnapshot(
             version=version,
@@ -244,6 +247,7 @@ class Entries:
             revision=self.revision,
             unseen=self._unseen,
             lengths=self.responses.frozen(),
+            final_version=final_version if learner_term else None,
         )
 
     def restore(

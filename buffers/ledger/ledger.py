@@ -265,9 +265,8 @@ class Ledger:
         return self._entries.drain_freed()
 
     def snapshot(self) -> LedgerSnapshot:
-        return self._entries.snapshot(
-            self.version, self.learner_term, self.finished, self.draining, self._refused
-        )
+        state = (self.version, self.learner_term, self.finished, self.draining)
+        return self._entries.snapshot(*state, self._refused, self.admission.final_version)
 
     def restore(
         self,
@@ -280,6 +279,7 @@ class Ledger:
         self.version, self.learner_term = snapshot.version, snapshot.learner_term
         self.finished, self.draining = snapshot.finished, snapshot.draining
         self._refused = Counter(snapshot.refused)
+        self.admission.end_at(snapshot.final_version)
         held = in_order(entries)
         self._entries.restore(snapshot, held, free)
         for entry in held:

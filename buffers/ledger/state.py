@@ -119,8 +119,7 @@ class BufferState(Generic[Payload]):
             require_proportion(books, self.ledger.books())
         self._resumes_until_s = self._due_since_s = None
         learner_term = self.ledger.attach(policy_version, books)
-        if final_version is not None:
-            self.ledger.admission.final_version = final_version
+        self.ledger.admission.end_at(final_version)
         self._orphan_lost()
         self._delete_freed()
         latest = list(self._learner_terms.items())[1 - MAX_REPEATED :]

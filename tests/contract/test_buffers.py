@@ -55,8 +55,8 @@ Connect = Callable[[], TrajectoryBuffer]
 LEASE_TTL_S = 60.0
 
 
-def make_ledger() -> Ledger:
-    return Ledger(groups_per_step=2, max_staleness=1)
+def make_ledger(final_version: int | None = None) -> Ledger:
+    return Ledger(groups_per_step=2, max_staleness=1, final_version=final_version)
 
 
 @contextlib.contextmanager
@@ -66,10 +66,11 @@ def zmq_server(
     *,
     journal: bool = False,
     lease_ttl_s: float = LEASE_TTL_S,
+    final_version: int | None = None,
     **kwargs: Any,
 ) -> Iterator[ZmqBufferServer]:
     """A server in a thread of its own; one with a journal goes on where the last one ended."""
-    state = BufferState[bytes](make_ledger(), lease_ttl_s=lease_ttl_s)
+    state = BufferState[bytes](make_ledger(final_version), lease_ttl_s=lease_ttl_s)
     with contextlib.ExitStack() as stack:
         if journal:
             kept = Journal(folder / "journal.sqlite", state, durability="process")
@@ -665,6 +666,18 @@ async def test_the_run_ends_where_the_newest_learner_says(tmp_path):
         assert await lease_one(long, "s/2", "g", 0.0) is not None
         for client in (short, long):
             await client.close()
+
+
+async def test_a_buffer_that_is_started_again_knows_where_the_run_ends(tmp_path):
+    with zmq_server(tmp_path, journal=True, final_version=1) as server:
+        learner = ZmqBuffer(server.url, final_version=2)
+        await learner.attach(0, None)
+        await learner.close()
+    with zmq_server(tmp_path, journal=True, final_version=1) as server:
+        generator = ZmqBuffer(server.url)
+        leases = [await lease_one(generator, f"s/{i}", "g", 0.0) for i in range(5)]
+        assert [lease is not None for lease in leases] == [True, True, True, True, False]
+        await generator.close()
 
 
 async def test_a_lease_that_a_dead_process_waits_for_goes_to_the_one_in_its_place(tmp_path):

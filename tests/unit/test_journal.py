@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -274,6 +275,35 @@ def test_recovered_leases_get_a_whole_new_time_to_live(tmp_path):
     recovered, journal = open_journal(tmp_path, now_s=1000.0)
     assert recovered.ledger.expire(1000.0 + TTL_S - 0.1) == ()
     assert recovered.ledger.expire(1000.0 + TTL_S) == ("a",)
+    journal.close()
+
+
+def test_a_new_end_of_the_run_is_recovered_and_a_file_without_one_keeps_the_blank_one(tmp_path):
+    state, journal = open_journal(tmp_path, final_version=2)
+    state.attach(0, None, final_version=5)
+    journal.commit()
+    journal.close()
+    state, journal = open_journal(tmp_path, final_version=2)
+    assert state.ledger.admission.final_version == 5
+    journal.close()
+    with closing(sqlite3.connect(journal_path(tmp_path))) as db:
+        (data,) = db.execute("SELECT data FROM snapshot").fetchone()
+        known = msgspec.msgpack.decode(data)
+        assert known.pop("final_version") == 5
+        db.execute("UPDATE snapshot SET data = ?", (msgspec.msgpack.encode(known),))
+        db.commit()
+    state, journal = open_journal(tmp_path, final_version=2)
+    assert (state.ledger.learner_term, state.ledger.admission.final_version) == (1, 2)
+    journal.close()
+
+
+def test_before_a_learner_attaches_the_run_ends_where_its_settings_say(tmp_path):
+    state, journal = open_journal(tmp_path, final_version=2)
+    state.drain()
+    journal.commit()
+    journal.close()
+    state, journal = open_journal(tmp_path, final_version=5)
+    assert (state.ledger.draining, state.ledger.admission.final_version) == (True, 5)
     journal.close()
 
 
