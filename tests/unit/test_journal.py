@@ -86,6 +86,16 @@ def dump(state: BufferState[bytes], last_prompt_index: int = 200) -> dict[str, A
     }
 
 
+def commit_and_recover(run: Path, state: BufferState[bytes], journal: Journal) -> None:
+    """What is recovered is what was committed."""
+    journal.commit()
+    before = dump(state)
+    journal.close()
+    recovered, journal = open_journal(run)
+    assert dump(recovered) == before
+    journal.close()
+
+
 class JournalMachine(RuleBasedStateMachine):
     """The process is killed after every call, and the run goes on with what comes back."""
 
@@ -388,12 +398,7 @@ def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
     assert dump(killed) == committed
     other.close()
     journal._db.execute("PRAGMA max_page_count = 1000000")
-    journal.commit()
-    before = dump(state)
-    journal.close()
-    recovered, journal = open_journal(tmp_path)
-    assert dump(recovered) == before
-    journal.close()
+    commit_and_recover(tmp_path, state, journal)
 
 
 def test_a_journal_of_another_release_is_refused_and_left_as_it_is(tmp_path):

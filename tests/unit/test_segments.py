@@ -23,7 +23,14 @@ from buffers.ledger.entry import State
 from buffers.ledger.state import BufferState
 from streamrl.errors import LostMemoryError, StorageError
 from streamrl.types import Books, DropReason
-from tests.unit.test_journal import MEMORY, dump, header, make_state, open_journal
+from tests.unit.test_journal import (
+    MEMORY,
+    commit_and_recover,
+    dump,
+    header,
+    make_state,
+    open_journal,
+)
 
 SIZE = 5_000
 
@@ -321,12 +328,7 @@ def test_what_a_full_disk_cut_off_is_written_when_there_is_space(tmp_path, monke
     killed, other = open_journal(copy)
     assert dump(killed) == committed
     other.close()
-    journal.commit()
-    before = dump(state)
-    journal.close()
-    recovered, journal = open_journal(tmp_path)
-    assert dump(recovered) == before
-    journal.close()
+    commit_and_recover(tmp_path, state, journal)
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, run: Path, num_bytes: int) -> None:
@@ -361,13 +363,8 @@ def train_and_fill_disk(
 def test_on_a_full_disk_what_is_acknowledged_makes_room_for_what_waits(tmp_path, monkeypatch):
     state, journal = train_and_fill_disk(monkeypatch, tmp_path)
     state.acknowledge(1, 1)
-    journal.commit()
-    before = dump(state)
-    journal.close()
-    recovered, journal = open_journal(tmp_path)
-    assert dump(recovered) == before
+    commit_and_recover(tmp_path, state, journal)
     assert sum(path.stat().st_size for path in segments_of(tmp_path)) == SIZE
-    journal.close()
     assert audit_journal(journal_path(tmp_path)).faults == ()
 
 
@@ -387,12 +384,7 @@ def test_a_disk_that_is_still_full_has_freed_what_is_acknowledged(tmp_path, monk
     other.close()
     assert audit_journal(journal_path(copy)).faults == ()
     monkeypatch.undo()
-    journal.commit()
-    before = dump(state)
-    journal.close()
-    recovered, journal = open_journal(tmp_path)
-    assert dump(recovered) == before
-    journal.close()
+    commit_and_recover(tmp_path, state, journal)
     assert audit_journal(journal_path(tmp_path)).faults == ()
 
 
