@@ -9,11 +9,9 @@ from collections.abc import Iterable
 
 from streamrl.config.algorithm.dynamic_sampling import DynamicSamplingSettings
 from streamrl.types import TrajectoryGroup
+from streamrl.types.rollouts import ALIKE_WITHIN
 
 log = logging.getLogger(__name__)
-
-# Sums of equal parts differ by rounding; the learner takes a smaller deviation for none, too.
-_SPREAD = 1e-6
 
 
 class UniformFilter:
@@ -67,4 +65,4 @@ class UniformFilter:
 
 def _are_alike(values: Iterable[float]) -> bool:
     known = tuple(values)
-    return max(known) - min(known) <= _SPREAD
+    return max(known) - min(known) <= ALIKE_WITHIN

@@ -12,11 +12,10 @@ import torch
 from learners import episode_metrics
 from learners.batch import TrainingBatch
 from learners.objective.facts import Facts
+from streamrl.types.rollouts import ALIKE_WITHIN
 
 MASKED = "learner/num_masked_updates"
 """Updates that were not made, because no token contributed to the loss."""
-ALIKE = 1e-4
-"""Rewards of a group that differ by less say nothing: rounding may be all of it."""
 _EXTREME = re.compile("_(max|min)(_deviation)?$")
 
 
@@ -54,7 +53,7 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
         "reward/std": float(rewards.std(unbiased=False)),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
-        "reward/groups_alike_frac": float((spreads < ALIKE).float().mean()),
+        "reward/groups_alike_frac": float((spreads <= ALIKE_WITHIN).float().mean()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),

@@ -89,8 +89,7 @@ class _Source:
     def load(self, device: torch.device) -> Network:
         """With its weights, in float32, and as packing allows."""
         with self._explained():
-            trust = self._trust
-            model = load_pretrained(self.name, dtype=torch.float32, trust_remote_code=trust)
+            model = load_pretrained(self.name, dtype=torch.float32, trust_remote_code=self._trust)
         network = self._network(model.to(device))
         if self.config.learner.check_packing:
             choose_packing(network)

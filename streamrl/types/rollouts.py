@@ -23,6 +23,9 @@ from streamrl.types.tokens.checks import (
 )
 from streamrl.types.tokens.sets import TokenSets, TopLogprobs, check_token_sets
 
+ALIKE_WITHIN = 1e-6
+"""Rewards of a group that differ by no more are alike: sums of equal parts differ by rounding."""
+
 
 class FinishReason(StrEnum):
     """Why a completion, and with it a trajectory, ended.

@@ -58,15 +58,16 @@ def _require_whole(
     Raises:
         ConfigError: some are missing, or have another shape.
     """
-    for name, there, wanted in sorted(mismatched):
+    if mismatched:
+        name, there, wanted = min(mismatched)
         raise ConfigError(
             f"model.path: {name} of {path} has the shape {tuple(there)}, and by its config.json "
             f"{tuple(wanted)}{_and_more(mismatched)}"
         )
-    for name in sorted(missing):
+    if missing:
         raise ConfigError(
             f"model.path: {path} lacks weights that its config.json asks for: "
-            f"{name}{_and_more(missing)}"
+            f"{min(missing)}{_and_more(missing)}"
         )
 
 

@@ -509,8 +509,9 @@ async def test_a_put_without_a_right_to_it_is_refused_and_counted(tmp_path):
             await buffer.put("s/a", make_group(0, lease_id="another"))
         lease = await lease_one(buffer, "s/b", "g", 0.0)
         assert lease is not None
-        while not (await buffer.stats()).books.dropped:
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(DEADLINE_S):
+            while not (await buffer.stats()).books.dropped:
+                await asyncio.sleep(0.02)
         with pytest.raises(UnknownLeaseError, match="has expired"):
             await buffer.put("s/b", make_group(1, lease_id="s/b"))
         stats = await buffer.stats()

@@ -47,9 +47,9 @@ def axes(vary: Sequence[str], file: str | None) -> tuple[Axis, ...]:
     found = (*((_of_file(file),) if file else ()), *map(_of_setting, vary))
     if not found:
         raise ConfigError("give --vary SECTION.KEY=A,B,... or --variants FILE")
-    variants = [variant for axis in found for variant in axis.variants]
-    for override in (override for variant in variants for override in variant.overrides):
-        if (key := override.partition("=")[0].strip()) in _OF_EACH_RUN:
+    overrides = (text for axis in found for one in axis.variants for text in one.overrides)
+    for key in (text.partition("=")[0].strip() for text in overrides):
+        if key in _OF_EACH_RUN:
             raise ConfigError(f"{key}: cannot be varied; {_OF_EACH_RUN[key]}")
     return found
 

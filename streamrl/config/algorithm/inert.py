@@ -83,7 +83,6 @@ def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorD
         section, name = path
         record: Any = getattr(config, section)
         is_set = section in config.model_fields_set and name in record.model_fields_set
-        is_set = section in config.model_fields_set and name in record.model_fields_set
         value = getattr(record, name)
         if is_set and value is not None:
             error = PydanticCustomError("cannot_act", "{sentence}", {"sentence": sentence})
