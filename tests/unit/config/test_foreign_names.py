@@ -64,6 +64,18 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ("system_envs.RAY_PROFILING=1", "(daemons inherit the environment of streamrl launch)"),
         ("actor_infer.device_mapping=x", "ROLL's name; here it is cluster.hosts"),
         (
+            "actor_infer.strategy_args.strategy_name=vllm",
+            "ROLL's name; here it is generator.engine",
+        ),
+        (
+            "actor_train.strategy_args.strategy_name=megatron_train",
+            "ROLL's name; here it is learner.mesh, always by FSDP2",
+        ),
+        (
+            "reference.strategy_args.strategy_name=megatron_infer",
+            "there is no such setting here (the reference policy is sharded as the policy is)",
+        ),
+        (
             "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size=2",
             "ROLL's name; there is no such setting here (layers are not divided into stages",
         ),
