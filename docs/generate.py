@@ -49,9 +49,9 @@ that names the setting, the value and what is allowed. So is what
 
 
 def _migration() -> str:
-    introduction = """# Names from verl, ROLL and TRL
+    introduction = """# Names from verl, ROLL, TRL and prime-rl
 
-Settings and features of three other systems and what they are here. A configuration that uses one
+Settings and features of other systems and what they are here. A configuration that uses one
 of these names is refused with the name that it has here: `streamrl check FILE` names all of them at
 once. Names of metrics are shared: what verl logs under `mismatch/` has the
 [same name here](importance-sampling.md#metrics).

@@ -1,4 +1,4 @@
-"""Names of verl, ROLL and TRL are refused with what they are called here."""
+"""Names of verl, ROLL, TRL and prime-rl are refused with what they are called here."""
 
 import re
 import subprocess
@@ -48,6 +48,16 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
             "algorithm.mask_truncated_completions=true",
             "TRL's name; here it is algorithm.reward.truncated: mask",
         ),
+        ("orchestrator.rollouts_per_example=8", "prime-rl's name; here it is generator.group_size"),
+        ("orchestrator.batch_size=128", "prime-rl's name; here it is learner.groups_per_step, in"),
+        ("orchestrator.sampling.max_tokens=9", "prime-rl's name; here it is generator.max_new_to"),
+        ("max_async_level=2", "prime-rl's name; here it is buffer.max_staleness"),
+        ("seq_len=2048", "prime-rl's name; here it is generator.max_model_len"),
+        ("trainer.optim.lr=1e-6", "prime-rl's name; here it is learner.optimizer.lr"),
+        ("trainer.loss.kl_tau=1", "here it is algorithm.loss, algorithm.loss_config and"),
+        ("inference.parallel.tp=2", "here it is generator.vllm.tensor_parallel_size"),
+        ("wandb.project=x", "prime-rl's name; here it is tracking.project"),
+        ("eval.interval=9", "prime-rl's name; here it is validation.every"),
         ("algorithm.beta=0.1", "TRL's name; here it is algorithm.kl_loss.coef"),
         ("temperature=0.7", "TRL's name; here it is generator.temperature"),
         ("algorithm.loss_config.epsilon_high=0.3", "it is algorithm.loss_config.clip_ratio_high"),

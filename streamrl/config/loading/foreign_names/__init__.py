@@ -8,12 +8,18 @@ with whatever keys.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from streamrl.config.loading.foreign_names.prime_rl import PRIME_RL
 from streamrl.config.loading.foreign_names.roll import ROLL
 from streamrl.config.loading.foreign_names.trl import TRL
 from streamrl.config.loading.foreign_names.usual import USUAL
 from streamrl.config.loading.foreign_names.verl import VERL
 
-FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = {"verl": VERL, "ROLL": ROLL, "TRL": TRL}
+FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = {
+    "verl": VERL,
+    "ROLL": ROLL,
+    "TRL": TRL,
+    "prime-rl": PRIME_RL,
+}
 """By system: its name, and our setting."""
 
 FOREIGN_SECTIONS = frozenset(

@@ -1,0 +1,77 @@
+"""Names of prime-rl's configuration, without the section of the process (`trainer`, `orchestrator`,
+`inference`) where they have one meaning. A setting in parentheses says what holds here without
+one."""
+
+_MASTER_WEIGHTS = "(parameters and optimizer state are float32, gradients are summed in it)"
+
+PRIME_RL = {
+    # The run.
+    "max_steps": "run.max_steps",
+    "output_dir": "run.folder",
+    "wandb.project": "tracking.project",
+    "wandb.name": "run.name",
+    "wandb.offline": "tracking.wandb: offline",
+    "log.level": "run.log_level",
+    "log.json_logging": "run.log_format: json",
+    "ckpt.interval": "learner.checkpoint.every",
+    "ckpt.keep_last": "learner.checkpoint.keep",
+    "ckpt.resume_step": "run.resume",
+    "deployment.num_train_gpus": "learner.num_ranks",
+    "deployment.num_infer_gpus": "generator.count",
+    "deployment.num_train_nodes": "cluster.hosts",
+    "deployment.num_infer_nodes": "cluster.hosts",
+    "deployment.gpus_per_node": "cluster.hosts, where it is devices of a host",
+    "slurm.*": "(options of `streamrl launch FILE --slurm`)",
+    "weight_broadcast.type": "weights.transport",
+    "weight_broadcast.timeout": "weights.deadline_s",
+    # Batches and staleness.
+    "seq_len": "generator.max_model_len",
+    "orchestrator.batch_size": (
+        "learner.groups_per_step, in groups of generator.group_size responses"
+    ),
+    "token_batch_size": "learner.groups_per_step, which counts groups, not tokens",
+    "rollouts_per_example": "generator.group_size",
+    "max_async_level": "buffer.max_staleness",
+    "max_off_policy_steps": "buffer.max_staleness",
+    "max_inflight_rollouts": "generator.max_num_seqs",
+    "orchestrator.max_concurrent": "generator.max_num_seqs",
+    "online_difficulty_filtering": "algorithm.dynamic_sampling",
+    # Generation and environments.
+    "sampling.max_tokens": "generator.max_new_tokens",
+    "max_completion_tokens": "generator.max_new_tokens",
+    "sampling.temperature": "generator.temperature",
+    "parallel.tp": "generator.vllm.tensor_parallel_size",
+    "parallel.dp": "generator.count",
+    "client.base_url": "generator.vllm.url",
+    "orchestrator.env": "generator.environment, or environments for several",
+    "env_ratios": "environments, where they are weights",
+    "eval.interval": "validation.every",
+    "eval.num_examples": "data.num_eval_prompts",
+    "eval.rollouts_per_example": "validation.num_samples",
+    "eval.sampling.max_tokens": "validation.max_new_tokens",
+    "eval.sampling.temperature": "validation.temperature",
+    "eval_base_model": "validation.at_start",
+    # The model.
+    "tokenizer.name": "model.tokenizer",
+    "trainer.model.attn": "(packed attention is StreamRL's own)",
+    "trainer.model.compile": "learner.compile",
+    "trainer.model.ac.*": "learner.gradient_checkpointing",
+    "trainer.model.ac_offloading.*": "learner.offload.activations",
+    "fsdp_cpu_offload": "learner.offload.parameters",
+    "optim_cpu_offload": "learner.offload.optimizer",
+    "dp_replicate": "learner.mesh.replicate",
+    "trainer.model.tp": "learner.mesh.tensor",
+    "trainer.model.cp": "learner.mesh.sequence",
+    "trainer.model.ep": "(experts are sharded by learner.mesh.shard, as all parameters are)",
+    "optimization_dtype": _MASTER_WEIGHTS,
+    "reduce_dtype": _MASTER_WEIGHTS,
+    # The optimizer and the loss.
+    "optim.lr": "learner.optimizer.lr",
+    "optim.max_norm": "learner.optimizer.max_grad_norm",
+    "optim.betas1": "learner.optimizer.betas",
+    "optim.betas2": "learner.optimizer.betas",
+    "optim.type": "(the optimizer is AdamW)",
+    "scheduler.type": "learner.optimizer.schedule",
+    "scheduler.min_lr": "learner.optimizer.min_lr_ratio, a share of lr",
+    "trainer.loss.*": "algorithm.loss, algorithm.loss_config and algorithm.rollout_is",
+}
