@@ -12,6 +12,7 @@ import logging
 import random
 import shutil
 import socket
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 LEARNER_FILE = "learner.json"
 BOOKS_FILE = "books.json"
 _TARGETS = ".prometheus"
+# What a launch that made no step leaves to go on with.
+_STATES = ("checkpoints", "buffer")
 # Below those that systems give to connections, and to whoever listens anywhere, such as srun.
 _PICKED_PORTS = range(20_000, 29_000)
 _PICKS = 100
@@ -60,6 +63,12 @@ def prepare(config: RunConfig, *, resume: bool, new: bool, binds: bool = True) -
         )
     if has_run and resume:
         _require_same_prompts(config, folder)
+    elif resume and not any((folder / name).exists() for name in _STATES):
+        elsewhere = "" if binds else ", unless its hosts hold it"
+        print(
+            f"run.name: {folder} holds no run: --resume starts a new one{elsewhere}",
+            file=sys.stderr,
+        )
     resolved = _with_ports(config) if binds else config
     try:
         # Daemons that were killed are still named there.

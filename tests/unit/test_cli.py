@@ -230,6 +230,20 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     assert not (config.run.path / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("state", ["", "metrics.jsonl", "checkpoints", "buffer"])
+@pytest.mark.parametrize("binds", [True, False])
+def test_a_launch_that_finds_no_run_to_resume_says_so_and_starts(tmp_path, capsys, state, binds):
+    ports = ["buffer.url=zmq://127.0.0.1:0", "weights.address=tcp://127.0.0.1:0"]
+    config = load_config(QUICKSTART, [f"run.folder={tmp_path}", *ports]).config
+    if state:
+        (config.run.path / state).mkdir(parents=True)
+    prepare(config, resume=True, new=False, binds=binds)
+    said = f"run.name: {config.run.path} holds no run: --resume starts a new one"
+    elsewhere = "" if binds else ", unless its hosts hold it"
+    assert capsys.readouterr().err == ("" if state else f"{said}{elsewhere}\n")
+    assert (config.run.path / "config.yaml").exists()
+
+
 @pytest.mark.parametrize("url", ["zmq://127.0.0.1:0", "redis://127.0.0.1:1/0"])
 def test_a_run_goes_on_with_its_own_prompts_or_is_left_as_it_is(tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
