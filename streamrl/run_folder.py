@@ -122,6 +122,14 @@ def read_learner(folder: Path) -> LearnerStatus | None:
         return None
 
 
+def is_launched_since(folder: Path, time_s: float) -> bool:
+    """Whether a launch, which writes the configuration, has begun after this Unix time."""
+    try:
+        return (folder / RESOLVED_FILE).stat().st_mtime > time_s
+    except OSError:
+        return False
+
+
 def config_of(folder: Path) -> RunConfig:
     """The configuration that the run in this folder was started with.
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from streamrl.cli.buffer.target import read_folder
 from streamrl.cli.display.view import REFRESH_S, LinePrinter
 from streamrl.config import RunConfig
-from streamrl.diagnosis.outcome import outcome, state_of
+from streamrl.diagnosis.outcome import RunState, outcome, state_of
 from streamrl.run_folder import find_run
 
 
@@ -29,6 +29,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _has_ended(config: RunConfig) -> bool:
-    """Whether the learner says so: one that only fell silent may be started again."""
+    """Whether the learner of the newest launch says so: one that only fell silent may be started
+    again."""
     reading = read_folder(config)
-    return reading.is_over and state_of(reading).has_ended
+    is_finished = state_of(reading) is RunState.FINISHED
+    return reading.is_over and (is_finished or not reading.is_relaunched)

@@ -10,9 +10,9 @@ from streamrl.types import LearnerActivity
 
 
 class RunState(StrEnum):
-    """`STARTING`: no learner has reported yet. `RUNNING`: one does, or the buffer answers.
-    `FINISHED`: all steps are made. `STOPPED`: the learner was asked to end before. `DEAD`: neither
-    learner nor buffer answers, and the learner has not ended."""
+    """`STARTING`: no learner of this launch has reported yet. `RUNNING`: one does, or the buffer
+    answers. `FINISHED`: all steps are made. `STOPPED`: the learner was asked to end before. `DEAD`:
+    neither learner nor buffer answers, and the learner has not ended."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -35,7 +35,10 @@ def state_of(reading: Reading) -> RunState:
         return RunState.RUNNING if answers else RunState.STARTING
     if learner.activity is LearnerActivity.ENDED:
         is_complete = learner.policy_version >= (reading.max_steps or 0) or learner.ended_early
-        return RunState.FINISHED if is_complete else RunState.STOPPED
+        if is_complete:
+            return RunState.FINISHED
+        is_starting = reading.is_relaunched and stats is not None
+        return RunState.STARTING if is_starting else RunState.STOPPED
     is_working = reading.is_learner_reporting or stats is not None
     return RunState.RUNNING if is_working else RunState.DEAD
 

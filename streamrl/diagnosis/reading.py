@@ -18,8 +18,9 @@ class Reading(Struct, frozen=True, kw_only=True):
     """What is known of a run at one moment.
 
     `stats` is None if the buffer did not answer, with the reason in `unreachable`; `learner` is
-    None if nothing is known of it, else `learner_age_s` old. `idle_s` is the time since the last
-    step ended, and `max_steps` the run's, if they are known.
+    None if nothing is known of it, else `learner_age_s` old. `is_relaunched`: a launch has begun
+    since that report. `idle_s` is the time since the last step ended, and `max_steps` the run's, if
+    they are known.
     """
 
     stall_s: float
@@ -27,6 +28,7 @@ class Reading(Struct, frozen=True, kw_only=True):
     unreachable: str = ""
     learner: LearnerStatus | None = None
     learner_age_s: float = 0.0
+    is_relaunched: bool = False
     idle_s: float | None = None
     max_steps: int | None = None
 

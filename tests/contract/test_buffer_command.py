@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 
@@ -86,7 +87,6 @@ def test_a_drain_ends_where_no_learner_takes_what_waits(backend: str, tmp_path: 
         activity_s=1.0,
         time_s=time.time(),
     )
-    (run / "learner.json").write_text(json.dumps(msgspec.to_builtins(ended, str_keys=True)))
 
     async def wait_for_a_batch(url: str) -> None:
         buffer = connect(limits_config(url, max_staleness=2))
@@ -97,6 +97,10 @@ def test_a_drain_ends_where_no_learner_takes_what_waits(backend: str, tmp_path: 
     with serving(backend, tmp_path, max_staleness=2) as url:
         asyncio.run(wait_for_a_batch(url))
         (run / "config.yaml").write_text(to_yaml(limits_config(url, max_staleness=2)))
+        (run / "learner.json").write_text(json.dumps(msgspec.to_builtins(ended, str_keys=True)))
+        assert main(["buffer", "drain", str(run), "--deadline", "0.1"]) == 1
+        assert "not drained within 0.1 s" in capsys.readouterr().out, "a launch has begun since"
+        os.utime(run / "config.yaml", (0, 0))
         assert main(["buffer", "drain", str(run), "--deadline", "30"]) == 1
     output = capsys.readouterr().out
     assert "10 groups wait and no learner takes them: start one with `streamrl learner" in output

@@ -9,12 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from streamrl.cli.buffer.target import open_running
+from streamrl.cli.buffer.target import open_running, read_folder
 from streamrl.config import RunConfig
 from streamrl.config.loading.similar import RESOLVED_FILE
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.run_folder import find_config, read_learner
-from streamrl.types import BufferStats, LearnerActivity
+from streamrl.run_folder import find_config
+from streamrl.types import BufferStats
 
 _POLL_S = 0.5
 
@@ -76,8 +76,8 @@ async def _request(buffer: TrajectoryBuffer, config: RunConfig | None) -> DrainP
 
 
 def _learner_has_ended(config: RunConfig) -> bool:
-    learner = read_learner(config.run.path)
-    return learner is not None and learner.activity is LearnerActivity.ENDED
+    reading = read_folder(config)
+    return reading.is_over and not reading.is_relaunched
 
 
 def _holders(stats: BufferStats) -> str:
