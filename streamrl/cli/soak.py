@@ -49,6 +49,7 @@ from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
+from streamrl.process_environment import processes_with
 from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
@@ -105,7 +106,7 @@ def left_behind(temporary: Path, shared_memory: frozenset[str]) -> Iterator[str]
     """A sentence for each thing of the run that is there after its end. Waits a moment for
     processes that are ending."""
     deadline = time.monotonic() + _ENDING_S
-    while pids := processes.processes_with(_TEMPORARY, str(temporary)):
+    while pids := processes_with(_TEMPORARY, str(temporary).__eq__):
         if time.monotonic() > deadline:
             break
         time.sleep(_SHORTEST_INTERVAL_S)

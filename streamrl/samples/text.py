@@ -3,7 +3,6 @@ see them."""
 
 import re
 
-_ALLOWED = "\n\t"
 # C0 and C1 controls, DEL, line separators, marks that turn the direction of text, lone surrogates.
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"

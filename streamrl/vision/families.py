@@ -73,12 +73,3 @@ def _require_whole(
 
 def _and_more(names: Collection[object]) -> str:
     return f", and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-def require_without_vision(config: Any, setting: str) -> None:
-    """
-    Raises:
-        ConfigError: the model has a vision tower, which `setting` leaves out.
-    """
-    if has_vision(config):
-        raise ConfigError(f"{setting}: must be left out for {config.model_type}, which sees images")

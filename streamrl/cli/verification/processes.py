@@ -87,17 +87,6 @@ def shared_memory_of(pid: int) -> frozenset[str]:
     )
 
 
-def processes_with(variable: str, value: str) -> tuple[int, ...]:
-    """Living processes that were started with this environment variable, this one left out."""
-    wanted = f"{variable}={value}"
-    table = process_table()
-    return tuple(
-        pid
-        for pid, (_, state) in table.items()
-        if state != _ZOMBIE and pid != os.getpid() and wanted in _environment(pid)
-    )
-
-
 def command_of(pid: int) -> str:
     """Its command line, cut after 100 characters."""
     return _text(PROC / str(pid) / "cmdline").replace("\0", " ").strip()[:100]
@@ -123,10 +112,6 @@ def _descriptor_targets(pid: int) -> Iterator[str]:
     for name in _names(folder):
         with contextlib.suppress(OSError):
             yield os.readlink(folder / name)
-
-
-def _environment(pid: int) -> list[str]:
-    return _text(PROC / str(pid) / "environ").split("\0")
 
 
 def _names(folder: Path) -> list[str]:
