@@ -20,6 +20,7 @@ from rich.console import Console
 
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.verification.faults import (
     Fault,
     FaultKind,
@@ -46,9 +47,10 @@ def main(arguments: argparse.Namespace) -> int:
     counts = _counts(arguments)
     config = configuration(arguments).config
     _require_checkpoints(config, counts)
-    config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
-    killer = Killer(config, counts, arguments, console)
-    run_here(config, console, new=True, background=killer.run)
+    with sole_launch(config.run.path):
+        config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
+        killer = Killer(config, counts, arguments, console)
+        run_here(config, console, new=True, background=killer.run)
     audit = audit_run(config.run.path, complete=config)
     faults = list(audit.faults)
     injected = [asdict(fault) for fault in killer.injected]

@@ -33,6 +33,7 @@ from streamrl.cli.display.soak import WIDTH, soak_table
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S
+from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.verification import processes
 from streamrl.cli.verification.progress import Progress
 from streamrl.cli.verification.run_audit import RunAudit, audit_run
@@ -64,10 +65,14 @@ _ENDING_S = 5.0
 
 
 def main(arguments: argparse.Namespace) -> int:
-    console = Console(soft_wrap=True)
     _require_usable(arguments)
     processes.require_proc()
     given = configuration(arguments).config
+    with sole_launch(given.run.path):
+        return _soak(given, arguments, Console(soft_wrap=True))
+
+
+def _soak(given: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
     config = prepare(_endless(given, _num_faults(arguments)), resume=False, new=True)
     temporary = Path(tempfile.mkdtemp(prefix="streamrl-soak-"))
     os.environ[_TEMPORARY] = str(temporary)

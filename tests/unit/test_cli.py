@@ -19,6 +19,7 @@ from streamrl.cli.display.numbers import sparkline, wait_shares
 from streamrl.cli.display.summary import summary_rows
 from streamrl.cli.display.view import headline, read_wait, render
 from streamrl.cli.main import main
+from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig, load_config
 from streamrl.config.addresses import port_of
@@ -228,6 +229,17 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     aside = [path for path in tmp_path.iterdir() if path.name.startswith("quickstart.")]
     assert (aside[0] / "metrics.jsonl").exists()
     assert not (config.run.path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("command", ["chaos", "soak"])
+def test_a_run_under_way_is_not_moved_aside(tmp_path, capsys, command):
+    folder = tmp_path / "quickstart"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    with sole_launch(folder):
+        assert main([command, QUICKSTART, "--set", f"run.folder={tmp_path}"]) == 2
+    assert f"is a launch of {folder} already" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("state", ["", "metrics.jsonl", "checkpoints", "buffer"])

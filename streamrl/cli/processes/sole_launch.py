@@ -2,7 +2,8 @@
 
 Invariant: while a launch lives, no other one changes the run's folder, on this machine or on others
 that share the file system. The lock is beside the folder, which `--new` moves, and ends with the
-process, however that ends. Called by every launcher of a machine, of hosts and of Slurm.
+process, however that ends. Called by every launcher of a machine, of hosts and of Slurm, by
+chaos and by soak.
 """
 
 import fcntl
