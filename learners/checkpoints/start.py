@@ -18,6 +18,7 @@ from streamrl.checkpoints.find import (
     Found,
     checkpoints_of,
     is_checkpoint,
+    is_taken,
     newest,
     read_checkpoint,
 )
@@ -75,8 +76,8 @@ def resumed(config: RunConfig) -> RunConfig:
 
     A checkpoint that `run.resume` names is taken once; after that the run has newer ones.
     """
-    resume, history = config.run.resume, read_history(checkpoints_of(config.run.path))
-    if resume not in ("never", "auto") and (history is None or history.resume != str(resume)):
+    resume = config.run.resume
+    if isinstance(resume, Path) and not is_taken(config.run.path, resume):
         return config
     run = config.run.model_copy(update={"resume": "auto"})
     return config.model_copy(update={"run": run})

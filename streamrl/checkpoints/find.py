@@ -136,6 +136,13 @@ def is_checkpoint(path: Path) -> bool:
     return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
 
 
+def is_taken(run: Path, resume: Path) -> bool:
+    """Whether the run in this folder has gone on from the checkpoint that `run.resume` names, which
+    is taken once and may be gone since."""
+    history = read_history(checkpoints_of(run))
+    return history is not None and history.resume == str(resume)
+
+
 def foreign(run: Path, history: History, last_version: int) -> Iterator[Path]:
     """The checkpoints in the run's folder that do not belong to a history that is at this version.
 

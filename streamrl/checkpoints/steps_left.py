@@ -6,7 +6,7 @@ checkpoint that it has chosen, whose contents it has compared.
 
 from pathlib import Path
 
-from streamrl.checkpoints.find import Checkpoint, newest, read_checkpoint
+from streamrl.checkpoints.find import Checkpoint, is_taken, newest, read_checkpoint
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
@@ -31,7 +31,7 @@ def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> No
         ConfigError: see `require_steps_left`, `newest` and `read_checkpoint`.
     """
     match config.run.resume:
-        case Path() as named:
+        case Path() as named if not (resume and is_taken(config.run.path, named)):
             checkpoint: Checkpoint | None = read_checkpoint(named, contents=False)
         case setting if resume or (setting == "auto" and not new):
             checkpoint = newest(config.run.path, contents=False).checkpoint

@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 
 from streamrl import wire
+from streamrl.checkpoints.history import write_history
+from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.doctor.machine import Machine
 from streamrl.cli.main import main
 from streamrl.cli.preflight import model
 from streamrl.cli.preflight.report import Report, examine
 from streamrl.config import load_config
 from streamrl.config.loading.load import load_usable
+from streamrl.errors import DamagedCheckpointError
 from streamrl.placement import hosts
-from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
+from streamrl.types import Books, FinishReason, Trajectory, TrajectoryGroup, replace
 from streamrl.types.packed import PackedGroup, pack
+from tests.checkpoints import HISTORY, write_checkpoint
 from tests.ports import free_port
 
 CONFIG = """
@@ -96,6 +100,21 @@ def make_model_folder(folder: Path, **config: object) -> None:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+
+
+def test_a_checkpoint_that_was_taken_once_may_be_gone(folder: Path):
+    """`learner.checkpoint.keep` deletes it in time, and run.resume stays in the run's settings."""
+    named = folder / "run" / "checkpoints" / "step-00000001"
+    config = load_config(folder / "run.yaml", [f"run.resume={named}"]).config
+    write_checkpoint(config.run.path, 2, Books())
+    write_history(named.parent, replace(HISTORY, base=str(named), resume=str(named)))
+    assert report(folder, f"run.resume={named}").problems == ()
+    require_steps_to_launch(config, resume=True, new=False)
+    with pytest.raises(DamagedCheckpointError, match="step-00000001"):
+        require_steps_to_launch(config, resume=False, new=True)
+    older = named.with_name("step-00000000")
+    (problem,) = report(folder, f"run.resume={older}").problems
+    assert "step-00000000 is no checkpoint" in problem
 
 
 def report(folder: Path, *overrides: str) -> Report:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from actors.engines import find_engine
 from buffers.connect import require_redis
-from streamrl.checkpoints.find import is_checkpoint
+from streamrl.checkpoints.find import is_checkpoint, is_taken
 from streamrl.cli.doctor.machine import read_machine
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
@@ -113,7 +113,7 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
 
 def _check_resume(config: RunConfig) -> Iterator[Finding]:
     path = config.run.resume
-    if isinstance(path, Path) and not is_checkpoint(path):
+    if isinstance(path, Path) and not (is_checkpoint(path) or is_taken(config.run.path, path)):
         yield problem(f"run.resume: {path} is no checkpoint (it has no state.json)")
 
 
