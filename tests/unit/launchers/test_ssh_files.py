@@ -15,9 +15,10 @@ from streamrl.cli.launchers.ssh.files import needed
 from streamrl.cli.launchers.ssh.frames import Compare, Join, Part, Stat
 from streamrl.cli.launchers.ssh.gathered import sizes_of, write_part
 from streamrl.cli.launchers.ssh.hosts import patterns_of
+from streamrl.cli.launchers.ssh.launch import require_steps
 from streamrl.cli.launchers.ssh.secrets import with_keys, write_secrets
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DamagedCheckpointError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import hosts_of
 
@@ -69,6 +70,22 @@ def test_long_texts_are_no_paths_and_a_checkpoint_to_begin_with_goes_to_the_lear
     plan = make_plan(config, hosts_of(config))
     assert checkpoint in needed(plan, "a").relative
     assert checkpoint not in needed(plan, "b").relative
+
+
+@pytest.mark.parametrize("folder", [Path("runs/run"), Path("/nowhere/run")])
+def test_a_checkpoint_that_only_the_hosts_have_is_theirs_to_check(given: RunConfig, folder: Path):
+    run = given.run.model_copy(update={"resume": folder / "checkpoints" / "step-00000005"})
+    config = with_keys(given.model_copy(update={"run": run}))
+    require_steps(config, Namespace(resume=True, new=False))
+    absolute = needed(make_plan(config, hosts_of(config)), "a").absolute
+    assert not any("checkpoints" in path for path in absolute)
+
+
+def test_a_checkpoint_that_is_here_is_checked_before_the_hosts_are_reached(given: RunConfig):
+    Path("here").mkdir()
+    run = given.run.model_copy(update={"resume": Path("here")})
+    with pytest.raises(DamagedCheckpointError):
+        require_steps(given.model_copy(update={"run": run}), Namespace(resume=True, new=False))
 
 
 def test_keys_are_made_once_or_taken_from_the_configuration(given: RunConfig, tmp_path: Path):

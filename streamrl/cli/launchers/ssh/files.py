@@ -50,7 +50,7 @@ def needed(plan: Plan, host: str) -> Needed:
     if roles <= {"buffer"}:
         return Needed(secrets=secrets)
     resumed = config.run.resume if "learner" in roles else None
-    checkpoint = [resumed] if isinstance(resumed, Path) else []
+    checkpoint = [resumed] if isinstance(resumed, Path) and resumed.exists() else []
     named = (*_named(config.model_dump()), *checkpoint)
     return Needed(
         relative=sorted({file for path in named if _is_copied(path) for file in _files(path)}),

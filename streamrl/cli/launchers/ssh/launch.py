@@ -52,7 +52,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     console = Console()
     _require_no_parity(config)
     if arguments.dry_run:
-        require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+        require_steps(config, arguments)
         _launched(config, arguments, console)
         return 0
     with sole_launch(config.run.path):
@@ -60,7 +60,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _run_and_report(config: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
-    require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+    require_steps(config, arguments)
     _make_model(config, arguments)
     stopped_by = _launched(config, arguments, console)
     write_report(config)
@@ -144,6 +144,13 @@ def _children(plan: Plan, links: Sequence[HostLink], view: ProgressView) -> list
         return {"link": by_host[process.host]}
 
     return planned_children(RemoteChild, plan, view.print, own, handed_on(plan.config))
+
+
+def require_steps(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Checkpoints stay with the learner: one that is not here is checked where the learner is."""
+    named = config.run.resume
+    if not isinstance(named, Path) or named.exists():
+        require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
 
 
 def _require_no_parity(config: RunConfig) -> None:
