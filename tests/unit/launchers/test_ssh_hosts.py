@@ -13,7 +13,7 @@ import pytest
 
 from streamrl import __version__
 from streamrl.cli.launchers.ssh import link as links
-from streamrl.cli.launchers.ssh.agent.processes import MARK
+from streamrl.cli.launchers.ssh.agent.processes import MARK, HostProcesses
 from streamrl.cli.launchers.ssh.child import RemoteChild
 from streamrl.cli.launchers.ssh.command import agent_command
 from streamrl.cli.launchers.ssh.connection import Connection, HostLostError
@@ -248,6 +248,14 @@ async def test_what_a_process_leaves_behind_is_ended_with_it(hosts: Hosts):
     assert ended.exit_code == 3
     assert marked(hosts.folder) == []
     await link.close(WAIT_S)
+
+
+async def test_a_signal_reaches_a_process_that_is_being_started(tmp_path: Path):
+    processes = HostProcesses(tmp_path, "host")
+    process = processes.run(Start(name="learner", command=("sleep", "600")))
+    processes.send("learner", signal.SIGTERM)
+    ended = await asyncio.wait_for(process, WAIT_S)
+    assert ended.exit_code == -signal.SIGTERM
 
 
 async def test_a_host_that_hears_nothing_ends_its_processes(hosts: Hosts):

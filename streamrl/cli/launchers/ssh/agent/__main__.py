@@ -32,6 +32,7 @@ from streamrl.cli.launchers.ssh.frames import (
     Beat,
     Begin,
     Compare,
+    Ended,
     Flush,
     FromAgent,
     Gather,
@@ -106,7 +107,7 @@ class Agent:
                 )
                 self._go_on_with(self._gathered.run())
             case Start():
-                self._go_on_with(self._run_process(frame))
+                self._go_on_with(self._report(self._processes.run(frame)))
             case Send():
                 self._processes.send(frame.name, frame.signal)
             case Beat():
@@ -121,8 +122,9 @@ class Agent:
         shares_folder = enter(self._folder, join)
         await self._send(Joined(shares_folder=shares_folder))
 
-    async def _run_process(self, start: Start) -> None:
-        ended = await self._processes.run(start)
+    async def _report(self, process: Coroutine[Any, Any, Ended]) -> None:
+        """Waits for the process to end."""
+        ended = await process
         if self._gathered is not None:
             await self._gathered.send_new()
         if not self._is_ending:

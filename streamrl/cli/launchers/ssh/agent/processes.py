@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from streamrl.cli.launchers.ssh.frames import Ended, Start
 from streamrl.cli.processes.child import launcher_line
@@ -35,16 +36,26 @@ class HostProcesses:
         self._logs = folder / "logs"
         self._mark = f"{folder.resolve()}:{host}:"
         self._running: dict[str, Process] = {}
+        # With the last signal for it that came meanwhile, or 0.
+        self._starting: dict[str, int] = {}
 
-    async def run(self, start: Start) -> Ended:
-        """Start the command and wait for its end; then nothing of it is left."""
+    def run(self, start: Start) -> Coroutine[Any, Any, Ended]:
+        """Start the command and wait for its end; then nothing of it is left. A signal counts from
+        this call on."""
+        self._starting[start.name] = 0
+        return self._run(start)
+
+    async def _run(self, start: Start) -> Ended:
         with ErrorPipe() as pipe:
             try:
                 process = await self._start(start, pipe)
             except OSError as error:
+                del self._starting[start.name]
                 sentence = f"cannot start {start.command[0]}: {error.strerror or error}"
                 return Ended(name=start.name, exit_code=127, record=ErrorRecord(1, sentence, ""))
             self._running = {**self._running, start.name: process}
+            if number := self._starting.pop(start.name):
+                self.send(start.name, number)
             code, record = await process.wait(), pipe.read()
         self._running = {name: p for name, p in self._running.items() if name != start.name}
         await end_left(f"{self._mark}{start.name}:")
@@ -54,6 +65,9 @@ class HostProcesses:
 
     def send(self, name: str, number: int) -> None:
         """Send the signal to the process, if it runs; SIGKILL to all that it has started."""
+        if name in self._starting:
+            self._starting[name] = number
+            return
         process = self._running.get(name)
         if process is None or process.returncode is not None:
             return
