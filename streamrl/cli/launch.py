@@ -12,7 +12,7 @@ from rich.console import Console
 from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.display.summary import summary
 from streamrl.cli.display.view import ProgressView
-from streamrl.cli.launchers import chosen, launcher, starts_here
+from streamrl.cli.launchers import chosen, launcher, require_launcher, starts_here
 from streamrl.cli.launchers.hosts import with_hosts
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plans.command import print_plan
@@ -40,6 +40,7 @@ from streamrl.run_folder import prepare
 
 def main(arguments: argparse.Namespace) -> int:
     """On this machine, or wherever the options and `cluster` say; the exit code."""
+    require_launcher(arguments)
     arguments = with_hosts(arguments)
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
     if loaded is not None:

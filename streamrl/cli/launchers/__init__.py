@@ -14,10 +14,16 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
 
 Launcher: TypeAlias = Callable[[RunConfig, argparse.Namespace], int]
 
 JOB_VARIABLE = "SLURM_JOB_ID"
+_OPTIONS = (
+    ("nodes", "slurm", "--slurm"),
+    ("sbatch", "slurm", "--slurm"),
+    ("image", "kubernetes", "--k8s"),
+)
 
 LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {
@@ -33,6 +39,17 @@ def chosen(config: RunConfig | None, arguments: argparse.Namespace) -> str:
     `cluster.hosts` names machines."""
     given = [name for name in LAUNCHERS if getattr(arguments, name, None)]
     return given[0] if given else "ssh" if config and config.cluster.hosts else ""
+
+
+def require_launcher(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: an option is for a launcher that is not asked for: without it the run would be
+            started here.
+    """
+    for option, name, flag in _OPTIONS:
+        if getattr(arguments, option) and not getattr(arguments, name):
+            raise ConfigError(f"--{option}: is an option of {flag}, which was not given")
 
 
 def starts_here(name: str) -> bool:

@@ -52,6 +52,18 @@ def test_every_object_is_one_of_kubernetes(capsys, version, settings):
         kubernetes_validate.validate(document, version, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--k8s", "--new"), "--new: a run on Kubernetes goes on with what its volumes have"),
+        (("--image", "registry/streamrl:1"), "--image: is an option of --k8s, which was not given"),
+    ],
+)
+def test_options_that_kubernetes_would_not_follow_are_refused(capsys, words, sentence):
+    assert main(["launch", str(DEPLOY / "run.yaml"), "--dry-run", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_misspelled_field_is_found_by_the_schemas(capsys):
     """The check above can fail."""
     job = by_kind(render(capsys))["Job", "example-learner"]

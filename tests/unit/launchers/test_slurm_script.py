@@ -102,6 +102,14 @@ def test_what_cannot_be_submitted_is_refused(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [("--nodes", "4"), ("--sbatch", "partition=gpu")])
+@pytest.mark.parametrize("where", [(), ("--k8s",)])
+def test_options_of_a_job_without_slurm_start_nothing_here(capsys, file, words, where):
+    assert main(["launch", file, *words, *where]) == 2
+    said = f"{words[0]}: is an option of --slurm, which was not given"
+    assert said in capsys.readouterr().err
+
+
 def test_a_step_gets_its_variables_on_its_node(tmp_path):
     """The command after `srun`'s options is what a node runs: it is run here."""
     log = tmp_path / "learner.log"

@@ -38,6 +38,11 @@ _CLIENT = _SERVER[1:]
 
 
 def launch(given: RunConfig, arguments: argparse.Namespace) -> int:
+    if arguments.new:
+        raise ConfigError(
+            "--new: a run on Kubernetes goes on with what its volumes have: choose another "
+            f"run.name than {given.run.name!r}, or delete them"
+        )
     documents = documents_of(given, arguments)
     if arguments.dry_run:
         print(rendered(documents), end="")
