@@ -2,7 +2,8 @@
 # Starts a run on several hosts with nothing but ssh and a shell: the buffer and the learner on the
 # first host, a generator on each. StreamRL is installed on the hosts, not necessarily here.
 #
-#   deploy/launch.sh [-n] [-r] [-f FOLDER] [-a ADDRESS] [-c PATH]... CONFIG [USER@]HOST...
+#   deploy/launch.sh [-n] [-r] [-f FOLDER] [-a ADDRESS] [-s STREAMRL] [-c PATH]... CONFIG
+#                    [USER@]HOST...
 #
 #   -n, --dry-run   print the commands and start nothing
 #   -r              go on from the newest checkpoint
