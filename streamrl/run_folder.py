@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config import RunConfig, load_config, to_yaml
+from streamrl.config.addresses import family_of, host_of, port_of, url_host
 from streamrl.config.environments.stream import first_difference
 from streamrl.config.loading.similar import RESOLVED_FILE, similar_run
 from streamrl.durable_files import write_file
@@ -234,17 +235,16 @@ def _with_ports(config: RunConfig) -> RunConfig:
 
 def _bound(name: str, url: str, held: ExitStack) -> str:
     """The URL with a port that is free at this moment, and bound until `held` closes."""
-    scheme, _, place = url.partition("://")
-    host, _, port = place.rpartition(":")
-    probe = held.enter_context(socket.socket())
+    scheme, host = url.partition("://")[0], host_of(url)
     try:
-        _bind(probe, host, int(port))
+        probe = held.enter_context(socket.socket(family_of(host)))
+        _bind(probe, host, port_of(url))
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{name}: cannot listen at {url}: {error}; is another run using it? Port 0 picks a "
             "free one"
         ) from error
-    return f"{scheme}://{host}:{probe.getsockname()[1]}"
+    return f"{scheme}://{url_host(host)}:{probe.getsockname()[1]}"
 
 
 def _bind(probe: socket.socket, host: str, port: int) -> None:

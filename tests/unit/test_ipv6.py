@@ -1,13 +1,16 @@
 """What listens and connects takes an IPv6 address."""
 
+import re
 import socket
 
 import pytest
 import zmq
 
+from streamrl.config import load_config
 from streamrl.config.addresses import url_host
 from streamrl.curve import CurveServer, make_keys, set_client_keys
 from streamrl.placement import hosts
+from streamrl.run_folder import prepare
 from streamrl.weights.transports.groups import OpenStore, address_towards
 from streamrl.weights.transports.rendezvous import RendezvousServer, RendezvousStore
 
@@ -36,6 +39,16 @@ def test_a_client_with_keys_reaches_its_server(tmp_path):
             assert server.poll(5000)
             client.setsockopt(zmq.LINGER, 0)
         keys.close()
+
+
+def test_a_launch_picks_ports_of_the_address_s_family(tmp_path):
+    urls = ["buffer.url=zmq://[::1]:0", "weights.address=tcp://[::1]:0"]
+    settings = ["model.path=m", "data.source=copy", f"run.folder={tmp_path}", *urls]
+    (tmp_path / "run.yaml").touch()
+    config = load_config(tmp_path / "run.yaml", settings, {}).config
+    resolved = prepare(config, resume=False, new=False)
+    assert re.fullmatch(r"zmq://\[::1\]:[1-9]\d+", resolved.buffer.url)
+    assert re.fullmatch(r"tcp://\[::1\]:[1-9]\d+", resolved.weights.address)
 
 
 def test_a_member_finds_the_groups_rendezvous():
