@@ -1,6 +1,7 @@
 """What the displays of a run say is labeled, and the same in view, summary and report."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from streamrl.cli.display.numbers import duration, rate, steps_s
 from streamrl.cli.display.summary import summary
-from streamrl.cli.display.view import headline, render
+from streamrl.cli.display.view import headline, notes, render
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.diagnosis import Reading, diagnose
@@ -48,6 +49,8 @@ def make_run(folder: Path, *, num_steps: int = 6, **learner: object) -> RunConfi
         tracker.log(line, step)
     tracker.close()
     (config.run.path / "config.yaml").write_text(to_yaml(config))
+    # By the launch, before all reports.
+    os.utime(config.run.path / "config.yaml", (0, 0))
     known = {"policy_version": num_steps, "learner_term": 1, "activity": LearnerActivity.COMPUTING}
     status = LearnerStatus(**{**known, "activity_s": 0.0, "time_s": time.time(), **learner})
     content = json.dumps(msgspec.to_builtins(status, str_keys=True))
@@ -129,6 +132,17 @@ def test_nothing_is_expected_of_a_run_that_has_made_its_steps(tmp_path, max_step
     line = headline(config.model_copy(update={"run": run}), lines)
     assert eta in line
     assert ("ETA" in line) == bool(eta)
+
+
+def test_what_an_earlier_launch_reported_is_no_note_of_this_one(tmp_path):
+    silent_s = time.time() - 3600.0
+    config = make_run(tmp_path, time_s=silent_s, failures="1 of 9 groups failed")
+    assert notes(config.run.path) == [
+        "the learner has not reported for 60 min; its last report: computes",
+        "1 of 9 groups failed",
+    ]
+    os.utime(config.run.path / "config.yaml")
+    assert notes(config.run.path) == []
 
 
 def test_durations():

@@ -105,7 +105,7 @@ def test_watch_prints_lines_into_a_pipe_and_ends_with_its_run(tmp_path, capsys):
     assert main(["watch", str(config.run.path)]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("step 6/550  training reward 0.350")
-    assert last == "stopped at step 6 of 550, 0 s ago"
+    assert last.startswith("stopped at step 6 of 550, ")
 
 
 def test_watch_of_a_learner_that_fell_silent_says_so_until_ctrl_c(tmp_path):

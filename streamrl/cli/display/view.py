@@ -30,7 +30,7 @@ from streamrl.cli.samples.render import rendered
 from streamrl.config import RunConfig
 from streamrl.diagnosis.outcome import age
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
-from streamrl.run_folder import read_learner
+from streamrl.run_folder import is_launched_since, read_learner
 from streamrl.samples.files import newest_first
 from streamrl.samples.text import printable
 from streamrl.tracking.followed import FollowedMetrics
@@ -133,9 +133,9 @@ def read_wait(folder: Path) -> str:
 
 def notes(folder: Path) -> list[str]:
     """That the learner is silent, or what it waits for, what is being validated, and the groups
-    that failed; a sentence each."""
+    that failed; a sentence each. None of a learner of an earlier launch."""
     learner = read_learner(folder)
-    if learner is None:
+    if learner is None or is_launched_since(folder, learner.time_s):
         return []
     sentences = (_silence(learner), read_wait(folder), learner.validating, learner.failures)
     return [sentence for sentence in sentences if sentence]
