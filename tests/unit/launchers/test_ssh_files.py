@@ -1,5 +1,6 @@
 """What is copied to which host, what comes back, and what `--hosts` says."""
 
+import asyncio
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from streamrl.cli.launchers.hosts import with_hosts
 from streamrl.cli.launchers.ssh.agent import files as agent_files
 from streamrl.cli.launchers.ssh.agent.folder import enter
 from streamrl.cli.launchers.ssh.agent.growing import GrowingFiles
-from streamrl.cli.launchers.ssh.files import needed
-from streamrl.cli.launchers.ssh.frames import Compare, Join, Part, Stat
+from streamrl.cli.launchers.ssh.files import copy, needed
+from streamrl.cli.launchers.ssh.frames import Compare, Differing, Join, Part, Stat
 from streamrl.cli.launchers.ssh.gathered import sizes_of, write_part
 from streamrl.cli.launchers.ssh.hosts import patterns_of
 from streamrl.cli.launchers.ssh.launch import require_steps
@@ -79,6 +80,23 @@ def test_a_checkpoint_that_only_the_hosts_have_is_theirs_to_check(given: RunConf
     require_steps(config, Namespace(resume=True, new=False))
     absolute = needed(make_plan(config, hosts_of(config)), "a").absolute
     assert not any("checkpoints" in path for path in absolute)
+
+
+def test_a_path_that_leads_out_of_the_working_folder_is_not_copied(given: RunConfig):
+    Path("../rows.jsonl").write_text("{}\n")
+    data = given.data.model_copy(update={"source": "../rows.jsonl"})
+    plan = make_plan(with_keys(given.model_copy(update={"data": data})), hosts_of(given))
+    (path,) = needed(plan, "b").absolute
+
+    class Lacking:
+        def send(self, _: Compare) -> None: ...
+
+        async def answer(self, _: type[Differing]) -> Differing:
+            return Differing(missing=(path,))
+
+    sentence = r"\.\./rows\.jsonl is not there; a relative path that stays below the working"
+    with pytest.raises(ConfigError, match=sentence):
+        asyncio.run(copy(Lacking(), plan, "b", shares_folder=True))  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_that_is_here_is_checked_before_the_hosts_are_reached(given: RunConfig):

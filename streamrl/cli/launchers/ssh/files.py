@@ -74,7 +74,8 @@ async def copy(connection: Connection, plan: Plan, host: str, *, shares_folder: 
     differing = await connection.answer(Differing)
     if differing.missing:
         raise ConfigError(
-            f"host {host}: {differing.missing[0]} is not there; a relative path would be copied"
+            f"host {host}: {differing.missing[0]} is not there; a relative path that stays below "
+            "the working folder would be copied"
         )
     for path in dict.fromkeys((*differing.paths, *(str(path) for path in own))):
         mode = PRIVATE if path in private else 0o644
