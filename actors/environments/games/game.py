@@ -3,17 +3,21 @@
 A game knows nothing of tokens and templates; `GameEnvironment` makes one an environment.
 
 Invariant: the level is a pure function of the seed, which the siblings of a group share, and every
-answer is a turn, also one that names no action.
+answer is a turn, also one that names no action. A game that raises, which may be a package's, costs
+its group (RolloutError).
 """
 
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Renderer, Transition
 from streamrl.types import Completion
+from streamrl.user_code import attributed_to
 
 SEED = "seed"
 """The column of a prompt's row that chooses the level; without it the group's seed does."""
@@ -65,6 +69,7 @@ class GameEnvironment:
         if max_moves < 0:
             raise ValueError(f"max_moves was {max_moves}; it must be 0 or more")
         self._game = game
+        self._attributed = partial(attributed_to, type(game).__name__, RolloutError)
         self._instructions = game.instructions if instructions is None else instructions
         self._max_moves = max_moves
         self._num_moves = 0
@@ -73,8 +78,9 @@ class GameEnvironment:
     async def start(self, context: EnvironmentContext) -> Observation:
         """Waits for the game."""
         self._renderer = context.renderer
-        seed = int(context.prompt.row.get(SEED, context.seed))
-        state = await asyncio.to_thread(self._game.reset, seed)
+        with self._attributed():
+            seed = int(context.prompt.row.get(SEED, context.seed))
+            state = await asyncio.to_thread(self._game.reset, seed)
         opening = f"{self._instructions}\n\n{state}" if self._instructions else state
         return said(context.renderer, opening)
 
@@ -83,7 +89,8 @@ class GameEnvironment:
         renderer = self._renderer
         assert renderer is not None, "start comes before step"
         answer = renderer.decode(completion.token_ids.tolist())
-        outcome = await asyncio.to_thread(self._game.step, answer)
+        with self._attributed():
+            outcome = await asyncio.to_thread(self._game.step, answer)
         self._num_moves += 1
         is_last = outcome.done or self._num_moves == self._max_moves
         return Transition(
@@ -95,7 +102,8 @@ class GameEnvironment:
         )
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._game.close)
+        with self._attributed():
+            await asyncio.to_thread(self._game.close)
 
     def _next(self, outcome: Outcome) -> str:
         if outcome.is_valid or not self._instructions:

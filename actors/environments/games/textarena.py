@@ -35,12 +35,11 @@ class TextArenaGame:
         plain_id = f"{env_id}-raw"
         self._id = plain_id if plain_id in ENV_REGISTRY else env_id
         self._kwargs = kwargs
-        self._name = f"environment textarena:{env_id}"
-        with attributed_to(self._name):
+        with attributed_to(f"environment textarena:{env_id}"):
             self._env = textarena.make(self._id, **kwargs)
 
     def reset(self, seed: int) -> str:
-        with attributed_to(self._name), _seeded(seed):
+        with _seeded(seed):
             self._env.reset(num_players=1, seed=seed)
         return self._said()
 

@@ -7,7 +7,7 @@ import pytest
 
 from actors.environments import make_environment
 from actors.environments.games.frozen_lake import ACTIONS
-from actors.environments.games.game import GameEnvironment, find_action
+from actors.environments.games.game import GameEnvironment, Outcome, find_action
 from actors.environments.games.gymnasium import plain
 from actors.environments.games.sokoban import Room, SokobanGame, draw_room
 from actors.make_model import make_tokenizer
@@ -15,7 +15,7 @@ from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
 from streamrl.config.environments import EnvironmentEntry
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import EnvironmentContext, Prompt, Transition
 from streamrl.types import Completion, FinishReason
 
@@ -41,7 +41,7 @@ class Played:
     def __init__(self, environment: GameEnvironment) -> None:
         self.environment, self.renderer = environment, renderer()
 
-    async def start(self, seed: int) -> str:
+    async def start(self, seed: object) -> str:
         prompt = Prompt("", "", {"seed": seed})
         observation = await self.environment.start(EnvironmentContext(prompt, (), self.renderer))
         return self.renderer.decode(observation.token_ids)
@@ -165,6 +165,43 @@ async def test_any_gymnasium_environment_with_text_is_played_by_named_actions():
         _, transition = await played.answer(illegal)
         assert (transition.reward, transition.is_valid) == (0.0, False)
     assert "|" in first
+
+
+@pytest.mark.parametrize(
+    ("failing", "seed", "sentence"),
+    [
+        ("reset", 3, "Broken: IndexError: no such level"),
+        ("step", 3, "Broken: IndexError: no such level"),
+        ("close", 3, "Broken: IndexError: no such level"),
+        ("", "three", "Broken: ValueError: .*'three'"),
+    ],
+)
+async def test_a_game_that_fails_costs_its_group(failing: str, seed: object, sentence: str):
+    class Broken:
+        instructions = "go"
+
+        def reset(self, seed: int) -> str:
+            return self.unless("reset", "here")
+
+        def step(self, answer: str) -> Outcome:
+            return Outcome(self.unless("step", "there"))
+
+        def close(self) -> None:
+            self.unless("close", "")
+
+        def unless(self, method: str, text: str) -> str:
+            if method == failing:
+                raise IndexError("no such level")
+            return text
+
+    async def play() -> None:
+        played = Played(GameEnvironment(Broken(), instructions=None, max_moves=0))
+        await played.start(seed)
+        await played.answer("up")
+        await played.environment.close()
+
+    with pytest.raises(RolloutError, match=f"^{sentence}$"):
+        await play()
 
 
 def test_terminal_colors_become_brackets():
