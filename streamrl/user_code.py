@@ -102,14 +102,24 @@ def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterat
     """Around code of the user's, which may raise anything: the error says whose code it was.
 
     Raises:
-        kind: for every exception in the block, and for `exit()`, as "owner: its type: its message
-            (FILE:LINE)".
+        kind: for every exception in the block, `exit()` and others that are no `Exception`
+            included, as "owner: its type: its message (FILE:LINE)".
     """
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if _ends_more(error):
+            raise
         place = "".join(f" ({place})" for place in _places(error)[-1:])
         raise kind(f"{owner}: {type(error).__name__}: {error}{place}") from error
+
+
+def _ends_more(error: BaseException) -> bool:
+    """Whether it ends the task or the process that the user's code runs in."""
+    # Not above: the command line does without it.
+    from asyncio import CancelledError
+
+    return isinstance(error, CancelledError | GeneratorExit | KeyboardInterrupt)
 
 
 def user_traceback(error: BaseException | None) -> TracebackType | None:

@@ -84,7 +84,7 @@ class BoundFunction:
         """
         try:
             answer = self._call(episodes)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._raise_attributed(error)
         return self._read(answer, len(episodes))
 
@@ -92,7 +92,7 @@ class BoundFunction:
         """As `score`, for an async function. Waits for its answer."""
         try:
             answer = await self._call(episodes)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._raise_attributed(error)
         return self._read(answer, len(episodes))
 

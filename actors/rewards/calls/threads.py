@@ -36,7 +36,7 @@ class Threads:
 
         Raises:
             RolloutError: too many calls hang already.
-            Exception: what the call raised.
+            BaseException: what the call raised.
         """
         if self._num_hung >= MAX_HUNG:
             raise RolloutError(
@@ -47,7 +47,7 @@ class Threads:
         answer: asyncio.Future[Any] = loop.create_future()
         thread = self._idle.pop() if self._idle else _Thread()
 
-        def conclude(result: Any, error: Exception | None) -> None:
+        def conclude(result: Any, error: BaseException | None) -> None:
             self._idle.append(thread)
             if answer.cancelled():
                 self._num_hung -= 1
@@ -60,7 +60,7 @@ class Threads:
             result, failure = None, None
             try:
                 result = work()
-            except Exception as error:
+            except BaseException as error:
                 failure = error
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(conclude, result, failure)

@@ -31,6 +31,15 @@ def leaves(episode):
 async def leaves_async(episode):
     sys.exit(3)
 
+class TimedOut(BaseException):  # as that of the package func_timeout
+    pass
+
+def times_out(episode):
+    raise TimedOut("late")
+
+async def times_out_async(episode):
+    raise TimedOut("late")
+
 def endless(episodes):
     return itertools.repeat(1.0)
 
@@ -90,6 +99,12 @@ async def test_threads_that_hang_are_bounded_and_come_back(reward, monkeypatch, 
 @pytest.mark.parametrize("name", ["leaves", "leaves_async"])
 async def test_a_function_that_exits_fails_its_group(reward, name):
     with pytest.raises(RewardError, match=f"{name}: .*SystemExit"):
+        await reward(name, timeout_s=30).score([episode()])
+
+
+@pytest.mark.parametrize("name", ["times_out", "times_out_async"])
+async def test_what_is_raised_and_no_exception_fails_its_group(reward, name):
+    with pytest.raises(RewardError, match=f"{name}: .*TimedOut: late"):
         await reward(name, timeout_s=30).score([episode()])
 
 

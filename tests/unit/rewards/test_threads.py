@@ -37,6 +37,19 @@ async def test_a_call_that_hangs_keeps_its_thread_until_it_returns():
     assert both <= {usual, other}
 
 
+async def test_a_call_that_cancels_itself_is_over():
+    threads = Threads("reward x")
+
+    def work() -> None:
+        raise asyncio.CancelledError
+
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(asyncio.CancelledError):
+            await threads.run(work)
+    assert not threads._num_hung
+    assert await threads.run(lambda: 1) == 1
+
+
 async def test_threads_end_with_what_they_are_for():
     threads, barrier = Threads("reward x"), threading.Barrier(3)
 
