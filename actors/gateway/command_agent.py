@@ -41,15 +41,13 @@ class CommandAgent:
         name = f"agent `{shlex.join(self._command)}`"
         episode.take(name)
         async with _Output() as output:
-            # The guard's standard input is a pipe from this process, by which it notices its end.
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", str(GUARD), *filled(self._command, task)),
-                stdin=PIPE,
-                stdout=output.descriptor,
-                stderr=STDOUT,
-                start_new_session=True,
-                env=_environment(task),
-            )
+            try:
+                process = await _start(filled(self._command, task), task, output.descriptor)
+            except (OSError, ValueError) as error:
+                # A row's text may be too long for an argument, or hold a NUL.
+                raise LostAgentError(
+                    f"{name} cannot be started ({episode.place}): {error}"
+                ) from error
             output.close_descriptor()
             try:
                 code = await process.wait()
@@ -106,6 +104,18 @@ class _Output:
     def last_line(self) -> str:
         lines = self._tail.decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+
+
+async def _start(command: Sequence[str], task: Json, output: int) -> asyncio.subprocess.Process:
+    """The guard's standard input is a pipe from this process, by which it notices its end."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", str(GUARD), *command),
+        stdin=PIPE,
+        stdout=output,
+        stderr=STDOUT,
+        start_new_session=True,
+        env=_environment(task),
+    )
 
 
 def filled(command: Sequence[str], task: Json) -> list[str]:

@@ -1,0 +1,25 @@
+"""A command that cannot be started for one row costs that row's group."""
+
+import pytest
+
+from actors.gateway.command_agent import CommandAgent
+from actors.gateway.open_episodes import OpenEpisode
+from actors.gateway.session import Session
+from streamrl.errors import LostAgentError
+from streamrl.interfaces import EnvironmentContext, Prompt
+from tests.unit.gateway.parts import SAMPLING, PlainRenderer, ScriptedEngine
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"), [("a\0b", "null byte"), ("a" * 2**18, "Argument list too long")]
+)
+async def test_a_row_that_no_argument_holds_costs_its_group(prompt: str, reason: str):
+    renderer = PlainRenderer()
+    context = EnvironmentContext(Prompt(prompt, "", origin="row 3 of x"), (), renderer)
+    session = Session(ScriptedEngine(), renderer, SAMPLING, max_model_len=9)
+    episode = OpenEpisode(session, context, needs_reward=False)
+    urls = dict.fromkeys(("base_url", "anthropic_base_url", "session_url", "api_key"), "x")
+    task = {**urls, **episode.task(renderer.messages(context.prompt))}
+    sentence = rf"^agent `true .*` cannot be started \(row 3 of x, episode 0\): .*{reason}"
+    with pytest.raises(LostAgentError, match=sentence):
+        await CommandAgent(["true", "{prompt}"]).run(episode, task)
