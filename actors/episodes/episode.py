@@ -202,7 +202,8 @@ class EpisodeRun:
         try:
             return await generate(self._engine, prompt_token_ids, sampling, handle, media)
         finally:
-            self.num_slots -= 1
+            # It may outlast the episode, which has none then.
+            self.num_slots = max(0, self.num_slots - 1)
             self._on_slot_free()
 
     async def _attend(

@@ -5,12 +5,16 @@ import dataclasses
 
 import pytest
 
+from actors.episodes.episode import EpisodeRun
+from actors.gateway.agent import AgentResult
+from actors.gateway.session import Session, SessionEndedError
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from streamrl.interfaces import EnvironmentContext, Observation, Transition
+from streamrl.interfaces import EnvironmentContext, Observation, Prompt, Transition
 from streamrl.types import Completion, TrajectoryGroup
 from tests.unit.episodes.environments import Turns
+from tests.unit.gateway.parts import SAMPLING, PlainRenderer, ScriptedEngine
 from tests.unit.test_generator import Run
 
 # What a generator leases before anything ends: 8 slots, groups of 2.
@@ -86,6 +90,31 @@ async def test_a_slow_episode_holds_up_nobody():
         # Each fifth prompt hangs, and holds no slot: 40 groups come in beside them.
         await run.until(lambda: run.books.buffered >= 40)
         assert run.books.leased >= 8
+
+
+async def test_a_completion_that_outlasts_its_episode_gives_no_slot_back_twice():
+    engine = ScriptedEngine("first;", "late;")
+
+    class Hasty:
+        """Ends its episode while a completion is being sampled."""
+
+        async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
+            await session.complete([{"role": "user", "content": "q"}])
+            engine.open.clear()
+            late = session.complete([{"role": "user", "content": "another"}])
+            self.late = asyncio.create_task(late)
+            while not engine.num_running:
+                await asyncio.sleep(0)
+            return AgentResult(1.0)
+
+    agent = Hasty()
+    context = EnvironmentContext(Prompt("q", ""), (7,), PlainRenderer())
+    episode = EpisodeRun(engine, lambda: agent, max_model_len=100, deadline_s=60.0)
+    await episode.run(context, SAMPLING)
+    engine.open.set()
+    await asyncio.wait({agent.late})
+    assert isinstance(agent.late.exception(), SessionEndedError)
+    assert episode.num_slots == 0
 
 
 @pytest.mark.parametrize("most", [4, 7, 12])
