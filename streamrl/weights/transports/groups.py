@@ -182,7 +182,7 @@ def _form(
                 group = _nccl(prefixed, rank, world_size, timeout_s)
             case _:
                 raise WeightTransferError(f"weights.backend: was {backend!r}; gloo or nccl")
-    except (RuntimeError, WireError, zmq.ZMQError) as error:
+    except (RuntimeError, OSError, WireError, zmq.ZMQError) as error:
         raise WeightTransferError(f"group {name} did not form: {error}") from error
     return Group(group, store, timeout_s)
 

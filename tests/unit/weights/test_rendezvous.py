@@ -81,6 +81,15 @@ async def test_two_members_broadcast_and_a_third_place_is_waited_for_until_the_t
     assert time.monotonic() - start < 3
 
 
+def test_a_network_that_is_away_fails_the_update_alone(server, monkeypatch):
+    def unreachable(host: str) -> str:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(groups, "address_towards", unreachable)
+    with pytest.raises(WeightTransferError, match=r"group g did not form: .*is unreachable"):
+        groups.join(endpoint(server))
+
+
 def test_nobody_listens_beyond_the_address():
     sender = BroadcastSender(WeightSettings(), "127.0.0.1", torch.device("cpu"))
     made = [sender.endpoints({"a": 1}, backend)["a"] for backend in ("gloo", "nccl")]
