@@ -112,7 +112,7 @@ class FileSender:
         """Remove what this learner has written: nobody is told of it any more."""
         with self._lock:
             for path in self._folder.glob(f"{self._learner_id}-*.safetensors*"):
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def _write(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
@@ -150,7 +150,7 @@ class FileSender:
         offered = {path for path, _ in self._offered.values()}
         for path in self._folder.glob("*.safetensors*"):
             if path.name.split(".")[0] not in newest and path not in offered:
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def _takes_delta(self, name: str, has: int, version: int) -> bool:
         if self._base is None or name in self._failed:
@@ -186,6 +186,14 @@ class FileSender:
 
     def _key(self, version: int) -> bytes:
         return version_key(self._secret, self._name(version))
+
+
+def _remove(path: Path) -> None:
+    """What cannot be removed stays, and is tried again with the next answer."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error.strerror)
 
 
 class FileReader:

@@ -1,5 +1,6 @@
 """Files carry exactly the sender's bits, or say what is wrong with them."""
 
+import errno
 import json
 import os
 import random
@@ -334,6 +335,25 @@ def test_files_go_when_nobody_needs_them_and_stay_while_one_reads(tmp_path):
     assert left == {Path(slow.endpoint.path).name, *newest}
     learner.files.on_answers({"slow"}, set())
     assert {path.name for path in tmp_path.iterdir()} == newest
+
+
+def test_a_file_that_cannot_be_removed_stays_and_harms_nothing(tmp_path, monkeypatch, caplog):
+    learner, unlink = Learner(tmp_path), Path.unlink
+
+    def is_busy(path: Path, missing_ok: bool = False) -> None:
+        if path.name == f"{LIFE}-00000001.safetensors":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", is_busy)
+    for version in range(1, 5):
+        learner.write(version, a=version - 1)
+        learner.files.on_answers({"a"}, set())
+    left = {f"{LIFE}-0000000{version}.safetensors" for version in (1, 3, 4)}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    learner.files.close()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{LIFE}-00000001.safetensors"]
+    assert "00000001.safetensors cannot be removed: Device or resource busy" in caplog.text
 
 
 def test_a_file_of_another_model_is_refused(tmp_path):
