@@ -25,7 +25,7 @@ from actors.episodes.record import EpisodeRecord, Rollout
 from actors.gateway.agent import Agent, is_agent, play
 from actors.gateway.session import Session
 from streamrl.config.generator.episode import EpisodeSettings
-from streamrl.errors import RolloutError
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import (
     CompletionHandle,
     Engine,
@@ -92,8 +92,9 @@ class EpisodeRun:
         Raises:
             RolloutError: the engine or the environment failed, or not a token was sampled in time.
         """
-        player, conversation = self._make_environment(), Conversation(start)
+        conversation = Conversation(start)
         try:
+            player = self._make_environment()
             if is_agent(type(player)):
                 agent = cast(Agent, player)
                 playing = self._attend(agent, conversation, start, sampling)
@@ -103,6 +104,9 @@ class EpisodeRun:
                 async with _closed_after(environment):
                     turns = self._take_turns(environment, conversation, start, sampling)
                     finish_reason = await self._run(turns)
+        except ConfigError as error:
+            # What no episode could do without was checked at the start.
+            raise RolloutError(str(error)) from error.__cause__
         finally:
             self.is_over, self.num_slots = True, 0
         self._on_slot_free()

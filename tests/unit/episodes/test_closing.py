@@ -17,7 +17,7 @@ from actors.episodes import closing
 from actors.episodes.deadline import Deadline, DeadlineError
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import unbuffered_lease
-from streamrl.errors import RolloutError
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Transition
 from streamrl.types import Completion, SamplingParams
 from streamrl.user_code import load_user_code
@@ -123,6 +123,31 @@ async def test_a_close_that_fails_costs_its_group_unless_something_failed_before
     with pytest.raises(RolloutError, match=r"^step failed$"):
         await run(counted("step", close=failing_close))
     assert "close failed" in caplog.text
+
+
+def unmade() -> Turns:
+    raise ConfigError("environment x: ConnectionError: away")
+
+
+class Poetic(Turns):
+    async def start(self, context: EnvironmentContext) -> Observation:
+        return Observation(messages=({"role": "poet", "content": "roses"},))
+
+
+class StrictRenderer(FakeRenderer):
+    def encode_messages(self, messages: object, tools: object = ()) -> tuple[int, ...]:
+        raise ConfigError("data.chat_template: it cannot render a conversation: no role poet")
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"), [(unmade, "x: ConnectionError: away"), (Poetic, "no role poet")]
+)
+async def test_what_one_episode_cannot_do_costs_its_group(environment, sentence):
+    runner = dataclasses.replace(
+        Run().runner, make_environment=environment, renderer=StrictRenderer()
+    )
+    with pytest.raises(RolloutError, match=f"{sentence}$"):
+        await runner.run(unbuffered_lease("test", 0))
 
 
 async def test_a_close_that_hangs_holds_nobody_up(monkeypatch, caplog):
