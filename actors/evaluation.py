@@ -118,7 +118,8 @@ async def greedy_groups_of(config: RunConfig, engine: Engine) -> list[Trajectory
     renderer, stream = ChatRenderer.from_config(config), open_held_out_stream(config)
     sampling = structs.replace(sampling_params(config), temperature=0.0)
     greedy = make_runner(config, engine, renderer, stream).single().changed(sampling=sampling)
-    groups = await asyncio.gather(*(_group(greedy, number) for number in range(len(stream))))
+    room = asyncio.Semaphore(config.generator.max_num_seqs)
+    groups = await asyncio.gather(*(_group(greedy, room, number) for number in range(len(stream))))
     fitting = [group for group in groups if group is not None]
     if not fitting:
         raise ConfigError(
@@ -128,12 +129,16 @@ async def greedy_groups_of(config: RunConfig, engine: Engine) -> list[Trajectory
     return fitting
 
 
-async def _group(runner: MixedRunner, number: int) -> TrajectoryGroup | None:
-    """None for a prompt that training drops, too. Waits for the engine."""
-    try:
-        return await runner.run(unbuffered_lease("evaluation", number))
-    except PromptTooLongError:
-        return None
+async def _group(
+    runner: MixedRunner, room: asyncio.Semaphore, number: int
+) -> TrajectoryGroup | None:
+    """None for a prompt that training drops, too. Waits for room in the engine, since the deadline
+    of an episode counts from its begin, then for the engine."""
+    async with room:
+        try:
+            return await runner.run(unbuffered_lease("evaluation", number))
+        except PromptTooLongError:
+            return None
 
 
 async def _send_weights(config: RunConfig, engine: Engine) -> None:
