@@ -86,7 +86,7 @@ class RewardModel:
             rows = [one.token_ids for one in batch]
             try:
                 scores = await self._threads.run(partial(self._forward, rows))
-            except (RuntimeError, OSError, ValueError, ConfigError) as error:
+            except Exception as error:
                 _refuse(batch, RolloutError(f"{type(error).__name__}: {error}"))
             else:
                 for one, score in zip(batch, scores, strict=True):

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 from actors.make_model import make_tokenizer
 from actors.rewards import make_reward
 from streamrl.config.data import DataSettings
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Reward
 from tests.unit.rewards.episodes import episode, values
 
@@ -95,6 +95,24 @@ async def test_the_beginning_of_a_long_conversation_is_cut(folder):
 async def test_without_a_template_prompt_and_response_stand_together(folder):
     (score,) = values(await made(folder, chat_template="none").score([episode("abc")]))
     assert score == pytest.approx(expected(folder, "questionabc"), abs=1e-5)
+
+
+async def test_a_forward_pass_that_fails_fails_its_groups_at_once(folder, monkeypatch):
+    from actors.rewards.reward_model import RewardModel
+
+    def outside(self, rows):
+        # What torch raises for a position that the model has no embedding of.
+        raise IndexError("index out of range in self")
+
+    reward = made(folder)
+    with monkeypatch.context() as broken:
+        broken.setattr(RewardModel, "_forward", outside)
+        async with asyncio.timeout(30):
+            with pytest.raises(RolloutError, match="IndexError: index out of range in self"):
+                await reward.score([episode("a")])
+    assert values(await reward.score([episode("a")])) == pytest.approx(
+        [expected(folder, rendered("a"))], abs=1e-5
+    )
 
 
 async def test_a_group_that_is_given_up_does_not_harm_the_others(folder):
