@@ -115,5 +115,5 @@ def _numbers(words: Sequence[str]) -> list[Decimal] | None:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from actors.rewards import make_reward
-from actors.rewards.code.programs import same_output, solution_of
+from actors.rewards.code.programs import passes, program_of, same_output, solution_of
+from actors.rewards.code.tests import CallTest
 from actors.sandbox.isolation import find_isolation
 from streamrl.config.data import DataSettings
 from streamrl.errors import RewardError
@@ -102,6 +103,13 @@ async def test_the_share_of_tests_counts_where_it_is_asked_for():
 async def test_rows_without_tests_fail_their_group(row, sentence):
     with pytest.raises(RewardError, match=f"reward code: .*{sentence}"):
         await score("x", **row, kwargs={"tests_key": "tests"})
+
+
+@pytest.mark.parametrize("result", ["[" * 100_000, "9" * 5000, "{", ""])
+def test_a_result_that_cannot_be_read_is_wrong(result: str):
+    test = CallTest("add", (1, 2), 3)
+    program = program_of("", test)
+    assert not passes(test, program, f"\n{program.mark}{result}")
 
 
 def test_the_last_block_is_the_solution():
