@@ -34,7 +34,8 @@ _APIS: Mapping[str, Api] = {
 }
 # Of one episode at a time; clients repeat what is refused by it.
 _MAX_IN_FLIGHT = 256
-_CLOSE_S = 2.0
+# For requests in flight at the end, which aiohttp waits for twice; by itself for a minute.
+_CLOSE_S = 1.0
 
 
 class GatewayServer:
@@ -75,7 +76,11 @@ class GatewayServer:
             TransportError: other processes have the ports.
         """
         runner = web.AppRunner(
-            self._application, handler_cancellation=True, access_log=None, logger=server_log()
+            self._application,
+            handler_cancellation=True,
+            shutdown_timeout=_CLOSE_S,
+            access_log=None,
+            logger=server_log(),
         )
         await runner.setup()
         self._runner = runner

@@ -1,0 +1,33 @@
+"""The gateway's server ends in time, whoever waits at it."""
+
+import asyncio
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from actors.gateway import server
+from actors.gateway.open_episodes import OpenEpisodes
+from actors.gateway.server import GatewayServer
+from streamrl.config.generator.agent import AgentSettings
+
+
+async def test_an_agent_that_waits_for_a_task_does_not_hold_the_close_up(monkeypatch):
+    monkeypatch.setattr(server, "_CLOSE_S", 0.02)
+    asked = asyncio.Event()
+
+    async def wait(request: web.Request) -> web.Response:
+        asked.set()
+        await asyncio.Event().wait()
+        return web.Response()
+
+    gateway = GatewayServer(
+        AgentSettings(port=0), OpenEpisodes(), [web.post("/sessions", wait)], "model"
+    )
+    place = urlsplit(await gateway.start(1))
+    answer, request = await asyncio.open_connection(place.hostname, place.port)
+    request.write(b"POST /sessions HTTP/1.1\r\nHost: gateway\r\nContent-Length: 0\r\n\r\n")
+    await asked.wait()
+    async with asyncio.timeout(20):
+        await gateway.close()
+    assert await answer.read() == b""
+    request.close()
