@@ -28,7 +28,9 @@ class UserEnvironment:
         with attributed_to(owner):
             self._environment: Environment = make(**entry.kwargs)
         for method in ("start", "step"):
-            _check_method(owner, self._environment, method)
+            _check_method(owner, self._environment, method, object())
+        if getattr(self._environment, "close", None):
+            _check_method(owner, self._environment, "close")
 
     async def start(self, context: EnvironmentContext) -> Observation:
         with attributed_to(f"environment {self._name}", RolloutError):
@@ -45,17 +47,17 @@ class UserEnvironment:
                 await close()
 
 
-def _check_method(owner: str, environment: object, name: str) -> None:
-    """Whether `await environment.name(argument)` can work."""
+def _check_method(owner: str, environment: object, name: str, *arguments: object) -> None:
+    """Whether `await environment.name(*arguments)` can work."""
     method = getattr(environment, name, None)
     if not callable(method):
         raise ConfigError(f"{owner}: has no method {name!r}; start(context) and step(completion)")
     try:
-        inspect.signature(method).bind(object())
+        inspect.signature(method).bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{owner}: {name} takes {inspect.signature(method)}, but is called with one argument: "
-            f"{error}"
+            f"{owner}: {name} takes {inspect.signature(method)}, but is called with "
+            f"{len(arguments) or 'no'} argument: {error}"
         ) from error
     if inspect.ismethod(method) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
         raise ConfigError(f"{owner}: {name} is not `async def`, and it is awaited")

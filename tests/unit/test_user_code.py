@@ -86,6 +86,11 @@ class Unmade:
         self.level = level
 
 
+class Shut(Twice):
+    def close(self):
+        pass
+
+
 class Riddles:
     def __init__(self, seed, hardest=9):
         self.seed, self.hardest = seed, hardest
@@ -213,6 +218,8 @@ async def test_an_environment_that_fails_costs_its_group_alone(own, renderer):
 def test_an_environment_that_cannot_be_made_is_refused(own):
     with pytest.raises(ConfigError, match=r"generator.environment_kwargs: .*needs 'level'"):
         make_environment(entry(environment=f"{own}/own_actor.py:Unmade"))
+    with pytest.raises(ConfigError, match=r"own_actor.py:Shut: close is not `async def`"):
+        make_environment(entry(environment=f"{own}/own_actor.py:Shut"))
     with pytest.raises(ConfigError, match="did you mean 'single_turn'"):
         make_environment(entry(environment="single_trun"))
 
