@@ -35,7 +35,6 @@ class SandboxResult:
     stderr: str
     exit_code: int | None
     """Negative: the signal that ended it. None: a limit ended it, as the flags say."""
-    wall_s: float
     is_timed_out: bool = False
     is_output_cut: bool = False
     is_out_of_memory: bool = False

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import tempfile
-import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -93,7 +92,6 @@ def _folder_of(files: Mapping[str, str | bytes]) -> Iterator[Path]:
 
 async def _run(job: Mapping[str, Any], stdin: str, limits: SandboxLimits) -> SandboxResult:
     """Waits for the supervisor's end, for the time limit or for too much output."""
-    started = time.monotonic()
     status, written = os.pipe()
     try:
         process = await _start(job, written)
@@ -112,7 +110,6 @@ async def _run(job: Mapping[str, Any], stdin: str, limits: SandboxLimits) -> San
         stdout=outputs[0].text,
         stderr=outputs[1].text,
         exit_code=None if is_timed_out or is_cut else outcome.get("exit_code"),
-        wall_s=time.monotonic() - started,
         is_timed_out=is_timed_out,
         is_output_cut=is_cut,
         is_out_of_memory=outcome.get("is_out_of_memory", False),

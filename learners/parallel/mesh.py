@@ -45,11 +45,6 @@ class Mesh:
         """Into how many shares a batch is divided."""
         return self.size("replicate") * self.size("shard")
 
-    @property
-    def data_index(self) -> int:
-        """Which share of a batch this rank trains; a sequence x tensor block has one."""
-        return self.index("replicate") * self.size("shard") + self.index("shard")
-
     @cached_property
     def parameter_mesh(self) -> DeviceMesh:
         """Over which parameters are sharded, for `fully_shard`: [shard x sequence], or [replicate,

@@ -35,10 +35,6 @@ def _each(column: Any, sets: TokenSets) -> list[Any]:
     return np.split(column, np.cumsum(sets.counts)[:-1])
 
 
-def _entries(logprobs: Any, token_ids: Any) -> list[list[Any]]:
-    return [[p, t, None] for p, t in zip(logprobs.tolist(), token_ids.tolist(), strict=True)]
-
-
 class StandIn:
     """One server; a handler per route, named after it."""
 

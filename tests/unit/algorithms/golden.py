@@ -41,10 +41,6 @@ class Padded:
     def __len__(self) -> int:
         return len(self.mask)
 
-    @property
-    def has_empty(self) -> bool:
-        return not bool(self.mask.any(1).all())
-
     def flat(self, name: str) -> Tensor:
         return self.flatten(self.inputs[name])
 

@@ -9,7 +9,6 @@ from streamrl.algorithms.losses import POLICY_LOSSES, BatchTotals, LossConfig, L
 from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
-NAN_FOR_EMPTY = "the original is NaN as soon as one sequence is empty; ours leaves it out"
 NAN = "seq-mean-token-mean of the older verl is NaN once a sequence is empty; ours leaves it out"
 NO_KL = "the older verl's gpg reports a constant 0 for ppo_kl; ours measures it"
 DEVIATIONS = {

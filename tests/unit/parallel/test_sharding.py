@@ -52,7 +52,7 @@ def on_mesh(mesh: Mesh) -> dict[str, Any]:
     for name, parameter in parameters.items():
         assign(parameter, before[name] + 1)
     return {
-        "place": (mesh.data_index, mesh.num_data, mesh.index("sequence")),
+        "place": (mesh.num_data, mesh.index("sequence")),
         "block": dist.get_process_group_ranks(mesh.group("sequence")),
         "logprobs": logprobs,
         "held": sum(p.to_local().numel() for p in parameters.values()),
@@ -128,7 +128,7 @@ def test_a_sequence_block_has_one_share_of_the_batch(results):
     for settings, ranks in zip(sizes, meshes, strict=True):
         block = settings.get("sequence", 1)
         for i, rank in enumerate(ranks):
-            assert rank["place"] == (i // block, num_ranks // block, i % block)
+            assert rank["place"] == (num_ranks // block, i % block)
             assert rank["block"] == list(range(i - i % block, i - i % block + block))
 
 
@@ -137,7 +137,7 @@ def test_a_world_of_one_has_groups_and_no_shards():
     network = make_network()
     try:
         shard(network, mesh, torch.float32)
-        assert (mesh.rank, mesh.world_size, mesh.data_index, mesh.num_data) == (0, 1, 0, 1)
+        assert (mesh.rank, mesh.world_size, mesh.num_data) == (0, 1, 1)
         total = torch.ones(1)
         dist.all_reduce(total, group=mesh.group("shard"))
         assert total == 1
