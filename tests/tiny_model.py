@@ -36,6 +36,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="w0")
 
 
-def save_llama(folder: Path, seed: int = 0, **overrides: object) -> Path:
-    make_llama(seed, **overrides).save_pretrained(folder)
+def save_llama(folder: Path, **overrides: object) -> Path:
+    make_llama(**overrides).save_pretrained(folder)
     return folder

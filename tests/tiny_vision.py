@@ -35,8 +35,8 @@ def make_qwen(seed: int = 0) -> Any:
     return model
 
 
-def save_qwen(folder: Path, seed: int = 0) -> Path:
-    make_qwen(seed).save_pretrained(folder)
+def save_qwen(folder: Path) -> Path:
+    make_qwen().save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     image_processor().save_pretrained(folder)
     return folder

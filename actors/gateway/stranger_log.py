@@ -7,7 +7,6 @@ server logs stays as it is.
 
 import logging
 import time
-from collections.abc import Callable
 
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -17,9 +16,8 @@ LOG_S = 10.0
 class StrangerFilter(logging.Filter):
     """Of aiohttp's server logger, which writes a traceback for each."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._clock = clock
         self._logged_s = -LOG_S
         self._num_refused = 0
 
@@ -28,7 +26,7 @@ class StrangerFilter(logging.Filter):
         if not isinstance(error, HttpProcessingError):
             return True
         self._num_refused += 1
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s - self._logged_s < LOG_S:
             return False
         self._logged_s = now_s

@@ -10,7 +10,6 @@ world of one with the same groups. The daemon makes it once, before the models.
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -66,15 +65,11 @@ class Mesh:
         return self.device_mesh.get_group(dimension)
 
 
-def make_mesh(
-    settings: MeshSettings, device: torch.device, timeout: timedelta | None = None
-) -> Mesh:
+def make_mesh(settings: MeshSettings, device: torch.device) -> Mesh:
     """Join the process group, unless this process already has, and make the mesh of its ranks.
 
     Args:
         device: a GPU without an index is the one of this rank's place on its machine.
-        timeout: how long a collective operation waits for the other ranks; by default as long as
-            torch does.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of ranks.
@@ -86,18 +81,18 @@ def make_mesh(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join(world_size, device, timeout)
+        _join(world_size, device)
     return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=tuple(_DIMENSIONS)), device)
 
 
-def _join(world_size: int, device: torch.device, timeout: timedelta | None) -> None:
+def _join(world_size: int, device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         # Nobody else has to find it, so it needs no address.
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend)
 
 
 _DIMENSIONS: tuple[Dimension, ...] = ("replicate", "shard", "sequence", "tensor")

@@ -85,14 +85,14 @@ class Engine:
         self._process.terminate()
         self._process.wait(START_S)
 
-    def docker(self, *arguments: str | Path, timeout_s: float = BUILD_S) -> str:
+    def docker(self, *arguments: str | Path) -> str:
         """Standard output of the command, which has to succeed."""
         done = subprocess.run(
             [DOCKER, *arguments],
             env={**self.environment, "DOCKER_BUILDKIT": "1"},
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=BUILD_S,
         )
         assert done.returncode == 0, (
             f"docker {arguments}: {done.stdout[-2000:]}{done.stderr[-4000:]}"

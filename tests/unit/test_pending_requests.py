@@ -12,8 +12,8 @@ def _lease(number: int, deadline_s: float = FAR_S) -> PendingRequest:
     return PendingRequest(b"sender", number.to_bytes(8, "little"), request, deadline_s)
 
 
-def _take(deadline_s: float = FAR_S) -> PendingRequest:
-    return PendingRequest(b"learner", b"take", m.TakeRequest(1, 0, 1, 5.0, False), deadline_s)
+def _take() -> PendingRequest:
+    return PendingRequest(b"learner", b"take", m.TakeRequest(1, 0, 1, 5.0, False), FAR_S)
 
 
 class _Buffer:

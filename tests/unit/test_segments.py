@@ -39,10 +39,10 @@ def segments_of(run: Path) -> list[Path]:
     return sorted(journal_path(run).with_name("payloads").glob("*"))
 
 
-def put_large(state: BufferState[bytes], *lease_ids: str, num_bytes: int = SIZE) -> None:
+def put_large(state: BufferState[bytes], *lease_ids: str) -> None:
     for lease_id in lease_ids:
         (lease,) = state.lease([lease_id], "g", 0.0)
-        payload = lease_id.encode() * (num_bytes // len(lease_id))
+        payload = lease_id.encode() * (SIZE // len(lease_id))
         state.put(lease_id, header(lease, state.ledger.version), payload, 0.0)
 
 

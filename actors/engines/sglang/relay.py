@@ -67,14 +67,13 @@ class Relay:
         host: str,
         bucket_bytes: int,
         timeout_s: float,
-        device: torch.device | str = "cpu",
     ) -> None:
         self._http = http
         self._settings = settings
         self._model = model
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._transfer = TransferReceiver(device)
+        self._transfer = TransferReceiver()
         self._staged = StagedWeights()
         self._store = groups.OpenStore(host, timeout_s)
         self._membership: Membership | None = None

@@ -8,7 +8,7 @@ import asyncio
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ class RecordingReward:
     """A reward that keeps the episodes that it was given."""
 
     reward: Reward
-    episodes: Sequence[Episode] = field(default=())
+    episodes: Sequence[Episode] = ()
 
     async def score(self, episodes: Sequence[Episode]) -> Sequence[float | Score]:
         self.episodes = tuple(episodes)

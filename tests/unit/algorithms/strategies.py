@@ -37,11 +37,11 @@ class Batch:
 
 
 @st.composite
-def batches(draw: st.DrawFn, spread: float = 25.0) -> Batch:
-    """float32 log-probabilities with log-ratios up to +-spread, empty sequences included."""
+def batches(draw: st.DrawFn) -> Batch:
+    """float32 log-probabilities with log-ratios up to +-25, empty sequences included."""
     lengths = draw(st.lists(st.integers(0, 6), max_size=6))
     count = sum(lengths)
-    ratios = st.one_of(st.just(0.0), st.floats(-1, 1, width=32), st.sampled_from([-spread, spread]))
+    ratios = st.one_of(st.just(0.0), st.floats(-1, 1, width=32), st.sampled_from([-25.0, 25.0]))
     behavior = draw(st.lists(st.floats(-5, 0, width=32), min_size=count, max_size=count))
     difference = draw(st.lists(ratios, min_size=count, max_size=count))
     policy = torch.tensor(behavior, dtype=torch.float32)

@@ -89,9 +89,9 @@ class Copying:
 class InPlace:
     """A receiver that stages and swaps as the HF engine does."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self) -> None:
         self.transfer = TransferReceiver()
-        self.model = small_model(seed=1).to(dtype)
+        self.model = small_model(seed=1).to(torch.bfloat16)
         self.spare = SpareWeights(self.model)
 
     def load(self, update: WeightUpdate) -> None:
