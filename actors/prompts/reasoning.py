@@ -16,7 +16,7 @@ _STREAM = 100_000
 
 
 class ReasoningGymPrompts:
-    """The data set `name`; its rows carry the entry that `ReasoningGymReward` scores against."""
+    """The data set `name`; its rows carry the entry that the reward `task` scores against."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], seed: int, *, held_out: bool) -> None:
         try:

@@ -22,7 +22,7 @@ NUM_SLOTS = 8
 
 
 class Waiting(Turns):
-    """Its steps wait until the test opens them; the starts of `slow_starts` too."""
+    """Its steps wait until the test opens them."""
 
     open: asyncio.Event
     waiting = 0
