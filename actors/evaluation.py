@@ -17,11 +17,10 @@ from msgspec import structs
 
 from actors.daemon import require_model
 from actors.engines import make_engine
-from actors.environments.runner import MixedRunner, make_runner, sampling_params
+from actors.environments.runner import make_runner, sampling_params
 from actors.environments.stream import open_held_out_stream
-from actors.episodes.rollout import unbuffered_lease
 from actors.locality import weight_locality
-from actors.rendering.renderer import ChatRenderer, PromptTooLongError
+from actors.rendering.renderer import ChatRenderer
 from streamrl.checkpoints.find import Checkpoint, is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, WeightTransferError
@@ -118,27 +117,13 @@ async def greedy_groups_of(config: RunConfig, engine: Engine) -> list[Trajectory
     renderer, stream = ChatRenderer.from_config(config), open_held_out_stream(config)
     sampling = structs.replace(sampling_params(config), temperature=0.0)
     greedy = make_runner(config, engine, renderer, stream).single().changed(sampling=sampling)
-    room = asyncio.Semaphore(config.generator.max_num_seqs)
-    groups = await asyncio.gather(*(_group(greedy, room, number) for number in range(len(stream))))
-    fitting = [group for group in groups if group is not None]
-    if not fitting:
+    groups = await greedy.run_first(len(stream), "evaluation", config.generator.max_num_seqs)
+    if not groups:
         raise ConfigError(
             f"data.max_prompt_length: was {config.data.max_prompt_length}; none of the "
-            f"{len(groups)} held-out prompts fits"
+            f"{len(stream)} held-out prompts fits"
         )
-    return fitting
-
-
-async def _group(
-    runner: MixedRunner, room: asyncio.Semaphore, number: int
-) -> TrajectoryGroup | None:
-    """None for a prompt that training drops, too. Waits for room in the engine, since the deadline
-    of an episode counts from its begin, then for the engine."""
-    async with room:
-        try:
-            return await runner.run(unbuffered_lease("evaluation", number))
-        except PromptTooLongError:
-            return None
+    return groups
 
 
 async def _send_weights(config: RunConfig, engine: Engine) -> None:

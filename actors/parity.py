@@ -1,20 +1,18 @@
 """The engine's half of parity: it samples prompts of the run, which the learner then scores."""
 
-import asyncio
 from collections.abc import Sequence
 
 import torch
 
 from actors.daemon import require_model
 from actors.engines import make_engine
-from actors.environments.runner import MixedRunner, make_runner
+from actors.environments.runner import make_runner
 from actors.environments.stream import open_stream
-from actors.episodes.rollout import unbuffered_lease
-from actors.rendering.renderer import ChatRenderer, PromptTooLongError
+from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Episode
-from streamrl.types import ParitySamples, TrajectoryGroup
+from streamrl.types import ParitySamples
 
 
 async def sample(config: RunConfig) -> ParitySamples:
@@ -33,27 +31,18 @@ async def sample(config: RunConfig) -> ParitySamples:
     runner = make_runner(config, engine, renderer, open_stream(config, renderer))
     runner = runner.single().changed(reward=_Unscored())
     try:
-        numbers = range(config.parity.num_prompts)
-        sampled = await asyncio.gather(*(_group(runner, number) for number in numbers))
+        num_prompts = config.parity.num_prompts
+        groups = await runner.run_first(num_prompts, "parity", generator.max_num_seqs)
     finally:
         await engine.close()
-    groups = tuple(group for group in sampled if group is not None)
     if not groups:
         raise ConfigError(
-            f"data.max_prompt_length: none of the first {len(sampled)} prompts fits, so there is "
+            f"data.max_prompt_length: none of the first {num_prompts} prompts fits, so there is "
             "nothing to compare"
         )
     return ParitySamples(
-        engine=config.generator.engine, dtype=config.generator.dtype, groups=groups
+        engine=config.generator.engine, dtype=config.generator.dtype, groups=tuple(groups)
     )
-
-
-async def _group(runner: MixedRunner, prompt_index: int) -> TrajectoryGroup | None:
-    """None for a prompt that a run drops too. Waits for the engine."""
-    try:
-        return await runner.run(unbuffered_lease("parity", prompt_index))
-    except PromptTooLongError:
-        return None
 
 
 class _Unscored:

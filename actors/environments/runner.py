@@ -1,5 +1,6 @@
 """Runs each group in the environment that plays its prompt."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,9 +10,9 @@ from actors.environments import environment_maker
 from actors.environments.shared import open_group
 from actors.environments.stream import Stream
 from actors.episodes.progress import GroupProgress
-from actors.episodes.rollout import GroupRunner
+from actors.episodes.rollout import GroupRunner, unbuffered_lease
 from actors.gateway.agent import Agent
-from actors.rendering.renderer import ChatRenderer
+from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from actors.rewards import make_reward
 from actors.tools.toolset import Toolset
 from streamrl.config import RunConfig
@@ -36,6 +37,24 @@ class MixedRunner:
     async def run(self, lease: Lease, progress: GroupProgress | None = None) -> TrajectoryGroup:
         """As `GroupRunner.run`."""
         return await self.of(lease.prompt_index).run(lease, progress)
+
+    async def run_first(
+        self, num_prompts: int, purpose: str, max_num_seqs: int
+    ) -> list[TrajectoryGroup]:
+        """A group of each of the first prompts, but for those that training drops, with no buffer
+        behind them. Waits for the engine."""
+        # An episode's deadline counts from its begin, so few wait in the engine: as many as run.
+        room = asyncio.Semaphore(2 * max_num_seqs)
+
+        async def run_if_it_fits(prompt_index: int) -> TrajectoryGroup | None:
+            async with room:
+                try:
+                    return await self.run(unbuffered_lease(purpose, prompt_index))
+                except PromptTooLongError:
+                    return None
+
+        groups = await asyncio.gather(*map(run_if_it_fits, range(num_prompts)))
+        return [group for group in groups if group is not None]
 
     def origin(self, lease: Lease) -> str:
         """As `GroupRunner.origin`."""
