@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
@@ -18,7 +19,7 @@ from actors.engines.sglang.arguments import launch_command
 from actors.engines.vllm.start import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
-from streamrl.types import FilesEndpoint, WeightUpdate
+from streamrl.types import Completion, FilesEndpoint, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
 from streamrl.weights.transports.file_formats import write_whole
@@ -31,6 +32,16 @@ MakeEngine = Callable[..., Awaitable[Engine]]
 def make_model(seed: int = 0, **overrides: object) -> LlamaForCausalLM:
     """The tiny Llama with heads that vLLM's CPU kernels take, and room for long completions."""
     return make_llama(seed, **{"head_dim": 32, "max_position_embeddings": 4096, **overrides})
+
+
+@torch.no_grad()
+def logprob_errors(seed: int, prompt: list[int], completion: Completion) -> np.ndarray:
+    """How far what was recorded is from a forward pass of the seed's model, per token [N]."""
+    ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    logits = make_model(seed=seed)(ids).logits[0, len(prompt) - 1 : -1].float()
+    index = torch.from_numpy(completion.token_ids).long()[:, None]
+    expected = torch.log_softmax(logits, dim=-1).gather(-1, index)[:, 0].numpy()
+    return np.abs(expected - completion.logprobs)
 
 
 class HfEngines:

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -14,7 +13,7 @@ from actors.engines.served.engine import ServedEngine
 from streamrl.errors import TransportError
 from streamrl.types import Completion, SamplingParams
 from streamrl.weights.transports.groups import Group
-from tests.engines import make_model, update_to
+from tests.engines import logprob_errors, make_model, update_to
 from tests.sglang.conftest import SglangServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -30,16 +29,6 @@ async def engine(
     opened = server.open(**getattr(request, "param", {}))
     yield opened
     await opened.close()
-
-
-@torch.no_grad()
-def logprob_errors(seed: int, prompt: list[int], completion: Completion) -> np.ndarray:
-    """How far what was recorded is from a forward pass of the seed's model, per token [N]."""
-    ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
-    logits = make_model(seed=seed)(ids).logits[0, len(prompt) - 1 : -1].float()
-    index = torch.from_numpy(completion.token_ids).long()[:, None]
-    expected = torch.log_softmax(logits, dim=-1).gather(-1, index)[:, 0].numpy()
-    return np.abs(expected - completion.logprobs)
 
 
 async def until_running(engine: ServedEngine, count: int) -> None:

@@ -4,10 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 
 from actors.engines import make_engine
 from actors.engines.served.engine import ServedEngine
@@ -16,7 +14,7 @@ from streamrl.config.engines.vllm import VllmSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import CompletionHandle, Engine
 from streamrl.types import Completion, FinishReason, SamplingParams
-from tests.engines import VllmEngines, make_model, update_to
+from tests.engines import VllmEngines, logprob_errors, make_model, update_to
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 LONG = SamplingParams(max_new_tokens=VllmEngines.num_long, ignore_eos=True)
@@ -61,16 +59,6 @@ async def update_in_mid_generation(
     report = await engine.load_weights(update)
     assert report.pause_s < 5
     return await asyncio.gather(*running)
-
-
-@torch.no_grad()
-def logprob_errors(seed: int, prompt: list[int], completion: Completion) -> np.ndarray:
-    """How far what was recorded is from a forward pass of the seed's model, per token [N]."""
-    ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
-    logits = make_model(seed=seed)(ids).logits[0, len(prompt) - 1 : -1].float()
-    index = torch.from_numpy(completion.token_ids).long()[:, None]
-    expected = torch.log_softmax(logits, dim=-1).gather(-1, index)[:, 0].numpy()
-    return np.abs(expected - completion.logprobs)
 
 
 async def test_keep_goes_on_with_the_new_weights_and_the_old_cache(engine, tmp_path):

@@ -3,8 +3,8 @@
 The first cell is the reference, such as no correction at lag 0, which is on policy.
 """
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, stdev
 
 from streamrl.cli.ablation.variants import Axis
 
@@ -12,7 +12,7 @@ from streamrl.cli.ablation.variants import Axis
 def grid(axes: Sequence[Axis], rewards: Mapping[str, Sequence[float]]) -> Iterator[str]:
     """The lines of the table; `rewards` are those of each seed, by the name of the combination."""
     rows, columns = axes
-    reference = _mean(rewards[name_of(rows.variants[0].name, columns.variants[0].name)])
+    reference = fmean(rewards[name_of(rows.variants[0].name, columns.variants[0].name)])
     names = [column.name for column in columns.variants]
     yield f"| final reward (spread), % of the first | {' | '.join(names)} |"
     yield "|---" * (1 + len(names)) + "|"
@@ -27,10 +27,6 @@ def name_of(*names: str) -> str:
 
 
 def _cell(rewards: Sequence[float], reference: float) -> str:
-    spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-    share = f"{100 * _mean(rewards) / reference:.0f} %" if reference else "-"
-    return f"{_mean(rewards):.3f} ({spread:.3f}), {share}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
+    spread = stdev(rewards) if len(rewards) > 1 else 0.0
+    share = f"{100 * fmean(rewards) / reference:.0f} %" if reference else "-"
+    return f"{fmean(rewards):.3f} ({spread:.3f}), {share}"
