@@ -76,7 +76,7 @@ def test_alerts_name_metrics_that_there_are_and_pages_that_help(tmp_path):
         assert anchor in slugs, rule["alert"]
 
 
-def test_the_configuration_reads_the_targets_of_every_run(tmp_path):
+def test_the_configuration_reads_the_targets_of_every_run():
     path = ROOT / "deploy" / "prometheus" / "prometheus.yml"
     settings = yaml.safe_load(path.read_text())
     (job,) = settings["scrape_configs"]

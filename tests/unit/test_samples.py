@@ -285,7 +285,7 @@ def test_a_step_waits_for_no_sample(tmp_path, monkeypatch):
     assert steps == set(range(1, MOST_WAITING + 1))
 
 
-def test_a_model_without_a_tokenizer_costs_the_samples_alone(tmp_path, monkeypatch, caplog):
+def test_a_model_without_a_tokenizer_costs_the_samples_alone(tmp_path, caplog):
     model = {"path": str(tmp_path / "none")}
     config = make_config(run={"folder": tmp_path, "name": "run"}, model=model)
     config.run.path.mkdir()

@@ -167,9 +167,7 @@ def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
     assert "waiting for its lock, 60 s at most" in capsys.readouterr().err
 
 
-def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(
-    capsys, file, tmp_path, monkeypatch
-):
+def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(file, tmp_path, monkeypatch):
     requeued: list[Sequence[str]] = []
     job = "streamrl.cli.launchers.slurm.job"
     monkeypatch.setattr(f"{job}.hosts_of_job", lambda _: (HOST,))

@@ -106,7 +106,7 @@ def test_a_checkpoint_that_is_here_is_checked_before_the_hosts_are_reached(given
         require_steps(given.model_copy(update={"run": run}), Namespace(resume=True, new=False))
 
 
-def test_keys_are_made_once_or_taken_from_the_configuration(given: RunConfig, tmp_path: Path):
+def test_keys_are_made_once_or_taken_from_the_configuration(given: RunConfig):
     write_secrets(given)
     folder = given.run.path / "keys"
     made = {path.name: path.read_bytes() for path in folder.iterdir()}

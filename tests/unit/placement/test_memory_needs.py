@@ -222,7 +222,7 @@ def test_what_may_not_fit_is_noted(folder):
 VLLM = {"engine": "vllm", "dtype": "bfloat16"}
 
 
-def test_an_engine_alone_keeps_the_default(folder):
+def test_an_engine_alone_keeps_the_default():
     config = configured(generator=VLLM)
     assert fractions(make_plan(config, one_host(2, 80))) == {}
 
@@ -242,7 +242,7 @@ def test_engines_beside_a_learner_get_what_it_leaves(tmp_path):
         assert left - 0.01 <= float(value) <= left
 
 
-def test_without_numbers_a_gpu_is_divided_equally(folder):
+def test_without_numbers_a_gpu_is_divided_equally():
     plan = make_plan(configured(generator={**VLLM, "count": 2}), one_host(1))
     assert {text.partition("=")[2] for text in fractions(plan).values()} == {"0.30"}
     config = configured(generator={"engine": "sglang"})
@@ -250,7 +250,7 @@ def test_without_numbers_a_gpu_is_divided_equally(folder):
     assert text == "generator.sglang.mem_fraction_static=0.38"
 
 
-def test_a_fraction_that_was_set_by_hand_stays_and_counts(folder):
+def test_a_fraction_that_was_set_by_hand_stays_and_counts():
     by_hand = {**VLLM, "vllm": {"gpu_memory_utilization": 0.6}}
     assert fractions(make_plan(configured(generator=by_hand), one_host(1, 80))) == {}
     with pytest.raises(ConfigError, match=r"generator-1 needs at least 48 GiB"):

@@ -107,7 +107,7 @@ async def test_a_server_by_its_url_that_dies(http: tuple[str, "subprocess.Popen[
         await toolset(url=url).open()
 
 
-def test_a_server_has_a_command_or_a_url(tmp_path: Path):
+def test_a_server_has_a_command_or_a_url():
     for given in ({}, {"command": ["a"], "url": "http://b"}):
         with pytest.raises(ValueError, match="an MCP server has one of the two"):
             McpServerSettings(**given)

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -179,7 +178,7 @@ def test_a_receiver_that_gives_up_leaves_nobody_waiting_and_can_join_again():
     pair.close()
 
 
-def test_a_sender_that_goes_silent_is_given_up_within_two_timeouts(tmp_path: Path):
+def test_a_sender_that_goes_silent_is_given_up_within_two_timeouts():
     pair = Pair(3.0)
     with ThreadPoolExecutor(1) as pool:
         update = pair.send()
