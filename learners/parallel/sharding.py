@@ -7,7 +7,7 @@ denominators of the whole batch.
 Invariant: parameters keep their names; what gathers is called by all ranks in the same order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.fsdp import (
@@ -87,15 +87,6 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_parameters(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole tensor, one at a time: all ranks iterate to the end, in the same order.
-
-    A rank that has no use for the tensors drops them; at most one is whole at a time.
-    """
-    for name, tensor in named.items():
-        yield name, full(tensor)
 
 
 @torch.no_grad()

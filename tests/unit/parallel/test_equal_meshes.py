@@ -19,7 +19,7 @@ from learners.parallel.place import data_ranks
 from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
 from learners.parallel.sequence import sequence_block
-from learners.parallel.sharding import assign, full, full_parameters, shard
+from learners.parallel.sharding import assign, full, shard
 from learners.parallel.tensor import split_matrices
 from learners.policy.network import Network
 from streamrl.config.learner import MeshSettings
@@ -70,7 +70,7 @@ def trained(name: str, mesh: Mesh | None = None, recompute: bool = False) -> dic
         metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))
     critic = trainer.critic.parameters() if trainer.critic else {}
     parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
-    whole = {name: tensor.clone() for name, tensor in full_parameters(parameters)}
+    whole = {name: full(parameter).clone() for name, parameter in parameters.items()}
     return {"parameters": whole, "metrics": metrics}
 
 

@@ -13,7 +13,7 @@ from learners.batch import TrainingBatch
 from learners.parallel.mesh import make_mesh
 from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import full_parameters
+from learners.parallel.sharding import full
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings
@@ -144,7 +144,8 @@ def on_rank() -> dict[str, Any]:
         metrics = train(name, trainer, ranks)
         critic = trainer.critic.parameters() if trainer.critic else {}
         parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
-        results[name] = (metrics, dict(full_parameters(parameters)), trainer.credit.state_dict())
+        whole = {n: full(parameter) for n, parameter in parameters.items()}
+        results[name] = (metrics, whole, trainer.credit.state_dict())
     return results
 
 

@@ -10,7 +10,7 @@ from learners.batch import TrainingBatch
 from learners.parallel.mesh import make_mesh
 from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import full_parameters
+from learners.parallel.sharding import full
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader
 from tests.ranks import run_ranks
@@ -46,7 +46,8 @@ def train(each: bool, mesh: Any, ranks: Ranks) -> tuple[dict[str, torch.Tensor],
             num_micro_batches += metrics["learner/num_micro_batches"]
     finally:
         dist.reduce_scatter_tensor = reduce_scatter
-    return dict(full_parameters(trainer.policy.parameters())), num_sums, num_micro_batches
+    parameters = {n: full(p) for n, p in trainer.policy.parameters().items()}
+    return parameters, num_sums, num_micro_batches
 
 
 def test_summing_once_an_update_changes_the_traffic_and_nothing_else(tmp_path):

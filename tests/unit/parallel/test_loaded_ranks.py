@@ -12,7 +12,7 @@ from learners.batch import TrainingBatch
 from learners.parallel.mesh import Mesh, make_mesh
 from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import full, full_parameters
+from learners.parallel.sharding import full
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config.learner import MeshSettings
@@ -52,7 +52,7 @@ def trained(
         metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))
     weights = policy.weights()
     return {
-        "parameters": {n: p.clone() for n, p in full_parameters(policy.parameters())},
+        "parameters": {n: full(p).clone() for n, p in policy.parameters().items()},
         "weights": {name: full(weights[name]).clone() for name in weights},
         "metrics": metrics,
     }

@@ -18,7 +18,7 @@ from learners.parallel.commands import Accumulate, LearnerRank, Save, Snapshot, 
 from learners.parallel.lockstep import Lockstep
 from learners.parallel.mesh import make_mesh
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import full_parameters
+from learners.parallel.sharding import full
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerState
@@ -124,13 +124,13 @@ def on_rank(folder: Path) -> dict[str, Any]:
     trainer = make_trainer(rank.config, rank.mesh, rank.ranks)
     assert restore(read_checkpoint(path), rank.config, trainer) == STATE
     state = whole(trainer)
-    trained = dict(full_parameters(rank.trainer.policy.parameters()))
+    trained = {n: full(p) for n, p in rank.trainer.policy.parameters().items()}
     return {**result, "fetched": rank.buffer.fetched, "state": state, "trained": trained}
 
 
 def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
     """All that is in the shards of a checkpoint."""
-    return dict(full_parameters(tensors_of(trainer, ("model", "optimizer"))))
+    return {n: full(t) for n, t in tensors_of(trainer, ("model", "optimizer")).items()}
 
 
 @pytest.fixture(scope="module", params=[2, 4])

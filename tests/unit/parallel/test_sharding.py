@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from learners.batch import TrainingBatch
 from learners.parallel.mesh import Mesh, make_mesh
-from learners.parallel.sharding import assign, full, full_parameters, shard
+from learners.parallel.sharding import assign, full, shard
 from learners.policy.network import Network
 from learners.policy.policy import Policy
 from streamrl.config.learner import MeshSettings
@@ -48,7 +48,7 @@ def on_mesh(mesh: Mesh) -> dict[str, Any]:
     num_tokens = TrainingBatch.of(make_groups(), 4).sequences.num_tokens
     logprobs = backward(network, slice(mesh.rank, None, mesh.world_size), num_tokens)
     parameters = policy.parameters()
-    before = {name: tensor.clone() for name, tensor in full_parameters(parameters)}
+    before = {name: full(parameter).clone() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         assign(parameter, before[name] + 1)
     return {
@@ -58,7 +58,7 @@ def on_mesh(mesh: Mesh) -> dict[str, Any]:
         "held": sum(p.to_local().numel() for p in parameters.values()),
         "gradients": {name: full(p.grad) for name, p in parameters.items()},
         "before": before,
-        "after": dict(full_parameters(parameters)),
+        "after": {name: full(parameter) for name, parameter in parameters.items()},
         "narrow": in_bfloat16(mesh, num_tokens),
     }
 
