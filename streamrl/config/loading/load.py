@@ -3,7 +3,8 @@
     defaults  <  FILE.yaml  <  STREAMRL__SECTION__KEY=value  <  --set section.key=value
 
 Invariant: a value is read by YAML 1.2 rules wherever it stands, so `3e-6` is a number and `on` a
-string; a key that stands twice is refused.
+string; a key that stands twice is refused. A preset replaces what sources before its own say of its
+choices; what its own says of them stands beside it.
 """
 
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from streamrl.config.algorithm.presets import CHOICES
 from streamrl.config.loading.epochs import with_steps
 from streamrl.config.loading.explain import explain
 from streamrl.config.loading.sources import Setting, from_environment, from_file, from_override
@@ -61,14 +63,13 @@ def load_usable(
         ConfigError: the file, a variable or an override cannot be read.
     """
     try:
-        settings = [
-            *from_file(Path(path)),
-            *from_environment(os.environ if environment is None else environment),
-            *(from_override(text) for text in overrides),
+        sources = [
+            [*from_file(Path(path))],
+            [*from_environment(os.environ if environment is None else environment)],
+            [*map(from_override, overrides)],
         ]
-        tree: dict[str, Any] = {}
-        for setting in settings:
-            tree = with_setting(tree, setting)
+        settings = reduce(_over, sources)
+        tree: dict[str, Any] = reduce(with_setting, settings, {})
     except ConfigError as error:
         raise ConfigError(_without_secrets(error, path)) from None
     origins = {".".join(setting.path): setting.origin for setting in settings}
@@ -82,6 +83,14 @@ def load_usable(
         refusal = ConfigError(_without_secrets(explain(error, RunConfig, origins), path))
         rest = _usable(tree, [detail["loc"] for detail in error.errors()])
         return None if rest is None else LoadedConfig(rest, origins), refusal
+
+
+def _over(below: Sequence[Setting], source: Sequence[Setting]) -> list[Setting]:
+    """The settings of both; a preset that the source names makes the choices below it."""
+    if any(setting.path == ("algorithm", "preset") and setting.value for setting in source):
+        choices = {("algorithm", name) for name in CHOICES}
+        below = [setting for setting in below if setting.path[:2] not in choices]
+    return [*below, *source]
 
 
 def _without_secrets(error: ConfigError, path: Path | str) -> str:

@@ -68,9 +68,29 @@ def test_another_preset_replaces_all_that_a_preset_stands_for(tmp_path):
 
 
 def test_a_preset_of_which_nothing_is_left_is_refused(tmp_path):
-    (tmp_path / "resolved.yaml").write_text(to_yaml(load(tmp_path, *GRPO)))
+    text = to_yaml(load(tmp_path, *GRPO)).replace("preset: null", "preset: stream")
+    (tmp_path / "resolved.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"algorithm\.preset: was stream, and advantage, loss"):
-        load_config(tmp_path / "resolved.yaml", ["algorithm.preset=stream"], {})
+        load_config(tmp_path / "resolved.yaml", environment={})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment"),
+    [(["algorithm.preset=stream"], {}), ([], {"STREAMRL__ALGORITHM__PRESET": "stream"})],
+)
+def test_a_preset_replaces_what_sources_before_it_say_of_its_choices(
+    tmp_path, overrides, environment
+):
+    stream, file = load(tmp_path), tmp_path / "recipe.yaml"
+    choices = "rollout_is: token_is, loss_config: {clip_ratio_low: 0.1}, kl_loss: {coef: 0.1}"
+    file.write_text(f"data: {{source: copy}}\nmodel: {{path: m}}\nalgorithm: {{{choices}}}\n")
+    loaded = load_config(file, overrides, environment)
+    coef = {"kl_loss": stream.algorithm.kl_loss.model_copy(update={"coef": 0.1})}
+    assert loaded.config.algorithm == stream.algorithm.model_copy(update=coef)
+    assert set(loaded.origins) >= {"algorithm.preset", "algorithm.kl_loss.coef"}
+    assert "algorithm.rollout_is" not in loaded.origins
+    beside = [*overrides, "algorithm.rollout_is=m2po"]
+    assert load_config(file, beside, environment).config.algorithm.rollout_is.second_moment
 
 
 def test_what_cannot_be_is_refused_with_its_place(tmp_path):
