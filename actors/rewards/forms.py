@@ -17,11 +17,12 @@ import inspect
 import itertools
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 from actors.rewards.calls.limits import FinalError
 from streamrl.errors import RolloutError
@@ -82,29 +83,28 @@ class BoundFunction:
         Raises:
             RolloutError: it raised, or answered something else than finite numbers.
         """
-        try:
+        with self._attributed():
             answer = self._call(episodes)
-        except BaseException as error:
-            self._raise_attributed(error)
         return self._read(answer, len(episodes))
 
     async def wait_for_score(self, episodes: Sequence[Episode]) -> list[Score | None]:
         """As `score`, for an async function. Waits for its answer."""
-        try:
+        with self._attributed():
             answer = await self._call(episodes)
-        except BaseException as error:
-            self._raise_attributed(error)
         return self._read(answer, len(episodes))
 
-    def _raise_attributed(self, error: BaseException) -> NoReturn:
-        """Raise what the function raised, as a RolloutError that begins with the title."""
-        match error:
-            case RolloutError():
-                kind = FinalError if isinstance(error, FinalError) else RolloutError
-                raise kind(f"{self.title}: {error}") from error.__cause__
-            case _:
-                with attributed_to(self.title, RolloutError):
-                    raise error
+    @contextmanager
+    def _attributed(self) -> Iterator[None]:
+        """Around the function: what it raises is a RolloutError that begins with the title."""
+        refused: RolloutError | None = None
+        with attributed_to(self.title, RolloutError):
+            try:
+                yield
+            except RolloutError as error:
+                refused = error
+        if refused is not None:
+            kind = FinalError if isinstance(refused, FinalError) else RolloutError
+            raise kind(f"{self.title}: {refused}") from refused.__cause__
 
     def _call(self, episodes: Sequence[Episode]) -> Any:
         args, named = self.form.arguments(episodes, self.data_source_key)

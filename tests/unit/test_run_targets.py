@@ -14,8 +14,9 @@ from streamrl.cli.main import main
 from streamrl.config import RunConfig, to_yaml
 from streamrl.types import BufferStats, LearnerActivity
 from tests.unit.test_diagnosis import buffer
-from tests.unit.test_displays import make_run
+from tests.unit.test_displays import AHEAD_S, make_run
 
+JUST_ENDED = {"activity": LearnerActivity.ENDED, "time_s": AHEAD_S}
 LOOK = [
     ["generators"],
     ["buffer", "inspect"],
@@ -73,11 +74,13 @@ def no_client(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", LOOK)
 def test_a_finished_run_is_known_from_its_folder_alone(tmp_path, capsys, other_server, command):
-    config = make_run(tmp_path, activity=LearnerActivity.ENDED)
+    config = make_run(tmp_path, activity=LearnerActivity.ENDED, time_s=AHEAD_S)
     config = at_port(config, other_server.getsockname()[1])
     assert call(command, config.run.path) == 1
     error = capsys.readouterr().err
-    assert f"no process of {config.run.path} is running: finished with step 6 of 6, " in error
+    assert (
+        f"no process of {config.run.path} is running: finished with step 6 of 6, 0 s ago" in error
+    )
     assert call(command, config.run.path / "config.yaml") == 1
     with pytest.raises(BlockingIOError):
         other_server.accept()
@@ -105,7 +108,7 @@ def test_a_run_whose_processes_are_gone_is_said_to_be_so(
 @pytest.mark.parametrize(
     ("learner", "max_steps", "code", "state", "line"),
     [
-        ({"activity": LearnerActivity.ENDED}, 6, 0, "finished", "finished with step 6 of 6, "),
+        (JUST_ENDED, 6, 0, "finished", "finished with step 6 of 6, 0 s"),
         ({"activity": LearnerActivity.ENDED}, 9, 0, "stopped", "--resume goes on with it"),
         ({"time_s": 0.0}, 9, 1, "dead", "! nothing listens at zmq://127.0.0.1:"),
     ],

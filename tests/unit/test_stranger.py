@@ -14,7 +14,7 @@ from streamrl.cli.main import EXIT_BROKEN_PIPE, main
 from streamrl.run_folder import read_books, read_json, read_learner
 from streamrl.types import LearnerActivity
 from tests.unit.test_cli import QUICKSTART
-from tests.unit.test_displays import make_run
+from tests.unit.test_displays import AHEAD_S, make_run
 
 STREAMRL = [sys.executable, "-m", "streamrl.cli.main"]
 
@@ -101,11 +101,11 @@ def test_a_full_disk_under_the_output_is_a_sentence():
 
 
 def test_watch_prints_lines_into_a_pipe_and_ends_with_its_run(tmp_path, capsys):
-    config = make_run(tmp_path, activity=LearnerActivity.ENDED, policy_version=6)
+    config = make_run(tmp_path, activity=LearnerActivity.ENDED, policy_version=6, time_s=AHEAD_S)
     assert main(["watch", str(config.run.path)]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("step 6/550  training reward 0.350")
-    assert last.startswith("stopped at step 6 of 550, ")
+    assert last == "stopped at step 6 of 550, 0 s ago"
 
 
 def test_watch_of_a_learner_that_fell_silent_says_so_until_ctrl_c(tmp_path):
