@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -294,6 +295,6 @@ def _write(
 def _require_usable(arguments: argparse.Namespace) -> None:
     for name, least in (("minutes", 0.1), ("faults_per_hour", 0.0), ("warm_up", 0.0)):
         value = getattr(arguments, name)
-        if value is not None and not value >= least:
+        if value is not None and not least <= value < math.inf:
             option = name.replace("_", "-")
-            raise ConfigError(f"--{option}: was {value:g}; it must be >= {least:g}")
+            raise ConfigError(f"--{option}: was {value:g}; it must be >= {least:g}, and finite")

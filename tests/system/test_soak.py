@@ -80,6 +80,7 @@ def test_a_reward_that_keeps_memory_is_found(tmp_path: Path, model: Path):
         (("--minutes", "0"), "--minutes: was 0; it must be >= 0.1"),
         (("--faults-per-hour", "-3"), "--faults-per-hour: was -3; it must be >= 0"),
         (("--warm-up", "nan"), "--warm-up: was nan; it must be >= 0"),
+        (("--minutes", "inf"), "--minutes: was inf; it must be >= 0.1, and finite"),
     ],
 )
 def test_a_soak_that_cannot_be_is_refused(tmp_path: Path, arguments, message):

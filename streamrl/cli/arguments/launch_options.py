@@ -53,7 +53,7 @@ def _slurm(parser: ArgumentParser) -> None:
 
 def _kubernetes(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("with --k8s")
-    group.add_argument("--namespace", default="default", help="of all objects; default: default")
+    group.add_argument("--namespace", help="of all objects; default: default")
     group.add_argument(
         "--image",
         metavar="[ROLE=]IMAGE",
@@ -62,11 +62,9 @@ def _kubernetes(parser: ArgumentParser) -> None:
         help="image of all pods or of those of a role; can be repeated; default: those of deploy/",
     )
     group.add_argument(
-        "--gpus-per-node", type=_count, default=8, help="GPUs that one pod can have; default: 8"
+        "--gpus-per-node", type=_count, help="GPUs that one pod can have; default: 8"
     )
-    group.add_argument(
-        "--storage", default="200Gi", help="size of the volume with the run; default: 200Gi"
-    )
+    group.add_argument("--storage", help="size of the volume with the run; default: 200Gi")
 
 
 def _count(text: str) -> int:

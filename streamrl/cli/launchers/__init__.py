@@ -23,6 +23,9 @@ _OPTIONS = (
     ("nodes", "slurm", "--slurm"),
     ("sbatch", "slurm", "--slurm"),
     ("image", "kubernetes", "--k8s"),
+    ("namespace", "kubernetes", "--k8s"),
+    ("gpus_per_node", "kubernetes", "--k8s"),
+    ("storage", "kubernetes", "--k8s"),
 )
 
 LAUNCHERS: Mapping[str, str] = MappingProxyType(
@@ -48,8 +51,10 @@ def require_launcher(arguments: argparse.Namespace) -> None:
             started here.
     """
     for option, name, flag in _OPTIONS:
-        if getattr(arguments, option) and not getattr(arguments, name):
-            raise ConfigError(f"--{option}: is an option of {flag}, which was not given")
+        if getattr(arguments, option) not in (None, []) and not getattr(arguments, name):
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: is an option of {flag}, which was not given"
+            )
 
 
 def starts_here(name: str) -> bool:

@@ -57,6 +57,9 @@ def test_every_object_is_one_of_kubernetes(capsys, version, settings):
     [
         (("--k8s", "--new"), "--new: a run on Kubernetes goes on with what its volumes have"),
         (("--image", "registry/streamrl:1"), "--image: is an option of --k8s, which was not given"),
+        (("--namespace", "rl"), "--namespace: is an option of --k8s, which was not given"),
+        (("--gpus-per-node", "0"), "--gpus-per-node: is an option of --k8s, which was not given"),
+        (("--storage", "200Gi"), "--storage: is an option of --k8s, which was not given"),
     ],
 )
 def test_options_that_kubernetes_would_not_follow_are_refused(capsys, words, sentence):

@@ -27,6 +27,7 @@ from streamrl.errors import ConfigError, StreamRLError, did_you_mean
 from streamrl.placement.assign import make_plan
 from streamrl.placement.plan import Plan
 
+_NAMESPACE, _GPUS_PER_NODE, _STORAGE = "default", 8, "200Gi"
 # Of deploy/Dockerfile, by its targets.
 _IMAGES: Mapping[str, str] = {"buffer": "streamrl:buffer", "learner": "streamrl:learner"}
 _ENGINE_IMAGES: Mapping[str, str] = {
@@ -44,11 +45,11 @@ def launch(given: RunConfig, arguments: argparse.Namespace) -> int:
             f"run.name than {given.run.name!r}, or delete them"
         )
     documents = documents_of(given, arguments)
+    names = _names(given, arguments)
     if arguments.dry_run:
         print(rendered(documents), end="")
-        print(_about_keys(given, arguments.namespace), file=sys.stderr)
+        print(_about_keys(names), file=sys.stderr)
         return 0
-    names = _names(given, arguments)
     keys = given.buffer.curve or given.run.path / "keys"
     if not (keys / "server.secret").exists():
         make_keys(keys)
@@ -59,9 +60,9 @@ def launch(given: RunConfig, arguments: argparse.Namespace) -> int:
 
 def documents_of(given: RunConfig, arguments: argparse.Namespace) -> Sequence[Document]:
     """Without the Secrets."""
-    return manifests(
-        plan_of(given, arguments.gpus_per_node), _names(given, arguments), arguments.storage
-    )
+    asked = arguments.gpus_per_node
+    plan = plan_of(given, _GPUS_PER_NODE if asked is None else asked)
+    return manifests(plan, _names(given, arguments), arguments.storage or _STORAGE)
 
 
 def plan_of(given: RunConfig, gpus_per_node: int) -> Plan:
@@ -93,7 +94,8 @@ def _secret(names: Names, part: str, keys: Path, files: Sequence[str]) -> Docume
 
 
 def _names(config: RunConfig, arguments: argparse.Namespace) -> Names:
-    return Names(object_name(config), arguments.namespace, _images(config, arguments.image))
+    namespace = arguments.namespace or _NAMESPACE
+    return Names(object_name(config), namespace, _images(config, arguments.image))
 
 
 def _images(config: RunConfig, given: Sequence[str]) -> Mapping[str, str]:
@@ -131,9 +133,9 @@ def _kubectl(text: str) -> None:
         raise StreamRLError(f"kubectl apply ended with exit code {done.returncode}")
 
 
-def _about_keys(config: RunConfig, namespace: str) -> str:
-    name = object_name(config)
-    create = f"kubectl create secret generic --namespace {namespace}"
+def _about_keys(names: Names) -> str:
+    name = names.run
+    create = f"kubectl create secret generic --namespace {names.namespace}"
     return "\n".join(
         [
             "The manifests need two Secrets, with keys that `streamrl keys new keys` makes:",
