@@ -136,7 +136,7 @@ def _group_runner(
         run_seed=config.run.seed,
         with_greedy_reward=config.algorithm.needs_greedy_rewards,
         settings=config.generator.episode,
-        open_group=partial(open_group, entry),
+        open_group=partial(open_group, entry, deadline_s=config.generator.group_deadline_s),
     )
 
 

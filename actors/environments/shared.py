@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from actors.episodes.closing import ClosedAfter
+from actors.episodes.deadline import Deadline, DeadlineError
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext
@@ -19,8 +20,10 @@ from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
 
 @asynccontextmanager
-async def open_group(entry: EnvironmentEntry, context: EnvironmentContext) -> AsyncIterator[object]:
-    """Around a group of the entry.
+async def open_group(
+    entry: EnvironmentEntry, context: EnvironmentContext, *, deadline_s: float
+) -> AsyncIterator[object]:
+    """Around a group of the entry. Waits until it is open; `generator.group_deadline_s` unblocks.
 
     Raises:
         RolloutError: it cannot be opened or closed.
@@ -32,9 +35,15 @@ async def open_group(entry: EnvironmentEntry, context: EnvironmentContext) -> As
         yield None
         return
     attributed = partial(attributed_to, f"environment {name}: open_group", RolloutError)
-    with attributed():
-        manager = opened(context)
-        shared = await manager.__aenter__()
+    try:
+        with Deadline(deadline_s), attributed():
+            manager = opened(context)
+            shared = await manager.__aenter__()
+    except DeadlineError as error:
+        raise RolloutError(
+            f"environment {name}: open_group has not opened within generator.group_deadline_s, "
+            f"which is {deadline_s:g} s"
+        ) from error
 
     async def close() -> None:
         with attributed():

@@ -15,6 +15,7 @@ from actors.engines.hf.compaction import Compaction
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import FinishReason, SamplingParams
+from tests.engines import update_to
 from tests.tiny_model import EOS, VOCAB_SIZE, make_llama, save_llama
 
 DEADLINE_S = 30.0
@@ -101,3 +102,19 @@ async def test_close_waits_a_while_for_a_step_and_then_leaves_it_alone(monkeypat
     may_end.set()
     with pytest.raises(RolloutError, match="closed"):
         await waiting
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_swap_that_fails_ends_the_load_that_waits_for_it(monkeypatch, tmp_path):
+    def no_memory() -> None:
+        raise MemoryError("of the swap")
+
+    engine = hf.HfEngine(make_llama(0), eos_token_ids=frozenset(), max_num_seqs=1, max_model_len=16)
+    monkeypatch.setattr(engine._weights, "swap", no_memory)
+    update = update_to(make_llama(1), 1, tmp_path / "1.safetensors")
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(MemoryError, match="of the swap"):
+            await engine.load_weights(update)
+        with pytest.raises(RuntimeError, match="thread has ended with an error"):
+            await engine.generate([5], SamplingParams(max_new_tokens=1))
+        await engine.close()

@@ -77,6 +77,7 @@ class HfEngine(UpdatableEngine):
         self._waiting: deque[tuple[Request, Future]] = deque()
         self._running: dict[Request, Future] = {}
         self._commands: deque[Callable[[], None]] = deque()
+        self._swapped: asyncio.Future[float] | None = None
         self._wake = threading.Condition()
         self._is_closed = False
         self._failure: BaseException | None = None
@@ -181,6 +182,7 @@ class HfEngine(UpdatableEngine):
             self._weights.stage(name, tensor)
 
     async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+        """Waits for the decoding thread to swap between two steps; its end unblocks, too."""
         swapped: asyncio.Future[float] = self._loop.create_future()
 
         def swap() -> None:
@@ -190,11 +192,12 @@ class HfEngine(UpdatableEngine):
             if self._recompute_kv:
                 self._batch.recompute()
             pause_s = perf_counter() - start
-            self._loop.call_soon_threadsafe(swapped.set_result, pause_s)
+            self._loop.call_soon_threadsafe(_resolve, [(swapped, pause_s)])
 
         with self._wake:
             self._raise_if_dead()
             self._commands.append(swap)
+            self._swapped = swapped
             self._wake.notify()
         return await swapped
 
@@ -272,20 +275,23 @@ class HfEngine(UpdatableEngine):
 
     def _fail_all(self, error: BaseException) -> None:
         with self._wake:
-            futures = [future for _, future in self._waiting] + list(self._running.values())
+            futures: list[asyncio.Future[Any]] = [future for _, future in self._waiting]
+            futures.extend(self._running.values())
+            if self._swapped is not None:
+                futures.append(self._swapped)
             self._waiting.clear()
             self._running.clear()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_reject, futures, error)
 
 
-def _resolve(answers: list[tuple[Future, Completion]]) -> None:
-    for future, completion in answers:
+def _resolve(answers: Sequence[tuple[asyncio.Future[Any], object]]) -> None:
+    for future, answer in answers:
         if not future.done():
-            future.set_result(completion)
+            future.set_result(answer)
 
 
-def _reject(futures: list[Future], error: BaseException) -> None:
+def _reject(futures: Sequence[asyncio.Future[Any]], error: BaseException) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)

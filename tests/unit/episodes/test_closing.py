@@ -223,6 +223,7 @@ async def test_what_an_environment_returns_is_checked(what, sentence):
 # State that siblings share.
 
 SHARING = """
+from asyncio import Event
 from contextlib import asynccontextmanager
 from streamrl.interfaces import Observation, Transition
 
@@ -235,6 +236,8 @@ class Sharing:
         events.append(f"open {context.seed}")
         if context.prompt.content == "broken":
             raise OSError("no database")
+        if context.prompt.content == "away":
+            await Event().wait()
         try:
             yield {"seed": context.seed}
         finally:
@@ -261,12 +264,12 @@ def sharing(folder: Path, failing: int = -1) -> str:
     return f"{path}:Sharing"
 
 
-async def group_of(name: str, **changes: object):
+async def group_of(name: str, deadline_s: float = 60.0, **changes: object):
     (entry,) = Run(environment=name).config.entries
     runner = dataclasses.replace(
         Run().runner,
         make_environment=partial(make_environment, entry),
-        open_group=partial(open_group, entry),
+        open_group=partial(open_group, entry, deadline_s=deadline_s),
         group_size=3,
         **changes,
     )
@@ -294,13 +297,20 @@ async def test_what_siblings_share_is_closed_after_a_failure(tmp_path):
     assert events_of(name).count("close group") == 1
 
 
-async def test_what_cannot_be_opened_costs_its_group(tmp_path):
-    class Broken(Prompts):
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("broken", r"open_group: OSError: no database"),
+        ("away", r"open_group has not opened within generator\.group_deadline_s, which is 0\.01 s"),
+    ],
+)
+async def test_what_cannot_be_opened_costs_its_group(tmp_path, content, sentence):
+    class Unopened(Prompts):
         def __getitem__(self, prompt_index: int):
-            return dataclasses.replace(super().__getitem__(prompt_index), content="broken")
+            return dataclasses.replace(super().__getitem__(prompt_index), content=content)
 
-    with pytest.raises(RolloutError, match=r"open_group: OSError: no database"):
-        await group_of(sharing(tmp_path), prompts=Broken())
+    with pytest.raises(RolloutError, match=sentence):
+        await group_of(sharing(tmp_path), deadline_s=0.01, prompts=Unopened())
 
 
 async def test_a_group_that_is_dropped_while_it_waits_closes_what_it_shares():
