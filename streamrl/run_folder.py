@@ -7,6 +7,7 @@ runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  learner.json 
 buffer/     journal.sqlite  payloads/
 """
 
+import atexit
 import json
 import logging
 import random
@@ -225,6 +226,10 @@ def _with_ports(config: RunConfig) -> RunConfig:
     with ExitStack() as held:
         url = _bound("buffer.url", buffer.url, held) if buffer.has_daemon else buffer.url
         address = _bound("weights.address", weights.address, held)
+        if sys.platform == "linux":
+            # Until this process ends: there a daemon can listen at a port that is bound here, at
+            # each of its starts, and no other launch picks it before.
+            atexit.register(held.pop_all().close)
     return config.model_copy(
         update={
             "buffer": buffer.model_copy(update={"url": url}),
@@ -234,7 +239,7 @@ def _with_ports(config: RunConfig) -> RunConfig:
 
 
 def _bound(name: str, url: str, held: ExitStack) -> str:
-    """The URL with a port that is free at this moment, and bound until `held` closes."""
+    """The URL with a port that nobody listens at, and that is bound until `held` closes."""
     scheme, host = url.partition("://")[0], host_of(url)
     try:
         probe = held.enter_context(socket.socket(family_of(host)))
@@ -248,11 +253,18 @@ def _bound(name: str, url: str, held: ExitStack) -> str:
 
 
 def _bind(probe: socket.socket, host: str, port: int) -> None:
-    """To the port; if it is 0 to one that no other process is given before the daemon listens."""
+    """To the port; if it is 0 to one that no connection and no other launch is given. Whoever
+    reuses addresses, as the daemons do, can bind it as well."""
     if port:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _reuse(probe)
     for picked in () if port else random.sample(_PICKED_PORTS, _PICKS):
         with suppress(OSError):
             probe.bind((host, picked))
-            return
-    probe.bind((host, port))
+            break
+    else:
+        probe.bind((host, port))
+    _reuse(probe)
+
+
+def _reuse(probe: socket.socket) -> None:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

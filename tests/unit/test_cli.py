@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from rich.console import Console, RenderableType
 
 from streamrl.checkpoints.steps_left import require_steps_to_launch
@@ -35,6 +36,7 @@ from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import Books, LearnerActivity, LearnerStatus
 from tests.checkpoints import write_checkpoint
+from tests.ports import free_port, is_free
 from tests.training import make_config
 
 ROOT = Path(__file__).parents[2]
@@ -305,6 +307,31 @@ def test_two_ports_that_are_picked_are_two_that_no_connection_gets(tmp_path, mon
     given = Path("/proc/sys/net/ipv4/ip_local_port_range")
     if given.exists():
         assert max(ports) < int(given.read_text().split()[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a bound port can be listened at on Linux")
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_two_launches_never_pick_the_same_ports(tmp_path, monkeypatch, host):
+    """The daemons of the first one do not listen yet when the second one picks."""
+    given = [f"buffer.url=zmq://{host}:0", f"weights.address=tcp://{host}:0"]
+    first = free_port()
+    two = [port for port in range(first, first + 100) if is_free(port)][:2]
+    monkeypatch.setattr("streamrl.run_folder._PICKED_PORTS", two)
+    monkeypatch.setattr("streamrl.run_folder._PICKS", 2)
+    runs = []
+    for name in "first", "second":
+        config = load_config(QUICKSTART, [f"run.folder={tmp_path / name}", *given]).config
+        runs.append(prepare(config, resume=False, new=False))
+    ports = [{port_of(run.buffer.url), port_of(run.weights.address)} for run in runs]
+    assert ports[0] == {*two}
+    assert ports[0].isdisjoint(ports[1])
+    with zmq.Context() as context:
+        for run in runs:
+            for _start in range(2):
+                with context.socket(zmq.ROUTER) as daemon:
+                    daemon.setsockopt(zmq.IPV6, 1)
+                    daemon.bind(run.weights.address)
+                    daemon.unbind(run.weights.address)
 
 
 def test_a_port_that_is_taken_is_named(tmp_path):
