@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 from rich.console import Console, RenderableType
 
 from streamrl.checkpoints.steps_left import require_steps_to_launch
@@ -23,7 +22,7 @@ from streamrl.cli.main import main
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig, load_config
-from streamrl.config.addresses import port_of
+from streamrl.config.addresses import family_of, host_of, port_of
 from streamrl.errors import (
     ConfigError,
     FencedError,
@@ -36,7 +35,7 @@ from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import Books, LearnerActivity, LearnerStatus
 from tests.checkpoints import write_checkpoint
-from tests.ports import free_port, is_free
+from tests.ports import free_port
 from tests.training import make_config
 
 ROOT = Path(__file__).parents[2]
@@ -314,8 +313,7 @@ def test_two_ports_that_are_picked_are_two_that_no_connection_gets(tmp_path, mon
 def test_two_launches_never_pick_the_same_ports(tmp_path, monkeypatch, host):
     """The daemons of the first one do not listen yet when the second one picks."""
     given = [f"buffer.url=zmq://{host}:0", f"weights.address=tcp://{host}:0"]
-    first = free_port()
-    two = [port for port in range(first, first + 100) if is_free(port)][:2]
+    two = [free_port(), free_port()]
     monkeypatch.setattr("streamrl.run_folder._PICKED_PORTS", two)
     monkeypatch.setattr("streamrl.run_folder._PICKS", 2)
     runs = []
@@ -325,13 +323,12 @@ def test_two_launches_never_pick_the_same_ports(tmp_path, monkeypatch, host):
     ports = [{port_of(run.buffer.url), port_of(run.weights.address)} for run in runs]
     assert ports[0] == {*two}
     assert ports[0].isdisjoint(ports[1])
-    with zmq.Context() as context:
-        for run in runs:
-            for _start in range(2):
-                with context.socket(zmq.ROUTER) as daemon:
-                    daemon.setsockopt(zmq.IPV6, 1)
-                    daemon.bind(run.weights.address)
-                    daemon.unbind(run.weights.address)
+    for url in (url for run in runs for url in (run.buffer.url, run.weights.address)):
+        for _start in range(2):
+            with socket.socket(family_of(host_of(url))) as daemon:
+                daemon.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                daemon.bind((host_of(url), port_of(url)))
+                daemon.listen()
 
 
 def test_a_port_that_is_taken_is_named(tmp_path):
