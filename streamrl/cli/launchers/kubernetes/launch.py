@@ -44,8 +44,8 @@ def launch(given: RunConfig, arguments: argparse.Namespace) -> int:
             "--new: a run on Kubernetes goes on with what its volumes have: choose another "
             f"run.name than {given.run.name!r}, or delete them"
         )
-    documents = documents_of(given, arguments)
     names = _names(given, arguments)
+    documents = _documents(given, names, arguments)
     if arguments.dry_run:
         print(rendered(documents), end="")
         print(_about_keys(names), file=sys.stderr)
@@ -58,11 +58,11 @@ def launch(given: RunConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def documents_of(given: RunConfig, arguments: argparse.Namespace) -> Sequence[Document]:
+def _documents(given: RunConfig, names: Names, arguments: argparse.Namespace) -> Sequence[Document]:
     """Without the Secrets."""
     asked = arguments.gpus_per_node
     plan = plan_of(given, _GPUS_PER_NODE if asked is None else asked)
-    return manifests(plan, _names(given, arguments), arguments.storage or _STORAGE)
+    return manifests(plan, names, arguments.storage or _STORAGE)
 
 
 def plan_of(given: RunConfig, gpus_per_node: int) -> Plan:
