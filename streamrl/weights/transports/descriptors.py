@@ -18,6 +18,7 @@ from streamrl.weights.locality import SHARED_FOLDER
 
 _NAMES = "streamrl-weights-{}.socket"
 _WAIT_S = 10.0
+_RETRY_S = 0.1
 
 
 class DescriptorServer:
@@ -30,6 +31,7 @@ class DescriptorServer:
     def __init__(self, fd: int) -> None:
         _remove_abandoned()
         self._fd = fd
+        self._closing = threading.Event()
         self.path = SHARED_FOLDER / _NAMES.format(secrets.token_hex(8))
         self._socket = socket.socket(socket.AF_UNIX)
         unfinished = self.path.with_suffix(".new")
@@ -47,19 +49,22 @@ class DescriptorServer:
     def close(self) -> None:
         """Waits for the thread, which `shutdown` unblocks."""
         self.path.unlink(missing_ok=True)
+        self._closing.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
         os.close(self._fd)
 
     def _serve(self) -> None:
-        """Waits for connections, until closed. One byte and a descriptor always fit into a new
-        connection's buffer, so no receiver is waited for."""
-        while True:
+        """Waits for connections, until closed; where none can be accepted, as the process may open
+        no more files, for _RETRY_S. One byte and a descriptor always fit into a new connection's
+        buffer, so no receiver is waited for."""
+        while not self._closing.is_set():
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return
+                self._closing.wait(_RETRY_S)
+                continue
             with connection, contextlib.suppress(OSError):
                 connection.setblocking(False)
                 socket.send_fds(connection, [b"\0"], [self._fd])
