@@ -127,7 +127,11 @@ async def greedy_groups_of(config: RunConfig, engine: Engine) -> list[Trajectory
 
 
 async def _send_weights(config: RunConfig, engine: Engine) -> None:
-    """Waits until the engine has loaded those of `model.path`, or for the deadline."""
+    """Waits until the engine has loaded those of `model.path`, or cannot, or for the deadline.
+
+    Raises:
+        WeightTransferError: it has not loaded them in time.
+    """
     path, trust = config.model.path, config.model.trust_remote_code
     model = load_pretrained(path, dtype=torch.float32, trust_remote_code=trust)
     parameters = dict(model.named_parameters())
@@ -156,15 +160,20 @@ async def _send_weights(config: RunConfig, engine: Engine) -> None:
         )
         sender.snapshot(parameters, 0)
         sender.publish()
-        running = [asyncio.create_task(part.run()) for part in (sender, receiver)]
+        parts = (is_loaded.wait(), sender.run(), receiver.run())
+        running = [asyncio.create_task(part) for part in parts]
+        limit_s = _NUM_ATTEMPTS * weights.deadline_s
         try:
-            async with asyncio.timeout(_NUM_ATTEMPTS * weights.deadline_s):
-                await is_loaded.wait()
-        except TimeoutError as error:
-            raise WeightTransferError(
-                f"generator.{config.generator.engine}.url: {config.generator.url} has not loaded "
-                f"{config.model.path} within {_NUM_ATTEMPTS * weights.deadline_s:g} s"
-            ) from error
+            ended, _ = await asyncio.wait(
+                running, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in ended:
+                task.result()
+            if not ended:
+                raise WeightTransferError(
+                    f"generator.{config.generator.engine}.url: {config.generator.url} has not "
+                    f"loaded {config.model.path} within {limit_s:g} s"
+                )
         finally:
             for task in running:
                 task.cancel()

@@ -14,9 +14,11 @@ from actors.engines.served.process import ServerProcess
 from actors.evaluation import evaluate, greedy_groups
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
+from streamrl.types import LoadReport, WeightUpdate
 from tests.engines import ENVIRONMENT
 from tests.ports import free_port
 from tests.system.conftest import CONFIG
+from tests.unit.test_generator import FakeEngine
 
 
 @pytest.fixture
@@ -63,6 +65,22 @@ def test_a_server_elsewhere_is_sent_the_weights_that_are_scored(config, model, t
         server.close()
     assert scored == answers(config, checkpoint)
     assert scored != answers(config, model)
+
+
+class _Broken(FakeEngine):
+    async def load_weights(self, update: WeightUpdate) -> LoadReport:
+        raise RuntimeError(f"no room for version {update.policy_version}")
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_load_that_breaks_ends_the_evaluation_with_its_error(config, model, monkeypatch):
+    monkeypatch.setattr("actors.evaluation.make_engine", lambda *_, **__: _Broken())
+    elsewhere = changed(config, "generator", engine="sglang", sglang={"url": "http://127.0.0.1:1"})
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(asyncio.wait_for(greedy_groups(elsewhere, model), 30))
+    assert raised.group_contains(RuntimeError, match="no room for version 0")
 
 
 def test_each_prompt_of_a_short_file_is_scored_once(config, model, tmp_path):
