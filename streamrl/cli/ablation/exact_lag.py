@@ -5,8 +5,9 @@ versions before (`even`), or with those of, for each group, 0 to twice as many v
 (`uneven`); the first steps have only newer ones. `streamrl ablate --lag` calls `main` in a process
 for each run.
 
-Invariant: no daemon, buffer or clock takes part, so on a CPU the same settings give the same run,
-whatever else the machine does; where episodes have several turns, their order is that of replies.
+Invariant: no daemon, buffer or clock takes part, so on CPUs with the same vector instructions the
+same settings give the same run, whatever else the machine does; where episodes have several turns,
+their order is that of replies.
 The engine is idle while its weights are replaced.
 """
 
