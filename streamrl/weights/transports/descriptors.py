@@ -8,6 +8,7 @@ process that made it lives. The name of one that was killed stays until the next
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -16,9 +17,11 @@ from pathlib import Path
 
 from streamrl.weights.locality import SHARED_FOLDER
 
+log = logging.getLogger(__name__)
+
 _NAMES = "streamrl-weights-{}.socket"
 _WAIT_S = 10.0
-_RETRY_S = 0.1
+_RETRY_S = 1.0
 
 
 class DescriptorServer:
@@ -62,8 +65,9 @@ class DescriptorServer:
         while not self._closing.is_set():
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                self._closing.wait(_RETRY_S)
+            except OSError as error:
+                if not self._closing.wait(_RETRY_S):
+                    log.warning("no process was given the weights' memory: %s", error)
                 continue
             with connection, contextlib.suppress(OSError):
                 connection.setblocking(False)
@@ -96,7 +100,7 @@ def _connect(path: str) -> socket.socket:
     connection.settimeout(_WAIT_S)
     try:
         connection.connect(path)
-    except BaseException:
+    except OSError:
         connection.close()
         raise
     return connection
