@@ -8,11 +8,13 @@ from streamrl.config.loading.load import LoadedConfig
 from streamrl.config.loading.yaml_scalars import dump
 from streamrl.config.run_config import RunConfig
 
+_WIDEST = 60  # Characters of a setting; the origin of a longer one stands right behind it.
+
 
 def render(loaded: LoadedConfig) -> str:
     """The resolved configuration as YAML; behind each value, where it came from."""
     lines = list(_render(loaded.config.model_dump(mode="json"), (), loaded.origins))
-    width = max(len(text) for text, _ in lines)
+    width = max(len(text) for text, _ in lines if len(text) <= _WIDEST)
     return "".join(f"{text:<{width}}  {origin}".rstrip() + "\n" for text, origin in lines)
 
 

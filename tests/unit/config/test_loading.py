@@ -63,6 +63,15 @@ def test_every_value_is_printed_with_where_it_came_from(tmp_path):
     assert yaml.safe_load(printed)["run"]["max_steps"] == 7
 
 
+def test_a_long_value_does_not_push_every_origin_to_the_right(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL + f"run: {{folder: {'x' * 300}}}\n")
+    lines = render(load_config(path, [], {})).splitlines()
+    columns = {line.index("  #") for line in lines if line.endswith("# default")}
+    assert max(columns) <= 60
+    assert f"  folder: {'x' * 300}  # {path}:3" in lines
+
+
 def test_the_resolved_file_reads_back_to_the_same(tmp_path):
     config = load(tmp_path, MINIMAL, "generator.stop_token_ids=[1, 2]", "learner.optimizer.lr=1e-5")
     (tmp_path / "resolved.yaml").write_text(to_yaml(config))
