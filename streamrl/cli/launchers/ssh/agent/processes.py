@@ -35,14 +35,14 @@ class HostProcesses:
     def __init__(self, folder: Path, host: str) -> None:
         self._logs = folder / "logs"
         self._mark = f"{folder.resolve()}:{host}:"
-        self._running: dict[str, Process] = {}
+        self._running: Mapping[str, Process] = {}
         # With the last signal for it that came meanwhile, or 0.
-        self._starting: dict[str, int] = {}
+        self._starting: Mapping[str, int] = {}
 
     def run(self, start: Start) -> Coroutine[Any, Any, Ended]:
         """Start the command and wait for its end; then nothing of it is left. A signal counts from
         this call on."""
-        self._starting[start.name] = 0
+        self._starting = {**self._starting, start.name: 0}
         return self._run(start)
 
     async def _run(self, start: Start) -> Ended:
@@ -50,11 +50,11 @@ class HostProcesses:
             try:
                 process = await self._start(start, pipe)
             except OSError as error:
-                del self._starting[start.name]
+                self._forget_start(start.name)
                 sentence = f"cannot start {start.command[0]}: {error.strerror or error}"
                 return Ended(name=start.name, exit_code=127, record=ErrorRecord(1, sentence, ""))
             self._running = {**self._running, start.name: process}
-            if number := self._starting.pop(start.name):
+            if number := self._forget_start(start.name):
                 self.send(start.name, number)
             code, record = await process.wait(), pipe.read()
         self._running = {name: p for name, p in self._running.items() if name != start.name}
@@ -66,7 +66,7 @@ class HostProcesses:
     def send(self, name: str, number: int) -> None:
         """Send the signal to the process, if it runs; SIGKILL to all that it has started."""
         if name in self._starting:
-            self._starting[name] = number
+            self._starting = {**self._starting, name: number}
             return
         process = self._running.get(name)
         if process is None or process.returncode is not None:
@@ -77,9 +77,15 @@ class HostProcesses:
             else:
                 os.kill(process.pid, number)
 
+    def _forget_start(self, name: str) -> int:
+        """The signal that came while the process was starting, or 0."""
+        number = self._starting[name]
+        self._starting = {other: n for other, n in self._starting.items() if other != name}
+        return number
+
     async def end_all(self) -> None:
-        """End every process, the buffer last: a learner that drains needs it. Then kill what an
-        agent before this one has left."""
+        """End every process, the buffer last: a learner that drains needs it. Then kill what is
+        still starting, and what an agent before this one has left."""
         await self._end([name for name in self._running if name != "buffer"])
         await self._end(list(self._running))
         await end_left(self._mark)
