@@ -2,6 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,9 @@ from streamrl.cli.ablation.exact_lag import LaggedRun
 from streamrl.cli.ablation.exact_lag import main as exact_lag
 from streamrl.cli.ablation.lag import Lag
 from streamrl.cli.main import main as streamrl
+from streamrl.cli.processes.command import executable
 from streamrl.config import RunConfig, load_config
+from streamrl.process_environment import processes_with
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 from tests.system.conftest import CONFIG
@@ -75,6 +82,37 @@ def test_what_one_process_cannot_do_is_refused(file: Path, capsys, setting, sent
     with pytest.raises(SystemExit, match="2"):
         exact_lag(Lag.EVEN, str(file), [setting])
     assert sentence in capsys.readouterr().err
+
+
+def test_an_ablation_that_is_killed_leaves_no_run_behind(file: Path):
+    mark, folder = "STREAMRL_TEST_ABLATION", file.parent
+    command = ["ablate", str(file), "--vary", "learner.optimizer.lr=1e-3", "--seeds", "0"]
+    command += ["--lag", "even", "--set", "run.name=killed", "--set", "run.max_steps=100000"]
+    ablation = subprocess.Popen(
+        [executable(), *command], env={**os.environ, mark: str(folder)}, stdout=subprocess.DEVNULL
+    )
+
+    def left() -> list[int]:
+        return processes_with(mark, lambda value: value == str(folder))
+
+    try:
+        wait_until(lambda: any(folder.glob("killed/*/metrics.jsonl")))
+        assert len(left()) > 1
+        ablation.kill()
+        ablation.wait()
+        wait_until(lambda: not left())
+    finally:
+        ablation.kill()
+        ablation.wait()
+        for pid in left():
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 @pytest.mark.long
