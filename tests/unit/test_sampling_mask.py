@@ -111,7 +111,8 @@ def test_at_staleness_0_the_ratio_of_every_token_is_1(
         keep_sampling_mask=True,
     )
     group = group_of(sampling, seed)
-    assert log_ratios(group, temperature).abs().max() < 1e-4
+    # Decoding and packing round the logits differently, by at most 8e-6 in 750 groups.
+    assert log_ratios(group, temperature).abs().max() < 2e-5 / temperature
 
 
 def test_without_the_mask_it_is_not():
