@@ -16,6 +16,7 @@ from actors.engines.hf.batch import Request, RunningBatch
 from actors.engines.hf.engine import HfEngine
 from actors.episodes.record import EpisodeRecord
 from learners.batch import TrainingBatch
+from learners.policy.policy import Policy
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -31,7 +32,7 @@ from streamrl.types import (
 )
 from tests.rollouts import trajectories_of
 from tests.tiny_model import EOS, VOCAB_SIZE, make_llama
-from tests.training import make_config, make_policy, make_trainer
+from tests.training import make_config, make_network, make_policy, make_trainer
 
 # The model's logits are nearly flat as it is made: sharper ones, so that top_p cuts.
 SHARP = 0.05
@@ -40,7 +41,7 @@ SHARP = 0.05
 @cache
 def model() -> Any:
     """Decodes alone, so that it is made once."""
-    return make_llama(0)
+    return make_llama(0).double()
 
 
 def sampled(
@@ -79,7 +80,8 @@ def sampling_of(temperature: float = SHARP, **changes: Any) -> SamplingParams:
 
 
 def log_ratios(group: TrajectoryGroup, temperature: float = SHARP) -> torch.Tensor:
-    policy = make_policy(temperature)
+    # Decoding and packing round float32 differently, which a low temperature multiplies.
+    policy = Policy(make_network(temperature).double())
     batch = TrainingBatch.of([group], policy_version=0)
     micro_batches = batch.pack(20, policy.device)
     assert len(micro_batches) > 1
@@ -111,8 +113,7 @@ def test_at_staleness_0_the_ratio_of_every_token_is_1(
         keep_sampling_mask=True,
     )
     group = group_of(sampling, seed)
-    # Decoding and packing round the logits differently, by at most 8e-6 in 750 groups.
-    assert log_ratios(group, temperature).abs().max() < 2e-5 / temperature
+    assert log_ratios(group, temperature).abs().max() < 1e-4
 
 
 def test_without_the_mask_it_is_not():
