@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,11 @@ from streamrl.process_environment import processes_with
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 from tests.system.conftest import CONFIG
+from tests.waiting import until
 
 TIMES = ("_s", "_per_s")
 K3 = "mismatch/mismatch_k3_kl"
+DEADLINE_S = 120.0
 
 
 @pytest.fixture
@@ -96,23 +96,16 @@ def test_an_ablation_that_is_killed_leaves_no_run_behind(file: Path):
         return processes_with(mark, lambda value: value == str(folder))
 
     try:
-        wait_until(lambda: any(folder.glob("killed/*/metrics.jsonl")))
+        asyncio.run(until(lambda: any(folder.glob("killed/*/metrics.jsonl")), DEADLINE_S))
         assert len(left()) > 1
         ablation.kill()
         ablation.wait()
-        wait_until(lambda: not left())
+        asyncio.run(until(lambda: not left(), DEADLINE_S))
     finally:
         ablation.kill()
         ablation.wait()
         for pid in left():
             os.kill(pid, signal.SIGKILL)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 @pytest.mark.long
