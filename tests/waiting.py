@@ -1,6 +1,7 @@
 """Waiting for a condition, under a deadline."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 
@@ -15,3 +16,16 @@ async def until(
     async with asyncio.timeout(deadline_s):
         while not condition():
             await asyncio.sleep(every_s)
+
+
+def block_until(
+    condition: Callable[[], bool],
+    deadline_s: float = 20.0,
+    every_s: float = 0.02,
+    explain: Callable[[], str] = str,
+) -> None:
+    """`until` for a test that has no loop; at the deadline it fails with what `explain` tells."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(every_s)

@@ -1,8 +1,8 @@
 """A run in a real cluster: three masters and a replica, of our own, one of which is killed."""
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from streamrl.errors import ConfigError
 from tests.contract.conftest import Connect
 from tests.contract.test_buffers import fill
 from tests.redis_server import RedisServer
+from tests.waiting import block_until
 
 DEADLINE_S = 30.0
 RUN = "clustered"
@@ -54,11 +55,7 @@ def _is_ok(admin: "Redis") -> bool:
     return "cluster_state:ok" in str(admin.execute_command("CLUSTER", "INFO"))
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+until = partial(block_until, deadline_s=DEADLINE_S)
 
 
 @pytest.fixture

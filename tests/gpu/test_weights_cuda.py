@@ -2,7 +2,7 @@
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from streamrl.weights.locality import locality_of  # noqa: E402
 from streamrl.weights.receiver import WeightReceiver  # noqa: E402
 from streamrl.weights.sender import WeightSender  # noqa: E402
 from streamrl.weights.transports.receive import TransferReceiver  # noqa: E402
+from tests.waiting import until as waiting_until  # noqa: E402
 
 SHAPES = {"embed": (500, 64), "head": (64, 500), "norm": (64,)}
 BUCKET_BYTES = 70_000
@@ -50,10 +51,7 @@ def receive(address: str, name: str, device: str, pipe: Connection) -> None:
     asyncio.run(receiver.run())
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.05)
+until = partial(waiting_until, deadline_s=WAIT_S)
 
 
 async def loads_of(folder: Path, devices: list[str], **settings: object) -> list[list[object]]:

@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from streamrl.tracking.jsonl import read_metrics
 from tests.documents import ROOT, commands, write_files
 from tests.ports import free_port
 from tests.system.conftest import DEADLINE_S, STREAMRL, slow_reward
+from tests.waiting import block_until
 
 # Every command that the documents show, and the test below that runs it.
 RUN_BY = {
@@ -273,7 +272,7 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     running = subprocess.Popen(launch, stdout=subprocess.DEVNULL)
     folder = Path("runs/quickstart")
     try:
-        _until(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 3)
+        block_until(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 3, DEADLINE_S)
         assert "\nhealthy\n" in _output(status)
         screen, record = map(_output, _run_by("top"))
         assert "step time" in screen
@@ -309,8 +308,8 @@ def _restart_a_generator() -> None:
     again = subprocess.Popen(_words(start))
     try:
         log = Path("runs/quickstart/logs/generator-0.log")
-        _until(lambda: log.read_text().count("generator-0 serves") == 2)
-        _until(lambda: _output(listing).count(" active ") == 1)
+        block_until(lambda: log.read_text().count("generator-0 serves") == 2, DEADLINE_S)
+        block_until(lambda: _output(listing).count(" active ") == 1, DEADLINE_S)
     finally:
         again.send_signal(signal.SIGTERM)
         assert again.wait(DEADLINE_S) == 0
@@ -331,11 +330,3 @@ def _output(command: str, deadline_s: float = DEADLINE_S) -> str:
     )
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    """Waits for the condition; unblocked by it or the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

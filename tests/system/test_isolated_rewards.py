@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from actors.rewards.calls.output import MAX_BYTES
 from streamrl.config.data import DataSettings
 from streamrl.errors import RewardError, RolloutError
 from tests.unit.rewards.episodes import episode, values
+from tests.waiting import block_until
 
 CODE = """
 import os, sys, time
@@ -86,7 +86,7 @@ async def test_what_an_ended_process_has_started_ends_with_it(reward, tmp_path, 
     with pytest.raises(RewardError, match=sentence):
         await reward(name, timeout_s=1).score([episode(f"{tmp_path}/pid")])
     pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not psutil.pid_exists(pid) or is_zombie(pid))
+    block_until(lambda: not psutil.pid_exists(pid) or is_zombie(pid))
 
 
 def is_zombie(pid: int) -> bool:
@@ -94,13 +94,6 @@ def is_zombie(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.system.test_launch import (
     assert_books_close,
     assert_every_step_once,
 )
+from tests.waiting import block_until
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 QUICKSTART = "configs/quickstart.yaml"
@@ -54,10 +54,7 @@ class Ranks(RunFolder):
         return (self.folder.parent / "output.log").read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        give_up = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < give_up, self.output
-            time.sleep(0.05)
+        block_until(condition, DEADLINE_S, explain=lambda: self.output)
 
     def until_step(self, step: int) -> None:
         self.until(lambda: len(self.lines) >= step)

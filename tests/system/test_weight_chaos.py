@@ -23,6 +23,7 @@ from streamrl.config.weights import WeightSettings
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.sender import WeightSender
 from tests.system.weight_receiver import BUCKET_BYTES, HOPS, SHAPES, Fate, receive
+from tests.waiting import until
 
 DEADLINE_S = 6.0
 # What a busy machine adds to it.
@@ -100,9 +101,7 @@ class Fleet:
         return True
 
     async def until(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
-        async with asyncio.timeout(wait_s):
-            while not condition():
-                await asyncio.sleep(0.02)
+        await until(condition, wait_s)
 
 
 @contextlib.asynccontextmanager

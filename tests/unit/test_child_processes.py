@@ -21,6 +21,7 @@ from streamrl.errors import ConfigError, FencedError, RolloutError, StreamRLErro
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
 from tests.standins.streamrl_command import DEAF, WAIT, starts_of, write_command
+from tests.waiting import block_until, until
 
 STEP = "open({file!r}, 'a').write('{{\"step\": 1}}\\n'); "
 
@@ -64,9 +65,7 @@ class Launch:
         )
 
     async def until(self, *files: str) -> None:
-        async with asyncio.timeout(60):
-            while not all((self.folder / file).exists() for file in files):
-                await asyncio.sleep(0.01)
+        await until(lambda: all((self.folder / file).exists() for file in files), deadline_s=60)
 
     def assert_no_process_is_left(self) -> None:
         for one in self.children:
@@ -234,10 +233,7 @@ def test_a_command_that_another_one_calls_fails_in_one_sentence(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_command_that_another_one_calls(tmp_path, number):
     caller = calling(tmp_path, WAIT)
-    deadline_s = time.monotonic() + 60
-    while not (tmp_path / "evaluate.ready").exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    block_until((tmp_path / "evaluate.ready").exists, deadline_s=60)
     caller.send_signal(number)
     with contextlib.closing(caller.stderr):
         caller.communicate(timeout=60)

@@ -42,6 +42,7 @@ from streamrl.types import (
     WeightUpdate,
 )
 from tests.records import lease_one
+from tests.waiting import until
 
 LEASE_TTL_S = 2.0
 
@@ -192,9 +193,7 @@ class Run:
         await self.learner.advance(version + 1)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.005)
+        await until(condition, deadline_s=10, every_s=0.005)
 
     @property
     def books(self):

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,9 +31,12 @@ from streamrl.types import Completion, HeldEndpoint, WeightUpdate
 from streamrl.weights.receiver import Holding
 from tests.engines import run_config
 from tests.unit.test_served_engine import ONE, FakeServer, aborted, an_answer, engine_on
+from tests.waiting import until as waiting_until
 
 RUN, OTHER = Labels.of_run("this"), Labels.of_run("other")
 DEADLINE_S = 30
+
+until = partial(waiting_until, deadline_s=DEADLINE_S, every_s=0.005)
 
 
 def update(version: int, endpoint: object = None, learner: str = "l") -> WeightUpdate:
@@ -54,12 +58,6 @@ def shared(*answers: object) -> FakeServer:
     server.labels = RUN
     server.held = RUN.taken
     return server
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_an_engine_takes_over_the_version_that_another_generator_has_loaded():

@@ -5,9 +5,8 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from streamrl.cli.verification.growth import Verdict
 from streamrl.cli.verification.processes import family_of, process_table, read_family
 from streamrl.cli.verification.soak_faults import plan
 from streamrl.cli.verification.soak_record import SOAK_FILE, disk_values, rows
+from tests.waiting import block_until
 
 ROLES = ("buffer", "learner", "generator-0", "generator-1")
 PARENT = """
@@ -28,13 +28,6 @@ gone = subprocess.Popen(["true"])
 print(child.pid, flush=True)
 time.sleep(600)
 """
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -55,7 +48,7 @@ def parent(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_family_is_read_with_its_children_and_zombies(parent):
-    until(lambda: getattr(read_family(parent.pid, process_table()), "num_zombies", 0) == 1)
+    block_until(lambda: getattr(read_family(parent.pid, process_table()), "num_zombies", 0) == 1)
     table = process_table()
     reading = read_family(parent.pid, table)
     assert reading is not None
@@ -81,7 +74,7 @@ def test_sockets_and_descriptors_of_this_process_are_counted():
 
 def test_a_process_that_has_ended_has_no_reading():
     process = subprocess.Popen(["true"])
-    until(lambda: process_table().get(process.pid, (0, "Z"))[1] == "Z")
+    block_until(lambda: process_table().get(process.pid, (0, "Z"))[1] == "Z")
     assert read_family(process.pid, process_table()) is None
     process.wait()
     assert read_family(process.pid, process_table()) is None

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from streamrl.types import (
     OverduePolicy,
 )
 from tests.full_disk import files_no_larger_than
+from tests.waiting import block_until
 
 
 def make_config(tmp_path: Path, **tracking: object) -> RunConfig:
@@ -173,10 +173,7 @@ def test_wandb_gets_a_validation_and_samples_without_another_step(tmp_path, monk
     trackers.close()
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
     # wandb's own process may write the end of the file after `finish`.
-    deadline_s = time.monotonic() + 20
-    while b"validation/mean@1" not in file.read_bytes():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    block_until(lambda: b"validation/mean@1" in file.read_bytes())
     tables = list((tmp_path / "run").glob("wandb/offline-run-*/files/media/table/samples*.json"))
     assert [json.loads(path.read_text())["data"][0][1:3] for path in tables] == [["ask", "reply"]]
 

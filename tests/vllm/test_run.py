@@ -2,8 +2,8 @@
 
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -11,6 +11,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, Launched
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.timeout(900)
 NUM_STEPS = 60
@@ -73,12 +74,7 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
             process.communicate()
 
 
-def until(condition: Callable[[], bool], explain: Callable[[], str]) -> None:
-    """Waits for the condition; unblocked by it or by the deadline."""
-    deadline = time.monotonic() + START_DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, explain()
-        time.sleep(0.05)
+until = partial(block_until, deadline_s=START_DEADLINE_S)
 
 
 def overrides(*words: str) -> list[str]:
@@ -93,7 +89,7 @@ def test_a_run_with_a_vllm_and_an_hf_generator_learns_from_both(
     generator = start("generator", "--config", str(config), "--id", "vllm-0", *as_vllm)
     folder = config.parent / "run"
     run = Launched(generator, folder)
-    until(lambda: "serves" in run.log("vllm-0"), lambda: run.log("vllm-0")[-3000:])
+    until(lambda: "serves" in run.log("vllm-0"), explain=lambda: run.log("vllm-0")[-3000:])
     launch = start(
         "launch", str(config), "--no-view", *overrides("generator.count=1", steps, *SIZES)
     )
@@ -124,7 +120,7 @@ def test_a_killed_vllm_generator_leaves_no_process_behind(
     as_vllm = overrides("generator.engine=vllm")
     generator = start("generator", "--config", str(config), "--id", "vllm-0", *as_vllm)
     run = Launched(generator, config.parent / "run")
-    until(lambda: "serves" in run.log("vllm-0"), lambda: run.log("vllm-0")[-3000:])
+    until(lambda: "serves" in run.log("vllm-0"), explain=lambda: run.log("vllm-0")[-3000:])
     family = psutil.Process(generator.pid).children(recursive=True)
     assert len(family) >= 2, "vLLM's engine core and its worker"
     generator.send_signal(signal.SIGKILL)

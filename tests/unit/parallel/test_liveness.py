@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from learners.parallel import liveness
 from learners.parallel.liveness import Liveness
 from streamrl.errors import EXIT_UNREACHABLE, TransportError
+from tests.waiting import block_until
 
 DEADLINE_S = 30.0
 
@@ -75,15 +75,14 @@ async def test_a_rank_of_another_machine_is_lost_when_its_beat_stands_still(exit
 def test_ranks_that_beat_or_have_parted_are_not_missed(exits):
     store = dist.HashStore()
     first, second = (watching(store, rank, deadline_s=2.0) for rank in (0, 1))
-    give_up = time.monotonic() + DEADLINE_S
-    while int(store.get(liveness._key(1)).split()[-1]) < 110:
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
+
+    def beats(rank: int) -> int:
+        return int(store.get(liveness._key(rank)).split()[-1])
+
+    block_until(lambda: beats(1) >= 110, DEADLINE_S)
     second.stop()
-    before = int(store.get(liveness._key(0)).split()[-1])
-    while int(store.get(liveness._key(0)).split()[-1]) < before + 110:
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
+    before = beats(0)
+    block_until(lambda: beats(0) >= before + 110, DEADLINE_S)
     first.stop()
     assert exits.code is None
 

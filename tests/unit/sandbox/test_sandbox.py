@@ -3,8 +3,6 @@
 import asyncio
 import os
 import socket
-import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from actors.sandbox.isolation import Isolation, find_isolation
 from actors.sandbox.limits import SandboxLimits, SandboxResult
 from actors.sandbox.sandbox import Sandbox
 from streamrl.errors import ConfigError
+from tests.waiting import block_until
 
 pytestmark = pytest.mark.skipif(find_isolation() is None, reason="no isolation on this machine")
 
@@ -23,13 +22,6 @@ LIMITS = SandboxLimits(time_s=20.0)
 
 async def run(isolation: Isolation, code: str, **options: object) -> SandboxResult:
     return await Sandbox(LIMITS, isolation=isolation).run(code, **options)  # type: ignore[arg-type]
-
-
-def wait_until(is_true: Callable[[], bool], deadline_s: float = 20.0) -> None:
-    ends = time.monotonic() + deadline_s
-    while not is_true():
-        assert time.monotonic() < ends, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 def processes_of(folder_mark: str) -> list[psutil.Process]:
@@ -189,7 +181,7 @@ class TestProcesses:
         running = asyncio.create_task(
             run(isolation, "import time; time.sleep(1000)", arguments=(mark,))
         )
-        await asyncio.to_thread(wait_until, lambda: len(_with_argument(mark)) > 0)
+        await asyncio.to_thread(block_until, lambda: len(_with_argument(mark)) > 0)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -4,7 +4,6 @@ import asyncio
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from streamrl.config import load_config
 from streamrl.config.generator import GeneratorSettings, McpServerSettings
 from streamrl.errors import ConfigError, RolloutError
 from tests.ports import free_port
+from tests.waiting import block_until
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = (sys.executable, str(SERVER), "stdio")
@@ -82,10 +82,9 @@ async def test_a_command_that_is_not_there():
 def http() -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     port = free_port()
     with subprocess.Popen([sys.executable, str(SERVER), "http", str(port)]) as server:
-        deadline = time.monotonic() + TIME_LIMIT_S
-        while not is_open(port):
-            assert time.monotonic() < deadline, "the server does not listen"
-            time.sleep(0.05)
+        block_until(
+            lambda: is_open(port), TIME_LIMIT_S, explain=lambda: "the server does not listen"
+        )
         yield f"http://127.0.0.1:{port}/mcp", server
         server.kill()
 
