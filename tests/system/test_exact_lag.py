@@ -62,6 +62,13 @@ def test_every_group_is_as_old_as_it_is_set_and_a_run_repeats(file: Path):
     assert scores["num_prompts"] == 8
 
 
+def test_an_adapter_that_is_sent_alone_is_in_what_samples(file: Path):
+    adapter = ("learner.lora={rank: 4, publish: adapter}", "learner.optimizer.lr=1e-2")
+    same = made(config_of(file, "same", 0, *adapter), Lag.EVEN)
+    stale = made(config_of(file, "stale", 2, *adapter), Lag.EVEN)
+    assert max(line[K3] for line in same) < 1e-8 < min(line[K3] for line in stale[2:])
+
+
 def test_uneven_ages_lie_between_none_and_twice_the_mean(file: Path):
     lines = made(config_of(file, "uneven", 1, "run.max_steps=12"), Lag.UNEVEN)
     assert max(line["buffer/staleness_max"] for line in lines) == 2

@@ -38,6 +38,7 @@ from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError, exit_code_o
 from streamrl.metrics import staleness_metrics
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 from streamrl.types import GroupHeader, TrajectoryGroup
+from streamrl.weights.codecs import lora
 from streamrl.weights.layout import manifest_of
 
 QUIET_TURNS = 100
@@ -70,7 +71,7 @@ class ReloadedEngine(HfEngine):
 
     def reload(self, weights: Weights, policy_version: int) -> None:
         self._weights.landing(manifest_of(weights))
-        for name, tensor in weights.items():
+        for name, tensor in lora.merged(weights.items(), self._weights.base):
             self._weights.stage(name, tensor)
         self._weights.swap()
         self._policy_version = policy_version
