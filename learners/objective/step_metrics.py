@@ -65,24 +65,23 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the updates that were made, or over all; counts are added up, and of extremes the
-    largest or smallest is taken."""
-    trained = [update for update in updates if not update[MASKED]]
+    """Means over the updates that were made, or over all where those lack a metric, such as one of
+    a staleness; counts are added up, and of extremes the largest or smallest is taken."""
     names = dict.fromkeys(name for update in updates for name in update)
     return {
-        **{name: _together(name, updates, trained or updates) for name in names},
-        "learner/num_updates": len(trained),
+        **{name: _together(name, updates) for name in names},
+        "learner/num_updates": sum(not update[MASKED] for update in updates),
     }
 
 
-def _together(
-    name: str, updates: Sequence[Mapping[str, float]], trained: Sequence[Mapping[str, float]]
-) -> float:
+def _together(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     if "/num_" in name or name.endswith("/skipped_update"):
         return sum(update.get(name, 0.0) for update in updates)
     skipped = "critic/skipped_update" if name.startswith("critic/") else "learner/skipped_update"
+    having = [update for update in updates if name in update]
+    trained = [update for update in having if not update[MASKED]]
     made = [update for update in trained if not update.get(skipped)]
-    values = [u[name] for u in made if name in u] or [u[name] for u in trained if name in u]
+    values = [update[name] for update in made or trained or having]
     if extreme := _EXTREME.search(name):
         return max(values) if extreme[1] == "max" else min(values)
     return sum(values) / len(values)

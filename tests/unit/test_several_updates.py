@@ -358,3 +358,10 @@ def test_the_mean_of_a_step_leaves_out_updates_that_were_skipped():
     assert metrics["critic/grad_norm"] == 1.5
     assert metrics["learner/skipped_update"] == 1.0
     assert step_metrics.of_updates(updates[1:])["learner/grad_norm"] == -1.0
+
+
+def test_a_metric_that_only_an_update_without_a_trained_token_has_is_kept():
+    kl = "mismatch/staleness_0/kl"
+    updates = [{step_metrics.MASKED: 1.0, kl: 0.5, "x": 1.0}, {step_metrics.MASKED: 0.0, "x": 3.0}]
+    metrics = step_metrics.of_updates(updates)
+    assert (metrics[kl], metrics["x"], metrics["learner/num_updates"]) == (0.5, 3.0, 1)
