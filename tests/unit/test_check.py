@@ -210,6 +210,11 @@ TRAPS = [
     ),
     (["learner.device=cdua"], r"learner\.device: was 'cdua'; it must be auto, cpu, cuda"),
     (["weights.backend=nccl"], r"weights\.backend: nccl needs GPUs, and there are 0 GPUs here"),
+    (
+        ["learner.offload.optimizer=true", "learner.device=cpu"],
+        r"learner\.offload\.optimizer: .* to the host, and learner\.device is cpu",
+    ),
+    (["learner.offload.optimizer=true"], r"learner\.offload\.optimizer: moves memory from a GPU"),
     (["buffer.url=redis://:***@127.0.0.1:1"], r"buffer\.url: .*without its password"),
     (["buffer.password_file=no.txt", "buffer.url=redis://127.0.0.1:1"], r"buffer\.password_file"),
     (

@@ -56,18 +56,28 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
         is_about_gpus = str(error).endswith("here")
         yield problem(f"{error}{why if is_about_gpus else ''}")
         return
-    yield from _check_nccl(config, plan, why)
+    yield from _check_gpus_of_learner(config, plan, why)
     yield from _check_bfloat16(config, plan)
     yield from (warning(note) for note in plan.notes)
     yield fact(f"learner.device: {config.learner.device}, {counted(hosts)}")
 
 
-def _check_nccl(config: RunConfig, plan: Plan, why: str) -> Iterator[Finding]:
+def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[Finding]:
+    """What asks for a GPU of the learner, where the hosts are known to have none for it."""
     learners = [process for process in plan.processes if process.role == "learner"]
-    if config.weights.backend != "nccl" or any(process.devices for process in learners):
+    if any(process.devices for process in learners):
         return
-    if all(host.is_counted for host in plan.hosts):
-        yield problem(f"weights.backend: nccl needs GPUs, and {counted(plan.hosts)}{why}")
+    if not all(host.is_counted for host in plan.hosts):
+        return
+    is_told = config.learner.device == "cpu"
+    lacks = "learner.device is cpu" if is_told else f"{counted(plan.hosts)}{why}"
+    if config.weights.backend == "nccl":
+        yield problem(f"weights.backend: nccl needs GPUs, and {lacks}")
+    for name, is_on in config.learner.offload.model_dump().items():
+        if is_on:
+            yield problem(
+                f"learner.offload.{name}: moves memory from a GPU to the host, and {lacks}"
+            )
 
 
 def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
