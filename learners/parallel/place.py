@@ -60,8 +60,8 @@ def join(config: RunConfig) -> Place:
             f"learner.num_ranks {settings.num_ranks} is for a learner that is started without "
             f"torchrun, which has started {num_ranks}: leave it out"
         )
+    settings.require_ranks(num_ranks)
     if num_ranks == 1:
-        settings.mesh.sizes(1)
         needs_shards = settings.offload.parameters or settings.offload.reference
         mesh = make_mesh(settings.mesh, device_of(settings.device)) if needs_shards else None
         return Place(Ranks(), Ranks(), mesh, Liveness())
@@ -71,11 +71,6 @@ def join(config: RunConfig) -> Place:
             "each takes the one of its place on its machine with cuda, or auto"
         )
     mesh = make_mesh(settings.mesh, device_of(settings.device))
-    if mesh.num_data > settings.groups_per_step:
-        raise ConfigError(
-            f"learner.groups_per_step {settings.groups_per_step} is less than the {mesh.num_data} "
-            "ranks that each train groups of their own: start fewer, or raise it"
-        )
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False, timeout=_RENDEZVOUS)
     return Place(

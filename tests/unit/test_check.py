@@ -208,6 +208,10 @@ TRAPS = [
         ["algorithm.sample_weight.difficulty=true"],
         r"algorithm\.sample_weight\.difficulty: .* has no number in a column difficulty",
     ),
+    (
+        ["learner.num_ranks=2", "learner.groups_per_step=1"],
+        r"groups_per_step 1 is less than the 2 r",
+    ),
     (["learner.device=cdua"], r"learner\.device: was 'cdua'; it must be auto, cpu, cuda"),
     (["weights.backend=nccl"], r"weights\.backend: nccl needs GPUs, and there are 0 GPUs here"),
     (

@@ -13,6 +13,7 @@ from streamrl.config.learner.optimizer import OptimizerSettings
 from streamrl.config.learner.profiler import ProfilerSettings
 from streamrl.config.numbers import Device, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
+from streamrl.errors import ConfigError
 
 
 class LearnerSettings(Section):
@@ -81,6 +82,19 @@ class LearnerSettings(Section):
     def num_updates(self) -> int:
         """Optimizer updates of one batch."""
         return self.epochs * self.updates_per_batch
+
+    def require_ranks(self, num_ranks: int) -> None:
+        """
+        Raises:
+            ConfigError: the sizes of `mesh`, or the batch, do not fit so many ranks.
+        """
+        replicate, shard, _, _ = self.mesh.sizes(num_ranks)
+        if replicate * shard > self.groups_per_step:
+            raise ConfigError(
+                f"learner.groups_per_step {self.groups_per_step} is less than the "
+                f"{replicate * shard} ranks that each train groups of their own: start fewer, or "
+                "raise it"
+            )
 
 
 def setting_without_pass(

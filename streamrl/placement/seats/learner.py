@@ -42,7 +42,7 @@ def _seats_of(config: RunConfig, allowed: Sequence[Host]) -> tuple[Seat, ...]:
     if kind == "cuda" and not with_gpus and all(host.is_counted for host in allowed):
         raise ConfigError(f"learner.device: was {learner.device!r}, and {counted(allowed)}")
     block = learner.mesh.sequence * learner.mesh.tensor
-    learner.mesh.sizes(learner.num_ranks)
+    learner.require_ranks(learner.num_ranks)
     if kind in ("auto", "cuda") and with_gpus:
         _require_room(config, with_gpus, block)
         shares = _fill(learner.num_ranks, block, [len(host.devices) for host in with_gpus])
