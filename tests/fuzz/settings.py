@@ -1,0 +1,185 @@
+"""Short runs of random settings, as many as one likes: what is accepted trains.
+
+    PYTHONPATH=. python tests/fuzz/settings.py --runs 500 [--seed 1]
+
+Settings are drawn from `VALUES` until the configuration accepts them together; a run of three
+steps at an uneven lag in one process (`streamrl.cli.ablation.exact_lag`) trains a tiny model by
+them. What must hold: the run ends without an error, or with a sentence about what the model or the
+prompts refuse, and every number of its metrics is finite. Prints a line for each run that does not
+train, with its `--set`s and the last line of its log, and one JSON line at the end. A second is
+enough for one or two runs.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from actors.make_model import make_model
+from streamrl.cli.ablation.forked import exit_code_of
+from streamrl.cli.ablation.lag import Lag
+from streamrl.config import load_config
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
+from streamrl.config.algorithm.losses import LOSS_SETTINGS
+from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
+from streamrl.errors import EXIT_CONFIG, ConfigError
+from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
+
+SOURCE = str(Path("configs/ablation/lag.yaml").absolute())
+LOG = "stderr.log"
+ALWAYS = (
+    "run.max_steps=3",
+    "generator.group_size=4",
+    "learner.groups_per_step=4",
+    "learner.optimizer.lr=1e-3",
+    "learner.optimizer.warmup_steps=0",
+    "buffer.max_staleness=2",
+)
+ALGORITHM: Mapping[str, Sequence[str]] = {
+    "algorithm.advantage": tuple(ADVANTAGE_SETTINGS),
+    "algorithm.loss": tuple(LOSS_SETTINGS),
+    "algorithm.proximal": ("recompute", "behavior", "loglinear"),
+    "algorithm.rollout_is": (
+        *ROLLOUT_IS_PRESETS,
+        "{threshold: null}",
+        "{level: sequence, threshold: 3, rejection: [{seq_mean_k3: 0.1}]}",
+        "{normalize_by: kept, mode: clip, batch_normalize: true}",
+        "{scale_lr: true, second_moment: 0.01}",
+    ),
+    "learner.updates_per_batch": ("2", "3"),
+    "learner.epochs": ("2",),
+    "generator.keep_sampling_mask": ("true",),
+    "algorithm.kl_loss.coef": ("0.01",),
+    "algorithm.kl_reward.coef": ("0.01",),
+    "algorithm.reward.difficulty_low": ("0.05",),
+    "algorithm.reward.truncated": ("mask", "penalize"),
+    "algorithm.pf_ppo": ("{method: pow}", "{method: max_min}", "{method: max_random}"),
+    "buffer.max_staleness": ("0", "1", "3"),
+    "generator.group_size": ("1", "2", "5"),
+    "learner.groups_per_step": ("1", "3"),
+}
+VALUES: Mapping[str, Sequence[str]] = {
+    **ALGORITHM,
+    "algorithm.preset": ("stream", "null"),
+    "algorithm.advantage_config.whiten": ("true",),
+    "algorithm.advantage_config.clip": ("1.0",),
+    "algorithm.advantage_config.gamma": ("0.9",),
+    "algorithm.advantage_config.norm_adv_by_std": ("false",),
+    "algorithm.loss_config.loss_agg_mode": (
+        *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"),
+        "seq-mean-token-sum-norm",
+    ),
+    "algorithm.loss_config.divergence_topk": ("4",),
+    "algorithm.loss_config.clip_ratio_c": ("null",),
+    "algorithm.entropy_coef": ("0.01",),
+    "algorithm.sft_coef": ("0.1",),
+    "algorithm.rl_loss_coef": ("0",),
+    "algorithm.kl_loss.kind": ("kl", "abs", "mse", "low_var_kl", "full", "low_var_kl+"),
+    "algorithm.kl_reward.controller": ("adaptive",),
+    "algorithm.value.critic_warmup": ("1", "2"),
+    "algorithm.reward.truncated_penalty": ("0.5",),
+    "algorithm.reward.norm_mean": ("batch", "group", "running"),
+    "algorithm.reward.norm_std": ("batch", "group", "running"),
+    "algorithm.reward.clip": ("0.5",),
+    "algorithm.reward.length": ("{max_length: 6, buffer: 3}",),
+    "algorithm.reward.placement": ("turn",),
+    "algorithm.reward.whiten": ("true",),
+    "algorithm.reward.difficulty_high": ("0.95",),
+    "algorithm.reward.agentic": ("{grouping: batch}", "{method: asym_clip}"),
+    "algorithm.sample_weight.length": ("true",),
+    "generator.oversample.num_siblings": ("2",),
+    "generator.oversample.keep": ("first_finished",),
+    "generator.temperature": ("0.7", "1.3"),
+    "generator.top_p": ("0.9",),
+    "generator.top_k": ("1", "5"),
+    "generator.min_new_tokens": ("2",),
+    "generator.max_new_tokens": ("1", "4"),
+    "generator.max_num_seqs": ("1", "7"),
+    "generator.ignore_eos": ("true",),
+    "generator.dtype": ("bfloat16", "float16"),
+    "generator.stop_token_ids": ("[3]",),
+    "learner.max_tokens_per_micro_batch": ("32", "128"),
+    "learner.max_tokens_per_forward_pass.proximal": ("64",),
+    "learner.optimizer.max_grad_norm": ("null", "0.1"),
+    "learner.optimizer.schedule": ("linear", "cosine", "warmup_stable_decay"),
+    "learner.optimizer.groups": ('[{parameters: "*.mlp.*", lr: 0}]',),
+    "learner.lora": ("{rank: 2}", "{rank: 2, publish: adapter}", "{rank: 2, dropout: 0.1}"),
+    "learner.dtype": ("bfloat16",),
+    "learner.gradient_checkpointing": ("true",),
+    "learner.report_entropy": ("false",),
+    "learner.check_packing": ("false",),
+    "data.reward": ("math", "numeric_answer", "format"),
+    "run.seed": ("1", "2"),
+}
+
+
+def draws(seed: int, always: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Overrides that the configuration accepts together, without end."""
+    rng = random.Random(seed)
+    while True:
+        names = [
+            *rng.sample(sorted(ALGORITHM), rng.randint(2, 6)),
+            *rng.sample(sorted(VALUES), rng.randint(1, 6)),
+        ]
+        drawn = tuple(f"{name}={rng.choice(VALUES[name])}" for name in dict.fromkeys(names))
+        try:
+            load_config(SOURCE, [*always, *drawn])
+        except ConfigError:
+            continue
+        yield drawn
+
+
+def nonfinite(run: Path) -> list[str]:
+    """Metrics of the run that are no finite numbers."""
+    lines = read_metrics(run / METRICS_FILE)
+    return [
+        name
+        for line in lines
+        for name, value in line.items()
+        if not isinstance(value, int | float) or not math.isfinite(value)
+    ]
+
+
+def run_one(name: str, overrides: Sequence[str], folder: Path) -> tuple[int, str]:
+    """The exit code, and what is wrong; nothing may be. What a run writes to stderr is in `LOG`."""
+    log = folder / LOG
+    start = log.stat().st_size
+    exit_code = exit_code_of(Lag.UNEVEN, SOURCE, [*overrides, f"run.name={name}"])
+    if exit_code:
+        return exit_code, log.read_bytes()[start:].decode().strip().rpartition("\n")[2]
+    found = nonfinite(folder / "runs" / name)
+    return exit_code, f"not finite: {found}" if found else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        places = (f"model.path={folder / 'model'}", f"run.folder={folder / 'runs'}")
+        always = (*ALWAYS, *places)
+        make_model(load_config(SOURCE, always).config)
+        # Runs are forked from a process that has the stderr of this one at its start.
+        with (folder / LOG).open("w") as log:
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        for index, drawn in zip(range(given.runs), draws(given.seed, always), strict=False):
+            exit_code, wrong = run_one(f"run{index}", [*always, *drawn], folder)
+            is_refused = exit_code == EXIT_CONFIG
+            counts["refused" if is_refused else "failed" if wrong else "trained"] += 1
+            if wrong:
+                print(exit_code, wrong, *(f"--set '{one}'" for one in drawn), flush=True)
+    print(json.dumps(counts))
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
