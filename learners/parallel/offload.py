@@ -15,11 +15,10 @@ def require_gpu(settings: OffloadSettings, device: torch.device) -> None:
     Raises:
         ConfigError: an option is on and `device` is the CPU.
     """
-    chosen = [name for name, is_on in settings.model_dump().items() if is_on]
-    if chosen and device.type == "cpu":
+    if settings.chosen and device.type == "cpu":
         raise ConfigError(
-            f"learner.offload.{chosen[0]} moves memory from a GPU to the host, and the learner "
-            f"runs on {device}: leave it out"
+            f"learner.offload.{settings.chosen[0]} moves memory from a GPU to the host, and the "
+            f"learner runs on {device}: leave it out"
         )
 
 

@@ -20,7 +20,7 @@ from streamrl.process_environment import processes_with
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 from tests.system.conftest import CONFIG
-from tests.waiting import until
+from tests.waiting import block_until
 
 TIMES = ("_s", "_per_s")
 K3 = "mismatch/mismatch_k3_kl"
@@ -103,11 +103,11 @@ def test_an_ablation_that_is_killed_leaves_no_run_behind(file: Path):
         return processes_with(mark, lambda value: value == str(folder))
 
     try:
-        asyncio.run(until(lambda: any(folder.glob("killed/*/metrics.jsonl")), DEADLINE_S))
+        block_until(lambda: any(folder.glob("killed/*/metrics.jsonl")), DEADLINE_S)
         assert len(left()) > 1
         ablation.kill()
         ablation.wait()
-        asyncio.run(until(lambda: not left(), DEADLINE_S))
+        block_until(lambda: not left(), DEADLINE_S)
     finally:
         ablation.kill()
         ablation.wait()

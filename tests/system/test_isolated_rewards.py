@@ -86,7 +86,7 @@ async def test_what_an_ended_process_has_started_ends_with_it(reward, tmp_path, 
     with pytest.raises(RewardError, match=sentence):
         await reward(name, timeout_s=1).score([episode(f"{tmp_path}/pid")])
     pid = int((tmp_path / "pid").read_text())
-    block_until(lambda: not psutil.pid_exists(pid) or is_zombie(pid))
+    block_until(lambda: not psutil.pid_exists(pid) or is_zombie(pid), deadline_s=10)
 
 
 def is_zombie(pid: int) -> bool:

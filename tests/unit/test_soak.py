@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from streamrl.cli.verification.processes import family_of, process_table, read_f
 from streamrl.cli.verification.soak_faults import plan
 from streamrl.cli.verification.soak_record import SOAK_FILE, disk_values, rows
 from tests.waiting import block_until
+
+until = partial(block_until, deadline_s=30)
 
 ROLES = ("buffer", "learner", "generator-0", "generator-1")
 PARENT = """
@@ -48,7 +51,7 @@ def parent(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_family_is_read_with_its_children_and_zombies(parent):
-    block_until(lambda: getattr(read_family(parent.pid, process_table()), "num_zombies", 0) == 1)
+    until(lambda: getattr(read_family(parent.pid, process_table()), "num_zombies", 0) == 1)
     table = process_table()
     reading = read_family(parent.pid, table)
     assert reading is not None
@@ -74,7 +77,7 @@ def test_sockets_and_descriptors_of_this_process_are_counted():
 
 def test_a_process_that_has_ended_has_no_reading():
     process = subprocess.Popen(["true"])
-    block_until(lambda: process_table().get(process.pid, (0, "Z"))[1] == "Z")
+    until(lambda: process_table().get(process.pid, (0, "Z"))[1] == "Z")
     assert read_family(process.pid, process_table()) is None
     process.wait()
     assert read_family(process.pid, process_table()) is None

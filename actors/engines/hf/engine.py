@@ -32,7 +32,6 @@ from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, Media, SamplingParams, WeightUpdate
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import vision_tower
-from streamrl.weights.codecs import lora
 from streamrl.weights.transports.receive import TransferReceiver
 
 log = logging.getLogger(__name__)
@@ -177,9 +176,7 @@ class HfEngine(UpdatableEngine):
 
     def _stage(self, update: WeightUpdate) -> None:
         landing = self._weights.landing(update.manifest)
-        received = self._transfer.tensors(update, landing)
-        for name, tensor in lora.merged(received, self._weights.base):
-            self._weights.stage(name, tensor)
+        self._weights.stage_all(self._transfer.tensors(update, landing))
 
     async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
         """Waits for the decoding thread to swap between two steps; its end unblocks, too."""

@@ -79,6 +79,11 @@ class SpareWeights:
             for name, p in ((name, self._active[name]) for name in names)
         )
 
+    def stage_all(self, received: lora.Tensors) -> None:
+        """Keeps the tensors of an update for the next swap, factors merged into their matrices."""
+        for name, tensor in lora.merged(received, self.base):
+            self.stage(name, tensor)
+
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Keeps the tensor, cast to the engine's precision, for the next swap."""
         assert self._spare is not None, "landing() was called"

@@ -38,7 +38,6 @@ from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError, exit_code_o
 from streamrl.metrics import staleness_metrics
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 from streamrl.types import GroupHeader, TrajectoryGroup
-from streamrl.weights.codecs import lora
 from streamrl.weights.layout import manifest_of
 
 QUIET_TURNS = 100
@@ -71,8 +70,7 @@ class ReloadedEngine(HfEngine):
 
     def reload(self, weights: Weights, policy_version: int) -> None:
         self._weights.landing(manifest_of(weights))
-        for name, tensor in lora.merged(weights.items(), self._weights.base):
-            self._weights.stage(name, tensor)
+        self._weights.stage_all(weights.items())
         self._weights.swap()
         self._policy_version = policy_version
 

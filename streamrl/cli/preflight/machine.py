@@ -73,11 +73,8 @@ def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[
     lacks = "learner.device is cpu" if is_told else f"{counted(plan.hosts)}{why}"
     if config.weights.backend == "nccl":
         yield problem(f"weights.backend: nccl needs GPUs, and {lacks}")
-    for name, is_on in config.learner.offload.model_dump().items():
-        if is_on:
-            yield problem(
-                f"learner.offload.{name}: moves memory from a GPU to the host, and {lacks}"
-            )
+    for name in config.learner.offload.chosen:
+        yield problem(f"learner.offload.{name}: moves memory from a GPU to the host, and {lacks}")
 
 
 def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:

@@ -39,3 +39,8 @@ class OffloadSettings(Section):
                 "which puts the parameters and the optimizer state of all roles on the host"
             )
         return self
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The options that are on."""
+        return tuple(name for name, is_on in self.model_dump().items() if is_on)

@@ -79,10 +79,10 @@ def test_ranks_that_beat_or_have_parted_are_not_missed(exits):
     def beats(rank: int) -> int:
         return int(store.get(liveness._key(rank)).split()[-1])
 
-    block_until(lambda: beats(1) >= 110, DEADLINE_S)
+    block_until(lambda: beats(1) >= 110, DEADLINE_S / 2)
     second.stop()
     before = beats(0)
-    block_until(lambda: beats(0) >= before + 110, DEADLINE_S)
+    block_until(lambda: beats(0) >= before + 110, DEADLINE_S / 2)
     first.stop()
     assert exits.code is None
 
