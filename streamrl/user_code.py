@@ -7,6 +7,7 @@ it; whatever is wrong with it is one sentence that begins with the field that na
 import ast
 import importlib.util
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsFloat, TypeGuard, TypeVar, cast
 
 from streamrl.errors import ConfigError, StreamRLError, did_you_mean
 
@@ -120,6 +121,19 @@ def _ends_more(error: BaseException) -> bool:
     from asyncio import CancelledError
 
     return isinstance(error, CancelledError | GeneratorExit | KeyboardInterrupt)
+
+
+def is_finite_number(value: Any) -> TypeGuard[SupportsFloat]:
+    """Whether what the user's code gave is one number, also of NumPy or torch, and finite.
+
+    >>> is_finite_number(True), is_finite_number("1"), is_finite_number(10**400)
+    (True, False, False)
+    """
+    try:
+        return hasattr(value, "__float__") and math.isfinite(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # An array, a tensor of several numbers, an integer above all floats.
+        return False
 
 
 def user_traceback(error: BaseException | None) -> TracebackType | None:

@@ -3,7 +3,6 @@
 Invariant: what passes can be recorded and sent: its types and its numbers are right.
 """
 
-import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +12,9 @@ import numpy as np
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Observation, Transition
 from streamrl.types import Media
+from streamrl.user_code import is_finite_number
 
-_ID_LIMIT = 2**31
+_INT_LIMIT = 2**31
 _PARTS: Mapping[str, tuple[type, str]] = {
     "media": (Media, "a Media"),
     "messages": (Mapping, "a mapping"),
@@ -33,7 +33,7 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
     if not isinstance(ids, tuple | list):
         raise _wrong(f"{method}: observation.token_ids was", ids, "a tuple of ints")
     for token in ids:
-        if not _is_id(token):
+        if not _is_natural(token):
             raise _wrong(f"{method}: one of observation.token_ids was", token, "a token id")
     for name, (kind, expected) in _PARTS.items():
         if not isinstance(parts := getattr(observation, name), tuple | list):
@@ -57,28 +57,23 @@ def checked_transition(transition: Any) -> Transition:
     for name in ("done", "in_loss", "is_valid"):
         if not isinstance(value := getattr(transition, name), bool | np.bool_):
             raise _wrong(f"step: {name} was", value, "a bool")
-    calls = transition.num_tool_calls
-    if not isinstance(calls, int) or calls < 0:
+    for name in transition.metrics:
+        if not isinstance(name, str):
+            raise _wrong("step: the name of a metric was", name, "a string")
+    if not _is_natural(calls := transition.num_tool_calls):
         raise _wrong("step: num_tool_calls was", calls, "a count")
     for name, value in {"reward": transition.reward, **transition.metrics}.items():
-        if not _is_finite(value):
+        if not is_finite_number(value):
             raise _wrong(f"step: {name} was", value, "a finite number")
     return transition
 
 
-def _is_id(token: Any) -> bool:
+def _is_natural(value: Any) -> bool:
+    """Whether it is an integer that an array of int32 can hold, from 0 on."""
     try:
-        return 0 <= operator.index(token) < _ID_LIMIT
+        return 0 <= operator.index(value) < _INT_LIMIT
     except (TypeError, ValueError, RuntimeError):
         # An array or a tensor of several numbers.
-        return False
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return hasattr(value, "__float__") and math.isfinite(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        # An array, a tensor of several numbers, an integer above all floats.
         return False
 
 

@@ -243,7 +243,7 @@ class EpisodeRun:
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(
             reward=float(transition.reward),
-            num_tool_calls=transition.num_tool_calls,
+            num_tool_calls=int(transition.num_tool_calls),
             in_loss=transition.in_loss,
         )
         own = {name: float(value) for name, value in transition.metrics.items()}

@@ -40,6 +40,7 @@ from streamrl.types import (
     SamplingParams,
     TrajectoryGroup,
 )
+from streamrl.user_code import is_finite_number
 
 
 class TruncatedGroupError(Exception):
@@ -190,13 +191,16 @@ class GroupRunner:
             for i in kept
         ]
         discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
-        return assembled(
-            scored,
-            group_id=f"{lease.prompt_index}:{lease.lease_id}",
-            prompt_index=lease.prompt_index,
-            environment=self.environment,
-            discarded_lengths=(*discarded, *canceled, *cut),
-        )
+        try:
+            return assembled(
+                scored,
+                group_id=f"{lease.prompt_index}:{lease.lease_id}",
+                prompt_index=lease.prompt_index,
+                environment=self.environment,
+                discarded_lengths=(*discarded, *canceled, *cut),
+            )
+        except ValueError as error:
+            raise RolloutError(f"what was sampled cannot be recorded: {error}") from error
 
     def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:
         """The siblings that stay in the group, and the tokens of each that does not.
@@ -256,4 +260,4 @@ def _prompt_metrics(prompt: Prompt) -> dict[str, float]:
     """The number of a prompt's row that the learner uses: `difficulty`, for
     `algorithm.sample_weight`."""
     difficulty = prompt.row.get("difficulty")
-    return {"difficulty": float(difficulty)} if isinstance(difficulty, int | float) else {}
+    return {"difficulty": float(difficulty)} if is_finite_number(difficulty) else {}

@@ -6,7 +6,6 @@ Invariant: whatever it does to its thread, the generator's event loop goes on.
 import asyncio
 import contextlib
 import inspect
-import math
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -15,7 +14,7 @@ from actors.gateway.agent import AgentResult
 from actors.gateway.apis.requests import Json
 from actors.gateway.open_episodes import OpenEpisode
 from streamrl.errors import RolloutError
-from streamrl.user_code import attributed_to, load_user_code
+from streamrl.user_code import attributed_to, is_finite_number, load_user_code
 
 
 class FunctionAgent:
@@ -44,8 +43,7 @@ class FunctionAgent:
             returned = await asyncio.wrap_future(call.outcome)
         finally:
             call.cancel()
-        is_number = isinstance(returned, int | float) and math.isfinite(returned)
-        if returned is not None and not is_number:
+        if returned is not None and not is_finite_number(returned):
             raise RolloutError(
                 f"agent {self._name} returned {returned!r:.60}; it must be a finite number or None"
             )

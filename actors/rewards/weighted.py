@@ -5,6 +5,7 @@ Invariant: the value of each reward is recorded as `reward/NAME`, whatever its w
 carries the name of the reward that failed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,4 +73,10 @@ class Rewards:
         further = {
             f"reward/{r.label}/{name}": value for r, s in known for name, value in s.metrics.items()
         }
-        return Score(sum(r.weight * s.reward for r, s in known), {**metrics, **further})
+        total = sum(r.weight * s.reward for r, s in known)
+        if not math.isfinite(total):
+            terms = " + ".join(f"{r.weight:g} * {s.reward:g} of {r.label}" for r, s in known)
+            raise RewardError(
+                f"the reward {terms} is {total:g}; it must be finite", known[0][0].label
+            )
+        return Score(total, {**metrics, **further})

@@ -118,8 +118,9 @@ def recorded(rollout: Rollout) -> list[str]:
 
 class TestFunctions:
     @pytest.mark.parametrize("prefix", ["", "async "])
-    async def test_it_plays_and_returns_the_reward(self, function, prefix):
-        play = function("ask(base_url, api_key)\nreturn 0.5", prefix)
+    @pytest.mark.parametrize("reward", ["0.5", "numpy.float32(0.5)"])
+    async def test_it_plays_and_returns_the_reward(self, function, prefix, reward):
+        play = function(f"import numpy\nask(base_url, api_key)\nreturn {reward}", prefix)
         async with serving(function=play, reward="environment") as episodes:
             rollout = await episodes.run()
         assert recorded(rollout) == ["u:q;>a;"]
@@ -151,6 +152,7 @@ class TestFunctions:
                 "returned 'good'; it must be a finite number",
             ),
             ("ask(base_url, api_key)\nreturn float('nan')", "returned nan; it must be a finite"),
+            ("ask(base_url, api_key)\nreturn 10**400", "returned 1000.*; it must be a finite"),
             ("ask(base_url, api_key)", "ended without a reward, and data.reward is environment"),
             ("sys.exit(3)", "SystemExit: 3"),
             ("return 1.0", "ended its episode without a completion"),

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -345,6 +346,17 @@ async def test_a_reward_that_cancels_itself_fails_its_group(caplog):
     assert "failed: the environment, a tool or the reward canceled itself" in caplog.text
 
 
+async def test_log_probabilities_that_are_no_numbers_fail_their_group():
+    class Diverged(FakeEngine):
+        def _completion(self, *args: object) -> Completion:
+            completion = super()._completion(*args)
+            return msgspec.structs.replace(completion, logprobs=completion.logprobs * np.nan)
+
+    run = Run()
+    run.runner = dataclasses.replace(run.runner, engine=Diverged())
+    await assert_gives_up(run, "what was sampled cannot be recorded: behavior_logprobs: has NaN.*")
+
+
 async def test_an_engine_that_dies_takes_the_generator_with_it():
     run = Run()
     await run.learner.attach(0, None)
@@ -605,6 +617,25 @@ async def test_the_greedy_reward_stands_with_every_sibling():
     assert len(group.trajectories) == 2
     assert [t.reward for t in group.trajectories] == [len("1 1"), len("1 1")]
     assert [t.metrics["greedy_reward"] for t in group.trajectories] == [len("1 1 1")] * 2
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "recorded"),
+    [(0.5, {"difficulty": 0.5}), (float("nan"), {}), (10**400, {}), ("hard", {}), (None, {})],
+    ids=["number", "nan", "huge", "text", "none"],
+)
+async def test_the_difficulty_of_a_row_is_recorded_if_it_is_a_number(difficulty, recorded):
+    class Rows(Prompts):
+        def __getitem__(self, prompt_index: int) -> Prompt:
+            prompt = super().__getitem__(prompt_index)
+            return dataclasses.replace(prompt, row={"difficulty": difficulty})
+
+    run = Run()
+    runner = dataclasses.replace(run.runner, prompts=Rows())
+    await run.learner.attach(0, None)
+    group = await runner.run(await lease_one(run.learner, "a", "g", 0.0))
+    metrics = group.trajectories[0].metrics
+    assert {k: v for k, v in metrics.items() if k == "difficulty"} == recorded
 
 
 async def test_turns_are_recorded_one_after_the_other():

@@ -24,7 +24,12 @@ from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt, PromptSource
 from streamrl.model_folder import local_folder
-from streamrl.user_code import attributed_to, find_user_code, is_user_code
+from streamrl.user_code import (
+    attributed_to,
+    find_user_code,
+    is_finite_number,
+    is_user_code,
+)
 
 _SCANNED, _LARGEST_SCAN = 256, 2000
 _GYM = "reasoning_gym:"
@@ -134,7 +139,7 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             "PATH.py:FUNCTION"
         )
     weighs, difficulty = config.algorithm.sample_weight.difficulty, prompt.row.get("difficulty")
-    if weighs and not isinstance(difficulty, int | float):
+    if weighs and not is_finite_number(difficulty):
         yield problem(
             f"algorithm.sample_weight.difficulty: {_shown(prompt)} has no number in a column "
             "difficulty, and every prompt would weigh the same"

@@ -212,12 +212,26 @@ def returning(**what: object) -> type[Turns]:
             {"step": Transition(metrics={"a": None})},
             "step: a was NoneType None; it must",
         ),
+        ({"step": Transition(metrics={1: 0.5})}, "step: the name of a metric was int 1; it must"),
         ({"step": Transition(num_tool_calls=-1)}, "step: num_tool_calls was int -1; it must be a"),
+        ({"step": Transition(num_tool_calls=2**64)}, "step: num_tool_calls was int 1844"),
+        ({"step": Transition(num_tool_calls=1.0)}, "step: num_tool_calls was float 1.0; it must"),
     ],
 )
 async def test_what_an_environment_returns_is_checked(what, sentence):
     with pytest.raises(RolloutError, match=f"^the environment's {sentence}"):
         await run(returning(**what))
+
+
+@pytest.mark.parametrize(
+    ("one", "half"), [(True, np.float32(0.5)), (np.int64(1), torch.tensor(0.5))]
+)
+async def test_numbers_of_other_libraries_are_recorded_as_numbers(one, half):
+    transition = Transition(reward=half, metrics={"half": half}, num_tool_calls=one, done=True)
+    rollout = await run(returning(step=transition))
+    (turn,) = rollout.turns
+    assert (turn.reward, type(turn.num_tool_calls), turn.num_tool_calls) == (0.5, int, 1)
+    assert rollout.metrics["half"] == 0.5
 
 
 # State that siblings share.

@@ -26,6 +26,15 @@ async def test_the_reward_is_the_weighted_sum_and_each_value_is_recorded():
     assert (digits.reward, text.reward, text.metrics["reward/numeric_answer"]) == (0.5, 0.0, 1.0)
 
 
+async def test_a_sum_that_is_not_finite_costs_its_group(tmp_path):
+    (tmp_path / "mine.py").write_text("def huge(episode):\n    return 1e308\n")
+    settings = data({"reward": f"{tmp_path}/mine.py:huge", "weight": 10})
+    with pytest.raises(
+        RewardError, match=r"^the reward 10 \* 1e\+308 of huge is inf; it must be fin"
+    ):
+        await make_reward(settings).score(map_episodes("a"))
+
+
 def map_episodes(*responses: str, **row: object) -> list:
     return [episode(response, **row) for response in responses]
 
