@@ -17,7 +17,7 @@ from msgspec import structs
 
 from actors.daemon import require_model
 from actors.engines import make_engine
-from actors.environments.runner import make_runner, sampling_params
+from actors.environments.runner import FirstGroups, make_runner, sampling_params
 from actors.environments.stream import open_held_out_stream
 from actors.locality import weight_locality
 from actors.rendering.renderer import ChatRenderer
@@ -76,20 +76,22 @@ def _model_in(checkpoint: Checkpoint) -> Path:
 
 async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
     """Mean reward of greedy completions of `data.num_eval_prompts` held-out prompts."""
-    return scores_of(config, str(model), await greedy_groups(config, model))
+    return scores_of(str(model), await greedy_groups(config, model))
 
 
-def scores_of(config: RunConfig, model: str, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+def scores_of(model: str, greedy: FirstGroups) -> dict[str, Any]:
     """What `evaluation.json` says of them."""
-    num_too_long = len(open_held_out_stream(config)) - len(groups)
-    too_long = {"num_too_long": num_too_long} if num_too_long else {}
-    return {"model": model, "num_prompts": len(groups), **too_long, **_summary(groups)}
+    left_out = {"num_too_long": greedy.num_too_long, "num_failed": greedy.num_failed}
+    counts = {name: count for name, count in left_out.items() if count}
+    groups = greedy.groups
+    return {"model": model, "num_prompts": len(groups), **counts, **_summary(groups)}
 
 
-async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]:
-    """One greedy response to each held-out prompt, in the order of the prompts.
+async def greedy_groups(config: RunConfig, model: Path) -> FirstGroups:
+    """One greedy response to each held-out prompt.
 
     Raises:
+        RolloutError: every prompt failed.
         ConfigError: no prompt fits into `data.max_prompt_length`.
         WeightTransferError: a server elsewhere did not load the model.
     """
@@ -108,22 +110,23 @@ async def greedy_groups(config: RunConfig, model: Path) -> list[TrajectoryGroup]
         await engine.close()
 
 
-async def greedy_groups_of(config: RunConfig, engine: Engine) -> list[TrajectoryGroup]:
+async def greedy_groups_of(config: RunConfig, engine: Engine) -> FirstGroups:
     """The same from an engine with whatever weights it has.
 
     Raises:
+        RolloutError: every prompt failed.
         ConfigError: no prompt fits into `data.max_prompt_length`.
     """
     renderer, stream = ChatRenderer.from_config(config), open_held_out_stream(config)
     sampling = structs.replace(sampling_params(config), temperature=0.0)
     greedy = make_runner(config, engine, renderer, stream).single().changed(sampling=sampling)
-    groups = await greedy.run_first(len(stream), "evaluation", config.generator.max_num_seqs)
-    if not groups:
+    first = await greedy.run_first(len(stream), "evaluation", config.generator.max_num_seqs)
+    if not first.groups:
         raise ConfigError(
             f"data.max_prompt_length: was {config.data.max_prompt_length}; none of the "
             f"{len(stream)} held-out prompts fits"
         )
-    return groups
+    return first
 
 
 async def _send_weights(config: RunConfig, engine: Engine) -> None:

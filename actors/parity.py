@@ -19,7 +19,8 @@ async def sample(config: RunConfig) -> ParitySamples:
     """One response to each of the first `parity.num_prompts` prompts of the stream.
 
     Raises:
-        ConfigError: none of the prompts can be sampled.
+        ConfigError: none of the prompts fits.
+        RolloutError: every prompt failed.
     """
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)
@@ -32,16 +33,16 @@ async def sample(config: RunConfig) -> ParitySamples:
     runner = runner.single().changed(reward=_Unscored())
     try:
         num_prompts = config.parity.num_prompts
-        groups = await runner.run_first(num_prompts, "parity", generator.max_num_seqs)
+        first = await runner.run_first(num_prompts, "parity", generator.max_num_seqs)
     finally:
         await engine.close()
-    if not groups:
+    if not first.groups:
         raise ConfigError(
             f"data.max_prompt_length: none of the first {num_prompts} prompts fits, so there is "
             "nothing to compare"
         )
     return ParitySamples(
-        engine=config.generator.engine, dtype=config.generator.dtype, groups=tuple(groups)
+        engine=config.generator.engine, dtype=config.generator.dtype, groups=first.groups
     )
 
 

@@ -1,6 +1,7 @@
 """Runs each group in the environment that plays its prompt."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +19,22 @@ from actors.tools.toolset import Toolset
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.config.generator.oversample import OversampleSettings
+from streamrl.errors import RolloutError
 from streamrl.interfaces import Engine
 from streamrl.types import Lease, SamplingParams, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FirstGroups:
+    """What came of the first prompts of a stream."""
+
+    groups: tuple[TrajectoryGroup, ...]
+    """In the order of the prompts, without those that are too long or failed."""
+    num_too_long: int = 0
+    """Prompts that training would drop."""
+    num_failed: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,23 +53,34 @@ class MixedRunner:
         """As `GroupRunner.run`."""
         return await self.of(lease.prompt_index).run(lease, progress)
 
-    async def run_first(
-        self, num_prompts: int, purpose: str, max_num_seqs: int
-    ) -> list[TrajectoryGroup]:
-        """A group of each of the first prompts, but for those that training drops, with no buffer
-        behind them. Waits for the engine."""
+    async def run_first(self, num_prompts: int, purpose: str, max_num_seqs: int) -> FirstGroups:
+        """A group of each of the first prompts, with no buffer behind them. Waits for the engine.
+
+        Raises:
+            RolloutError: every prompt that is not too long failed.
+        """
         # An episode's deadline counts from its begin, so few wait in the engine: as many as run.
         room = asyncio.Semaphore(2 * max_num_seqs)
 
-        async def run_if_it_fits(prompt_index: int) -> TrajectoryGroup | None:
+        async def outcome(prompt_index: int) -> TrajectoryGroup | RolloutError | None:
             async with room:
                 try:
                     return await self.run(unbuffered_lease(purpose, prompt_index))
                 except PromptTooLongError:
                     return None
+                except RolloutError as error:
+                    return error
 
-        groups = await asyncio.gather(*map(run_if_it_fits, range(num_prompts)))
-        return [group for group in groups if group is not None]
+        outcomes = await asyncio.gather(*map(outcome, range(num_prompts)))
+        groups = tuple(one for one in outcomes if isinstance(one, TrajectoryGroup))
+        failures = [one for one in outcomes if isinstance(one, RolloutError)]
+        if failures and not groups:
+            raise failures[0]
+        if failures:
+            log.warning(
+                "%d of %d prompts failed, the first: %s", len(failures), num_prompts, failures[0]
+            )
+        return FirstGroups(groups, outcomes.count(None), len(failures))
 
     def origin(self, lease: Lease) -> str:
         """As `GroupRunner.origin`."""

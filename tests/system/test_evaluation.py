@@ -40,8 +40,8 @@ def rows(path: Path, *prompts: str) -> str:
 
 
 def answers(config: RunConfig, model: Path) -> list[list[int]]:
-    groups = asyncio.run(greedy_groups(config, model))
-    return [group.trajectories[0].token_ids.tolist() for group in groups]
+    greedy = asyncio.run(greedy_groups(config, model))
+    return [group.trajectories[0].token_ids.tolist() for group in greedy.groups]
 
 
 def test_a_server_elsewhere_is_sent_the_weights_that_are_scored(config, model, tmp_path):

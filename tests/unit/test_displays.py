@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from streamrl.cli.display.numbers import duration, rate, steps_s
-from streamrl.cli.display.summary import summary
+from streamrl.cli.display.summary import held_out_reward, summary
 from streamrl.cli.display.view import headline, notes, render
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config, to_yaml
@@ -98,6 +98,9 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
     (config.run.path / "evaluation.json").write_text(json.dumps(evaluation))
     change = "0.150 -> 0.550 (mean of the first 2 and the last 2 steps)"
     held_out = "0.336 (greedy, 256 prompts)"
+    assert held_out_reward(config.run.path) == held_out
+    (config.run.path / "evaluation.json").write_text(json.dumps({**evaluation, "num_failed": 2}))
+    held_out = "0.336 (greedy, 256 prompts, 2 failed)"
     lines = [json.loads(t) for t in (config.run.path / "metrics.jsonl").read_text().splitlines()]
     view = printed(render(config, lines, {}))
     assert view[0].startswith("step 6/550  training reward 0.350")

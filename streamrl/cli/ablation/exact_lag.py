@@ -140,8 +140,8 @@ class LaggedRun:
 
     async def _score(self, version: int) -> dict[str, Any]:
         self._engine.reload(self._past[version], version)
-        groups = await greedy_groups_of(self._config, self._engine)
-        return scores_of(self._config, self._config.model.path, groups)
+        greedy = await greedy_groups_of(self._config, self._engine)
+        return scores_of(self._config.model.path, greedy)
 
 
 def _require_possible(config: RunConfig) -> None:

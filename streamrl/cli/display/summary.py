@@ -100,10 +100,11 @@ def validation_text(config: RunConfig) -> str:
 
 
 def held_out_reward(folder: Path) -> str:
-    """Such as: 0.336 (greedy, 256 prompts); "" before an evaluation."""
+    """Such as: 0.336 (greedy, 256 prompts, 2 failed); "" before an evaluation."""
     evaluation = read_json(folder / "evaluation.json")
     score, number = evaluation.get("greedy_reward_mean"), evaluation.get("num_prompts")
-    return "" if score is None else f"{score:.3f} (greedy, {number} prompts)"
+    failed = f", {evaluation['num_failed']} failed" if evaluation.get("num_failed") else ""
+    return "" if score is None else f"{score:.3f} (greedy, {number} prompts{failed})"
 
 
 def _length_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -13,8 +13,11 @@ from tests.benchmarks.async_runs.settings import PER_BUCKET, Workload
 def held_out(config: RunConfig, workload: Workload, model: Path) -> Line:
     """Mean reward of the greedy responses, and by bucket."""
     config = on_held_out(config, workload)
-    groups = asyncio.run(greedy_groups(config, model))
-    return by_bucket([group.trajectories[0].reward for group in groups], workload.bucket_names)
+    greedy = asyncio.run(greedy_groups(config, model))
+    assert not greedy.num_failed
+    return by_bucket(
+        [group.trajectories[0].reward for group in greedy.groups], workload.bucket_names
+    )
 
 
 def on_held_out(config: RunConfig, workload: Workload) -> RunConfig:
