@@ -55,6 +55,8 @@ class Fuzzed(msgspec.Struct):
     num_messages: int = 0
     num_replies: int = 0
     num_refused: int = 0
+    num_unanswered: int = 0
+    """Of those that do not wait for groups."""
     seconds: float = 0.0
     rss_before_mb: int = 0
     rss_after_mb: int = 0
@@ -71,17 +73,29 @@ def send(url: str, batch: list[Frames], counts: Fuzzed) -> None:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(url.replace("zmq", "tcp"))
-    for number, frames in enumerate(batch):
-        socket.send_multipart([bytes([number]), informed(frames[0], counts), *frames[1:]])
+    sent = [[informed(frames[0], counts), *frames[1:]] for frames in batch]
+    for number, frames in enumerate(sent):
+        socket.send_multipart([bytes([number]), *frames])
+    awaited = {bytes([number]) for number, frames in enumerate(sent) if not may_wait(frames[0])}
     socket.send_multipart([LAST, wire.encode(m.StatsRequest())])
     while socket.poll(REPLY_MS):
         number, reply, *_ = socket.recv_multipart()
         if number == LAST:
             break
+        awaited.discard(number)
         counts.num_replies += 1
         counts.num_refused += isinstance(wire.decode(reply, m.Reply), m.ErrorReply)
     counts.num_messages += len(batch)
+    counts.num_unanswered += len(awaited)
     socket.close()
+
+
+def may_wait(data: bytes) -> bool:
+    """Whether it is a request that is answered once there are groups."""
+    try:
+        return isinstance(wire.decode(data, m.Request), m.LeaseRequest | m.TakeRequest)
+    except WireError:
+        return False
 
 
 def informed(data: bytes, counts: Fuzzed) -> bytes:

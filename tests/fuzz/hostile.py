@@ -135,7 +135,8 @@ def mutated(data: bytes, seed: int) -> bytes:
 
 
 def corpus(strategy: st.SearchStrategy[Frames], count: int, seed: int) -> list[Frames]:
-    """At least `count` messages, the same ones for a seed."""
+    """At least `count` messages, the same ones for a seed where the same modules are imported:
+    hypothesis draws their constants, too."""
     found: list[Frames] = []
 
     @with_seed(seed)
