@@ -55,8 +55,12 @@ class Fuzzed(msgspec.Struct):
     num_messages: int = 0
     num_replies: int = 0
     num_refused: int = 0
+    num_may_wait: int = 0
+    """Requests that are answered once there are groups."""
+    num_waiting: int = 0
+    """Those of them that had no answer."""
     num_unanswered: int = 0
-    """Of those that do not wait for groups."""
+    """Other messages that had none."""
     seconds: float = 0.0
     rss_before_mb: int = 0
     rss_after_mb: int = 0
@@ -76,17 +80,21 @@ def send(url: str, batch: list[Frames], counts: Fuzzed) -> None:
     sent = [[informed(frames[0], counts), *frames[1:]] for frames in batch]
     for number, frames in enumerate(sent):
         socket.send_multipart([bytes([number]), *frames])
-    awaited = {bytes([number]) for number, frames in enumerate(sent) if not may_wait(frames[0])}
+    # An empty frame ends an envelope: the answer bears the id after it.
+    plain = {bytes([number]): frames for number, frames in enumerate(sent) if b"" not in frames}
+    unanswered = {number: may_wait(frames[0]) for number, frames in plain.items()}
+    counts.num_may_wait += sum(unanswered.values())
     socket.send_multipart([LAST, wire.encode(m.StatsRequest())])
     while socket.poll(REPLY_MS):
         number, reply, *_ = socket.recv_multipart()
         if number == LAST:
             break
-        awaited.discard(number)
+        unanswered.pop(number, None)
         counts.num_replies += 1
         counts.num_refused += isinstance(wire.decode(reply, m.Reply), m.ErrorReply)
     counts.num_messages += len(batch)
-    counts.num_unanswered += len(awaited)
+    counts.num_waiting += sum(unanswered.values())
+    counts.num_unanswered += len(unanswered) - sum(unanswered.values())
     socket.close()
 
 

@@ -10,5 +10,6 @@ async def test_a_buffer_outlives_hostile_messages(tmp_path: Path):
     assert counts.num_messages == 10_000
     # Of what reaches the records and the ledger much is answered with success.
     assert 0.1 < counts.num_refused / counts.num_messages < 0.9
+    # All but the leases and takes that wait for groups; some of them have an answer, too.
     assert counts.num_unanswered == 0
-    assert counts.num_replies > 0.5 * counts.num_messages
+    assert counts.num_waiting < 0.9 * counts.num_may_wait
