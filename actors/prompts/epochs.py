@@ -74,7 +74,7 @@ def _difficulty(prompt: Prompt, key: str) -> float:
     value = column(prompt, key)
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = np.nan
     if not np.isfinite(number):
         raise ConfigError(

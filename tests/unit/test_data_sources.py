@@ -218,6 +218,9 @@ def test_a_curriculum_needs_a_number_in_every_row(tmp_path):
     data = settings(source=source, curriculum={"column": "level"})
     with pytest.raises(ConfigError, match=r"column: line 1 of rows.jsonl has level None"):
         open_prompts(data, seed=0)
+    write(tmp_path / "rows.jsonl", [{**rows_of("a")[0], "level": 10**400}])
+    with pytest.raises(ConfigError, match=r"column: line 1 of rows.jsonl has level 1000"):
+        open_prompts(data, seed=0)
 
 
 VERL = {
