@@ -25,7 +25,6 @@ from actors.tools.environment import TOOLS
 from buffers.connect import connect
 from streamrl import service
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.service import Shutdown
 from streamrl.tracking.prometheus import Exported, exporting
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 
 def main(arguments: argparse.Namespace) -> int:
     gc.set_threshold(GC_THRESHOLD)
-    config = configuration(arguments).config
+    config: RunConfig = arguments.run_config
     name = _name(arguments.id)
     return service.run(partial(generate, config, name), role=name, config=config)
 

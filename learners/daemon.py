@@ -35,7 +35,6 @@ from streamrl import service
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.checkpoints.steps_left import require_steps_left
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.service import Shutdown
@@ -48,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    config = configuration(arguments).config
+    config: RunConfig = arguments.run_config
     if arguments.resume:
         config = resumed(config)
     if is_starter(config):

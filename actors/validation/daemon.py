@@ -21,7 +21,6 @@ from buffers.connect import connect
 from buffers.try_stats import try_stats
 from streamrl import service
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.samples.decoding import open_decoder
@@ -36,7 +35,7 @@ ASK_S = 1.0
 
 
 def main(arguments: argparse.Namespace) -> int:
-    config = configuration(arguments).config
+    config: RunConfig = arguments.run_config
     return service.run(partial(validate, config), role=NAME, config=config)
 
 
