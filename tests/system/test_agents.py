@@ -82,6 +82,7 @@ def assert_exact(run: Launched) -> None:
     assert main(["buffer", "audit", str(run.folder)]) == 0
 
 
+@pytest.mark.long
 def test_the_scripts_of_the_documents_train_as_they_stand_there(agent_run, tmp_path):
     write_files(tmp_path, "docs/agents.md")
     entries = []

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.system.conftest import Launched
 
 Launch = Callable[..., Launched]
 
 
+@pytest.mark.long
 def test_gae_trains_a_critic_beside_the_policy_and_resumes_it(launch: Launch):
     settings = (
         "--set=generator.count=1",
@@ -28,6 +31,7 @@ def test_gae_trains_a_critic_beside_the_policy_and_resumes_it(launch: Launch):
     assert again.books["balanced"]
 
 
+@pytest.mark.long
 def test_remax_samples_a_greedy_completion_per_prompt_and_each_batch_has_two_updates(
     launch: Launch,
 ):

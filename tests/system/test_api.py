@@ -88,6 +88,7 @@ def hub_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
     return "somebody/tiny"
 
 
+@pytest.mark.long
 def test_a_run_of_a_model_by_its_hub_name_is_stopped_and_its_checkpoint_is_kept(config, hub_name):
     settings = {"run.max_steps": 10_000, "model.path": hub_name}
     run = streamrl.train(config, dataset=ROWS, settings=settings, wait=False, show=False)

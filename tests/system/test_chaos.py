@@ -31,7 +31,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(params=["zmq", pytest.param("redis", marks=pytest.mark.long)])
+@pytest.fixture(params=["zmq", "redis"])
 def url(request: pytest.FixtureRequest) -> str:
     if request.param == "zmq":
         return "zmq://127.0.0.1:0"
@@ -49,6 +49,7 @@ def kill_at_steps(server: RedisServer, record: Path, steps: tuple[int, ...]) -> 
         server.start()
 
 
+@pytest.mark.long
 def test_a_run_under_fire_trains_every_prompt_once(
     tmp_path: Path, model: Path, url: str, request: pytest.FixtureRequest
 ):

@@ -122,6 +122,7 @@ def configure(folder: Path, model: Path) -> RunConfig:
     )
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, model: Path):
     """Two ranks, then one, then four: as one rank alone within 1e-5; loading changes no bit."""
     (tmp_path / "alone").mkdir()

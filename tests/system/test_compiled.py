@@ -65,6 +65,7 @@ def logprobs(network: Network) -> torch.Tensor:
     return torch.cat(passes)
 
 
+@pytest.mark.long
 @NEEDS_COMPILER
 def test_ranks_that_share_tokens_compute_the_same_with_compiled_layers(tmp_path: Path):
     expected = logprobs(make_network(num_hidden_layers=1))

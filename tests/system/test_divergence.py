@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from streamrl.errors import EXIT_DIVERGED
 from tests.system.conftest import Launched
 
@@ -32,6 +34,7 @@ class ThreeTries:
 """
 
 
+@pytest.mark.long
 def test_gradients_that_stay_infinite_end_the_run_and_start_nothing_again(
     launch: Launch, tmp_path: Path
 ):
@@ -48,6 +51,7 @@ def test_gradients_that_stay_infinite_end_the_run_and_start_nothing_again(
     assert [line["learner/skipped_update"] for line in run.lines] == [1.0]
 
 
+@pytest.mark.long
 def test_a_long_trajectory_is_trained_and_epochs_end_the_run(launch: Launch, tmp_path: Path):
     (tmp_path / "tries.py").write_text(THREE_TRIES)
     rows = [{"prompt": f"c{i}=", "answer": str(i)} for i in range(10, 16)]

@@ -220,6 +220,7 @@ def test_a_run_with_five_plug_ins_of_ones_own(tmp_path: Path, monkeypatch: pytes
     assert "actor/soft_clip_frac" in last
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("with_model")
 def test_the_sequences_of_the_page_are_scored(tmp_path: Path):
     write_files(tmp_path, "docs/models.md")

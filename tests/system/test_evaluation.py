@@ -44,6 +44,7 @@ def answers(config: RunConfig, model: Path) -> list[list[int]]:
     return [group.trajectories[0].token_ids.tolist() for group in greedy.groups]
 
 
+@pytest.mark.long
 def test_a_server_elsewhere_is_sent_the_weights_that_are_scored(config, model, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()

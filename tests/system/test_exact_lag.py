@@ -91,6 +91,7 @@ def test_what_one_process_cannot_do_is_refused(file: Path, capsys, setting, sent
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_ablation_that_is_killed_leaves_no_run_behind(file: Path):
     mark, folder = "STREAMRL_TEST_ABLATION", file.parent
     command = ["ablate", str(file), "--vary", "learner.optimizer.lr=1e-3", "--seeds", "0"]

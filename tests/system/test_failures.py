@@ -34,6 +34,7 @@ def test_a_reward_that_always_raises_ends_the_launch_with_its_line(launch: Launc
     assert 'return float(episode.prompt.row["label"])' in log
 
 
+@pytest.mark.long
 def test_a_package_that_is_missing_ends_the_launch_with_the_remedy(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -55,6 +56,7 @@ def test_a_redis_that_does_not_run_is_named(launch: Launch):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(launch: Launch, tmp_path: Path):
     reward = f"data.reward={slow_reward(tmp_path, seconds=1.0)}"
     settings = _set("run.max_steps=4", "run.evaluate=true", reward, ONE)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from buffers.audit import audit_journal
 from buffers.journal.schema import journal_path
 from buffers.zmq.peers import MAX_MALFORMED, WINDOW_S
@@ -30,6 +32,7 @@ def flood(url: str, kind: str) -> Iterator[None]:
         process.communicate()
 
 
+@pytest.mark.long
 def test_a_run_under_flood_ends_and_its_books_close(launch: Callable[..., Launched]):
     url = f"zmq://127.0.0.1:{free_port()}"
     with ExitStack() as floods:

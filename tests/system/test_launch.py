@@ -160,6 +160,7 @@ def test_a_killed_buffer_continues_and_an_older_copy_of_its_journal_is_brought_u
         assert "crashed" not in run.log(role)
 
 
+@pytest.mark.long
 def test_a_killed_buffer_without_a_journal_gets_its_state_back(launch: Launch):
     run = launch(*_set("run.max_steps=40", "buffer.journal=false", ONE))
     run.until_step(5)
@@ -172,6 +173,7 @@ def test_a_killed_buffer_without_a_journal_gets_its_state_back(launch: Launch):
     assert log.count("starting from") == 1
 
 
+@pytest.mark.long
 def test_what_a_killed_launcher_has_started_drains_and_the_buffer_ends_last(launch: Launch):
     run = launch(*_set("run.max_steps=100000", ONE))
     run.until_step(3)

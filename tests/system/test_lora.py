@@ -18,7 +18,7 @@ def _set(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
-@pytest.mark.parametrize("publish", ["merged", "adapter"])
+@pytest.mark.parametrize("publish", [pytest.param("merged", marks=pytest.mark.long), "adapter"])
 def test_generators_sample_with_the_adapter_that_is_trained(launch, model, tmp_path, publish):
     # Synchronous, so that every token's log-probability can be compared with the learner's.
     overrides = (

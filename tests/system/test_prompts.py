@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pytest
 
 from actors.make_model import make_tokenizer
 from actors.prompts.fitting import fitting_rows
@@ -51,6 +52,7 @@ class Lengths:
         return Prompt("a" * (1 + prompt_index % 7), "", {"not": "sent", "what": object})
 
 
+@pytest.mark.long
 def test_several_processes_filter_as_one_does(tmp_path):
     make_tokenizer("a").save_pretrained(tmp_path / "model")
     config = RunConfig.model_validate(
@@ -69,6 +71,7 @@ def test_several_processes_filter_as_one_does(tmp_path):
     assert kept.tolist() == np.flatnonzero(np.arange(1000) % 7 < 3).tolist()
 
 
+@pytest.mark.long
 def test_groups_without_a_signal_are_left_out_of_a_run_on_several_sources(launch, tmp_path, capsys):
     lines = (json.dumps({"prompt": f"c{n}=", "answer": str(n)}) for n in range(1, 4000, 37))
     (tmp_path / "numbers.jsonl").write_text("\n".join(lines))

@@ -142,6 +142,7 @@ def test_two_ranks_train_end_as_one_and_go_on(ranks: Ranks, model: Path):
     assert all(not before[name].equal(tensor) for name, tensor in after.items())
 
 
+@pytest.mark.long
 def test_a_failure_of_a_rank_is_that_of_its_torchrun(ranks: Ranks):
     """Whoever supervises it starts nothing again that cannot work."""
     words = (STREAMRL, "learner", "--config", ranks.config, "--set", "learner.num_ranks=3")
@@ -153,6 +154,7 @@ def test_a_failure_of_a_rank_is_that_of_its_torchrun(ranks: Ranks):
     assert sentence in ranks.output
 
 
+@pytest.mark.long
 def test_a_signal_to_torchrun_drains_the_ranks(ranks: Ranks):
     words = (STREAMRL, "learner", "--config", ranks.config)
     learner = ranks.start(

@@ -25,6 +25,7 @@ def slow(episode):
 NUM_STEPS = 9
 
 
+@pytest.mark.long
 def test_a_run_with_two_rewards_by_data_source_goes_on_with_a_hanging_one(
     launch: Launch, tmp_path: Path
 ):

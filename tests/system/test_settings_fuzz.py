@@ -13,6 +13,7 @@ from tests.fuzz.settings import ALWAYS, SOURCE, VALUES
 DEADLINE_S = 240.0
 
 
+@pytest.mark.long
 def test_runs_of_random_settings_train():
     command = [sys.executable, "-m", "tests.fuzz.settings", "--runs", "6", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

@@ -28,6 +28,7 @@ def leases(folder: Path) -> list[str]:
     return [lease for report in stats.generators for lease in report.lease_ids] if stats else []
 
 
+@pytest.mark.long
 def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     launch: Callable[..., Launched], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -91,6 +92,7 @@ def score(episodes):
 """
 
 
+@pytest.mark.long
 def test_a_group_that_a_step_waits_for_is_named_while_others_are_finished(
     launch: Callable[..., Launched], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

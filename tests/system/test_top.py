@@ -5,11 +5,14 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.system.conftest import STREAMRL, Launched, slow_reward
 from tests.system.test_launch import _set
 from tests.terminal import Terminal, is_put_back
 
 
+@pytest.mark.long
 def test_a_live_run_is_followed_to_its_end_and_every_line_of_its_logs_is_json(
     launch: Callable[..., Launched], tmp_path: Path
 ):

@@ -331,7 +331,8 @@ async def test_the_time_of_a_part_is_not_counted_as_waiting(monkeypatch):
     )
 
 
-async def test_a_step_goes_on_while_no_checkpoint_can_be_written(caplog):
+async def test_a_step_goes_on_while_no_checkpoint_can_be_written(monkeypatch, caplog):
+    monkeypatch.setattr("learners.session.TAKE_WAIT_S", 0.02)
     run = Run(configure(max_steps=8, every=2))
     await until(lambda: run.records.is_begun)
     run.records.is_full = True
@@ -386,6 +387,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_one_is_written_at_a
 
 
 async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypatch):
+    monkeypatch.setattr("learners.session.TAKE_WAIT_S", 0.02)
     monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
     run = Run(configure(max_steps=8, every=1))
     await until(lambda: run.records.is_begun)

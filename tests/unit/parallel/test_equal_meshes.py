@@ -167,7 +167,11 @@ def split_gradients(name: str, mesh: Mesh | None = None) -> dict[str, torch.Tens
     return {n: g / (1 if mesh is None else mesh.num_data) for n, g in gradients.items()}
 
 
-@pytest.fixture(scope="module", params=MESHES, ids=["two ranks", "four ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[2, pytest.param(4, marks=pytest.mark.long)],
+    ids=["two ranks", "four ranks"],
+)
 def meshes(request, tmp_path_factory):
     """Each mesh with the results of all its ranks."""
     sizes = MESHES[request.param]

@@ -149,7 +149,7 @@ def on_rank() -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def by_rank(request, tmp_path_factory):
     return run_ranks(on_rank, request.param, tmp_path_factory.mktemp("ranks"))
 
