@@ -64,11 +64,12 @@ def test_light_modules_load_nothing_heavy(module):
 
 @pytest.mark.parametrize("daemon", DAEMONS)
 def test_a_mistake_in_the_configuration_of_a_daemon_is_said_before_its_imports(tmp_path, daemon):
+    module = COMMANDS[daemon].entry.partition(":")[0]
     code = f"""
 import sys
-from streamrl.cli.main import DAEMONS, main
+from streamrl.cli.main import main
 code = main(["{daemon}", "{QUICKSTART}", "--set", "learner.optimizer.lrr=1"])
-print(code, [m for m in ("torch", "{COMMANDS[daemon].entry.partition(":")[0]}") if m in sys.modules])
+print(code, [m for m in ("torch", "{module}") if m in sys.modules])
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
