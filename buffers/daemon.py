@@ -23,6 +23,7 @@ from buffers.zmq.server import ZmqBufferServer
 from buffers.zmq.unopened import wait_for_journal
 from streamrl import service
 from streamrl.config import RunConfig
+from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, StorageError
 from streamrl.run_folder import write_books
 from streamrl.service import Shutdown
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    config: RunConfig = arguments.run_config
+    config = configuration(arguments).config
     return service.run(partial(serve, config), role="buffer", config=config)
 
 

@@ -13,7 +13,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from actors.evaluation import evaluate, named_model, newest_model
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.run_folder import require_run
@@ -21,7 +20,7 @@ from streamrl.run_folder import require_run
 
 def main(arguments: argparse.Namespace) -> int:
     disable_progress_bar()
-    config = configuration(arguments).config
+    config: RunConfig = arguments.run_config
     model = _model(config, arguments.checkpoint)
     line = json.dumps(asyncio.run(evaluate(config, model)))
     print(line)

@@ -1,7 +1,7 @@
 """`streamrl`: the command line. Parses the arguments and runs the command that they name.
 
-Invariant: nothing heavy is imported until a command is chosen, so help and errors come at once; nor
-for a daemon until its configuration is known to be valid.
+Invariant: nothing heavy is imported until a command is chosen and a configuration that it takes is
+known to be valid, so help and errors come at once.
 """
 
 import errno
@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import_command("streamrl.log_lines").log_as_json(parsed.command)
     module, _, function = parsed.entry.partition(":")
     try:
-        if parsed.command in DAEMONS:
-            arguments_module = import_command("streamrl.config.arguments")
-            parsed.run_config = arguments_module.configuration(parsed).config
+        if parsed.imports_much:
+            configuration = import_command("streamrl.config.arguments").configuration
+            parsed.run_config = configuration(parsed).config
         code: int = getattr(import_command(module), function)(parsed)
         sys.stdout.flush()
     except (StreamRLError, ImportError) as error:

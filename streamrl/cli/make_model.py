@@ -7,13 +7,13 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from actors.make_model import make_model
-from streamrl.config.arguments import configuration
+from streamrl.config import RunConfig
 
 
 def main(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     disable_progress_bar()
-    config = configuration(arguments).config
+    config: RunConfig = arguments.run_config
     if Path(config.model.path).exists():
         print(f"{config.model.path} exists already")
         return 0

@@ -18,7 +18,7 @@ from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.display.numbers import sparkline, wait_shares
 from streamrl.cli.display.summary import summary_rows
 from streamrl.cli.display.view import headline, read_wait, render
-from streamrl.cli.main import DAEMONS, main
+from streamrl.cli.main import main
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig, load_config
@@ -62,20 +62,22 @@ def test_light_modules_load_nothing_heavy(module):
     assert output.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("daemon", DAEMONS)
-def test_a_mistake_in_the_configuration_of_a_daemon_is_said_before_its_imports(tmp_path, daemon):
-    module = COMMANDS[daemon].entry.partition(":")[0]
+@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].imports_much])
+def test_a_mistake_in_the_configuration_is_said_before_long_imports(tmp_path, name):
+    module = COMMANDS[name].entry.partition(":")[0]
+    files = {"parity sample": ["--samples", "a"], "parity score": ["--samples", "a", "--out", "b"]}
+    words = [*name.split(), QUICKSTART, *files.get(name, ())]
     code = f"""
 import sys
 from streamrl.cli.main import main
-code = main(["{daemon}", "{QUICKSTART}", "--set", "learner.optimizer.lrr=1"])
+code = main([*{words}, "--set", "learner.optimizer.lrr=1"])
 print(code, [m for m in ("torch", "{module}") if m in sys.modules])
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "2 []"
-    assert f"streamrl {daemon}: " in done.stderr
+    assert f"streamrl {name}: " in done.stderr
     assert "learner.optimizer.lrr" in done.stderr
 
 

@@ -15,11 +15,14 @@ from streamrl.cli.arguments.sample_options import samples
 
 @dataclass(frozen=True)
 class Command:
-    """`entry` is module:function; it is given the parsed arguments and returns the exit code."""
+    """`entry` is module:function; it is given the parsed arguments and returns the exit code. One
+    that `imports_much` has its configuration in them as `run_config`, read before it is imported:
+    so a mistake is said without the seconds that torch and transformers take."""
 
     entry: str
     summary: str
     add_options: Callable[[ArgumentParser], None]
+    imports_much: bool = False
 
 
 _RUN = {
@@ -44,18 +47,25 @@ _RUN = {
         plan,
     ),
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
-    "generator": Command("actors.daemon:main", "start one generator", options.generator),
-    "learner": Command("learners.daemon:main", "start the learner", options.learner),
+    "generator": Command(
+        "actors.daemon:main", "start one generator", options.generator, imports_much=True
+    ),
+    "learner": Command(
+        "learners.daemon:main", "start the learner", options.learner, imports_much=True
+    ),
     "torchrun": Command(
         "streamrl.cli.processes.torchrun:main",
         "torchrun, for a learner on several hosts: it ends as the rank that failed",
         options.torchrun,
     ),
-    "validator": Command("actors.validation.daemon:main", "start the validator", options.config),
+    "validator": Command(
+        "actors.validation.daemon:main", "start the validator", options.config, imports_much=True
+    ),
     "make-model": Command(
         "streamrl.cli.make_model:main",
         "make the small local model that model.recipe describes",
         options.config,
+        imports_much=True,
     ),
     "get-model": Command(
         "streamrl.cli.models.get:main",
@@ -149,6 +159,7 @@ _VERIFY = {
         "streamrl.cli.evaluate:main",
         "score a checkpoint on held-out prompts, sampled greedily",
         options.evaluate,
+        imports_much=True,
     ),
     "parity": Command(
         "streamrl.cli.parity.compare:main",
@@ -159,11 +170,13 @@ _VERIFY = {
         "streamrl.cli.parity.sample:main",
         "sample with the engine, the first half of parity",
         options.parity_sample,
+        imports_much=True,
     ),
     "parity score": Command(
         "streamrl.cli.parity.score:main",
         "score samples with the learner, the second half of parity",
         options.parity_score,
+        imports_much=True,
     ),
     "score": Command(
         "streamrl.cli.score:main",

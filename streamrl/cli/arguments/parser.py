@@ -11,7 +11,8 @@ _WIDTH = max(len(name) for name in COMMANDS) + 2
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the chosen command; `command` is its name, `entry` its module:function.
+    """The arguments of the chosen command; `command` is its name, `entry` and `imports_much` are
+    as `Command` has them.
 
     Raises:
         SystemExit: usage is wrong (exit code 2), or help or the version was printed (0).
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, description=command.summary)
-        sub.set_defaults(entry=command.entry)
+        sub.set_defaults(entry=command.entry, imports_much=command.imports_much)
         command.add_options(sub)
     return parser
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from actors.parity import sample
 from streamrl import wire
-from streamrl.config.arguments import configuration
+from streamrl.config import RunConfig
 
 
 def main(arguments: argparse.Namespace) -> int:
-    samples = asyncio.run(sample(configuration(arguments).config))
+    config: RunConfig = arguments.run_config
+    samples = asyncio.run(sample(config))
     file = Path(arguments.samples)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(wire.encode(samples))

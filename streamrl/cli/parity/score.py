@@ -10,13 +10,13 @@ from learners.parity import score
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl import wire
-from streamrl.config.arguments import configuration
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.types import ParitySamples
 
 
 def main(arguments: argparse.Namespace) -> int:
-    config = configuration(arguments).config
+    config: RunConfig = arguments.run_config
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
     trainer = Trainer(config, Policy.from_config(config))
