@@ -18,13 +18,24 @@ def _set(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
-@pytest.mark.parametrize("publish", [pytest.param("merged", marks=pytest.mark.long), "adapter"])
-def test_generators_sample_with_the_adapter_that_is_trained(launch, model, tmp_path, publish):
+@pytest.mark.parametrize(
+    ("publish", "num_ranks"),
+    [
+        pytest.param("merged", 1, marks=pytest.mark.long),
+        ("adapter", 1),
+        ("merged", 2),
+        pytest.param("adapter", 2, marks=pytest.mark.long),
+    ],
+)
+def test_generators_sample_with_the_adapter_that_is_trained(
+    launch, model, tmp_path, publish, num_ranks
+):
     # Synchronous, so that every token's log-probability can be compared with the learner's.
     overrides = (
         "buffer.max_staleness=0",
         f"run.max_steps={NUM_STEPS}",
         "algorithm.kl_loss.coef=0.01",
+        f"learner.num_ranks={num_ranks}",
     )
     run = launch(*_set(*LORA, f"learner.lora.publish={publish}", *overrides))
     assert run.end() == 0, run.output
@@ -33,10 +44,10 @@ def test_generators_sample_with_the_adapter_that_is_trained(launch, model, tmp_p
     assert run.lines[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
     assert run.lines[-1]["actor/kl_loss"] > 1e-6, "the reference moves with the policy"
     assert main(["buffer", "audit", str(run.folder)]) == 0
-    assert_exported(run.folder, model, tmp_path)
+    assert_exported(run.folder, model, tmp_path, num_ranks)
 
 
-def assert_exported(folder: Path, model: Path, tmp_path: Path) -> None:
+def assert_exported(folder: Path, model: Path, tmp_path: Path, num_ranks: int) -> None:
     """Merged, and as an adapter that peft puts on the base."""
     from peft import PeftModel
 
@@ -55,5 +66,6 @@ def assert_exported(folder: Path, model: Path, tmp_path: Path) -> None:
     saved = load_file(newest / "model.safetensors")
     exported = load_file(Path(merged) / "model.safetensors")
     assert all(torch.equal(saved[name], exported[name]) for name in exported)
-    (shard,) = (newest / "shards").glob("*.safetensors")
-    assert all(".lora_" in name for name in load_file(shard))
+    shards = list((newest / "shards").glob("*.safetensors"))
+    assert len(shards) == num_ranks
+    assert all(".lora_" in name for shard in shards for name in load_file(shard))
