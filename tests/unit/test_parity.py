@@ -21,6 +21,7 @@ from streamrl.cli.processes import run_commands
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import StreamRLError
 from streamrl.types import ParityReport
+from tests.training import make_config
 
 CONFIG = """
 run: {{name: run, folder: {folder}}}
@@ -153,3 +154,12 @@ def test_a_gap_that_is_no_number_is_above_every_threshold(config_file: str):
         by_position=(gaps,),
     )
     assert "nan were measured" in next(complaints(config, [report]))
+
+
+def test_a_threshold_is_refused_where_agents_alone_play():
+    entries = [{"name": "a", "environment": "agent"}, {"name": "b", "environment": "single_turn"}]
+    agent = {"agent": {"command": ["true"]}}
+    make_config(parity={"max_mean_gap": 0.1}, generator=agent, environments=entries)
+    sentence = r"parity\.max_mean_gap 0\.1 .* every environment is agent"
+    with pytest.raises(ValueError, match=sentence):
+        make_config(parity={"max_mean_gap": 0.1}, generator=agent, environments=entries[:1])

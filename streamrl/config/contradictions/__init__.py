@@ -61,6 +61,7 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     environments.environment_twice,
     environments.one_name_for_two,
     environments.agent_of_no_environment,
+    environments.parity_of_agents_alone,
     environments.limit_below_a_group,
     environments.limits_leave_prompts,
 )

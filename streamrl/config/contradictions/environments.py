@@ -57,3 +57,14 @@ def limits_leave_prompts(c: "RunConfig") -> str | None:
         f"environments.max_trajectories allow {sum(n or 0 for n in limits)} groups of "
         f"learner.groups_per_step {c.learner.groups_per_step}: raise one, or leave it out"
     )
+
+
+def parity_of_agents_alone(c: "RunConfig") -> str | None:
+    is_measurable = any(entry.environment != "agent" for entry in c.entries)
+    if not c.parity.is_required or is_measurable:
+        return None
+    name = "max_gap" if c.parity.max_gap is not None else "max_mean_gap"
+    return (
+        f"parity.{name} {getattr(c.parity, name)} cannot be compared with anything: every "
+        "environment is agent, and agents play in the generators of a run alone; leave it out"
+    )
