@@ -71,12 +71,9 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     try:
         place.require_same(state.policy_version)
         start = replace(start, history=place.all.gather(start.history)[0])
-        layout = _layout(config, trainer.policy)
         if place.all.index == 0:
             with exporting(config, "learner", "learner") as exported:
-                await _lead(
-                    config, shutdown, place, trainer, buffer, state, start, layout, exported
-                )
+                await _lead(config, shutdown, place, trainer, buffer, state, start, exported)
         else:
             await _follow(config, place, trainer, buffer, start)
         # Not after a failure, which ends the other ranks too.
@@ -93,11 +90,10 @@ async def _lead(
     buffer: TrajectoryBuffer,
     state: LearnerState,
     start: Start,
-    layout: Layout,
     exported: Exported,
 ) -> None:
     """The first rank: the loop, and all that the learner does beside it."""
-    sender = _make_sender(config, layout, trainer.policy.device)
+    sender = _make_sender(config, trainer.policy)
     recorder = _make_recorder(config, place, start)
     records = RunRecords(config, start, sender.validating, (exported,), recorder)
     reporter = StatusReporter(config, buffer, sender)
@@ -176,23 +172,18 @@ def _make_recorder(config: RunConfig, place: Place, start: Start) -> Recorder | 
     return Recorder(config, start.history, place.data.index, place.data.count)
 
 
-def _layout(config: RunConfig, policy: Policy) -> Layout:
-    """Of what generators are sent. Every rank reads it: that of an adapter is gathered by all."""
+def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
     weights = config.weights
     dtype = getattr(torch, weights.dtype) if weights.dtype else None
-    return Layout(manifest_of(policy.weights(), dtype), weights.bucket_bytes)
-
-
-def _make_sender(config: RunConfig, layout: Layout, device: torch.device) -> WeightSender:
-    weights = config.weights
     if weights.dtype == "float8_e4m3fn":
         log.warning(
             "weights.dtype float8_e4m3fn moves each weight of a matrix by up to 1/16: generators "
             "sample from another policy than the learner's, see mismatch/*; rollout_is corrects it"
         )
+    layout = Layout(manifest_of(policy.described_weights(), dtype), weights.bucket_bytes)
     folder = config.run.path / "weights"
     with service.binding("weights.address", weights.address):
-        sender = WeightSender(weights, layout, device, folder, config.buffer.curve)
+        sender = WeightSender(weights, layout, policy.device, folder, config.buffer.curve)
     log.info("announcing %.1f MB of weights at %s", layout.num_bytes / 1e6, sender.address)
     return sender
 

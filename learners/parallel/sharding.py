@@ -89,6 +89,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def described(tensor: torch.Tensor) -> torch.Tensor:
+    """The shape and dtype of the whole, on the device `meta`; no other rank is needed."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 @torch.no_grad()
 def assign(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy a whole tensor, which every rank has, into one that may be sharded."""

@@ -7,7 +7,7 @@ transformers gives the model without an adapter. The model with its adapter swit
 policy of `model.path`, so it is the reference policy, too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from streamrl.weights.codecs import lora
 ADAPTER = "default"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _BASE = "base_layer."
+
+# What a tensor that may be sharded becomes: `full`, or `described`.
+Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, is_filled: bool = True) -> None:
@@ -123,11 +126,12 @@ def adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
 class MergedWeights(Mapping[str, torch.Tensor]):
     """The parameters that the model has without an adapter, with the adapter in them, whole.
 
-    A merged matrix exists while its caller holds it; all ranks read the same ones.
+    A merged matrix exists while its caller holds it; all ranks read the same ones, if `full`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._factors = Factors(model)
+    def __init__(self, model: PreTrainedModel, whole: Whole = full) -> None:
+        self._whole = whole
+        self._factors = Factors(model, whole)
         self._parameters = {
             name.replace(f".{_BASE}", "."): master_of(parameter)
             for name, parameter in model.named_parameters()
@@ -136,7 +140,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        parameter = full(self._parameters[name])
+        parameter = self._whole(self._parameters[name])
         if name + lora.LEFT not in self._factors:
             return parameter
         left, right = self._factors[name + lora.LEFT], self._factors[name + lora.RIGHT]
@@ -152,7 +156,8 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 class Factors(Mapping[str, torch.Tensor]):
     """The adapter as the weight channel sends it, whole, see `streamrl.weights.codecs.lora`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, whole: Whole = full) -> None:
+        self._whole = whole
         self._layers = adapted_layers(model)
         self._names = tuple(
             f"{name}.weight{half}" for name in self._layers for half in (lora.LEFT, lora.RIGHT)
@@ -161,7 +166,8 @@ class Factors(Mapping[str, torch.Tensor]):
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
         layer: Any = self._layers[lora.matrix_of(name).removesuffix(".weight")]
-        a, b = (full(master_of(half[ADAPTER].weight)) for half in (layer.lora_A, layer.lora_B))
+        halves = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
+        a, b = (self._whole(master_of(half.weight)) for half in halves)
         # A Conv1D has its matrix the other way round.
         left, right = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
         factor: torch.Tensor = layer.scaling[ADAPTER] * left if name.endswith(lora.LEFT) else right

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 from learners.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh
-from learners.parallel.sharding import end_passes
+from learners.parallel.sharding import described, end_passes, full
 from learners.policy.hugging_face import save_model
 from learners.policy.loading import load_network
 from learners.policy.lora import (
     Factors,
     MergedWeights,
+    Whole,
     merged_weights,
     without_adapter,
 )
@@ -98,13 +99,20 @@ class Policy:
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """What generators are sent, by name; parameters that are sharded come as they are."""
+        return self._sent(full)
+
+    def described_weights(self) -> Mapping[str, torch.Tensor]:
+        """The names, shapes and dtypes of `weights`; no other rank is needed."""
+        return self._sent(described)
+
+    def _sent(self, whole: Whole) -> Mapping[str, torch.Tensor]:
         match self._lora:
             case None:
                 return self.parameters()
             case settings if settings.publish == "adapter":
-                return Factors(self.model)
+                return Factors(self.model, whole)
             case _:
-                return MergedWeights(self.model)
+                return MergedWeights(self.model, whole)
 
     @torch.no_grad()
     def batch_logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from actors.engines.hf.weights import SpareWeights
 from actors.engines.manifest import require_same_parameters
+from learners.parallel import sharding
 from learners.policy.lora import (
     Factors,
     MergedWeights,
@@ -74,6 +75,15 @@ def test_the_factors_that_are_sent_make_the_merged_weights(make):
     assert received.keys() == {name for name in merged if not torch.equal(merged[name], base[name])}
     for name, matrix in received.items():
         assert torch.allclose(matrix, merged[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("make", [make_llama, make_gpt2])
+@pytest.mark.parametrize("kind", [MergedWeights, Factors])
+def test_what_is_sent_is_described_without_memory(kind, make):
+    model = adapted(make())
+    described = kind(model, sharding.described)
+    assert manifest_of(described) == manifest_of(kind(model))
+    assert all(tensor.is_meta for tensor in described.values())
 
 
 @pytest.mark.parametrize("is_half", [True, False])

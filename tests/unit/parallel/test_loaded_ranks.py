@@ -17,6 +17,7 @@ from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader
+from streamrl.weights.layout import manifest_of
 from tests.ranks import run_ranks
 from tests.tiny_model import save_llama
 from tests.training import make_config, make_groups
@@ -50,8 +51,11 @@ def trained(
         headers = [GroupHeader.of(group) for group in groups.values()]
         mine = [groups[h.prompt_index] for h in share(headers, ranks.count, ranks.index)]
         metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))
+    # The first rank alone: were another needed, this would wait for it.
+    manifest = manifest_of(policy.described_weights()) if ranks.index == 0 else None
     weights = policy.weights()
     return {
+        "manifest": manifest,
         "parameters": {n: full(p).clone() for n, p in policy.parameters().items()},
         "weights": {name: full(weights[name]).clone() for name in weights},
         "metrics": metrics,
@@ -78,8 +82,10 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 def test_two_ranks_make_the_steps_of_one(names: tuple[str, ...], tmp_path: Path):
     folder = str(save_llama(tmp_path / "model", num_hidden_layers=1))
     expected = {name: trained(folder, CASES[name]) for name in names}
-    for found in run_ranks(on_rank, 2, tmp_path, folder, names):
+    for index, found in enumerate(run_ranks(on_rank, 2, tmp_path, folder, names)):
         for name in names:
+            manifest = found[name]["manifest"]
+            assert manifest == (None if index else manifest_of(expected[name]["weights"]))
             for kind in ("parameters", "weights"):
                 assert_close(found[name][kind], expected[name][kind])
             for ours, theirs in zip(found[name]["metrics"], expected[name]["metrics"], strict=True):
