@@ -69,6 +69,17 @@ def test_an_adapter_that_is_sent_alone_is_in_what_samples(file: Path):
     assert max(line[K3] for line in same) < 1e-8 < min(line[K3] for line in stale[2:])
 
 
+def test_the_engine_samples_with_weights_as_they_are_sent(file: Path):
+    gaps = {
+        dtype: [
+            line[K3] for line in made(config_of(file, dtype, 0, f"weights.dtype={dtype}"), Lag.EVEN)
+        ]
+        for dtype in ("float32", "bfloat16", "float8_e4m3fn")
+    }
+    assert max(gaps["float32"]) < 1e-8 < min(gaps["bfloat16"])
+    assert max(gaps["bfloat16"]) < min(gaps["float8_e4m3fn"])
+
+
 def test_uneven_ages_lie_between_none_and_twice_the_mean(file: Path):
     lines = made(config_of(file, "uneven", 1, "run.max_steps=12"), Lag.UNEVEN)
     assert max(line["buffer/staleness_max"] for line in lines) == 2

@@ -38,7 +38,7 @@ from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError, exit_code_o
 from streamrl.metrics import staleness_metrics
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 from streamrl.types import GroupHeader, TrajectoryGroup
-from streamrl.weights.layout import manifest_of
+from streamrl.weights.layout import Layout, manifest_of
 
 QUIET_TURNS = 100
 T = TypeVar("T")
@@ -90,6 +90,9 @@ class LaggedRun:
         renderer = ChatRenderer.from_config(config)
         stream = open_stream(config, renderer)
         self._runner: MixedRunner = make_runner(config, self._engine, renderer, stream)
+        dtype = getattr(torch, config.weights.dtype) if config.weights.dtype else None
+        manifest = manifest_of(self._trainer.policy.described_weights(), dtype)
+        self._layout = Layout(manifest, config.weights.bucket_bytes)
         self._past: Mapping[int, Weights] = {}
 
     async def run(self) -> None:
@@ -120,8 +123,16 @@ class LaggedRun:
         """Keep what the trainer has now, as long as a group may be sampled with it."""
         oldest = version - self._lag.most(self._config.buffer.max_staleness)
         kept = {past: weights for past, weights in self._past.items() if past >= oldest}
-        now = {name: t.detach().clone() for name, t in self._trainer.policy.weights().items()}
-        self._past = {**kept, version: now}
+        self._past = {**kept, version: self._received()}
+
+    @torch.no_grad()
+    def _received(self) -> Weights:
+        """What generators would have of the weights: a copy, rounded as `weights.dtype` says."""
+        weights = self._trainer.policy.weights()
+        data = torch.empty(self._layout.num_bytes, dtype=torch.uint8)
+        for slot in self._layout.slots:
+            slot.write(slot.of(data), weights[slot.spec.name])
+        return {slot.spec.name: slot.read(slot.of(data)) for slot in self._layout.slots}
 
     async def _sample(self, version: int) -> list[TrajectoryGroup]:
         """The groups that make the next version, in the order of their prompts."""
