@@ -40,7 +40,7 @@ from streamrl.interfaces import TrajectoryBuffer
 from streamrl.service import Shutdown
 from streamrl.tracking.prometheus import Exported, exporting
 from streamrl.tracking.prometheus.readings import of_learner
-from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.layout import layout_of
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -174,13 +174,12 @@ def _make_recorder(config: RunConfig, place: Place, start: Start) -> Recorder | 
 
 def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
     weights = config.weights
-    dtype = getattr(torch, weights.dtype) if weights.dtype else None
     if weights.dtype == "float8_e4m3fn":
         log.warning(
             "weights.dtype float8_e4m3fn moves each weight of a matrix by up to 1/16: generators "
             "sample from another policy than the learner's, see mismatch/*; rollout_is corrects it"
         )
-    layout = Layout(manifest_of(policy.described_weights(), dtype), weights.bucket_bytes)
+    layout = layout_of(policy.described_weights(), weights)
     folder = config.run.path / "weights"
     with service.binding("weights.address", weights.address):
         sender = WeightSender(weights, layout, policy.device, folder, config.buffer.curve)

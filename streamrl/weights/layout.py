@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from streamrl.config.weights import WeightSettings
 from streamrl.types import TensorSpec
 from streamrl.weights.codecs import float8
 
@@ -129,6 +130,12 @@ def manifest_of(
         TensorSpec(name, dtype_name(_sent_dtype(name, t, dtype)), (*t.shape,))
         for name, t in parameters.items()
     )
+
+
+def layout_of(parameters: Mapping[str, torch.Tensor], settings: WeightSettings) -> Layout:
+    """The layout of the parameters as the settings have them sent."""
+    dtype = getattr(torch, settings.dtype) if settings.dtype else None
+    return Layout(manifest_of(parameters, dtype), settings.bucket_bytes)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:

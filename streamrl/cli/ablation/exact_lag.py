@@ -38,7 +38,7 @@ from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError, exit_code_o
 from streamrl.metrics import staleness_metrics
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 from streamrl.types import GroupHeader, TrajectoryGroup
-from streamrl.weights.layout import Layout, manifest_of
+from streamrl.weights.layout import layout_of, manifest_of
 
 QUIET_TURNS = 100
 T = TypeVar("T")
@@ -90,9 +90,7 @@ class LaggedRun:
         renderer = ChatRenderer.from_config(config)
         stream = open_stream(config, renderer)
         self._runner: MixedRunner = make_runner(config, self._engine, renderer, stream)
-        dtype = getattr(torch, config.weights.dtype) if config.weights.dtype else None
-        manifest = manifest_of(self._trainer.policy.described_weights(), dtype)
-        self._layout = Layout(manifest, config.weights.bucket_bytes)
+        self._layout = layout_of(self._trainer.policy.described_weights(), config.weights)
         self._past: Mapping[int, Weights] = {}
 
     async def run(self) -> None:
@@ -128,8 +126,9 @@ class LaggedRun:
     @torch.no_grad()
     def _received(self) -> Weights:
         """What generators would have of the weights: a copy, rounded as `weights.dtype` says."""
-        weights = self._trainer.policy.weights()
-        data = torch.empty(self._layout.num_bytes, dtype=torch.uint8)
+        policy = self._trainer.policy
+        weights = policy.weights()
+        data = torch.empty(self._layout.num_bytes, dtype=torch.uint8, device=policy.device)
         for slot in self._layout.slots:
             slot.write(slot.of(data), weights[slot.spec.name])
         return {slot.spec.name: slot.read(slot.of(data)) for slot in self._layout.slots}
