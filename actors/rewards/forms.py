@@ -26,7 +26,7 @@ from typing import Any
 
 from actors.rewards.calls.limits import FinalError
 from streamrl.errors import RolloutError
-from streamrl.interfaces import Episode, Score
+from streamrl.interfaces import Episode, Prompt, Score
 from streamrl.user_code import attributed_to, defined_at
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -198,10 +198,15 @@ def conversation(episode: Episode) -> list[dict[str, Any]]:
 
 def ground_truth(episode: Episode) -> Any:
     """verl's column `reward_model.ground_truth`, or the answer of the row."""
-    column = episode.prompt.row.get("reward_model")
+    return gold_of(episode.prompt)
+
+
+def gold_of(prompt: Prompt) -> Any:
+    """As `ground_truth`."""
+    column = prompt.row.get("reward_model")
     if isinstance(column, Mapping) and "ground_truth" in column:
         return column["ground_truth"]
-    return episode.prompt.answer
+    return prompt.answer
 
 
 def _own(episodes: Sequence[Episode], _: str) -> Arguments:

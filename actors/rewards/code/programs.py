@@ -5,16 +5,16 @@ of the program, so that a solution cannot read it.
 """
 
 import json
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import Any
 
-from actors.rewards.code.tests import AssertTest, CallTest, ProgramTest, Test
+from actors.rewards.code.python_tests import PythonTest
+from actors.rewards.code.tests import FENCE, CallTest, ProgramTest, Test
 
-_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # What solutions in the style of LeetCode use without importing it.
 _PRELUDE = (
     "import bisect, collections, functools, heapq, itertools, json, math, operator, random, re, "
@@ -31,6 +31,7 @@ def _call_of_the_test():
     print("\\n{mark}" + json.dumps(function(*arguments)))
 _call_of_the_test()
 """
+_HARNESS = Path(__file__).with_name("harness.py").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,32 @@ class Program:
     mark: str = ""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How many tests passed, of how many; or what the interpreter lacks to run them."""
+
+    num_passed: int
+    num_tests: int = 1
+    missing: tuple[str, ...] = ()
+
+
 def solution_of(response: str) -> str:
     """The last block of code in the response, or all of it.
 
     >>> solution_of("So:\\n```python\\nprint(1)\\n```")
     'print(1)\\n'
     """
-    blocks: list[str] = _FENCE.findall(response)
+    blocks: list[str] = FENCE.findall(response)
     return blocks[-1] if blocks else response
 
 
-def program_of(solution: str, test: Test, header: str = "") -> Program:
+def program_of(
+    solution: str, test: Test, header: str = "", max_tests: int | None = None
+) -> Program:
     """
     Args:
         header: of a function whose body the solution may be.
+        max_tests: how many to run of several in one text; None: all.
     """
     mark = secrets.token_hex(16)
     match test:
@@ -64,12 +77,45 @@ def program_of(solution: str, test: Test, header: str = "") -> Program:
         case CallTest():
             stdin = json.dumps([test.function, list(test.arguments)])
             return Program(f"{_PRELUDE}{solution}\n{_CALL.replace('{mark}', mark)}", stdin, mark)
-        case AssertTest():
-            code = f"{_PRELUDE}{header}{solution}\n{test.code}\nprint('\\n{mark}')\n"
-            return Program(code, mark=mark)
+        case PythonTest():
+            job = {
+                "mark": mark,
+                "program": f"{_PRELUDE}{test.header}\n{header}{solution}\n",
+                "tests": test.code,
+                "names": test.names,
+                "num_tests": test.num_tests,
+                "max_tests": max_tests,
+                "modules": test.modules,
+                "by_pytest": test.by_pytest,
+            }
+            return Program(_HARNESS, json.dumps(job), mark)
 
 
-def passes(test: Test, program: Program, stdout: str) -> bool:
+def outcome_of(test: Test, program: Program, stdout: str | None) -> Outcome:
+    """What became of a test.
+
+    Args:
+        stdout: of the program; None unless it ended with success.
+    """
+    match test:
+        case PythonTest():
+            _, mark, said = (stdout or "").rpartition(f"\n{program.mark}")
+            return _outcome(said.strip() if mark else "", test.num_tests)
+        case _:
+            return Outcome(int(stdout is not None and passes(test, program, stdout)))
+
+
+def _outcome(said: str, num_tests: int) -> Outcome:
+    """Of the line of the harness."""
+    match said.split():
+        case ["passed", passed, "of", total]:
+            return Outcome(int(passed), int(total))
+        case ["missing", *_]:
+            return Outcome(0, num_tests, tuple(said.removeprefix("missing ").split("|")))
+    return Outcome(0, num_tests)
+
+
+def passes(test: ProgramTest | CallTest, program: Program, stdout: str) -> bool:
     """Whether the output of a program that ended with success passes its test."""
     match test:
         case ProgramTest():
@@ -77,8 +123,6 @@ def passes(test: Test, program: Program, stdout: str) -> bool:
         case CallTest():
             last = stdout.rpartition(f"\n{program.mark}")
             return bool(last[1]) and same_value(_json(last[2]), test.expected)
-        case AssertTest():
-            return stdout.endswith(f"\n{program.mark}\n")
 
 
 def same_output(printed: str, expected: str) -> bool:

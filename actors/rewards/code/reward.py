@@ -1,16 +1,20 @@
 """Rewards by unit tests: in the sandbox of this machine, or in a Sandbox Fusion service.
 
-Invariant: code that fails, hangs or attacks scores 0; only a row without tests, or a sandbox that
-does not answer, fails the group.
+Invariant: code that fails, hangs or attacks scores 0; a row without tests, tests that cannot be
+run, or a sandbox that does not answer fails the group.
 """
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
-from actors.rewards.code.programs import Program, passes, program_of, solution_of
+from actors.rewards.calls.limits import FinalError
+from actors.rewards.code.harness import is_installed
+from actors.rewards.code.programs import Program, outcome_of, program_of, solution_of
+from actors.rewards.code.python_tests import PythonTest
+from actors.rewards.code.syntax import beginning
 from actors.rewards.code.tests import read_tests
 from actors.rewards.remote.requests import Service, ServiceSettings
 from actors.sandbox.limits import SandboxLimits
@@ -18,7 +22,7 @@ from actors.sandbox.sandbox import Sandbox
 from streamrl.config.numbers import Positive, Seconds
 from streamrl.config.section import Section
 from streamrl.errors import RolloutError
-from streamrl.interfaces import Episode
+from streamrl.interfaces import Episode, Prompt
 
 Run = Callable[[Program], Awaitable[str | None]]
 """What the program printed; None unless it ended with success."""
@@ -28,12 +32,12 @@ class TestSettings(Section):
     """Which tests there are, and what passing some of them is worth."""
 
     tests_key: str = ""
-    """Column of the tests; empty: those of input_output, public_test_cases, private_test_cases,
-    test_list, test and tests that a row has, else its answer."""
+    """Column of the tests; empty: those that hold tests in the data sets of the manual, as far as a
+    row has them, else its answer."""
     max_tests: Positive | None = None
     """Use the first ones only."""
     partial: bool = False
-    """The reward is the share of tests that pass; else 1 if all do."""
+    """The reward is the share of tests that pass, skipped ones apart; else 1 if all do."""
 
 
 class Code:
@@ -43,11 +47,11 @@ class Code:
         """Arguments of `code`."""
 
         time_s: Seconds = 10.0
-        """Of a test."""
+        """Of a test, or of the tests of one text."""
         memory_bytes: Positive = 512 * 2**20
-        """Of a test's processes together."""
+        """Of their processes together."""
         num_programs: Positive | None = None
-        """Tests at a time. Null: the cores of the machine."""
+        """Programs at a time. Null: the cores of the machine."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -125,23 +129,53 @@ async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
     """Waits for one test after the other, until the first failure unless the share counts.
 
     Raises:
-        RolloutError: the row has no tests, or the sandbox does not answer.
+        FinalError: the row has no tests, or they cannot be run where programs are.
+        RolloutError: the sandbox does not answer.
     """
-    tests = read_tests(episode, settings.tests_key)[: settings.max_tests]
-    solution, num_passed = solution_of(episode.response), 0
-    for test in tests:
-        program = program_of(solution, test, _header(episode, solution))
-        stdout = await run(program)
-        is_passed = stdout is not None and passes(test, program, stdout)
-        num_passed += is_passed
-        if not settings.partial and not is_passed:
+    solution, num_passed, num_tests = solution_of(episode.response), 0, 0
+    for test in read_tests(episode.prompt, settings.tests_key):
+        most = None if settings.max_tests is None else settings.max_tests - num_tests
+        if most == 0:
             break
-    return num_passed / len(tests) if settings.partial else float(num_passed == len(tests))
+        program = program_of(solution, test, _header(episode, solution), most)
+        outcome = outcome_of(test, program, await run(program))
+        if outcome.missing:
+            raise FinalError(not_installed(episode.prompt, outcome.missing))
+        num_passed += outcome.num_passed
+        num_tests += min(outcome.num_tests, most or outcome.num_tests)
+        if not settings.partial and num_passed < num_tests:
+            return 0.0
+    return num_passed / num_tests
+
+
+def check_tests(settings: TestSettings, prompt: Prompt, *, is_local: bool) -> None:
+    """Whether the row has tests, and tests that this machine can run if they run here.
+
+    Raises:
+        FinalError: no program could be scored.
+    """
+    tests = read_tests(prompt, settings.tests_key)
+    modules = {name for test in tests if isinstance(test, PythonTest) for name in test.modules}
+    if is_local and (missing := sorted(name for name in modules if not is_installed(name))):
+        raise FinalError(not_installed(prompt, missing))
+
+
+def not_installed(prompt: Prompt, modules: Sequence[str]) -> str:
+    """The sentence about what tests need and the interpreter lacks."""
+    names = " and ".join(modules)
+    why = "; fixtures, parametrize and set-up functions need pytest" if "pytest" in modules else ""
+    return (
+        f"{prompt.origin or 'the row'}: its tests need {names}, which the Python that runs them "
+        f"does not have{why}"
+    )
 
 
 def _header(episode: Episode, solution: str) -> str:
-    """The head of HumanEval's function, where the solution is its body."""
+    """The beginning of a function, of which the solution may be the body: HumanEval's prompt, or
+    that of BigCodeBench."""
     row = episode.prompt.row
-    entry_point, prompt = row.get("entry_point"), row.get("prompt")
-    is_body = entry_point and isinstance(prompt, str) and f"def {entry_point}" not in solution
-    return str(prompt) if is_body else ""
+    entry_point = str(row.get("entry_point") or "")
+    if not entry_point or f"def {entry_point}" in solution:
+        return ""
+    prompts = (row.get(name) for name in ("prompt", "complete_prompt", "code_prompt"))
+    return next((text for text in prompts if isinstance(text, str) and beginning(text)), "")

@@ -1,25 +1,48 @@
-"""The unit tests of a row, in the forms that data sets have.
+"""The unit tests of a row, in the forms that data sets have; each may be text of itself.
 
-    {"inputs": [...], "outputs": [...], "fn_name": NAME}    APPS, TACO, verl; JSON or its text
-    [{"input", "output", "testtype"}, ...]                  LiveCodeBench; JSON or its text
-    ["assert ...", ...]                                     MBPP (`test_list`)
+    {"inputs": [...], "outputs": [...], "fn_name": NAME}    APPS, TACO, PRIME, verl; rStar-Coder
+    [{"input", "output", "testtype" or "type"}, ...]        LiveCodeBench, DeepCoder, open-r1
+    {"input": [...], "output": [...]}                       CodeContests
+    {"assert_case" | "functional" | "pytest" | "test_code": ...}   verl, Code-R1, Skywork
+    ["assert ...", ...]                                     MBPP (`test_list`), AceCode
+    "class TestCases(unittest.TestCase): ..."               BigCodeBench
+    "def test_...(): ..."                                   KodCode
     "def check(candidate): ..."                             HumanEval (`test` with `entry_point`)
     "assert ..."                                            any code that raises where it fails
 
 With a function's name, inputs are its arguments; without one, what a program reads and writes.
+Invariant: of what is read here, a program can pass or fail; anything else is a FinalError.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from actors.rewards.forms import ground_truth
-from streamrl.errors import RolloutError
-from streamrl.interfaces import Episode
+from actors.rewards.calls.limits import FinalError
+from actors.rewards.code.encodings import decoded
+from actors.rewards.code.python_tests import PythonTest, defined_functions, python_test
+from actors.rewards.forms import gold_of
+from streamrl.errors import did_you_mean
+from streamrl.interfaces import Prompt
 
-COLUMNS = ("input_output", "public_test_cases", "private_test_cases", "test_list", "test", "tests")
-"""Where tests are looked for, unless a column is named; then in the answer."""
+COLUMNS = (
+    *("input_output", "public_test_cases", "private_test_cases", "test_list", "test", "tests"),
+    *("test_cases", "verification_info", "public_tests", "private_tests", "generated_tests"),
+)
+"""Where tests are looked for, unless a column is named; then in `inputs` and `outputs`, and then
+in the answer."""
+FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+"""A block of code in a text."""
+_ALLOWED = (
+    "tests are a record of inputs and outputs, a list of cases or of assertions, or Python with "
+    "an assertion, a unittest class, test functions or check(candidate)"
+)
+# In a record: of these, the first that it has.
+_NESTED = ("assert_case", "functional", "pytest", "test_code", "test_cases", "tests")
+_FUNCTION = ("entry_point", "fn_name", "func_name", "function_name")
 
 
 @dataclass(frozen=True)
@@ -39,93 +62,160 @@ class CallTest:
     expected: Any
 
 
-@dataclass(frozen=True)
-class AssertTest:
-    """Code after the solution, which raises where the solution is wrong."""
-
-    code: str
+Test = ProgramTest | CallTest | PythonTest
 
 
-Test = ProgramTest | CallTest | AssertTest
+class _UnreadableError(ValueError):
+    """What a column was, and why it holds no test."""
+
+    def __init__(self, place: str, value: Any, reason: object) -> None:
+        super().__init__(f"{place} was {reprlib.repr(value)}: {reason}")
 
 
-def read_tests(episode: Episode, column: str = "") -> list[Test]:
-    """The tests of the episode's row.
+def read_tests(prompt: Prompt, column: str = "") -> list[Test]:
+    """The tests of the prompt's row.
 
     Raises:
-        RolloutError: it has none, or they have none of these forms.
+        FinalError: it has none, or something in their place that tests nothing.
     """
-    row = episode.prompt.row
-    columns = [column] if column else [name for name in COLUMNS if row.get(name)]
-    values = [row.get(name) for name in columns] or [ground_truth(episode)]
     try:
-        found = [test for value in values for test in _read(value, row)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RolloutError(
-            f"the tests of {_place(episode, columns)} cannot be read: {error!r}"
-        ) from error
-    if not found:
-        raise RolloutError(f"{_place(episode, columns)} has no tests")
+        values = _values(prompt, column)
+        given = {"prompt": _text_of(prompt), **prompt.row}
+        found = [test for place, value in values for test in _read(place, value, given)]
+        if not found:
+            raise _UnreadableError(*values[0], "it has no tests")
+        if all(isinstance(test, ProgramTest) and not test.expected.strip() for test in found):
+            raise _UnreadableError(*values[0], "it expects no output of any program")
+    except _UnreadableError as error:
+        raise FinalError(f"{prompt.origin or 'the row'}: {error}; {_ALLOWED}") from error
     return found
 
 
-def _place(episode: Episode, columns: Sequence[str]) -> str:
-    return f"{episode.prompt.origin or 'the row'} ({' and '.join(columns) or 'its answer'})"
+def _values(prompt: Prompt, column: str) -> list[tuple[str, Any]]:
+    """The columns of tests, with what they hold."""
+    row = prompt.row
+    if column:
+        if column not in row:
+            raise _UnreadableError(column, None, f"there is no column; {did_you_mean(column, row)}")
+        return [(column, row[column])]
+    values = [(name, row[name]) for name in COLUMNS if _is_given(row.get(name))]
+    if not values and _is_given(row.get("inputs")) and "outputs" in row:
+        return [("inputs", row)]
+    gold = gold_of(prompt)
+    empty = [(name, row[name]) for name in COLUMNS if name in row]
+    return values or (empty if empty and not _is_given(gold) else [("the answer", gold)])
 
 
-def _read(value: Any, row: Mapping[str, Any]) -> Iterator[Test]:
-    if isinstance(value, str):
-        parsed = _json(value)
-        if parsed is None:
-            yield from _asserts([value], row)
-            return
-        value = parsed
-    if isinstance(value, Mapping):
-        yield from _pairs(value)
-    elif all(isinstance(item, str) for item in value):
-        yield from _asserts(value, row)
-    else:
-        yield from (_case(item, row) for item in value)
+def _is_given(value: Any) -> bool:
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
-def _json(text: str) -> Any:
-    """A record or a list; None if the text is neither."""
+def _read(place: str, value: Any, given: Mapping[str, Any]) -> Iterator[Test]:
+    value = decoded(value)
     try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict | list) else None
-
-
-def _pairs(value: Mapping[str, Any]) -> Iterator[Test]:
-    function = value.get("fn_name")
-    for given, expected in zip(value["inputs"], value["outputs"], strict=True):
-        if not function:
-            yield ProgramTest(_text(given), _text(expected))
-        elif isinstance(given, str):
-            yield CallTest(function, _arguments(given), json.loads(expected))
+        if isinstance(value, str):
+            yield _python(value, given)
+        elif isinstance(value, Mapping):
+            yield from _record(place, value, given)
+        elif isinstance(value, Iterable):
+            for i, item in enumerate(value):
+                yield from _item(f"{place}[{i}]", item, given)
         else:
-            yield CallTest(function, list(given), expected)
+            raise TypeError("it is no test")
+    except _UnreadableError:
+        raise
+    except KeyError as error:
+        raise _UnreadableError(place, value, f"it has no {error}") from error
+    except (TypeError, ValueError) as error:
+        raise _UnreadableError(place, value, error) from error
 
 
-def _case(item: Mapping[str, Any], row: Mapping[str, Any]) -> Test:
-    if item.get("testtype") != "functional":
-        return ProgramTest(_text(item["input"]), _text(item["output"]))
-    metadata = row.get("metadata") or {}
-    if isinstance(metadata, str):
-        metadata = json.loads(metadata)
-    function = item.get("fn_name") or metadata["func_name"]
-    return CallTest(function, _arguments(item["input"]), json.loads(item["output"]))
+def _item(place: str, item: Any, given: Mapping[str, Any]) -> Iterator[Test]:
+    """Of a list: a case, or what may stand alone."""
+    item = decoded(item)
+    if isinstance(item, Mapping) and "input" in item:
+        try:
+            yield _case(item, given)
+        except KeyError as error:
+            raise _UnreadableError(place, item, f"it has no {error}") from error
+    elif isinstance(item, str | Mapping):
+        yield from _read(place, item, given)
+    else:
+        raise _UnreadableError(place, item, "it is no test")
 
 
-def _asserts(tests: Sequence[str], row: Mapping[str, Any]) -> Iterator[Test]:
-    """With what MBPP and HumanEval have in other columns."""
-    imports = row.get("test_imports") or []
-    setup = "\n".join([*imports, row.get("test_setup_code") or row.get("test_setup") or ""])
-    entry_point = row.get("entry_point")
-    for test in tests:
-        is_check = "def check(" in test and entry_point
-        yield AssertTest("\n".join([setup, test, f"check({entry_point})" if is_check else ""]))
+def _record(place: str, value: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Test]:
+    for key in _NESTED:
+        if key in value:
+            yield from _read(f"{place}.{key}", value[key], {**given, **value})
+            return
+    plural = "" if "input" in value else "s"
+    inputs, outputs = decoded(value[f"input{plural}"]), decoded(value[f"output{plural}"])
+    if len(inputs) != len(outputs):
+        raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
+    function = value.get("fn_name") or value.get("func_name")
+    for arguments, expected in zip(inputs, outputs, strict=True):
+        yield _pair(function, arguments, expected)
+
+
+def _case(item: Mapping[str, Any], given: Mapping[str, Any]) -> Test:
+    kind = item.get("testtype") or item.get("type")
+    if kind not in ("functional", "function_call"):
+        return _pair(None, item["input"], item["output"])
+    own = _function_of({**_metadata(given), **_metadata(item), **item})
+    function = own or _function_of(given)
+    if not function:
+        raise KeyError("func_name")
+    return _pair(function, item["input"], item["output"])
+
+
+def _pair(function: str | None, given: Any, expected: Any) -> Test:
+    if function and isinstance(given, str):
+        return CallTest(function, _arguments(given), json.loads(expected))
+    if function:
+        return CallTest(function, list(given), expected)
+    if expected is None:
+        raise ValueError("an output is None")
+    return ProgramTest(_text(given), _text(expected))
+
+
+def _python(code: str, given: Mapping[str, Any]) -> PythonTest:
+    """With what MBPP and others have in other columns."""
+    imports = decoded(given.get("test_imports") or [])
+    lines = imports if isinstance(imports, list | tuple) else [imports]
+    setup = given.get("test_setup_code") or given.get("test_setup") or ""
+    before = "\n".join([*map(str, lines), str(setup)]).strip("\n")
+    test = python_test(f"{before}\n{code}" if before else code, _entry_point(given))
+    return replace(test, header=str(given.get("import_prefix") or given.get("prefix") or ""))
+
+
+def _entry_point(given: Mapping[str, Any]) -> str:
+    """What the row says is tested; else the one function that its prompt begins or shows."""
+    info = decoded(given.get("test_info"))
+    infos = info if isinstance(info, list) and len(info) == 1 else []
+    for record in (given, _metadata(given), *infos):
+        if isinstance(record, Mapping) and (name := _function_of(record)):
+            return name
+    prompt = str(given["prompt"])
+    blocks = FENCE.findall(prompt) or [prompt]
+    functions = {name for block in blocks for name in defined_functions(block)}
+    return functions.pop() if len(functions) == 1 else ""
+
+
+def _function_of(record: Mapping[str, Any]) -> str:
+    names = (record.get(key) for key in _FUNCTION)
+    return next((name for name in names if isinstance(name, str) and name.strip()), "")
+
+
+def _metadata(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    metadata = decoded(record.get("metadata"))
+    return metadata if isinstance(metadata, Mapping) else {}
+
+
+def _text_of(prompt: Prompt) -> str:
+    if isinstance(prompt.content, str):
+        return prompt.content
+    return "\n".join(str(message.get("content")) for message in prompt.content)
 
 
 def _arguments(text: str) -> list[Any]:

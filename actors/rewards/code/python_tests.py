@@ -1,0 +1,195 @@
+"""Tests that are Python: what they consist of, and what it takes to run them.
+
+    class TestCases(unittest.TestCase)    every test method is a test
+    def test_...(), class Test...         every function and method is one; pytest runs them where
+                                          the text imports it, or they need fixtures or a set-up
+    def check(candidate)                  one test, called with the function of the row
+    anything else                         one test: it raises where the program is wrong
+
+Invariant: what is read here can tell programs apart, as far as its text shows: it runs an
+assertion, a raise or a call, and names something that it does not define itself.
+"""
+
+import ast
+import builtins
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from actors.rewards.code.syntax import (
+    CAN_FAIL,
+    Function,
+    bases,
+    beginning,
+    called_in_assertion,
+    callee,
+    free_names,
+    functions,
+    imported,
+    is_used,
+    needed,
+    needs_pytest,
+    parsed,
+    run_at_once,
+    runs_all,
+    without,
+)
+
+PROGRAM_MODULES = frozenset({"solution", "__main__"})
+"""What tests import the program as."""
+# By these, a text may come to the program without its name.
+_LOOK_UPS = frozenset({"exec", "eval", "globals", "getattr", "__import__", "compile"})
+
+
+@dataclass(frozen=True)
+class PythonTest:
+    """Code that is run after the program."""
+
+    code: str
+    names: tuple[str, ...] = ()
+    """Its classes and functions that are tests; without any, the whole code is one."""
+    num_tests: int = 1
+    """As far as its text tells."""
+    modules: tuple[str, ...] = ()
+    """What has to be installed where it runs."""
+    by_pytest: bool = False
+    header: str = ""
+    """Code before the program."""
+
+
+@lru_cache(maxsize=128)
+def python_test(code: str, entry_point: str = "") -> PythonTest:
+    """
+    Args:
+        entry_point: what `check` is called with: a function, or a method as `Solution().add`.
+
+    Raises:
+        ValueError: it tests nothing, as a sentence about "it".
+    """
+    text = _Text(code)
+    if (check := text.check) is not None:
+        if not entry_point:
+            raise ValueError(
+                "it defines check, and neither a column entry_point nor the prompt names the one "
+                "function to call it with"
+            )
+        if not is_used(check):
+            raise ValueError("its check tests nothing")
+        return replace(_Text(f"{code}\ncheck({entry_point})\n").whole, modules=text.modules)
+    test = text.suite or text.whole
+    if not test.names and not any(isinstance(node, CAN_FAIL) for node in text.run_at_once):
+        raise ValueError("it runs no assertion, raise, call or test")
+    if not any(isinstance(node, CAN_FAIL) for node in ast.walk(text.tree)):
+        raise ValueError("its tests have no assertion, raise or call")
+    if not text.names_program:
+        raise ValueError("it names nothing that it does not define itself: every program passes")
+    return test
+
+
+def defined_functions(code: str) -> list[str]:
+    """What may be called of a program, or of its beginning: functions, or methods of `Solution`.
+
+    >>> defined_functions("class Solution:\\n    def add(self, a, b):")
+    ['Solution().add']
+    """
+    tree = beginning(code)
+    if tree is None:
+        return []
+    found = [node.name for node in functions(tree.body)]
+    for owner in tree.body:
+        if isinstance(owner, ast.ClassDef) and owner.name == "Solution":
+            found += [f"Solution().{node.name}" for node in functions(owner.body)]
+    return [name for name in found if not name.rpartition(".")[2].startswith("_")]
+
+
+class _Text:
+    """Code of tests, taken apart."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+        self.tree = parsed(code)
+
+    @cached_property
+    def run_at_once(self) -> list[ast.AST]:
+        """What is run by itself, other than what stands in functions and classes."""
+        return list(run_at_once(self.tree.body))
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """What it imports unconditionally, but for the program."""
+        return tuple(sorted(set(imported(self.tree.body)) - PROGRAM_MODULES))
+
+    @property
+    def check(self) -> Function | None:
+        """HumanEval's function, unless the text calls it itself."""
+        for node in self._functions:
+            if node.name == "check" and len(needed(node)) == 1 and "check" not in self._called:
+                return node
+        return None
+
+    @property
+    def whole(self) -> PythonTest:
+        return PythonTest(self.code, modules=self.modules)
+
+    @property
+    def suite(self) -> PythonTest | None:
+        """Its test classes and functions, unless there are none that it does not call itself."""
+        tests = {node.name: node for node in self._functions if node.name.startswith("test")}
+        suites = {name: found for name in self._classes if (found := self._tests_of(name))}
+        if not suites and tests.keys() <= self._called:
+            return None
+        order = [node.name for node in self.tree.body if isinstance(node, Function | ast.ClassDef)]
+        names = dict.fromkeys(name for name in order if name in tests or name in suites)
+        num_tests = len(tests) + sum(map(len, suites.values()))
+        code = without(self.code, filter(runs_all, self.tree.body))
+        test = PythonTest(code, tuple(names), num_tests, self.modules)
+        plain = [self._classes[name] for name in suites if not self._is_case(name)]
+        if "pytest" not in self.modules and not needs_pytest(self._functions, plain):
+            return test
+        of_pytest = [*tests.values(), *(m for node in plain for m in functions(node.body))]
+        is_async = any(isinstance(node, ast.AsyncFunctionDef) for node in of_pytest)
+        has_mocks = any("mocker" in needed(node) for node in of_pytest)
+        plugins = {"pytest_asyncio": is_async, "pytest_mock": has_mocks}
+        modules = {*self.modules, "pytest", *(name for name, has in plugins.items() if has)}
+        return replace(test, modules=tuple(sorted(modules)), by_pytest=True)
+
+    @property
+    def names_program(self) -> bool:
+        if PROGRAM_MODULES & set(imported(ast.walk(self.tree))):
+            return True
+        free = free_names(self.code)
+        # A program may have the name of a built-in function; then what is asserted is its result.
+        asserted = {name for node in ast.walk(self.tree) for name in called_in_assertion(node)}
+        named = free - set(dir(builtins)) - {"unittest", "pytest"}
+        named |= free & (asserted | _LOOK_UPS)
+        return any(not name.startswith("__") or name in _LOOK_UPS for name in named)
+
+    @cached_property
+    def _called(self) -> frozenset[str]:
+        return frozenset(map(callee, self.run_at_once))
+
+    @cached_property
+    def _functions(self) -> list[Function]:
+        return functions(self.tree.body)
+
+    @cached_property
+    def _classes(self) -> dict[str, ast.ClassDef]:
+        return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
+
+    def _is_case(self, name: str) -> bool:
+        """Whether the class is a `TestCase` of unittest."""
+        return any(
+            base.endswith("TestCase") or (base in self._classes and self._is_case(base))
+            for base in bases(self._classes[name])
+            if base != name
+        )
+
+    def _tests_of(self, name: str) -> list[Function]:
+        """The test methods of a class of tests, those of its bases included."""
+        if not (name.startswith("Test") or self._is_case(name)):
+            return []
+        own: dict[str, Function] = {}
+        node = self._classes[name]
+        for owner in (*(b for b in bases(node) if b in self._classes and b != name), name):
+            methods = functions(self._classes[owner].body)
+            own |= {node.name: node for node in methods if node.name.startswith("test")}
+        return list(own.values())
