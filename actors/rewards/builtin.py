@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 
-from streamrl.interfaces import Episode
+from actors.rewards.gold import no_gold, text_to_match
+from streamrl.interfaces import Episode, Prompt
 
 _NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _MARKED = re.compile(rf"(?:####|\\boxed\{{)\s*\$?({_NUMBER})")
@@ -16,7 +17,7 @@ def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "
 
     With a pattern, what its last match in the response has in its first group, or all of the match.
     """
-    given, answer = episode.response, episode.prompt.answer
+    given, answer = episode.response, text_to_match(episode.prompt)
     if pattern:
         found = list(re.finditer(pattern, given, re.DOTALL))
         if not found:
@@ -30,10 +31,8 @@ def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "
 def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> float:
     """The response's number equals the answer's: the last one behind "####" or in a box (the
     conventions of GSM8K, arXiv 2110.14168, and MATH), else the last number there is."""
-    expected, given = extract_number(episode.prompt.answer), extract_number(episode.response)
-    if expected is None or given is None:
-        return 0.0
-    return float(abs(expected - given) <= Decimal(str(tolerance)))
+    expected, given = number_to_match(episode.prompt), extract_number(episode.response)
+    return float(given is not None and abs(expected - given) <= Decimal(str(tolerance)))
 
 
 def regex(episode: Episode, *, pattern: str) -> float:
@@ -71,6 +70,18 @@ def task(episode: Episode) -> float:
 def environment(episode: Episode) -> float:
     """The sum of what the environment gave for each turn."""
     return sum(episode.turn_rewards)
+
+
+def number_to_match(prompt: Prompt) -> Decimal:
+    """The number of the answer.
+
+    Raises:
+        FinalError: it has none.
+    """
+    number = extract_number(prompt.answer)
+    if number is None:
+        raise no_gold(prompt, prompt.answer, "numeric_answer needs a number in it")
+    return number
 
 
 def extract_number(text: str) -> Decimal | None:

@@ -45,6 +45,12 @@ def check_kwargs(
     for parameter in parameters:
         if parameter.default is inspect.Parameter.empty and parameter.name not in kwargs:
             raise ConfigError(f"{field}: {name} needs {parameter.name!r}")
+        given = kwargs.get(parameter.name)
+        if given in ("", [], ()) and given != parameter.default:
+            raise ConfigError(
+                f"{field}.{parameter.name}: was {given!r}, which every empty response would have; "
+                f"{name} needs one that is not empty"
+            )
     if "pattern" in kwargs:
         check_pattern(field, kwargs["pattern"])
 

@@ -8,7 +8,7 @@ import logging
 
 from math_verify import parse, verify
 
-from actors.rewards.forms import ground_truth
+from actors.rewards.gold import expression_to_match, no_gold
 from streamrl.interfaces import Episode
 
 # It warns of being called without a limit.
@@ -21,11 +21,13 @@ def math(episode: Episode, *, strict: bool = True) -> float:
     Args:
         strict: whether x = 1 differs from 1, and a set from its elements, as math-verify has it.
     """
-    answer = str(ground_truth(episode))
+    answer = expression_to_match(episode.prompt)
     marked = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
     # The limits of the call end it, with its process; math-verify's own need the main thread.
     expected, given = (
         parse(marked, parsing_timeout=None),
         parse(episode.response, parsing_timeout=None),
     )
+    if not expected:
+        raise no_gold(episode.prompt, answer, "math-verify reads no expression in it")
     return float(verify(expected, given, strict=strict, timeout_seconds=None))

@@ -51,6 +51,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     chat = [{"prompt": [{"role": "user", "content": "c1="}], "answer": "1"}]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
     (tmp_path / "words.jsonl").write_text('{"prompt": "is it so?", "answer": "yes"}\n')
+    empty = [{"prompt": "is it so?", "answer": answer} for answer in ("yes", " ", "no", "")]
+    (tmp_path / "empty.jsonl").write_text("".join(json.dumps(row) + "\n" for row in empty))
+    tests = [{"prompt": f"c{i}=", "answer": "42", "test": "x = 1"} for i in range(3)]
+    (tmp_path / "tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tests))
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("def score(:\n")
     return tmp_path
@@ -155,6 +159,14 @@ TRAPS = [
         ["data.source=rows.jsonl", "data.max_prompt_length=2"],
         r"data\.max_prompt_length: was 2, and a prompt has 3 tokens \(.*rows\.jsonl",
     ),
+    (
+        ["data.source=words.jsonl", "data.reward=numeric_answer", "data.truncation=drop"],
+        r"data\.reward: numeric_answer cannot score the first row; .*words\.jsonl.* was 'yes'; num",
+    ),
+    (
+        ["data.source=tests.jsonl", "data.rewards=[{reward: code}]"],
+        r"data\.rewards\.0: code cannot score 3 of the first 3 rows; .*: test was 'x = 1': it runs",
+    ),
     (["data.source=own.py:Prompts"], r"data\.source: own\.py has no function 'Prompts'"),
     (["data.source=reasoning_gym:chain_smu"], r"data\.source: .*did you mean 'chain_sum'"),
     (["data.chat_template=no.jinja"], r"data\.chat_template: cannot read no\.jinja: No such file"),
@@ -252,8 +264,8 @@ def test_what_cannot_start_is_refused_by_name(folder, overrides, sentence):
 WARNED = [
     (["buffer.url=redis://127.0.0.1:1"], r"buffer\.url: no Redis answers at .*nothing listens"),
     (
-        ["data.source=words.jsonl", "data.reward=numeric_answer", "data.truncation=drop"],
-        r"data\.reward: numeric_answer, and the answer 'yes' .* holds no number",
+        ["data.source=empty.jsonl", "data.reward=exact_match", "data.truncation=drop"],
+        r"data\.reward: exact_match cannot score 2 of the first 4 rows; .*empty\.jsonl.*was ' ';",
     ),
     (["data.source=rows.jsonl"], r"learner\.groups_per_step: 32 is more than the 10 prompts"),
     (["buffer.max_group_bytes=2000"], r"buffer\.max_group_bytes: .*more than about 19 tokens each"),

@@ -68,7 +68,7 @@ class Judge:
 
         model: str
         """The model, as the service names it."""
-        prompt: str = PROMPT
+        prompt: Annotated[str, Field(min_length=1)] = PROMPT
         """What the judge reads, or a file of it that ends in .txt or .md. `{prompt}`, `{response}`,
         `{answer}`, `{conversation}` and the names of columns in braces are replaced."""
         system: str = ""

@@ -5,7 +5,7 @@ import torch.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,12 +16,13 @@ from actors.environments.stream import shares
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.prompts.media import text_of
 from actors.rewards import make_reward
-from actors.rewards.builtin import extract_number
+from actors.rewards.rows import check_row
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
+from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.config.data.source import SourceSettings
 from streamrl.config.environments import EnvironmentEntry
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Prompt, PromptSource
 from streamrl.model_folder import local_folder
 from streamrl.user_code import (
@@ -31,7 +32,7 @@ from streamrl.user_code import (
     is_user_code,
 )
 
-_SCANNED, _LARGEST_SCAN = 256, 2000
+_SCANNED, _LARGEST_SCAN, _SCORED = 256, 2000, 16
 _GYM = "reasoning_gym:"
 
 
@@ -90,6 +91,7 @@ def _check_training(config: RunConfig) -> Iterator[Finding]:
         yield problem(str(error))
         return
     yield from _check_first(config, first)
+    yield from _check_gold(config, prompts)
     yield from _check_alphabet(config, prompts)
     yield from _check_lengths(config, prompts)
     if (size := _size(prompts)) is None:
@@ -144,13 +146,6 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"algorithm.sample_weight.difficulty: {_shown(prompt)} has no number in a column "
             "difficulty, and every prompt would weigh the same"
         )
-    if "exact_match" in rewards and not prompt.answer.strip():
-        yield warning(f"data.reward: exact_match, and the answer to {_shown(prompt)} is empty")
-    if "numeric_answer" in rewards and extract_number(prompt.answer) is None:
-        yield warning(
-            f"data.reward: numeric_answer, and the answer {prompt.answer!r} to {_shown(prompt)} "
-            "holds no number: its reward is always 0"
-        )
     if isinstance(prompt.content, str) or _is_made(config):
         return
     tokenizer = local_folder("model.tokenizer", config.model.tokenizer_path)
@@ -160,6 +155,45 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"data.chat_template: was {data.chat_template}, and prompts are lists of messages, for "
             "which the tokenizer has no chat template; name a Jinja file"
         )
+
+
+def _check_gold(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
+    """Whether the rewards can score the first rows."""
+    data, known = config.data, _size(prompts)
+    try:
+        rows = [prompts[i] for i in range(min(known or _SCORED, _SCORED))]
+    except ConfigError as error:
+        yield problem(str(error))
+        return
+    for i, reward in enumerate(data.all_rewards):
+        field = f"data.rewards.{i}" if data.rewards else "data.reward"
+        kwargs_field = f"{field}.kwargs" if data.rewards else "data.reward_kwargs"
+        own = [
+            row
+            for row in rows
+            if not reward.data_source or _source(row, data) in reward.data_source
+        ]
+        refused = list(_refused(reward, own, kwargs_field))
+        if not refused:
+            continue
+        of_all = f"{len(refused)} of the first {len(own)} rows" if len(own) > 1 else "the first row"
+        sentence = f"{field}: {reward.reward} cannot score {of_all}; {refused[0]}"
+        yield (problem if len(refused) == len(own) else warning)(sentence)
+
+
+def _refused(reward: RewardSettings, rows: Sequence[Prompt], kwargs_field: str) -> Iterator[str]:
+    for row in rows:
+        try:
+            check_row(reward, row, kwargs_field)
+        except RolloutError as error:
+            yield str(error)
+        except ConfigError:
+            # Of the arguments, which `check_user_code` has refused.
+            return
+
+
+def _source(row: Prompt, data: DataSettings) -> str:
+    return str(row.row.get(data.data_source_key, ""))
 
 
 def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:

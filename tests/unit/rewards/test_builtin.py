@@ -10,7 +10,7 @@ from actors.make_model import make_tokenizer
 from actors.prompts import open_prompts
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
-from actors.rewards.builtin import extract_number
+from actors.rewards.builtin import exact_match, extract_number, numeric_answer
 from actors.rewards.math_answer import math
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
@@ -92,6 +92,34 @@ async def test_numeric_answer():
 )
 def test_extract_number(text, number):
     assert extract_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "needed"),
+    [
+        ("exact_match", "", "was ''; exact_match needs one that is not empty"),
+        ("exact_match", " ", "was ' '; exact_match needs one"),
+        ("numeric_answer", "yes", "was 'yes'; numeric_answer needs a number in it"),
+        ("math", " ", "was ' '; math needs an expression"),
+        ("math", None, "was None; math needs an expression"),
+        ("math", [], r"was \[\]; math needs an expression"),
+    ],
+)
+def test_a_row_without_what_is_compared_with_fails_its_group(reward, answer, needed):
+    row = {"reward_model": {"ground_truth": answer}} if reward == "math" else {}
+    prompt = Prompt("question", "" if answer is None else str(answer), row, "row 3 of a.jsonl")
+    empty = Episode(prompt, "", 0, FinishReason.STOP)
+    functions = {"exact_match": exact_match, "numeric_answer": numeric_answer, "math": math}
+    with pytest.raises(RolloutError, match=rf"row 3 of a\.jsonl: the answer {needed}"):
+        functions[reward](empty)
+
+
+@pytest.mark.parametrize(
+    ("reward", "kwargs"), [("regex", {"pattern": ""}), ("format", {"tags": []})]
+)
+def test_a_rule_that_an_empty_response_keeps_is_refused(reward, kwargs):
+    with pytest.raises(ConfigError, match=r"reward_kwargs\.\w+: was .*every empty response"):
+        make_reward(DataSettings(source="addition", reward=reward, reward_kwargs=kwargs))
 
 
 async def test_regex_judges_the_whole_response():

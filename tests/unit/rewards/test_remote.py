@@ -1,5 +1,7 @@
 """Rewards behind a URL, against real servers: what they send, read, repeat and give up."""
 
+import json
+
 import pytest
 
 from actors.rewards import make_reward
@@ -62,6 +64,7 @@ class TestJudge:
             ({"model": "m", "score_pattern": "Score"}, r"kwargs\.score_pattern: .*needs one group"),
             ({"model": "m", "scale": [1, 1]}, r"kwargs\.scale: was \[1\.0, 1\.0\]"),
             ({"model": "m", "modle": "m"}, r"kwargs\.modle: unknown key; did you mean 'model'"),
+            ({"model": "m", "prompt": ""}, r"kwargs\.prompt: was ''"),
             ({"model": "m", "prompt": "nowhere.md"}, r"kwargs\.prompt: cannot read nowhere\.md"),
         ],
     )
@@ -168,6 +171,35 @@ class TestSandboxFusion:
         assert (reward, len(requests)) == (0.0, 1)
         reward, requests = await self.score(lambda body: ran("2"), partial=True)
         assert (reward, len(requests)) == (0.5, 2)
+
+    async def test_python_tests_are_run_by_the_same_harness(self):
+        tests = {"ground_truth": "def test_x():\n    assert x() == 1"}
+
+        async def rewarded(said: str) -> float:
+            def answer(body):
+                job = json.loads(body["stdin"])
+                assert "x\n" in job["program"]
+                return ran(said.replace("MARK", job["mark"]))
+
+            async with serving(answer) as service:
+                reward = made("sandbox_fusion", service.url)
+                (score,) = await reward.score([episode("```python\nx\n```", reward_model=tests)])
+            return score.reward
+
+        assert await rewarded("noise\nMARKpassed 1 of 1\n") == 1.0
+        assert await rewarded("noise\nMARKpassed 0 of 1\n") == 0.0
+        assert await rewarded("\npassed 1 of 1\n") == 0.0
+
+    async def test_what_the_service_lacks_and_rows_without_tests_fail_the_group_at_once(self):
+        async with serving(
+            lambda body: ran(f"\n{json.loads(body['stdin'])['mark']}missing pytest\n")
+        ) as service:
+            reward = made("sandbox_fusion", service.url)
+            with pytest.raises(RewardError, match="its tests need pytest, which the Python"):
+                await reward.score([episode("x", test="import pytest\nassert x() == 1")])
+            with pytest.raises(RewardError, match="sandbox_fusion: the row: the answer was '42'"):
+                await reward.score([episode("x")])
+        assert len(service.requests) == 1
 
     async def test_an_error_of_the_sandbox_fails_the_group(self):
         error = {"status": "SandboxError", "message": "out of disk"}
