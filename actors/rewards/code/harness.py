@@ -29,6 +29,8 @@ _PROGRAM, _FILE = "solution", "solution.py"
 _MACHINERY = ("builtins", "unittest", "pytest", "_pytest")
 # Tests set these, too.
 _REPLACEABLE = frozenset({"input", "open", "print", "__import__", "_"})
+# Of pytest, by the modules that they are installed as.
+_PLUGINS = {"pytest_asyncio": "asyncio", "pytest_mock": "pytest_mock"}
 Counts = tuple[int, int]
 """How many tests passed, of how many."""
 Part = tuple[str, ModuleType, Any, dict[str, Any]]
@@ -206,10 +208,9 @@ def _by_pytest(job: dict[str, Any]) -> Counts:
     options = ["-q", "--capture=sys", "-p", "no:cacheprovider", "--rootdir=.", "-c", os.devnull]
     # Those that are not needed take longer to import than pytest itself.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    plugins = [name for name in job["modules"] if name.startswith("pytest_")]
-    if "pytest_asyncio" in plugins:
-        options += ["-o", "asyncio_mode=auto"]
-    options += [word for name in plugins for word in ("-p", name)]
+    for module, plugin in _PLUGINS.items():
+        options += [f"-p{plugin}"] if module in job["modules"] else []
+    options += ["-oasyncio_mode=auto"] if "pytest_asyncio" in job["modules"] else []
     pytest.main([*options, str(file)], plugins=[followed])
     if followed.lacking:
         raise _LackError(*(f"the fixture {name}" for name in followed.lacking))

@@ -67,10 +67,11 @@ def python_test(code: str, entry_point: str = "") -> PythonTest:
     """
     text = _Text(code)
     if (check := text.check) is not None:
+        entry_point = entry_point or text.entry_point
         if not entry_point:
             raise ValueError(
-                "it defines check, and neither a column entry_point nor the prompt names the one "
-                "function to call it with"
+                "it defines check, and neither a column entry_point, METADATA nor the prompt names "
+                "the one function to call it with"
             )
         if not is_used(check):
             raise ValueError("its check tests nothing")
@@ -125,6 +126,18 @@ class _Text:
             if node.name == "check" and len(needed(node)) == 1 and "check" not in self._called:
                 return node
         return None
+
+    @property
+    def entry_point(self) -> str:
+        """What its record METADATA names, if it does."""
+        for node in self.tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id="METADATA")], value=ast.Dict() as record):
+                    for key, value in zip(record.keys, record.values, strict=True):
+                        match key, value:
+                            case ast.Constant("entry_point"), ast.Constant(str(name)):
+                                return name
+        return ""
 
     @property
     def whole(self) -> PythonTest:

@@ -15,7 +15,7 @@ from actors.rewards.code.harness import is_installed
 from actors.rewards.code.programs import Program, outcome_of, program_of, solution_of
 from actors.rewards.code.python_tests import PythonTest
 from actors.rewards.code.syntax import beginning
-from actors.rewards.code.tests import read_tests
+from actors.rewards.code.tests import ProgramTest, Test, read_tests
 from actors.rewards.remote.requests import Service, ServiceSettings
 from actors.sandbox.limits import SandboxLimits
 from actors.sandbox.sandbox import Sandbox
@@ -133,7 +133,7 @@ async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
         RolloutError: the sandbox does not answer.
     """
     solution, num_passed, num_tests = solution_of(episode.response), 0, 0
-    for test in read_tests(episode.prompt, settings.tests_key):
+    for test in _tests(settings, episode.prompt):
         most = None if settings.max_tests is None else settings.max_tests - num_tests
         if most == 0:
             break
@@ -154,10 +154,20 @@ def check_tests(settings: TestSettings, prompt: Prompt, *, is_local: bool) -> No
     Raises:
         FinalError: no program could be scored.
     """
-    tests = read_tests(prompt, settings.tests_key)
+    tests = _tests(settings, prompt)
     modules = {name for test in tests if isinstance(test, PythonTest) for name in test.modules}
     if is_local and (missing := sorted(name for name in modules if not is_installed(name))):
         raise FinalError(not_installed(prompt, missing))
+
+
+def _tests(settings: TestSettings, prompt: Prompt) -> list[Test]:
+    tests = read_tests(prompt, settings.tests_key)
+    language = getattr(settings, "language", "python")
+    if not language.startswith("python") and not all(isinstance(t, ProgramTest) for t in tests):
+        raise FinalError(
+            f"{prompt.origin or 'the row'}: its tests are Python, and language is {language}"
+        )
+    return tests
 
 
 def not_installed(prompt: Prompt, modules: Sequence[str]) -> str:

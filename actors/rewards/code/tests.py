@@ -40,6 +40,10 @@ _ALLOWED = (
     "tests are a record of inputs and outputs, a list of cases or of assertions, or Python with "
     "an assertion, a unittest class, test functions or check(candidate)"
 )
+_shown = reprlib.Repr()
+_shown.maxstring = 80
+# No column has this name.
+_PROMPTS = "the texts of the prompt"
 # In a record: of these, the first that it has.
 _NESTED = ("assert_case", "functional", "pytest", "test_code", "test_cases", "tests")
 _FUNCTION = ("entry_point", "fn_name", "func_name", "function_name")
@@ -69,7 +73,7 @@ class _UnreadableError(ValueError):
     """What a column was, and why it holds no test."""
 
     def __init__(self, place: str, value: Any, reason: object) -> None:
-        super().__init__(f"{place} was {reprlib.repr(value)}: {reason}")
+        super().__init__(f"{place} was {_shown.repr(value)}: {reason}")
 
 
 def read_tests(prompt: Prompt, column: str = "") -> list[Test]:
@@ -80,7 +84,7 @@ def read_tests(prompt: Prompt, column: str = "") -> list[Test]:
     """
     try:
         values = _values(prompt, column)
-        given = {"prompt": _text_of(prompt), **prompt.row}
+        given = {**prompt.row, _PROMPTS: (_text_of(prompt), prompt.row.get("prompt"))}
         found = [test for place, value in values for test in _read(place, value, given)]
         if not found:
             raise _UnreadableError(*values[0], "it has no tests")
@@ -196,8 +200,8 @@ def _entry_point(given: Mapping[str, Any]) -> str:
     for record in (given, _metadata(given), *infos):
         if isinstance(record, Mapping) and (name := _function_of(record)):
             return name
-    prompt = str(given["prompt"])
-    blocks = FENCE.findall(prompt) or [prompt]
+    prompts = [prompt for prompt in given[_PROMPTS] if isinstance(prompt, str)]
+    blocks = [block for prompt in prompts for block in FENCE.findall(prompt) or [prompt]]
     functions = {name for block in blocks for name in defined_functions(block)}
     return functions.pop() if len(functions) == 1 else ""
 

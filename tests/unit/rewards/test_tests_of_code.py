@@ -81,6 +81,13 @@ def test_refusal():
     with pytest.raises(TypeError):
         add(1, "2")
 """
+COROUTINE = """
+import pytest
+
+@pytest.mark.asyncio
+async def test_sum():
+    assert await add(3, 5) == 8
+"""
 CHECK = """
 METADATA = {"author": "us"}
 
@@ -132,6 +139,7 @@ FORMS = {
     ),
     "functions": (ADD, {"test": FUNCTIONS}),
     "functions by pytest": (ADD, {"test": PYTEST}),
+    "coroutines by pytest": (f"async {ADD}", {"test": COROUTINE}),
     "check": (ADD, {"test": CHECK, "entry_point": "add"}),
     "check of a method": (METHOD, {"test": CHECK, "entry_point": "Solution().add"}),
     "check of the prompt": (ADD, {"test": CHECK, "prompt": 'def add(a, b):\n    """The sum."""\n'}),
@@ -205,7 +213,9 @@ def test_a_column_that_holds_nothing_is_named_with_what_it_was(value):
 
 async def test_check_without_the_one_function_to_call_is_refused():
     for prompt in ("Add two numbers.", "```python\ndef add(a, b):\n\ndef other(a):\n```"):
-        with pytest.raises(RewardError, match="neither a column entry_point nor the prompt names"):
+        with pytest.raises(
+            RewardError, match="neither a column entry_point, METADATA nor the prompt"
+        ):
             await score(block(ADD), test=CHECK, prompt=prompt)
 
 
@@ -219,6 +229,9 @@ def test_the_one_function_of_the_prompt_is_found():
     assert called("Complete:\n```python\ndef add(a, b):\n    ...\n```") == "check(add)"
     assert called("", test_info=[{"function_name": "plus"}]) == "check(plus)"
     assert called("", metadata='{"func_name": "plus"}') == "check(plus)"
+    metadata = CHECK.replace('"us"', '"us", "entry_point": "plus"')
+    (test,) = read_tests(Prompt("", metadata))
+    assert "check(plus)" in str(test)
     assert defined_functions("class Solution:\n    def add(self):") == ["Solution().add"]
     assert defined_functions("no code at all") == []
 
@@ -309,6 +322,9 @@ def test_what_the_tests_need_and_this_interpreter_lacks_is_told_beforehand(monke
         check_row(RewardSettings(reward="code"), prompt, "kwargs")
     remote = RewardSettings(reward="sandbox_fusion", kwargs={"url": "http://h"})
     check_row(remote, prompt, "kwargs")
+    other = remote.model_copy(update={"kwargs": {"url": "http://h", "language": "cpp"}})
+    with pytest.raises(RolloutError, match="its tests are Python, and language is cpp"):
+        check_row(other, prompt, "kwargs")
 
 
 def test_tests_with_fixtures_need_pytest():
