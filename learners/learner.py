@@ -168,7 +168,7 @@ class Learner:
         step_s, self._logged_s = now_s - self._logged_s, now_s
         self._records.log(
             self._version,
-            [header.prompt_index for header in loan.headers],
+            loan.headers,
             {
                 **metrics,
                 # Of the save after the step before, if there was one.

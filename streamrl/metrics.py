@@ -82,13 +82,18 @@ def sampling_metrics(num_tokens: float, seconds: float) -> dict[str, float]:
 
 
 def staleness_metrics(headers: Sequence[GroupHeader], policy_version: int) -> dict[str, float]:
-    """Versions between the oldest token of each group and the version that trains it, and how many
-    groups are in each bucket."""
-    distances = [abs(policy_version - header.oldest_version) for header in headers]
+    """Versions between each group's furthest token, older or newer, and the version that trains it,
+    and how many groups are in each bucket. `staleness_min` is that of the newest token: below 0
+    where the learner went back and trains groups of the versions that it makes again."""
+    distances = [
+        max(policy_version - header.oldest_version, header.newest_version - policy_version)
+        for header in headers
+    ]
     numbers = Counter(bisect_left(STALENESS_EDGES, distance) for distance in distances)
     return {
         "buffer/staleness_mean": sum(distances) / len(distances),
         "buffer/staleness_max": max(distances),
+        "buffer/staleness_min": policy_version - max(header.newest_version for header in headers),
         **{
             f"buffer/staleness_{bucket}/num_groups": numbers[i]
             for i, bucket in enumerate(STALENESS_BUCKETS)

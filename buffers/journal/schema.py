@@ -26,7 +26,7 @@ from buffers.ledger.events import BY_BOOKS, Event
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
 from streamrl.types import DropReason
 
-FORMAT = 6
+FORMAT = 7
 MAX_LOG_BYTES = 4 * 2**20
 FREE = "free"
 LETTERS = {

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 Command: TypeAlias = tuple[bytes | str | int | float, ...]
 # Of a run's keys and their values; raised with every change of them.
-SCHEMA = 5
+SCHEMA = 6
 SCRIPT_FILES = ("state", "lengths", "entries", "ledger", "batches", "calls")
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 SLOWEST_BYTES_PER_S = 10e6

@@ -27,6 +27,7 @@ from streamrl.interfaces import Tracker
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, JsonlTracker
 from streamrl.tracking.validation import VALIDATION_FILE, read_validations
+from streamrl.types import GroupHeader
 
 log = logging.getLogger(__name__)
 
@@ -101,15 +102,26 @@ class RunRecords:
                 run / found.folder,
             )
 
-    def log(self, step: int, prompt_indices: Sequence[int], metrics: Mapping[str, Any]) -> None:
-        """The lines of a step; those that cannot be written wait in memory."""
+    def log(self, step: int, headers: Sequence[GroupHeader], metrics: Mapping[str, Any]) -> None:
+        """The lines of a step, which has trained the groups of these headers; those that cannot be
+        written wait in memory."""
         assert self._trackers is not None, "begin comes first"
         assert self._trained is not None, "begin comes first"
-        self._trained.log({"prompt_indices": list(prompt_indices)}, step)
+        self._trained.log(self._trained_line(headers), step)
         self._trackers.log(metrics, step)
         self._metric_names = tuple(metrics)
         if (value := metrics.get(self._config.learner.checkpoint.best_by)) is not None:
             self._values = (*self._values, value)
+
+    def _trained_line(self, headers: Sequence[GroupHeader]) -> dict[str, Any]:
+        """The prompts, and what an audit of the bound on staleness needs."""
+        return {
+            "prompt_indices": [header.prompt_index for header in headers],
+            "oldest_version": min(header.oldest_version for header in headers),
+            "newest_version": max(header.newest_version for header in headers),
+            "max_staleness": self._config.buffer.max_staleness,
+            "overdue": self._config.buffer.overdue,
+        }
 
     def log_validation(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """The line of a validation; the trackers get it, too."""

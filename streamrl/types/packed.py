@@ -21,6 +21,7 @@ from streamrl.types.tokens.checks import (
     check_group,
     check_reward,
     check_tokens,
+    newest_version,
     oldest_version,
 )
 from streamrl.types.tokens.sets import TokenSets, TopLogprobs, check_token_sets
@@ -123,13 +124,15 @@ class PackedGroup(Struct, frozen=True, array_like=True):
         )
 
     def header(self, num_bytes: int) -> GroupHeader:
-        oldest = oldest_version(self.policy_versions)
+        oldest, newest = oldest_version(self.policy_versions), newest_version(self.policy_versions)
         assert oldest is not None, "checked when it was made"
+        assert newest is not None, "checked when it was made"
         return GroupHeader(
             group_id=self.group_id,
             prompt_index=self.prompt_index,
             environment=self.environment,
             oldest_version=oldest,
+            newest_version=newest,
             lengths=tuple(facts.num_tokens for facts in self.facts),
             response_lengths=tuple(
                 int(np.count_nonzero(self.response_mask[tokens])) for tokens in self._siblings()

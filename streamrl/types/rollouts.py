@@ -18,6 +18,7 @@ from streamrl.types.tokens.checks import (
     check_group,
     check_reward,
     check_tokens,
+    newest_version,
     oldest_version,
     require_one_length,
 )
@@ -147,6 +148,11 @@ class Trajectory(Struct, frozen=True, kw_only=True):
         """Smallest version that sampled a token; None if none was sampled."""
         return oldest_version(self.policy_versions)
 
+    @property
+    def newest_version(self) -> int | None:
+        """Largest version that sampled a token; None if none was sampled."""
+        return newest_version(self.policy_versions)
+
 
 class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     """The siblings of one prompt: admitted, buffered, taken, trained and accounted as one.
@@ -177,6 +183,11 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
         return min(v for t in self.trajectories if (v := t.oldest_version) is not None)
 
     @property
+    def newest_version(self) -> int:
+        """Largest policy version over all sampled tokens of the group."""
+        return max(v for t in self.trajectories if (v := t.newest_version) is not None)
+
+    @property
     def num_tokens(self) -> int:
         return sum(t.num_tokens for t in self.trajectories)
 
@@ -190,14 +201,16 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
 class GroupHeader(Struct, frozen=True, kw_only=True):
     """The facts of a group that the ledger and the learner's planning need, without payload.
 
-    `lengths` are the tokens of each trajectory, `response_lengths` those that the policy sampled;
-    `episode_indices` and `discarded_lengths` are the group's.
+    `oldest_version` and `newest_version` are those of its sampled tokens. `lengths` are the tokens
+    of each trajectory, `response_lengths` those that the policy sampled; `episode_indices` and
+    `discarded_lengths` are the group's.
     """
 
     group_id: Name
     prompt_index: PromptIndex
     environment: Text
     oldest_version: PolicyVersion
+    newest_version: PolicyVersion
     lengths: tuple[Count, ...]
     response_lengths: tuple[Count, ...]
     rewards: tuple[float, ...]
@@ -212,6 +225,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
             prompt_index=group.prompt_index,
             environment=group.environment,
             oldest_version=group.oldest_version,
+            newest_version=group.newest_version,
             lengths=tuple(t.num_tokens for t in group.trajectories),
             response_lengths=tuple(t.num_response_tokens for t in group.trajectories),
             rewards=tuple(t.reward for t in group.trajectories),

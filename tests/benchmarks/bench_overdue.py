@@ -92,6 +92,7 @@ class Simulation:
             prompt_index=lease.prompt_index,
             environment="",
             oldest_version=version,
+            newest_version=version,
             lengths=(1,),
             response_lengths=(1,),
             rewards=(0.0,),

@@ -22,6 +22,8 @@ from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
+from streamrl.types import GroupHeader
+from tests.records import make_group
 from tests.tiny_model import save_llama
 from tests.training import make_batch, make_config
 
@@ -66,7 +68,7 @@ def main(run: Path, model: Path, last_step: int) -> None:
         fixed = {name: value for name, value in metrics.items() if not is_measured(name)}
         numbers = [random.random(), float(np.random.rand()), float(torch.rand(1))]
         print(json.dumps([step, fixed, numbers]))
-        records.log(step + 1, [step], metrics)
+        records.log(step + 1, [GroupHeader.of(make_group(step, version=step))], metrics)
     records.save(trainer, LearnerState(last_step)).result()
     records.close()
 

@@ -14,6 +14,8 @@ from learners.objective.credit import CreditAssigner
 from learners.session import LearnerState
 from streamrl.checkpoints.find import read_checkpoint
 from streamrl.errors import ConfigError
+from streamrl.types import GroupHeader
+from tests.records import make_group
 from tests.training import make_batch, make_config
 from tests.unit.test_checkpoint import BOOKS, make_run, make_trainer, names, save
 
@@ -35,14 +37,14 @@ def test_the_mean_of_a_metric_is_of_the_steps_since_the_checkpoint_before(tmp_pa
     records = RunRecords(config, choose(config))
     records.begin()
     trainer = make_trainer(config)
-    records.log(1, [0], {"reward/mean": 0.5})
+    records.log(1, [GroupHeader.of(make_group(0))], {"reward/mean": 0.5})
     records.save(trainer, LearnerState(1)).result()
     sentence = "learner.checkpoint.best_by: no metric 'reward/mena'; did you mean 'reward/mean'?"
     assert sentence in caplog.messages
     learner = config.learner.model_copy(update={"checkpoint": settings})
     records._config = config.model_copy(update={"learner": learner})
     for step, reward in ((2, 1.0), (3, 2.0)):
-        records.log(step, [step], {"reward/mean": reward})
+        records.log(step, [GroupHeader.of(make_group(step))], {"reward/mean": reward})
     path = records.save(trainer, LearnerState(3)).result()
     records.close()
     assert json.loads((path / "state.json").read_text())["means"] == {"reward/mean": 1.5}

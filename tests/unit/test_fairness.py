@@ -172,6 +172,7 @@ def header(num_kept: int, *discarded: int) -> GroupHeader:
         prompt_index=0,
         environment="e",
         oldest_version=0,
+        newest_version=0,
         lengths=(SHORT + 1,) * num_kept,
         response_lengths=(SHORT,) * num_kept,
         rewards=(0.0,) * num_kept,

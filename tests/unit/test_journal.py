@@ -51,6 +51,7 @@ def header(lease: Lease, version: int) -> GroupHeader:
         prompt_index=lease.prompt_index,
         environment="test",
         oldest_version=version,
+        newest_version=version,
         lengths=(3,),
         response_lengths=(lease.prompt_index, 20),
         rewards=(1.0,),
@@ -412,7 +413,7 @@ def test_a_journal_of_another_release_is_refused_and_left_as_it_is(tmp_path):
         db.commit()
     before = path.read_bytes()
     sentence = (
-        f"the journal {path} has format 1, and this release knows format 6: another release of "
+        f"the journal {path} has format 1, and this release knows format 7: another release of "
         "StreamRL wrote it; start the run anew with --new, or go on with that release"
     )
     with pytest.raises(OtherReleaseError) as refusal:

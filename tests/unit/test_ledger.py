@@ -39,6 +39,7 @@ def header(
         prompt_index=lease.prompt_index,
         environment="test",
         oldest_version=version,
+        newest_version=version,
         lengths=(3,),
         response_lengths=(length, length),
         rewards=(1.0,),

@@ -82,6 +82,7 @@ class LedgerMachine(RuleBasedStateMachine):
             prompt_index=lease.prompt_index,
             environment="test",
             oldest_version=oldest,
+            newest_version=oldest,
             lengths=(1,),
             response_lengths=(oldest, 17),
             rewards=(0.0,),

@@ -70,6 +70,7 @@ def _put(ledger: Ledger, name: str, oldest_version: int) -> None:
         prompt_index=lease.prompt_index,
         environment="test",
         oldest_version=oldest_version,
+        newest_version=oldest_version,
         lengths=(1,),
         response_lengths=(1,),
         rewards=(0.0,),

@@ -81,7 +81,7 @@ def train(config: RunConfig, last: int, saved: Sequence[int], sizes: Sequence[in
         groups = tuple(with_candidates(group, 9, 3) for group in groups)
         for part in cut(groups, sizes):
             rank.execute(Accumulate(headers_of(part), version), part)
-        records.log(version + 1, [version], rank.execute(Update()))
+        records.log(version + 1, headers_of(groups), rank.execute(Update()))
         if version + 1 in saved:
             rank.execute(Save(LearnerState(version + 1))).result()
 

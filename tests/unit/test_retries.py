@@ -42,6 +42,7 @@ def put(state: BufferState[bytes], *prompt_indices: int) -> None:
             prompt_index=lease.prompt_index,
             environment="test",
             oldest_version=0,
+            newest_version=0,
             lengths=(3,),
             response_lengths=(2,),
             rewards=(1.0,),

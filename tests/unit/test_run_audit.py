@@ -110,6 +110,38 @@ def test_steps_that_the_newest_checkpoint_contains_and_no_line_names_are_missing
     )
 
 
+def test_a_token_further_from_its_step_than_the_bound_is_named_either_way(tmp_path):
+    run = make_run(tmp_path, TRAINED, BOOKS).run.path
+    bound = {"max_staleness": 1, "overdue": "wait"}
+
+    def write(*versions: tuple[int, int], **changed: Any) -> None:
+        lines = [
+            {"prompt_indices": prompts, "oldest_version": oldest, "newest_version": newest}
+            for prompts, (oldest, newest) in zip([*TRAINED, [5]], versions, strict=True)
+        ]
+        write_lines(run / "trained.jsonl", [{**line, **bound, **changed} for line in lines])
+
+    write((0, 1), (0, 2), (1, 3))
+    assert audit_run(run).faults == ()
+    assert audit_run(run).findings[2] == (
+        "tokens were at most 1 versions behind the one that trained them and 1 ahead of it, in 3 "
+        "steps; buffer.max_staleness 1"
+    )
+    write((0, 2), (1, 1), (0, 4))
+    ahead = (
+        "step 1 trained version 0 with tokens of version 2, 2 ahead; buffer.max_staleness was 1",
+        "step 3 trained version 2 with tokens of version 4, 2 ahead; buffer.max_staleness was 1",
+    )
+    behind = (
+        "step 3 trained version 2 with tokens of version 0, 2 behind; buffer.max_staleness was 1"
+    )
+    assert audit_run(run).faults == (ahead[0], behind, ahead[1])
+    write((0, 2), (1, 1), (0, 4), overdue="train")
+    assert audit_run(run).faults == ahead
+    write((0, 2), (1, 1), (0, 4), max_staleness=2)
+    assert audit_run(run).faults == ()
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path):
     run = make_run(tmp_path, TRAINED, BOOKS).run.path
     (run / "checkpoints" / "step-00000002" / "manifest.json").unlink()

@@ -89,7 +89,7 @@ class LearnerProcess:
         self.ledger.advance(self.version, self.term)
         self.books = self.ledger.books()
         metrics = {"buffer/books_balanced": float(self.books.balanced)}
-        self.records.log(self.version, [header.prompt_index for header in loan], metrics)
+        self.records.log(self.version, loan, metrics)
 
     def save(self) -> None:
         self.records.save(self.trainer, LearnerState(self.version, self.books)).result()
@@ -104,6 +104,7 @@ def make_header(prompt_index: int, version: int) -> GroupHeader:
         prompt_index=prompt_index,
         environment="test",
         oldest_version=version,
+        newest_version=version,
         lengths=(1,),
         response_lengths=(1,),
         rewards=(0.0,),
@@ -284,7 +285,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_trains_nothing_twice(tmp_pa
     assert [line["step"] for line in kept] == list(range(1, 41))
     check = check_folder(tmp_path / "run", audit(events), None, GROUPS_PER_STEP)
     assert check.faults == ()
-    assert check.findings[1].startswith("abandoned after step 10: the checkpoints at version 20")
+    assert check.findings[2].startswith("abandoned after step 10: the checkpoints at version 20")
 
 
 @pytest.mark.parametrize("has_lines", [True, False])

@@ -267,17 +267,19 @@ def test_staleness_is_a_distance():
             group_id="g",
             prompt_index=0,
             environment="e",
-            oldest_version=v,
+            oldest_version=oldest,
+            newest_version=newest,
             lengths=(1,),
             response_lengths=(1,),
             rewards=(0.0,),
         )
-        for v in (5, 3, 6)
+        for oldest, newest in ((5, 5), (3, 4), (4, 7), (6, 6))
     ]
-    groups = {"0": 1, "1": 1, "2": 1, "3_4": 0, "5_8": 0, "9_plus": 0}
+    groups = {"0": 1, "1": 1, "2": 2, "3_4": 0, "5_8": 0, "9_plus": 0}
     assert staleness_metrics(headers, 5) == {
-        "buffer/staleness_mean": 1.0,
+        "buffer/staleness_mean": 1.25,
         "buffer/staleness_max": 2,
+        "buffer/staleness_min": -2,
         **{f"buffer/staleness_{bucket}/num_groups": n for bucket, n in groups.items()},
     }
     json.dumps(staleness_metrics(headers, 5))

@@ -4,7 +4,8 @@ Reads metrics.jsonl, trained.jsonl, the books of the newest checkpoint, and book
 any buffer. Of the prompts below `next_prompt_index`, each is trained (trained.jsonl names the
 step), open (the checkpoint's books list it), or dropped for good (they count it by reason). Steps
 after the newest checkpoint are of a learner that runs or was killed: none of their prompts is in
-the checkpoint. Where the buffer keeps events, they are compared with all of that.
+the checkpoint. Where the buffer keeps events, they are compared with all of that. No trained token
+was further from the version of its step than `buffer.max_staleness`, either way.
 """
 
 from collections import Counter
@@ -18,6 +19,7 @@ from streamrl.checkpoints.abandoned import read_abandoned
 from streamrl.checkpoints.find import Checkpoint, Found, newest
 from streamrl.checkpoints.history import finished
 from streamrl.cli.verification.events import event_faults
+from streamrl.cli.verification.staleness import staleness_faults, staleness_finding
 from streamrl.errors import ConfigError
 from streamrl.run_folder import BOOKS_FILE, read_json
 from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, read_metrics
@@ -54,6 +56,7 @@ def check_folder(
         faults += _step_faults(name, lines, first, version if last_step is None else last_step)
     faults += _balance_faults(metrics, read_json(folder / BOOKS_FILE))
     faults += _batch_faults(trained, groups_per_step)
+    faults += staleness_faults(trained)
     if last_step is not None and version != last_step:
         of = "none" if checkpoint is None else version
         faults.append(f"the last checkpoint is of version {of}, not of {last_step}")
@@ -63,7 +66,8 @@ def check_folder(
         faults += _prompt_faults(steps, checkpoint, has_rewound=has_rewound)
     if events is not None:
         faults += event_faults(events, steps, checkpoint, has_ended=last_step is not None)
-    return FolderCheck((*_finding(steps, checkpoint), *_abandoned(folder)), tuple(faults))
+    found_sums = (*_finding(steps, checkpoint), *staleness_finding(trained), *_abandoned(folder))
+    return FolderCheck(found_sums, tuple(faults))
 
 
 def _newest(folder: Path) -> tuple[Found, list[str]]:

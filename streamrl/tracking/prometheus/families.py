@@ -53,7 +53,7 @@ ROWS = (
     Row("buffer/books_balanced", "gauge", "buffer_books_balanced", "1 if the books close."),
     Row("buffer/num_bytes", "gauge", "buffer_payload_bytes", "Size of the groups that wait."),
     Row(
-        r"buffer/staleness_(?P<statistic>mean|max)",
+        r"buffer/staleness_(?P<statistic>mean|max|min)",
         "gauge",
         "learner_staleness_versions",
         "Versions between sampling and training of the last step's groups.",

@@ -80,6 +80,12 @@ def oldest_version(policy_versions: Int32Array) -> int | None:
     return oldest if oldest < 2**31 else None
 
 
+def newest_version(policy_versions: Int32Array) -> int | None:
+    # Other tokens have -1.
+    newest = int(np.maximum.reduce(policy_versions, initial=-1))
+    return newest if newest >= 0 else None
+
+
 def _is_finite(values: Float32Array) -> bool:
     """One pass if all are finite; a second one if not, since a sum of squares may overflow."""
     return bool(math.isfinite(np.dot(values, values)) or np.isfinite(values).all())

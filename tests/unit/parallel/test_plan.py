@@ -16,6 +16,7 @@ def headers_of(sizes: list[list[int]]) -> list[GroupHeader]:
             prompt_index=i,
             environment="test",
             oldest_version=0,
+            newest_version=0,
             lengths=tuple(lengths),
             response_lengths=tuple(lengths),
             rewards=(0.0,) * len(lengths),

@@ -107,6 +107,7 @@ def header(oldest_version: int) -> GroupHeader:
         prompt_index=0,
         environment="e",
         oldest_version=oldest_version,
+        newest_version=oldest_version,
         lengths=(1,),
         response_lengths=(1,),
         rewards=(0.0,),
