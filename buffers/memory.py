@@ -59,7 +59,11 @@ class MemoryBuffer(RequestClient):
         """Waits for a reply that is not empty; any change, an expiry or the deadline unblocks."""
         async with self._changed:
             while True:
+                revision = self._state.ledger.revision
                 answer = self._apply(request)
+                if self._state.ledger.revision != revision:
+                    # A take that drops groups opens admission.
+                    self._changed.notify_all()
                 if not answer[0].is_empty or self._clock() >= deadline:
                     return answer
                 expiry_s = self._state.ledger.next_expiry_s() or deadline

@@ -83,6 +83,8 @@ def _cause(window: ResponseLengths, overdue: OverduePolicy) -> str:
         return "as siblings beyond generator.group_size; set generator.oversample.keep: each_reward"
     if reason is DropReason.UNIFORM:
         return "with groups whose rewards are all alike, as algorithm.dynamic_sampling says"
+    if reason is DropReason.ABANDONED:
+        return "with groups of versions that the learner has abandoned, as it went back"
     hint = "; set buffer.overdue: train or wait" if overdue is OverduePolicy.DROP else ""
     return f"with groups that grew too old{hint}"
 

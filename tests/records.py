@@ -30,18 +30,22 @@ def make_trajectory(
     num_response: int = 4,
     *,
     version: int = 0,
+    ahead: int = 0,
     reward: float = 1.0,
     logprob: float = -0.5,
     finish_reason: FinishReason = FinishReason.STOP,
     seed: int = 0,
 ) -> Trajectory:
+    """The version of its last token is so many `ahead` of that of the others."""
     rng = np.random.default_rng(seed)
     mask = np.arange(num_prompt + num_response) >= num_prompt
+    versions = np.where(mask, version, -1).astype(np.int32)
+    versions[-1] += ahead
     return Trajectory(
         token_ids=rng.integers(2, 40, len(mask)).astype(np.int32),
         response_mask=mask,
         behavior_logprobs=np.where(mask, logprob, 0).astype(np.float32),
-        policy_versions=np.where(mask, version, -1).astype(np.int32),
+        policy_versions=versions,
         reward=reward,
         finish_reason=finish_reason,
         turns=(

@@ -44,6 +44,7 @@ LETTERS = {
     DropReason.EXPIRED: "e",
     DropReason.RELEASED: "r",
     DropReason.ORPHANED: "o",
+    DropReason.ABANDONED: "a",
 }
 _WORDS = {letter: word for word, letter in LETTERS.items()}
 

@@ -1,4 +1,4 @@
-"""Batches: which finished groups are lent for the next step, and which are too old for it.
+"""Batches: which finished groups are lent for the next step, and which are too far from it.
 
 Under `overdue: train` and `drop` a batch is lent as soon as enough groups are finished, the oldest
 first; `drop` evicts what is too old, `train` nothing. Under `wait` a batch leaves no due group
@@ -22,13 +22,31 @@ too old. Every transition keeps it:
 - lend: the x oldest finished groups, with x <= r + (j - v) B - leased(j) for every j: each leased
   group has a place left in the batches up to its last one. Of the finished groups that are due at j
   or before, either x are lent, and both sides fall by x, or all are, and leased(j) is what remains.
-- a learner that returns at an earlier version: see `buffers.ledger.ledger`.
+- a learner that goes back from V to v: what was trained at u in [v, V) was due at u or later, what
+  was in flight at V or later, at most B + (j - V) B of it at j or before. All are buffered or leased
+  again, or freed, and r is B: due(j) <= (V - v) B + B + (j - V) B = r + (j - v) B for j >= V, and
+  at most (j - v + 1) B for j < V.
+- drop: due(j) does not grow.
 
 No deadlock: a batch waits only for leased groups. They finish, or their leases end; where leased(j)
 is 0, r groups may be lent at once.
 
-Only after a learner or a buffer has lost its history may the invariant fail: its leases were meant
-for weights that are gone. What has grown too old by then is dropped.
+A group is trained by no version that is further than max_staleness behind its newest token either.
+Such a version comes only after the learner went back: its generators sampled the versions after v
+that it has abandoned, and it makes others of the same numbers. As long as nothing of the history
+from v on was freed, no group is lent so early: the queue is in the order of the oldest tokens, and
+has B groups for each version from v to V, so a group of oldest version m comes up at m or later,
+and its newest token is at most max_staleness after m, or it was not trained in time. Where groups
+were freed, because a checkpoint of the abandoned history contained them, the batch would get groups
+of its future. They are dropped as abandoned, and their prompts granted again, until what the batch
+would get is within the bound. Those further back in the queue stay: their version may come. This
+is no deadlock: a group that no version may train yet keeps its place for admission only until the
+batch would get it, and fewer than B groups are never a batch, so they leave room for leases.
+
+Only after a learner or a buffer has lost its history may the invariant fail: a group that was begun
+before goes on with the learner's weights, which may be older than its lease says. (A generator
+gives back a lease that it has not begun and that the learner's version may not sample.) What has
+grown too old by then is dropped.
 """
 
 from collections.abc import Iterator
@@ -37,7 +55,7 @@ from buffers.ledger.admission import require_capacity
 from buffers.ledger.entries import Entries
 from buffers.ledger.entry import Entry, State, header_of
 from buffers.ledger.loans import Loans
-from buffers.ledger.queues import ReadyQueue
+from buffers.ledger.queues import ReadyQueue, in_order
 from streamrl.types import DropReason, GroupHeader, OverduePolicy
 
 
@@ -69,6 +87,7 @@ class Batches:
             self._loans.require_turn(version, current)
             require_capacity(num_groups, self._max_staleness, self._groups_per_step)
             self.evict(version)
+            self._drop_abandoned(num_missing, version)
             num_lendable = self._num_lendable(num_missing, version)
             if num_lendable == num_missing or num_held is not None:
                 self._lend(num_lendable, version)
@@ -103,6 +122,19 @@ class Batches:
         """Whether the group is too old to be trained at `version`, and is dropped for it."""
         is_overdue = version - header.oldest_version > self._max_staleness
         return is_overdue and self._overdue is not OverduePolicy.TRAIN
+
+    def _drop_abandoned(self, num_missing: int, version: int) -> None:
+        """Of the groups that the batch for `version` would get, drop those that it may not train
+        because their newest token is too far ahead, until it would get none of them."""
+        newest = version + self._max_staleness
+        while self._entries.columns.newest_buffered() > newest:
+            buffered = (entry for entry in self._entries if entry.state is State.BUFFERED)
+            first = in_order(buffered)[: self._num_lendable(num_missing, version)]
+            abandoned = [entry for entry in first if header_of(entry).newest_version > newest]
+            if not abandoned:
+                return
+            for entry in abandoned:
+                self._entries.drop(entry, DropReason.ABANDONED)
 
     def _lend(self, num_groups: int, version: int) -> None:
         for _ in range(num_groups):

@@ -7,8 +7,8 @@ Invariants, whatever is called in whatever order:
 - The books close: leases granted = leased + buffered + taken + trained + acknowledged + dropped.
 - A prompt has one live lease or group at most; in the surviving history it is trained once, or
   dropped for good with a reason, and none is skipped.
-- Unless `overdue` is `train`, no group is handed out whose oldest token is more than
-  `max_staleness` versions older than the version that will train it.
+- No group is handed out with a token of a version more than `max_staleness` newer than the one that
+  will train it, nor, unless `overdue` is `train`, with one that much older.
 - If `overdue` is `wait`, no group is dropped as stale, unless a learner or this ledger has lost its
   history; if `train`, none ever is.
 
@@ -19,10 +19,9 @@ order; what `overdue` does then, and why it keeps the bound, is in `buffers.ledg
 is granted before a learner attached: only its books give the position of a new buffer in the prompt
 stream.
 
-Oldest first also keeps the bound after a learner's death. Let the lost steps, from version v on,
-have trained at version u groups of oldest version within [u - max_staleness, u]. Given back and
-sorted, at most (x - v + max_staleness + 1) * groups_per_step of them are as old as x or older, so
-the one of version x is trained again by x + max_staleness at the latest, and never before x.
+A learner that goes back to an earlier version gets the groups of the steps it has lost again, the
+oldest first, so that each comes up at the version that trained it; what comes up too early, because
+others were freed meanwhile, is dropped as abandoned (`buffers.ledger.batches`).
 
 Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness.
 `drain_freed` returns the prompts whose payload a backend may delete.
@@ -201,7 +200,7 @@ class Ledger:
     ) -> tuple[GroupHeader, ...]:
         """Lend the oldest groups for training at `version`; () while there are too few.
 
-        Evicts first what would be too stale by then. The same version gets the same loan again.
+        Drops first what is too far from this version. The same version gets the same loan again.
         With `num_held` a part of the batch is lent as soon as it can be, and () returned while the
         loan has no more groups than these.
         """

@@ -147,7 +147,6 @@ class RedisBuffer:
     ) -> Loan:
         """See the interface. Payloads are read in a second round trip, once their keys are known:
         a script would copy each one twice inside Redis and block other clients meanwhile."""
-
         held = -1 if num_held is None else num_held
 
         async def attempt() -> tuple[Loan, float]:
@@ -223,12 +222,13 @@ class RedisBuffer:
         staged: Command = ("SET", f"{self._namespace}staged:{token}", payload, "EX", STAGED_LIFE_S)
         staging = staged if is_large else None
         first = (token, b"" if is_large else payload, lease_id, wire.encode(header))
-        fields = (header.group_id, header.prompt_index, header.oldest_version, header.num_bytes)
-        lengths = msgspec.msgpack.encode(header.response_lengths)
+        versions = (header.oldest_version, header.newest_version)
+        facts = (header.group_id, header.prompt_index, *versions, header.num_bytes)
+        fields = (*facts, msgspec.msgpack.encode(header.response_lengths))
         while True:
             await self._memory_limit.wait_for(len(payload))
             try:
-                await self._call("put", *first, *fields, lengths, staging=staging)
+                await self._call("put", *first, *fields, staging=staging)
                 return
             except exceptions.OutOfMemoryError as error:
                 full = self._memory_limit.full(len(payload))

@@ -6,8 +6,9 @@ from enum import StrEnum
 class DropReason(StrEnum):
     """Why a lease or its group was dropped instead of trained.
 
-    After `EXPIRED`, `RELEASED` and `ORPHANED` the prompt is granted again; after the others it is
-    not.
+    `ABANDONED`: it has tokens of versions that the learner, which went back to an earlier one, has
+    left behind. After this, `EXPIRED`, `RELEASED` and `ORPHANED` the prompt is granted again; after
+    the others it is not.
     """
 
     STALE = "stale"
@@ -18,10 +19,19 @@ class DropReason(StrEnum):
     EXPIRED = "expired"
     RELEASED = "released"
     ORPHANED = "orphaned"
+    ABANDONED = "abandoned"
 
     @property
     def returns_prompt(self) -> bool:
-        return self in (DropReason.EXPIRED, DropReason.RELEASED, DropReason.ORPHANED)
+        return self in _RETURNS_PROMPT
+
+
+_RETURNS_PROMPT = (
+    DropReason.EXPIRED,
+    DropReason.RELEASED,
+    DropReason.ORPHANED,
+    DropReason.ABANDONED,
+)
 
 
 class RefusalReason(StrEnum):

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -530,6 +531,22 @@ async def test_a_learner_that_comes_back_gets_what_its_checkpoint_lacks(connect)
     await again.attach(1, books)
     assert [h.prompt_index for h in (await again.take(2, 1, 1.0)).headers] == [2, 3]
     assert (await again.stats()).books.acknowledged == 2
+
+
+async def test_a_take_that_drops_an_abandoned_future_grants_a_lease_that_waits(connect):
+    generator, learner, again = connect(), connect(), connect()
+    await learner.attach(8, None)
+    await fill(generator, "a", "b", "c", "d", version=8)
+    books = Books(next_prompt_index=4, granted=4, trained=4)
+    await again.attach(3, msgspec.structs.replace(books, open_ranges=ranges_of(range(4))))
+    waiting = asyncio.create_task(lease_one(generator, "e", "g", 30.0))
+    await asyncio.sleep(0)
+    assert not await again.take(2, 3, 0.1)
+    lease = await waiting
+    assert lease is not None
+    assert lease.prompt_index in range(4)
+    dropped = (await again.stats()).books.dropped
+    assert dropped == {DropReason.ABANDONED: 4}
 
 
 async def test_a_blank_buffer_continues_from_a_checkpoints_books(connect):

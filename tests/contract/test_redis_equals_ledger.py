@@ -107,14 +107,24 @@ class Twins(RuleBasedStateMachine):
         wrong=st.integers(0, 9),
         again=st.booleans(),
         num_response=st.integers(1, 100),
+        ahead=st.sampled_from([0, 0, 1, 3, 6]),
     )
-    def put(self, lease_id: str, age: int, wrong: int, again: bool, num_response: int = 4) -> None:
+    def put(
+        self,
+        lease_id: str,
+        age: int,
+        wrong: int,
+        again: bool,
+        num_response: int = 4,
+        ahead: int = 0,
+    ) -> None:
         prompt_index = self.prompt_indices.get(lease_id, 0) + (wrong == 0)
         name = "another" if wrong == 1 else lease_id
         group = make_group(
             prompt_index,
             lease_id=name,
             version=max(0, self.version + 1 - age),
+            ahead=ahead,
             size=1 + num_response % 2,
             num_response=num_response,
         )
@@ -233,6 +243,8 @@ class Twins(RuleBasedStateMachine):
         if taken is None:
             return
         headers, _ = taken
+        newest = version + self.settings["max_staleness"]
+        assert all(header.newest_version <= newest for header in headers)
         prompt_indices = [header.prompt_index for header in headers]
         kept = [wire.encode(group) for group in self.model.fetch(prompt_indices)]
         fetched = self.runner.run(self.redis.fetch(prompt_indices))

@@ -49,6 +49,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.history: dict[int, int] = {}
         self.checkpoint: tuple[int, Books, dict[int, int]] = (0, Books(), {})
         self.first_checkpoint = self.checkpoint
+        self.saved = {0: self.checkpoint}
         self.older_ledger = CountedLedger(**self.settings)
         self.has_lost_history = False
 
@@ -63,10 +64,15 @@ class LedgerMachine(RuleBasedStateMachine):
             self.held[lease.lease_id] = lease
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), newer=st.integers(0, 2))
-    def put(self, data: st.DataObject, newer: int) -> None:
+    @rule(data=st.data(), newer=st.integers(0, 2), spread=st.integers(0, 4))
+    def put(self, data: st.DataObject, newer: int, spread: int) -> None:
+        """Its newest tokens may be of versions that the learner has left."""
         lease = self.held.pop(data.draw(st.sampled_from(sorted(self.held))))
-        self._put(lease, lease.min_policy_version + newer)
+        oldest = lease.min_policy_version + newer
+        if lease.min_policy_version > self.version:
+            # It was begun before the learner went back, and went on with the learner's weights.
+            oldest = data.draw(st.integers(self.version, oldest))
+        self._put(lease, oldest, lease.min_policy_version + newer + spread)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -74,7 +80,7 @@ class LedgerMachine(RuleBasedStateMachine):
         lease = self.held.pop(data.draw(st.sampled_from(sorted(self.held))))
         self._put(lease, max(0, lease.min_policy_version - 1))
 
-    def _put(self, lease: Lease, oldest: int) -> None:
+    def _put(self, lease: Lease, oldest: int, newest: int = -1) -> None:
         # Weights of a lost history: a generator samples from none that are older than its lease.
         self.has_lost_history |= oldest < lease.min_policy_version
         header = GroupHeader(
@@ -82,7 +88,7 @@ class LedgerMachine(RuleBasedStateMachine):
             prompt_index=lease.prompt_index,
             environment="test",
             oldest_version=oldest,
-            newest_version=oldest,
+            newest_version=max(oldest, newest),
             lengths=(1,),
             response_lengths=(oldest, 17),
             rewards=(0.0,),
@@ -117,14 +123,13 @@ class LedgerMachine(RuleBasedStateMachine):
         num_groups = self.settings["groups_per_step"]
         loan = self.ledger.take(num_groups, self.version, self.learner_term, num_held)
         for group in loan:
+            bound = self.settings["max_staleness"]
+            assert group.newest_version - self.version <= bound
             is_bounded = self.settings["overdue"] is not OverduePolicy.TRAIN
-            assert not is_bounded or self._staleness(group) <= self.settings["max_staleness"]
+            assert not is_bounded or self.version - group.oldest_version <= bound
             assert group.prompt_index not in self.history
         assert loan[: len(self.loan)] == self.loan or not loan
         self.loan = loan or self.loan
-
-    def _staleness(self, group: GroupHeader) -> int:
-        return self.version - group.oldest_version
 
     @precondition(lambda self: len(self.loan) == self.settings["groups_per_step"])
     @rule()
@@ -133,6 +138,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.advance(self.version, self.learner_term)
         self.history |= {group.prompt_index: self.version for group in self.loan}
         self.loan = ()
+        self.saved[self.version] = (self.version, self.ledger.books(), dict(self.history))
 
     @rule(num_steps=st.integers(1, 3), spread=st.integers(0, 3))
     def run_some_steps(self, num_steps: int, spread: int) -> None:
@@ -169,6 +175,22 @@ class LedgerMachine(RuleBasedStateMachine):
             if len(self.loan) == self.settings["groups_per_step"]:
                 self.train()
             assert not self.is_stuck()
+
+    @rule()
+    def make_a_step(self) -> None:
+        """Whatever was before: groups of an abandoned future keep nobody from going on."""
+        before = self.version
+        for _ in range(4):
+            for _ in range(12):
+                self.lease()
+            for lease in tuple(self.held.values()):
+                del self.held[lease.lease_id]
+                self._put(lease, max(lease.min_policy_version, self.version), self.version)
+            self.take()
+            if len(self.loan) == self.settings["groups_per_step"]:
+                self.train()
+                return
+        assert self.version > before
 
     def is_stuck(self) -> bool:
         """Whether enough groups are finished, none is leased, and no batch is lent."""
@@ -208,6 +230,36 @@ class LedgerMachine(RuleBasedStateMachine):
         self.checkpoint = self.first_checkpoint
         self.history = dict(history)
         self._attach(books)
+
+    @rule(data=st.data(), books=st.sampled_from(["of that version", "older ones", "none"]))
+    def go_back(self, data: st.DataObject, books: str) -> None:
+        """To any version that was made before. A lease that the version may not sample is given
+        back, unless its group was begun."""
+        earlier = sorted(version for version in self.saved if version <= self.version)
+        self.version = data.draw(st.sampled_from(earlier))
+        of = self.version
+        if books == "older ones":
+            of = data.draw(st.sampled_from([v for v in earlier if v <= self.version]))
+        known = dict(self.history)
+        _, found, self.history = (self.version, None, {}) if books == "none" else self.saved[of]
+        self.history = dict(self.history)
+        self._attach(found)
+        if found is None:
+            # What the buffer has freed is finished, whatever the learner knows.
+            still_open = set(self.ledger.books().open_prompt_indices)
+            self.history = {p: v for p, v in known.items() if p not in still_open}
+            assert self.history.keys() >= {p for p, v in known.items() if v <= self.version}
+        self.checkpoint = (self.version, self.ledger.books(), dict(self.history))
+        self.saved = {v: saved for v, saved in self.saved.items() if v < self.version}
+        self.saved[self.version] = self.checkpoint
+        for lease in tuple(self.held.values()):
+            if lease.min_policy_version <= self.version:
+                continue
+            if data.draw(st.booleans()):
+                self.has_lost_history = True
+            else:
+                del self.held[lease.lease_id]
+                self.ledger.release(lease.lease_id, DropReason.RELEASED)
 
     @rule()
     def copy_the_buffer(self) -> None:

@@ -35,6 +35,24 @@ local function num_lendable(num_missing, version)
   return math.max(0, lendable), newest_due
 end
 
+-- Of the groups that the batch would get, drop those that it may not train because their newest token
+-- is too far ahead, until it would get none of them; how many it may get then.
+local function drop_abandoned(num_missing, version)
+  local newest = version + state.max_staleness
+  while true do
+    local lendable, has_dropped = num_lendable(num_missing, version), false
+    local first = lendable > 0 and call('ZRANGE', key('ready'), 0, lendable - 1) or {}
+    for _, prompt_index in ipairs(first) do
+      local entry = get(tonumber(prompt_index))
+      if entry.newest_version > newest then
+        drop(entry, 'abandoned')
+        has_dropped = true
+      end
+    end
+    if not has_dropped then return lendable end
+  end
+end
+
 -- The first leases, first due first, of the groups that are due and that the next batch waits for.
 local function awaited_leases()
   local loan = prompt_indices_of(call('HGET', key('loans'), int(state.version)))
@@ -75,7 +93,7 @@ local function take(num_groups, version, learner_term, num_held)
   if num_missing > 0 then
     check_take(num_groups, version, #loan > 0)
     evict(version)
-    local lendable = num_lendable(num_missing, version)
+    local lendable = drop_abandoned(num_missing, version)
     if lendable == num_missing or num_held >= 0 then lend(lendable, version, loan) end
   end
   if #loan < num_groups and (num_held < 0 or #loan <= num_held) then return {} end

@@ -108,13 +108,14 @@ end
 
 -- A large payload is sent ahead under a key of its own, so that Lua does not copy it.
 function calls.put(token, payload, lease_id, header, ...)
-  local group_id, prompt_index, oldest_version, num_bytes, response_lengths = ...
+  local group_id, prompt_index, oldest_version, newest_version, num_bytes, response_lengths = ...
   local staged = key('staged:' .. token)
   if payload == '' and call('EXISTS', staged) == 0 then return { 'again' } end
   local is_kept, kept = pcall(put, lease_id, {
     group_id = group_id,
     prompt_index = tonumber(prompt_index),
     oldest_version = tonumber(oldest_version),
+    newest_version = tonumber(newest_version),
     num_bytes = tonumber(num_bytes),
     response_lengths = response_lengths,
   }, header, now_s)

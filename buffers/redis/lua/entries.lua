@@ -3,7 +3,7 @@
 -- Invariant: as there, an entry enters and leaves a column in one place each, so the books close
 -- after every call.
 
-local RETURNS_PROMPT = { expired = true, released = true, orphaned = true }
+local RETURNS_PROMPT = { expired = true, released = true, orphaned = true, abandoned = true }
 
 -- As in `buffers/ledger/entries.py`.
 local MAX_GAP = 100000
