@@ -1,7 +1,7 @@
 """The generator: leases prompts, runs their groups, puts them, and loads the weights.
 
     lease_groups      leases for all the engine has room for, once the weights are new enough
-    one task a group  wait for the lease's version, generate, score, put
+    one task a group  wait for the learner's weights, of the lease's version; generate, score, put
     heartbeats        renew the leases, report, handle lost leases, scheduling state and end
     receiver.run      load the announced updates (`streamrl.weights.receiver`)
 
@@ -133,7 +133,8 @@ class Generator:
                 await self._changed.wait()
             numbers = itertools.islice(self._numbers, num_free)
             lease_ids = [f"{self._session}/{number}" for number in numbers]
-            leases = await self._buffer.lease(lease_ids, self._id, LEASE_WAIT_S)
+            learner_id = self._engine.learner_id
+            leases = await self._buffer.lease(lease_ids, self._id, LEASE_WAIT_S, learner_id)
             for lease in sorted(leases, key=due_of):
                 await self._begin(lease, tasks)
             self._notify()
@@ -153,7 +154,7 @@ class Generator:
         return num_free_groups(groups, self._config.generator, largest)
 
     def _is_current(self) -> bool:
-        return self._version_gate.is_open(self._engine.policy_version)
+        return self._version_gate.is_open(self._engine.policy_version, self._engine.learner_id)
 
     async def _generate(self, lease: Lease) -> None:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
@@ -161,6 +162,9 @@ class Generator:
         try:
             leased = self._groups[lease_id]
             await leased.turn.wait()
+            if leased.is_given_back:
+                await self._buffer.release(lease_id, DropReason.RELEASED)
+                return
             group = await self._runner.run(lease, leased.progress)
             if self._uniform_filter.leaves_out(group):
                 await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
@@ -206,7 +210,7 @@ class Generator:
             if not target.is_spare():
                 self._version_gate.on_load_failed()
             raise
-        self._version_gate.on_loaded()
+        self._version_gate.on_loaded(update.learner_id)
         self._notify()
         return report
 
@@ -225,11 +229,9 @@ class Generator:
             if group := self._groups.get(lease_id):
                 log.warning("lease %s is lost; its group is given up", lease_id)
                 group.task.cancel()
-        # A learner that restarted at an earlier version will not publish a newer one soon.
         for lease_id in self._groups.keys() & set(held):
-            group = self._groups[lease_id]
-            group.min_policy_version = min(group.min_policy_version, reply.policy_version)
-        self._version_gate.on_learner_version(reply.policy_version)
+            self._groups[lease_id].on_learner_version(reply.policy_version)
+        self._version_gate.on_learner_version(reply.policy_version, reply.learner_id)
         if reply.scheduling_state is not self._scheduling_state:
             log.info("scheduling state: %s", reply.scheduling_state)
             self._scheduling_state = reply.scheduling_state
@@ -278,8 +280,9 @@ class Generator:
     def _on_change(self) -> None:
         """Begin the groups whose turn it is, and let those that wait for a change look again."""
         self._is_notified = False
-        for group in next_groups(self._groups.values(), self._engine.policy_version):
-            group.turn.set()
+        if self._version_gate.is_of_learner(self._engine.learner_id):
+            for group in next_groups(self._groups.values(), self._engine.policy_version):
+                group.turn.set()
         self._occupancy.update(self._groups.values())
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

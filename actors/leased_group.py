@@ -18,29 +18,28 @@ from streamrl.types import Lease
 
 @dataclass(eq=False)
 class LeasedGroup:
-    """A group of one generator; its `min_policy_version` falls with that of the learner."""
+    """A group of one generator."""
 
     lease: Lease
     task: asyncio.Task[None]
     leased_at_s: float
     num_episodes: int
-    min_policy_version: int
     progress: GroupProgress = field(default_factory=GroupProgress)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it begins."""
+    """Set when it begins, or is given back."""
+    is_given_back: bool = False
 
     @classmethod
     def of(
         cls, lease: Lease, task: asyncio.Task[None], num_episodes: int, progress: GroupProgress
     ) -> "LeasedGroup":
         """A group that was leased just then."""
-        leased_at_s, oldest = time.monotonic(), lease.min_policy_version
-        return cls(lease, task, leased_at_s, num_episodes, oldest, progress)
+        return cls(lease, task, time.monotonic(), num_episodes, progress)
 
     @property
     def due(self) -> tuple[int, int]:
         """Smaller for a group that is due earlier."""
-        return self.min_policy_version, self.lease.prompt_index
+        return due_of(self.lease)
 
     @property
     def num_slots(self) -> int:
@@ -56,9 +55,16 @@ class LeasedGroup:
     def has_begun(self) -> bool:
         return self.turn.is_set()
 
+    def on_learner_version(self, learner_version: int) -> None:
+        """Give the lease back if the learner went back to a version that may not sample the group:
+        it will not make a newer one soon, and the buffer grants the prompt again for this one."""
+        if not self.has_begun and self.lease.min_policy_version > learner_version:
+            self.is_given_back = True
+            self.turn.set()
+
 
 def due_of(lease: Lease) -> tuple[int, int]:
-    """Smaller for a group that is due earlier, as it was when it was leased."""
+    """Smaller for a group that is due earlier."""
     return lease.min_policy_version, lease.prompt_index
 
 
@@ -66,7 +72,7 @@ def next_groups(groups: Iterable[LeasedGroup], policy_version: int) -> list[Leas
     """Those that begin in an engine of this version: the first that are due, in this order, up to
     one that a newer version has to sample."""
     waiting = sorted((g for g in groups if not g.has_begun), key=lambda group: group.due)
-    return list(takewhile(lambda g: g.min_policy_version <= policy_version, waiting))
+    return list(takewhile(lambda g: g.lease.min_policy_version <= policy_version, waiting))
 
 
 def num_free_groups(

@@ -43,9 +43,9 @@ class RequestClient(ABC):
         """The group of a payload."""
 
     async def lease(
-        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float, learner_id: str = ""
     ) -> tuple[Lease, ...]:
-        request = m.LeaseRequest(tuple(lease_ids), generator_id, wait_s)
+        request = m.LeaseRequest(tuple(lease_ids), generator_id, wait_s, learner_id)
         return (await self._call(request, m.LeaseReply, wait_s))[0].leases
 
     async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
@@ -54,8 +54,11 @@ class RequestClient(ABC):
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
         return (await self._call(m.HeartbeatRequest(status), m.HeartbeatAnswer))[0].reply
 
-    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
-        request = m.AttachRequest(policy_version, books, uuid.uuid4().hex, self._final_version)
+    async def attach(
+        self, policy_version: int, books: Books | None, learner_id: str = ""
+    ) -> BufferStats:
+        call_id, final_version = uuid.uuid4().hex, self._final_version
+        request = m.AttachRequest(policy_version, books, call_id, final_version, learner_id)
         reply, _ = await self._call(request, m.AttachReply)
         self._learner_term = reply.learner_term
         return reply.stats

@@ -31,6 +31,7 @@ from streamrl.types import (
     PolicyVersion,
     PromptIndex,
     SchedulingState,
+    Text,
     WaitSeconds,
 )
 
@@ -96,9 +97,11 @@ class LeaseRequest(Struct, frozen=True, tag="lease"):
     lease_ids: Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)]
     generator_id: Name
     wait_s: WaitSeconds
+    learner_id: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
-        return (LeaseReply(state.lease(self.lease_ids, self.generator_id, now_s)),)
+        leases = state.lease(self.lease_ids, self.generator_id, now_s, self.learner_id)
+        return (LeaseReply(leases),)
 
 
 class PutRequest(Struct, frozen=True, tag="put"):
@@ -133,10 +136,11 @@ class AttachRequest(Struct, frozen=True, tag="attach"):
     books: Books | None
     call_id: Name
     final_version: Count | None = None
+    learner_id: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
         learner_term = state.attach(
-            self.policy_version, self.books, self.call_id, self.final_version
+            self.policy_version, self.books, self.call_id, self.final_version, self.learner_id
         )
         return (AttachReply(learner_term, state.stats(now_s)),)
 

@@ -93,7 +93,8 @@ async def _lead(
     exported: Exported,
 ) -> None:
     """The first rank: the loop, and all that the learner does beside it."""
-    sender = _make_sender(config, trainer.policy)
+    learner_id = start.history.learner_id
+    sender = _make_sender(config, trainer.policy, learner_id)
     recorder = _make_recorder(config, place, start)
     records = RunRecords(config, start, sender.validating, (exported,), recorder)
     reporter = StatusReporter(config, buffer, sender)
@@ -111,7 +112,7 @@ async def _lead(
     )
     lockstep = Lockstep(rank, place.all, place.liveness)
     fetch = lockstep.fetch if place.all.count > 1 else None
-    session = LearnerSession(config, buffer, reporter, state, fetch)
+    session = LearnerSession(config, buffer, reporter, state, fetch, learner_id)
     learner = Learner(config, lockstep, session, sender, records, reporter, validations)
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
@@ -172,7 +173,7 @@ def _make_recorder(config: RunConfig, place: Place, start: Start) -> Recorder | 
     return Recorder(config, start.history, place.data.index, place.data.count)
 
 
-def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
+def _make_sender(config: RunConfig, policy: Policy, learner_id: str) -> WeightSender:
     weights = config.weights
     if weights.dtype == "float8_e4m3fn":
         log.warning(
@@ -182,7 +183,8 @@ def _make_sender(config: RunConfig, policy: Policy) -> WeightSender:
     layout = layout_of(policy.described_weights(), weights)
     folder = config.run.path / "weights"
     with service.binding("weights.address", weights.address):
-        sender = WeightSender(weights, layout, policy.device, folder, config.buffer.curve)
+        keys = config.buffer.curve
+        sender = WeightSender(weights, layout, policy.device, folder, keys, learner_id)
     log.info("announcing %.1f MB of weights at %s", layout.num_bytes / 1e6, sender.address)
     return sender
 

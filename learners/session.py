@@ -51,7 +51,8 @@ class LearnerSession:
     """One learner's side of the buffer, from the state it starts with.
 
     With several ranks `fetch` fetches the groups of these headers, each rank its share, and
-    returns that of the first one; a single rank gets the payloads with its loan.
+    returns that of the first one; a single rank gets the payloads with its loan. `learner_id` is
+    the one that the weight sender has.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class LearnerSession:
         reporter: StatusReporter,
         state: LearnerState,
         fetch: Fetch | None = None,
+        learner_id: str = "",
     ) -> None:
         self._config = config
         self._fetch = fetch
+        self._learner_id = learner_id
         self._buffer = buffer
         self._reporter = reporter
         self._state = state
@@ -88,7 +91,7 @@ class LearnerSession:
         """
         version = self._state.policy_version
         self._reporter.set_activity(LearnerActivity.ATTACHING, policy_version=version)
-        stats = await self._buffer.attach(version, self._state.books)
+        stats = await self._buffer.attach(version, self._state.books, self._learner_id)
         _require_same_settings(stats, self._config)
         self._incarnation = stats.incarnation
         self._held = ()

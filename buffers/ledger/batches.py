@@ -23,9 +23,9 @@ too old. Every transition keeps it:
   group has a place left in the batches up to its last one. Of the finished groups that are due at j
   or before, either x are lent, and both sides fall by x, or all are, and leased(j) is what remains.
 - a learner that goes back from V to v: what was trained at u in [v, V) was due at u or later, what
-  was in flight at V or later, at most B + (j - V) B of it at j or before. All are buffered or leased
-  again, or freed, and r is B: due(j) <= (V - v) B + B + (j - V) B = r + (j - v) B for j >= V, and
-  at most (j - v + 1) B for j < V.
+  was in flight at V or later, at most B + (j - V) B of it at j or before. It is all buffered or
+  leased again, or freed, and r is B. So due(j) is at most (j - v + 1) B for j < V, and for j >= V
+  at most (V - v) B + B + (j - V) B = r + (j - v) B.
 - drop: due(j) does not grow.
 
 No deadlock: a batch waits only for leased groups. They finish, or their leases end; where leased(j)

@@ -31,6 +31,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
 
     version: int = 0
     learner_term: int = 0
+    learner_id: str = ""
     finished: bool = False
     draining: bool = False
     refused: dict[RefusalReason, int] = {}
@@ -181,8 +182,7 @@ class Entries:
     def follows(self, books: Books, learner_term: int) -> bool:
         """Whether this ledger may be at a later state than `books`; it has this `learner_term`.
 
-        A restored copy may have as many changes as the books, but other ones: it lacks the attach
-        of the learner whose books they are, or a drop that they count.
+        A restored copy may have as many changes, but other ones: it lacks an attach, or a drop.
         """
         is_later = (learner_term, self.revision) >= (books.learner_term, books.revision)
         return is_later and all(self._dropped[why] >= n for why, n in books.dropped.items())
@@ -190,9 +190,8 @@ class Entries:
     def reconcile(self, books: Books) -> None:
         """Go back from a later state to the books of a learner's checkpoint.
 
-        What is finished in the books is acknowledged here too. Every prompt that is not finished
-        there, and has no open entry, is free again: its later events belong to steps that the
-        checkpoint does not contain.
+        What is finished in the books is acknowledged here too. Every other prompt without an open
+        entry is free again: its later events are of steps that the checkpoint does not contain.
         """
         unfinished = set(books.open_prompt_indices)
         unfinished.update(range(books.next_prompt_index, self._next_prompt_index))
@@ -212,9 +211,8 @@ class Entries:
     def adopt(self, books: Books) -> None:
         """Continue from the books of a checkpoint that are later than this ledger.
 
-        This one may be blank, or a restored copy. What was in flight in the books is orphaned; what
-        is open in both, because its holder reasserted it or the copy has it, counts as granted once
-        more.
+        What was in flight in them is orphaned; what is open in both, because its holder reasserted
+        it or a restored copy has it, counts as granted once more.
         """
         self.reconcile(books)
         seen = self._granted - self._unseen
@@ -229,6 +227,7 @@ class Entries:
         self,
         version: int,
         learner_term: int,
+        learner_id: str,
         finished: bool,
         draining: bool,
         refused: Counter[RefusalReason],
@@ -237,6 +236,7 @@ class Entries:
         return LedgerSnapshot(
             version=version,
             learner_term=learner_term,
+            learner_id=learner_id,
             finished=finished,
             draining=draining,
             refused=dict(refused),

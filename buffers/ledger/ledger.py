@@ -16,8 +16,7 @@ Admission bounds the groups in flight to `streamrl.types.admission_capacity`, so
 in order is never too old; a lease's `min_policy_version` states the same for the group at position
 p, which is trained p // groups_per_step versions from here. Groups that overtake others break that
 order; what `overdue` does then, and why it keeps the bound, is in `buffers.ledger.batches`. Nothing
-is granted before a learner attached: only its books give the position of a new buffer in the prompt
-stream.
+is granted before a learner attached, whose books give the position in the prompt stream.
 
 A learner that goes back to an earlier version gets the groups of the steps it has lost again, the
 oldest first, so that each comes up at the version that trained it; what comes up too early, because
@@ -62,6 +61,7 @@ class Ledger:
         self.max_staleness = max_staleness
         self.overdue = overdue
         self.version = self.learner_term = 0
+        self.learner_id = ""
         self.finished = self.draining = False
         self._entries = Entries()
         self.responses = self._entries.responses
@@ -175,7 +175,7 @@ class Ledger:
 
     # The learner's side.
 
-    def attach(self, version: int, books: Books | None = None) -> int:
+    def attach(self, version: int, books: Books | None = None, learner_id: str = "") -> int:
         """Give a learner restored to `version` a new term, which fences every older learner.
 
         What was trained at versions <= `version` is acknowledged; what was taken, or trained later,
@@ -190,7 +190,7 @@ class Ledger:
             self._entries.adopt(books)
         elif books is not None:
             self._entries.reconcile(books)
-        self.version = version
+        self.version, self.learner_id = version, learner_id
         self.finished = self.draining = False
         self.learner_term = max(self.learner_term, books.learner_term if books else 0) + 1
         return self.learner_term
@@ -264,7 +264,7 @@ class Ledger:
         return self._entries.drain_freed()
 
     def snapshot(self) -> LedgerSnapshot:
-        state = (self.version, self.learner_term, self.finished, self.draining)
+        state = (self.version, self.learner_term, self.learner_id, self.finished, self.draining)
         return self._entries.snapshot(*state, self._refused, self.admission.final_version)
 
     def restore(
@@ -276,6 +276,7 @@ class Ledger:
     ) -> None:
         """Continue, in a blank ledger, where a journal ends; its leases get a new expiry."""
         self.version, self.learner_term = snapshot.version, snapshot.learner_term
+        self.learner_id = snapshot.learner_id
         self.finished, self.draining = snapshot.finished, snapshot.draining
         self._refused = Counter(snapshot.refused)
         self.admission.end_at(snapshot.final_version)

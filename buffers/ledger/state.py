@@ -62,12 +62,14 @@ class BufferState(Generic[Payload]):
         self._retries = RetryCounter()
         ledger.subscribe(self._retries.on_event)
 
-    def lease(self, lease_ids: Sequence[str], generator_id: str, now_s: float) -> tuple[Lease, ...]:
+    def lease(
+        self, lease_ids: Sequence[str], generator_id: str, now_s: float, learner_id: str = ""
+    ) -> tuple[Lease, ...]:
         """Those of these leases that are open, and new ones up to the generator's share."""
         self.ledger.expire(now_s)
         known = {lease_id for lease_id in lease_ids if self.ledger.knows(lease_id)}
         others = [lease_id for lease_id in lease_ids if lease_id not in known]
-        chosen = known.union(others[: self._share(generator_id)])
+        chosen = known.union(others[: self._share(generator_id, learner_id)])
         asked = (lease_id for lease_id in lease_ids if lease_id in chosen)
         leases = (self.ledger.lease(lease_id, now_s, self.lease_ttl_s) for lease_id in asked)
         return tuple(lease for lease in leases if lease is not None)
@@ -92,6 +94,7 @@ class BufferState(Generic[Payload]):
             self._register(status, now_s)
         return HeartbeatReply(
             policy_version=self.ledger.version,
+            learner_id=self.ledger.learner_id,
             lost_lease_ids=self.ledger.renew(status.lease_ids, now_s, self.lease_ttl_s),
             finished=self.is_over,
             incarnation=self.incarnation,
@@ -108,6 +111,7 @@ class BufferState(Generic[Payload]):
         books: Books | None,
         call_id: str = "",
         final_version: int | None = None,
+        learner_id: str = "",
     ) -> int:
         """The learner's term; a repeated call with the same `call_id` gets the same one.
 
@@ -118,7 +122,7 @@ class BufferState(Generic[Payload]):
         if books is not None:
             require_proportion(books, self.ledger.books())
         self._resumes_until_s = self._due_since_s = None
-        learner_term = self.ledger.attach(policy_version, books)
+        learner_term = self.ledger.attach(policy_version, books, learner_id)
         self.ledger.admission.end_at(final_version)
         self._orphan_lost()
         self._delete_freed()
@@ -244,11 +248,14 @@ class BufferState(Generic[Payload]):
         self._orphan_lost()
         self._delete_freed()
 
-    def _share(self, generator_id: str) -> int:
+    def _share(self, generator_id: str, learner_id: str) -> int:
         """New leases that one call may be granted: this generator's share of what is admitted.
 
-        A generator with a large engine thus leaves some to those that call a moment later.
+        A generator with a large engine thus leaves some to those that call a moment later. One with
+        weights of another learner has no share.
         """
+        if learner_id and self.ledger.learner_id not in ("", learner_id):
+            return 0
         if self.registry.scheduling_state(generator_id) is not SchedulingState.ACTIVE:
             return 0
         return math.ceil(self.ledger.num_admitted() / max(1, len(self.registry)))

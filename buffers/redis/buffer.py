@@ -80,9 +80,8 @@ class RedisBuffer:
     def __init__(self, url: str, run: str, settings: RedisSettings) -> None:
         self._namespace = namespace(run)
         self._settings = settings
-        self._connection = RedisConnection(
-            url, run, deadline_s=settings.deadline_s, retry_s=settings.retry_s
-        )
+        waits = {"deadline_s": settings.deadline_s, "retry_s": settings.retry_s}
+        self._connection = RedisConnection(url, run, **waits)
         self._notifications = RedisNotifications(self._connection, self._namespace + "changed")
         self._memory_limit = RedisMemoryLimit(self._connection)
         self._puts = asyncio.Semaphore(MAX_PUTS)
@@ -90,10 +89,10 @@ class RedisBuffer:
         self._learner_term = 0
 
     async def lease(
-        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float, learner_id: str = ""
     ) -> tuple[Lease, ...]:
         async def attempt() -> tuple[tuple[Lease, ...], float]:
-            leases, expires_in_s = await self._call("lease", generator_id, *lease_ids)
+            leases, expires_in_s = await self._call("lease", generator_id, learner_id, *lease_ids)
             return replies.leases(leases), replies.next_expiry_s(expires_in_s, POLL_S)
 
         return await self._wait_for(attempt, wait_s, lambda n: n.may_lease > 0)
@@ -113,9 +112,7 @@ class RedisBuffer:
         await self._call("release", lease_id, reason, packed)
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        held = [
-            (lease.lease_id, lease.prompt_index, lease.min_policy_version) for lease in status.held
-        ]
+        held = [(x.lease_id, x.prompt_index, x.min_policy_version) for x in status.held]
         reply = await self._call(
             "heartbeat",
             status.generator_id,
@@ -129,12 +126,15 @@ class RedisBuffer:
         is_over = self._end.is_over(answer.finished, learner_term)
         return structs.replace(answer, finished=is_over)
 
-    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
+    async def attach(
+        self, policy_version: int, books: Books | None, learner_id: str = ""
+    ) -> BufferStats:
         await self._memory_limit.read()
         packed = b"" if books is None else msgspec.msgpack.encode(books)
-        reply = await self._call("attach", policy_version, packed, uuid.uuid4().hex)
-        self._learner_term, stats = reply
-        return replies.stats(stats)
+        call_id = uuid.uuid4().hex
+        reply = await self._call("attach", policy_version, packed, call_id, learner_id)
+        self._learner_term = reply[0]
+        return replies.stats(reply[1])
 
     async def take(
         self,

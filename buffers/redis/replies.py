@@ -58,9 +58,11 @@ def group(payload: bytes) -> TrajectoryGroup:
 
 def heartbeat_reply(reply: Sequence[Any]) -> tuple[HeartbeatReply, int]:
     """And the present learner's term."""
-    version, finished, lost, incarnation, scheduling_state, is_fenced, learner_term = reply
+    version, finished, lost, incarnation, scheduling_state, is_fenced, *learner = reply
+    learner_term, learner_id = learner
     answer = HeartbeatReply(
         policy_version=version,
+        learner_id=learner_id.decode(),
         lost_lease_ids=tuple(lease_id.decode() for lease_id in lost),
         finished=bool(finished),
         incarnation=incarnation.decode(),

@@ -22,14 +22,15 @@ class GeneratorBuffer(Protocol):
     """The generators' side of the buffer. Every call may be repeated after a lost reply."""
 
     async def lease(
-        self, lease_ids: Sequence[str], generator_id: str, wait_s: float
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float, learner_id: str = ""
     ) -> tuple[Lease, ...]:
         """Leases with these ids, each the right to generate one group: as many as are admitted.
 
         Waits until one is admitted; () if none is within `wait_s`. The caller chooses the ids; a
         repeated call with the same ids returns the same leases, and may add some. Where several
         generators report, a call grants at most this one's share of what is admitted, rounded up.
-        A generator that is not active is granted no new lease.
+        A generator that is not active is granted no new lease, nor one with weights of `learner_id`
+        if another learner has attached; "" stands for those of the model's folder.
         """
         ...
 
@@ -62,11 +63,14 @@ class GeneratorBuffer(Protocol):
 class LearnerBuffer(Protocol):
     """The learner's side of the buffer; calls of a learner that was replaced are fenced."""
 
-    async def attach(self, policy_version: int, books: Books | None) -> BufferStats:
+    async def attach(
+        self, policy_version: int, books: Books | None, learner_id: str = ""
+    ) -> BufferStats:
         """Become the learner, at this version; groups trained later are buffered again.
 
-        `books` restores the position in the prompt stream in a buffer that has lost it. Later calls
-        raise FencedError once another learner has attached.
+        Generators get no lease without the weights of `learner_id`, which sends them; "" leaves
+        that open. `books` restores the position in the prompt stream in a buffer that has lost it.
+        Later calls raise FencedError once another learner has attached.
         """
         ...
 

@@ -53,6 +53,12 @@ class Engine(Sampler, Protocol):
         """The version that samples the next token."""
         ...
 
+    @property
+    def learner_id(self) -> str:
+        """The learner that made this version, "" for the weights of the model's folder: another
+        learner may make other ones with the same number."""
+        ...
+
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
         """Receive and load an announced update between two tokens; requests in flight go on."""
         ...

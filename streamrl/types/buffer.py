@@ -164,11 +164,14 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
     """The reply to a heartbeat: the learner's version, and which leases are no longer valid.
 
-    `incarnation` is new for every start of the buffer; empty if it cannot lose state.
+    Of the versions of a learner that went back, and of those it had abandoned, some have the same
+    number: `learner_id` says whose this one is, "" where nobody does. `incarnation` is new for
+    every start of the buffer; empty if it cannot lose state.
     `is_fenced`: a newer session of this generator's id has replaced this one.
     """
 
     policy_version: int
+    learner_id: str = ""
     lost_lease_ids: tuple[str, ...] = ()
     finished: bool = False
     incarnation: str = ""

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +64,13 @@ class Rounds:
         folder: Path,
         request_round: Callable[[], None],
         curve: Path | None,
+        learner_id: str,
     ) -> None:
         self._settings = settings
         self._buffers = buffers
         self._layout = buffers.layout
         self._request_round = request_round
-        self._learner_id = uuid.uuid4().hex[:12]
+        self._learner_id = learner_id
         self._secret = secrets.token_bytes(32)
         shares = buffers.exported is not None
         self._routes = Routes(settings, locality_of(device), shares=shares)

@@ -9,6 +9,7 @@ Waits for a published version or a Hello; each starts a round if some receiver i
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -25,6 +26,8 @@ class WeightSender:
     """Runs in the learner's event loop; only `snapshot` is called in the training thread.
 
     `folder` is for files, `device` is where the parameters are, and `curve` the folder of the keys.
+    `learner_id` is new for every learner process, whose versions it distinguishes from others of
+    the same number; "" makes one up.
     """
 
     def __init__(
@@ -34,10 +37,13 @@ class WeightSender:
         device: torch.device,
         folder: Path,
         curve: Path | None = None,
+        learner_id: str = "",
     ) -> None:
         self._changed = asyncio.Event()
         self._buffers = SendBuffers(layout, device)
-        self._rounds = Rounds(settings, self._buffers, device, folder, self._changed.set, curve)
+        learner_id = learner_id or uuid.uuid4().hex[:12]
+        asked = self._changed.set
+        self._rounds = Rounds(settings, self._buffers, device, folder, asked, curve, learner_id)
         self._snapshot_s: float | None = None
         self.address = self._rounds.socket.address
 

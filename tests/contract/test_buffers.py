@@ -549,6 +549,23 @@ async def test_a_take_that_drops_an_abandoned_future_grants_a_lease_that_waits(c
     assert dropped == {DropReason.ABANDONED: 4}
 
 
+async def test_without_the_learners_weights_no_lease_is_granted(connect):
+    """A version says nothing: a learner that went back makes other ones of the same numbers."""
+    generator, learner, again = connect(), connect(), connect()
+    await learner.attach(0, None, "first")
+    assert (await generator.heartbeat(status("g"))).learner_id == "first"
+    (held,) = await generator.lease(["g/0"], "g", 0.0, "first")
+    waiting = asyncio.create_task(generator.lease(["g/1", "g/2"], "g", 0.2, "older"))
+    await again.attach(0, None, "second")
+    assert (await generator.heartbeat(status("g"))).learner_id == "second"
+    assert await waiting == ()
+    assert await generator.lease(["g/0", "g/1"], "g", 0.0, "first") == (held,)
+    assert len(await generator.lease(["g/1"], "g", 0.0, "second")) == 1
+    assert len(await generator.lease(["g/2"], "g", 0.0)) == 1, "the model folder's weights"
+    await learner.attach(0, None)
+    assert len(await generator.lease(["g/3"], "g", 0.0, "first")) == 1, "nobody says whose"
+
+
 async def test_a_blank_buffer_continues_from_a_checkpoints_books(connect):
     learner, generator = connect(), connect()
     books = Books(

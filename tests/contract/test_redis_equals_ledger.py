@@ -48,6 +48,7 @@ from tests.redis_server import RedisServer
 
 TTL_S = 10.0
 LEASE_IDS = [f"{session}/{number}" for session in "abc" for number in range(5)]
+LEARNER_IDS = ["", "old", "new"]
 ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED, DropReason.UNIFORM)
 
 
@@ -92,11 +93,12 @@ class Twins(RuleBasedStateMachine):
     @rule(
         lease_ids=st.lists(st.sampled_from(LEASE_IDS), unique=True, max_size=6),
         generator_id=st.sampled_from(["g", "h", "steady"]),
+        learner_id=st.sampled_from(LEARNER_IDS),
     )
-    def lease(self, lease_ids: list[str], generator_id: str) -> None:
+    def lease(self, lease_ids: list[str], generator_id: str, learner_id: str = "") -> None:
         leases = self.both(
-            self.redis.lease(lease_ids, generator_id, 0.0),
-            lambda: self.model.lease(lease_ids, generator_id, self.now_s),
+            self.redis.lease(lease_ids, generator_id, 0.0, learner_id),
+            lambda: self.model.lease(lease_ids, generator_id, self.now_s, learner_id),
         )
         for lease in leases:
             self.prompt_indices[lease.lease_id] = lease.prompt_index
@@ -327,17 +329,18 @@ class Twins(RuleBasedStateMachine):
     @rule(
         version=st.none() | st.integers(0, 3),
         books=st.sampled_from(["of the checkpoint", "blank", "none"]),
+        learner_id=st.sampled_from(LEARNER_IDS),
     )
-    def attach(self, version: int | None, books: str) -> None:
+    def attach(self, version: int | None, books: str, learner_id: str = "") -> None:
         chosen = {"of the checkpoint": self.checkpoint[1], "blank": Books(), "none": None}[books]
         at = self.checkpoint[0] if version is None else version
 
         def expected() -> Any:
-            self.learner_term = self.model.attach(at, chosen)
+            self.learner_term = self.model.attach(at, chosen, learner_id=learner_id)
             return comparable(self.model.stats(self.now_s))
 
         async def asked() -> Any:
-            return comparable(await self.redis.attach(at, chosen))
+            return comparable(await self.redis.attach(at, chosen, learner_id))
 
         self.both(asked(), expected)
         self.version = at

@@ -70,6 +70,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.policy_version = 0
+        self.learner_id = ""
         self.open = asyncio.Event()
         self.open.set()
         self.failure: Exception | None = None
@@ -109,7 +110,7 @@ class FakeEngine:
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
         if update.endpoint.path == "unreadable":
             raise WeightTransferError("told to fail")
-        self.policy_version = update.policy_version
+        self.policy_version, self.learner_id = update.policy_version, update.learner_id
         return LoadReport(transfer_s=0.0, pause_s=0.0)
 
     def gauges(self) -> dict[str, float]:
@@ -392,7 +393,7 @@ async def test_a_group_waits_for_the_version_its_lease_asks_for():
     assert run.books.dropped == {}
 
 
-async def test_a_floor_falls_when_the_learner_came_back_at_an_earlier_version():
+async def test_a_lease_of_a_version_that_the_learner_has_left_is_given_back():
     """Its lost future will not be published again soon; waiting for it would starve everybody."""
     run = Run()
     await run.learner.attach(0, None)
@@ -400,8 +401,60 @@ async def test_a_floor_falls_when_the_learner_came_back_at_an_earlier_version():
         await run.train(0)
         await run.until(lambda: run.books.buffered == 2 and run.books.leased == 2)
         await run.learner.attach(0, Books())
-        await run.until(lambda: run.engine.num_running == 0 and run.books.leased == 0)
-    assert run.books.buffered == 6
+        await run.until(lambda: run.books.leased == 0)
+        assert run.books.dropped == {DropReason.RELEASED: 2}
+        await run.train(0)
+        await run.train(1)
+        await run.until(lambda: run.books.leased == 4)
+        run.engine.policy_version = 2
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.books.dropped == {DropReason.RELEASED: 2}
+
+
+async def test_with_the_weights_of_another_learner_nothing_is_leased_and_nothing_begins():
+    """Although the version has the same number; the running sequences go on."""
+    run = Run()
+    run.engine.policy_version, run.engine.learner_id = 1, "old"
+    run.engine.open.clear()
+    await run.learner.attach(1, None, "old")
+    async with run.generating() as generator:
+        await run.until(lambda: run.engine.num_running == 8)
+        await run.learner.attach(1, None, "new")
+        lost = run.state.ledger.live_leases()[0]
+        run.state.ledger.release(lost, DropReason.EXPIRED)
+        assert await run.learner.lease(["g/x"], "g", 0.0, "old") == ()
+        await run.until(lambda: run.state.registry.statuses[0].is_catching_up)
+        await run.until(lambda: run.engine.num_running == 6)
+        assert run.books.leased == 3
+        run.engine.open.set()
+        await run.until(lambda: run.books.buffered == 3)
+        assert run.books.granted == 4
+        await generator._load(WeightTarget(generator._engine.load_weights), update(1))
+        assert generator._engine.learner_id == "h"
+        assert run.books.granted == 4, "the buffer's learner is another one still"
+        await run.learner.attach(1, None, "h")
+        await run.until(lambda: run.books.buffered == 4)
+
+
+async def test_a_lease_that_has_not_begun_waits_for_the_learners_weights():
+    run = Run()
+    await run.learner.attach(1, None, "old")
+    run.engine.learner_id = "old"
+    asked = MemoryBuffer.lease
+    granted = await asked(run.learner, ["other/0"], "other", 0.0)
+    assert granted[0].min_policy_version == 0
+    async with run.generating() as generator:
+        await run.until(lambda: run.state.registry.statuses != ())
+        await generator._load(WeightTarget(generator._engine.load_weights), update(1))
+        generator._version_gate.on_learner_version(1, "new")
+        async with asyncio.TaskGroup() as tasks:
+            await generator._begin(granted[0], tasks)
+            generator._version_gate.on_learner_version(1, "new")
+            generator._on_change()
+            assert not generator._groups["other/0"].has_begun
+            generator._version_gate.on_learner_version(1, "h")
+            generator._on_change()
+            assert generator._groups["other/0"].has_begun
 
 
 def update(version: int, path: str = "readable") -> WeightUpdate:
@@ -452,9 +505,9 @@ async def test_one_call_leases_all_that_the_engine_has_room_for(monkeypatch):
     run, asked = Run(), []
     lease = MemoryBuffer.lease
 
-    async def counted(buffer, lease_ids, generator_id, wait_s):
+    async def counted(buffer, lease_ids, *others):
         asked.append(len(lease_ids))
-        return await lease(buffer, lease_ids, generator_id, wait_s)
+        return await lease(buffer, lease_ids, *others)
 
     monkeypatch.setattr(MemoryBuffer, "lease", counted)
     run.engine.open.clear()
@@ -547,26 +600,39 @@ async def test_a_generator_whose_id_another_process_took_leaves():
 
 def test_what_is_caught_up_to_is_what_a_learner_has_published():
     gate = VersionGate(publish_every=2, max_staleness=1)
-    assert not gate.is_open(0), "no heartbeat was answered yet"
-    gate.on_learner_version(7)
-    assert [gate.is_open(version) for version in (5, 6)] == [False, True]
-    gate.on_learner_version(8)
-    assert [gate.is_open(version) for version in (6, 7)] == [False, True]
-    gate.on_learner_version(3)
-    assert gate.is_open(2), "the learner came back at version 3 and has published 2"
+    assert not gate.is_open(0, ""), "no heartbeat was answered yet"
+    gate.on_learner_version(7, "a")
+    assert [gate.is_open(version, "a") for version in (5, 6)] == [False, True]
+    gate.on_learner_version(8, "a")
+    assert [gate.is_open(version, "a") for version in (6, 7)] == [False, True]
+    gate.on_learner_version(3, "a")
+    assert gate.is_open(2, "a"), "the learner came back at version 3 and has published 2"
     gate.on_load_failed()
-    gate.on_learner_version(3)
-    assert not gate.is_open(9)
-    gate.on_loaded()
-    assert gate.is_open(2)
+    gate.on_learner_version(3, "a")
+    assert not gate.is_open(9, "a")
+    gate.on_loaded("a")
+    assert gate.is_open(2, "a")
+
+
+def test_the_same_version_of_another_learner_is_another_one():
+    gate = VersionGate(publish_every=1, max_staleness=1)
+    gate.on_learner_version(12, "")
+    assert gate.is_open(12, "a"), "nobody says whose this version is"
+    gate.on_learner_version(12, "b")
+    assert [gate.is_open(12, learner) for learner in ("a", "b")] == [False, True]
+    assert not gate.is_open(0, ""), "the model folder's is too old"
+    gate.on_learner_version(0, "c")
+    assert gate.is_open(0, ""), "it is version 0 of every learner"
+    gate.on_loaded("d")
+    assert [gate.is_open(12, learner) for learner in "cd"] == [False, True]
 
 
 def test_an_engine_of_unknown_weights_leases_nothing_before_it_has_loaded_some():
     gate = VersionGate(publish_every=1, max_staleness=2, lacks_weights=True)
-    gate.on_learner_version(0)
-    assert not gate.is_open(0)
-    gate.on_loaded()
-    assert gate.is_open(0)
+    gate.on_learner_version(0, "")
+    assert not gate.is_open(0, "")
+    gate.on_loaded("a")
+    assert gate.is_open(0, "a")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -15,8 +15,8 @@ def leasing_in_reverse(monkeypatch: pytest.MonkeyPatch, min_policy_versions: Seq
     """Leases come last one first; that of prompt i has the i-th version."""
     lease = MemoryBuffer.lease
 
-    async def reversed_lease(buffer, lease_ids, generator_id, wait_s):
-        leases = await lease(buffer, lease_ids, generator_id, wait_s)
+    async def reversed_lease(buffer, lease_ids, generator_id, wait_s, learner_id):
+        leases = await lease(buffer, lease_ids, generator_id, wait_s, learner_id)
         versions = [min_policy_versions[lease.prompt_index] for lease in leases]
         pairs = zip(leases, versions, strict=True)
         return [replace(lease, min_policy_version=version) for lease, version in pairs][::-1]
@@ -40,7 +40,7 @@ async def test_groups_that_wait_for_a_version_begin_in_the_order_in_which_they_a
     run = Run()
     run.engine.open.clear()
     leasing_in_reverse(monkeypatch, [2, 2, 1, 0])
-    monkeypatch.setattr(VersionGate, "is_open", lambda gate, version: True)
+    monkeypatch.setattr(VersionGate, "is_open", lambda gate, version, learner_id: True)
     await run.learner.attach(2, None)
     async with run.generating() as generator:
         await run.until(lambda: len(run.engine.begun) == 2)

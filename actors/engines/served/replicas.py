@@ -27,6 +27,7 @@ from streamrl.errors import (
 )
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, LoadReport, Media, SamplingParams, WeightUpdate
+from streamrl.weights.protocol import NO_LEARNER
 from streamrl.weights.receiver import Holding
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,10 @@ class Replica:
     @property
     def policy_version(self) -> int:
         return self._engine.policy_version if self._engine else 0
+
+    @property
+    def learner_id(self) -> str:
+        return self._engine.learner_id if self._engine else ""
 
     def holding(self) -> Holding:
         if self._engine is None:
@@ -144,6 +149,7 @@ class ReplicatedEngine:
         self._retry_timeout_s = retry_timeout_s
         self._replica_of: WeakKeyDictionary[asyncio.Event, Replica] = WeakKeyDictionary()
         self._policy_version = 0
+        self._learner_id = ""
         self._num_resampled = 0
         self._up_s = time.monotonic()
         self._tasks = [asyncio.create_task(replica.serve()) for replica in self.replicas]
@@ -160,6 +166,14 @@ class ReplicatedEngine:
         ready = [replica.policy_version for replica in self.replicas if replica.is_ready]
         self._policy_version = min(ready, default=self._policy_version)
         return self._policy_version
+
+    @property
+    def learner_id(self) -> str:
+        """The one of all servers that requests go to; NO_LEARNER while they have different ones."""
+        ready = {replica.learner_id for replica in self.replicas if replica.is_ready}
+        if ready:
+            self._learner_id = ready.pop() if len(ready) == 1 else NO_LEARNER
+        return self._learner_id
 
     async def generate(
         self,

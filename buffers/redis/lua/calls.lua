@@ -82,16 +82,19 @@ end
 
 local calls = {}
 
--- New leases that one call may be granted: this generator's share of what is admitted.
-local function share(generator_id)
+-- New leases that one call may be granted: this generator's share of what is admitted, none if its
+-- weights are another learner's.
+local function share(generator_id, learner_id)
+  local present = call('GET', key('learner_id')) or ''
+  if learner_id ~= '' and present ~= '' and learner_id ~= present then return 0 end
   if call('HEXISTS', key('scheduling_states'), generator_id) == 1 then return 0 end
   return math.ceil(num_admitted() / math.max(1, call('HLEN', key('registry'))))
 end
 
 -- The leases, and where there are none, when the next one of somebody expires.
-function calls.lease(generator_id, ...)
+function calls.lease(generator_id, learner_id, ...)
   expire(now_s)
-  local num_new, leases = share(generator_id), {}
+  local num_new, leases = share(generator_id, learner_id), {}
   for _, lease_id in ipairs({ ... }) do
     local entry = find(lease_id)
     if not entry and num_new > 0 then
@@ -183,7 +186,7 @@ function calls.heartbeat(generator_id, session, is_leaving, status, held, ...)
   local scheduling_state = call('HGET', key('scheduling_states'), generator_id) or 'active'
   return {
     'ok', state.version, state.finished, lost, incarnation(), scheduling_state,
-    is_fenced and 1 or 0, state.learner_term,
+    is_fenced and 1 or 0, state.learner_term, call('GET', key('learner_id')) or '',
   }
 end
 
@@ -205,13 +208,14 @@ function calls.set_scheduling_state(generator_id, scheduling_state)
 end
 
 -- A repeated call gets the term of the first: a second one would fence the learner that has it.
-function calls.attach(version, books, call_id)
+function calls.attach(version, books, call_id, learner_id)
   local known = key('attached:' .. call_id)
   local learner_term = call('GET', known)
   if not learner_term then
     for name, value in pairs(settings) do state[name] = value end
     attach(tonumber(version), books ~= '' and cmsgpack.unpack(books))
     learner_term = state.learner_term
+    call('SET', key('learner_id'), learner_id)
     call('SET', known, int(learner_term), 'EX', REPEATED_S)
   end
   return { 'ok', tonumber(learner_term), { unpack(read_stats(), 2) } }

@@ -21,6 +21,7 @@
 --   retried            zset    prompt indices without a group, by leases that ended without one
 --   registry           hash    generator id -> last report
 --   scheduling_states  hash    generator id -> scheduling state, unless active
+--   learner_id         string  of the learner that attached last
 --   events             stream  one event per change of an entry
 
 local call = redis.call

@@ -73,6 +73,10 @@ class NotingEngine:
     def policy_version(self) -> int:
         return self._engine.policy_version
 
+    @property
+    def learner_id(self) -> str:
+        return self._engine.learner_id
+
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
