@@ -24,6 +24,7 @@ from streamrl.checkpoints.retention import Validated
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, did_you_mean
 from streamrl.interfaces import Tracker
+from streamrl.samples.files import set_validations_aside
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, JsonlTracker
 from streamrl.tracking.validation import VALIDATION_FILE, read_validations
@@ -78,6 +79,8 @@ class RunRecords:
             found = abandoned.begin(
                 run, start.history, start.policy_version, start.reason, _LINE_FILES
             )
+            aside = None if found is None else run / found.folder
+            set_validations_aside(run, start.policy_version, aside)
             _take_lines(run, start.lines_from)
             first_step = start.policy_version + 1
             is_continued = _is_same_folder(start.lines_from, run)

@@ -80,6 +80,23 @@ def validation_files(run: Path) -> list[Path]:
     return sorted((run / VALIDATION_FOLDER).glob("[0-9]*.jsonl"))
 
 
+def set_validations_aside(run: Path, policy_version: int, folder: Path | None) -> None:
+    """Move the files of later versions than this one, which a learner that went back makes again,
+    into `folder`; None deletes them.
+
+    Raises:
+        OSError: one cannot be moved.
+    """
+    for path in validation_files(run):
+        if int(path.stem) <= policy_version:
+            continue
+        if folder is None:
+            path.unlink(missing_ok=True)
+        else:
+            (folder / VALIDATION_FOLDER).mkdir(exist_ok=True)
+            path.replace(folder / VALIDATION_FOLDER / path.name)
+
+
 def newest_first(run: Path) -> Iterator[Sample]:
     """The samples of a run's steps. Reads the files from their end, a block at a time."""
     for path in (run / SAMPLES_FILE, run / OLDER_FILE):

@@ -28,6 +28,7 @@ from streamrl.cli.verification.events import event_faults
 from streamrl.cli.verification.run_folder import check_folder
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, FencedError
+from streamrl.samples.files import validation_files, write_validation
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from streamrl.types import GroupHeader
 from tests.training import make_config
@@ -78,12 +79,15 @@ class LearnerProcess:
         self.records.begin()
 
     def step(self, lease: str) -> None:
-        for number in range(GROUPS_PER_STEP):
+        for number in range(3 * GROUPS_PER_STEP):
             granted = self.ledger.lease(f"{lease}/{number}", 0.0, 10.0)
             if granted is not None:
                 header = make_header(granted.prompt_index, self.version)
                 self.ledger.put(granted.lease_id, header, 0.0)
-        loan = self.ledger.take(GROUPS_PER_STEP, self.version, self.term)
+            # What is of an abandoned future is dropped, which admits other leases.
+            loan = self.ledger.take(GROUPS_PER_STEP, self.version, self.term)
+            if number >= GROUPS_PER_STEP - 1 and loan:
+                break
         assert len(loan) == GROUPS_PER_STEP
         self.version += 1
         self.ledger.advance(self.version, self.term)
@@ -286,6 +290,27 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_trains_nothing_twice(tmp_pa
     check = check_folder(tmp_path / "run", audit(events), None, GROUPS_PER_STEP)
     assert check.faults == ()
     assert check.findings[2].startswith("abandoned after step 10: the checkpoints at version 20")
+
+
+def test_the_responses_of_abandoned_validations_are_no_longer_the_runs(tmp_path):
+    """Else those of later versions would seem the newest, and the run's own be deleted first."""
+    ledger, _ = make_ledger()
+    config, run = make_run(tmp_path), tmp_path / "run"
+
+    def validate(*versions: int) -> None:
+        for version in versions:
+            write_validation(run, version, (), keep=9)
+
+    def names(folder: Path) -> list[int]:
+        return [int(path.stem) for path in validation_files(folder)]
+
+    run_to(LearnerProcess(config, ledger), 25)
+    validate(0, 10, 20, 24)
+    run_to(LearnerProcess(config, ledger), 21)
+    assert names(run) == [0, 10, 20]
+    run_to(LearnerProcess(make_run(tmp_path, resume=str(path_of(run, 10))), ledger), 11)
+    (aside,) = read_abandoned(run)
+    assert (names(run), names(run / aside.folder)) == ([0, 10], [20])
 
 
 @pytest.mark.parametrize("has_lines", [True, False])
