@@ -19,7 +19,7 @@ from streamrl.samples import Sample, sample_of
 from streamrl.samples.decoding import open_decoder
 from streamrl.samples.files import SampleFile
 from streamrl.samples.record import Decode, as_json
-from streamrl.types import TrajectoryGroup
+from streamrl.types import Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +89,17 @@ class SampleWriter:
                 prompt_index=step.groups[i].prompt_index,
                 sibling=(step.groups[i].episode_indices or range(j + 1))[j],
                 environment=step.groups[i].environment,
-                staleness=abs(step.policy_version - (trajectory.oldest_version or 0)),
+                staleness=_staleness(trajectory, step.policy_version),
             )
             for i in sorted(numbers)
             for j, trajectory in enumerate(step.groups[i].trajectories)
             if trajectory.oldest_version is not None
         ]
+
+
+def _staleness(trajectory: Trajectory, policy_version: int) -> int:
+    """Versions between its furthest sampled token, older or newer, and the one that trains it."""
+    oldest, newest = trajectory.oldest_version, trajectory.newest_version
+    assert oldest is not None, "one without a sampled token is no sample"
+    assert newest is not None, "one without a sampled token is no sample"
+    return max(policy_version - oldest, newest - policy_version)
