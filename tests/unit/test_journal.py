@@ -246,7 +246,8 @@ class JournalMachine(RuleBasedStateMachine):
             self.state, self.journal = open_journal(self.run_folder, self.now_s, **self.bounds)
             self.held = []
         version, books = self.checkpoint
-        self.state.attach(version, books if has_books or lost else None)
+        learner_id = f"of version {version}"
+        self.state.attach(version, books if has_books or lost else None, learner_id=learner_id)
         self._die_and_come_back()
 
     def teardown(self) -> None:

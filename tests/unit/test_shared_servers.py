@@ -28,6 +28,7 @@ from streamrl.errors import (
 )
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, HeldEndpoint, WeightUpdate
+from streamrl.weights.protocol import NO_LEARNER
 from streamrl.weights.receiver import Holding
 from tests.engines import run_config
 from tests.unit.test_served_engine import ONE, FakeServer, aborted, an_answer, engine_on
@@ -243,17 +244,31 @@ class Fleet:
 
         return open_engine
 
-    async def load(self, version: int, *indices: int) -> None:
+    async def load(self, version: int, *indices: int, learner: str = "l") -> None:
         for i in indices:
             await until(lambda i=i: self.engine.replicas[i].is_up)
-            await self.engine.replicas[i].load_weights(update(version))
-            self.servers[i].held = RUN.label(version, "l")
+            await self.engine.replicas[i].load_weights(update(version, learner=learner))
+            self.servers[i].held = RUN.label(version, learner)
 
     def generate(self, handle: CompletionHandle | None = None) -> "asyncio.Task[Completion]":
         return asyncio.create_task(self.engine.generate([5], ONE, handle))
 
     def asked(self) -> list[int]:
         return [len(server.asked) for server in self.servers]
+
+
+async def test_servers_with_weights_of_two_learners_are_of_neither():
+    """Their versions may have the same number; one that has failed to load counts for nothing."""
+    fleet = Fleet(2)
+    assert fleet.engine.learner_id == ""
+    await fleet.load(12, 0, 1, learner="old")
+    assert fleet.engine.learner_id == "old"
+    await fleet.load(12, 0, learner="new")
+    assert (fleet.engine.policy_version, fleet.engine.learner_id) == (12, NO_LEARNER)
+    await fleet.load(12, 1, learner="new")
+    assert fleet.engine.learner_id == "new"
+    await fleet.engine.close()
+    assert fleet.engine.learner_id == "new"
 
 
 async def test_requests_go_to_the_least_loaded_server_and_the_turns_of_an_episode_to_one():
