@@ -209,6 +209,7 @@ class Generator:
         except WeightTransferError:
             if not target.is_spare():
                 self._version_gate.on_load_failed()
+                self._notify()
             raise
         self._version_gate.on_loaded(update.learner_id)
         self._notify()
@@ -283,6 +284,10 @@ class Generator:
         if self._version_gate.is_of_learner(self._engine.learner_id):
             for group in next_groups(self._groups.values(), self._engine.policy_version):
                 group.turn.set()
+        elif self._version_gate.lacks_weights:
+            # They may not come soon; others can begin these groups at once.
+            for group in self._groups.values():
+                group.give_back()
         self._occupancy.update(self._groups.values())
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

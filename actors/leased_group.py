@@ -58,7 +58,12 @@ class LeasedGroup:
     def on_learner_version(self, learner_version: int) -> None:
         """Give the lease back if the learner went back to a version that may not sample the group:
         it will not make a newer one soon, and the buffer grants the prompt again for this one."""
-        if not self.has_begun and self.lease.min_policy_version > learner_version:
+        if self.lease.min_policy_version > learner_version:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Unless the group has begun, its lease is released."""
+        if not self.has_begun:
             self.is_given_back = True
             self.turn.set()
 

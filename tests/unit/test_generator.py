@@ -635,6 +635,27 @@ def test_an_engine_of_unknown_weights_leases_nothing_before_it_has_loaded_some()
     assert gate.is_open(0, "a")
 
 
+async def test_what_has_not_begun_is_given_back_if_the_learners_weights_do_not_arrive():
+    run = Run()
+    run.engine.learner_id = "old"
+    await run.learner.attach(1, None, "old")
+    run.engine.policy_version = 1
+    (lease,) = await run.learner.lease(["other/0"], "other", 0.0, "old")
+    async with run.generating() as generator:
+        await run.until(lambda: run.books.buffered == 3)
+        generator._version_gate.on_learner_version(1, "new")
+        async with asyncio.TaskGroup() as tasks:
+            await generator._begin(lease, tasks)
+            generator._version_gate.on_learner_version(1, "new")
+            with pytest.raises(WeightTransferError):
+                await generator._load(
+                    WeightTarget(generator._engine.load_weights), update(1, "unreadable")
+                )
+            assert not generator._groups["other/0"].has_begun
+        assert not run.state.ledger.knows("other/0")
+        assert run.books.dropped.keys() == {DropReason.RELEASED}
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_engines_that_start_at_random_or_elsewhere_lack_the_weights(engine):
     def settings(**given: object) -> GeneratorSettings:
