@@ -33,6 +33,7 @@ from learners.trainer import Trainer
 from learners.validations import Validations
 from streamrl import service
 from streamrl.algorithms.objective import require_algorithm
+from streamrl.checkpoints.new_run import require_new_run
 from streamrl.checkpoints.steps_left import require_steps_left
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -93,6 +94,8 @@ async def _lead(
     exported: Exported,
 ) -> None:
     """The first rank: the loop, and all that the learner does beside it."""
+    if config.run.resume == "never":
+        require_new_run(config, await buffer.stats())
     learner_id = start.history.learner_id
     sender = _make_sender(config, trainer.policy, learner_id)
     recorder = _make_recorder(config, place, start)

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 
+from streamrl.checkpoints.new_run import require_new_run
 from streamrl.cli.buffer.target import open_buffer
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
@@ -38,12 +39,8 @@ async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
     stats = await _read(config)
     if not arguments.require_none:
         write_books(config, stats)
-    elif stats.books.learner_term:
-        raise ConfigError(
-            f"run.name: the buffer holds a run {config.run.name} at version "
-            f"{stats.policy_version} already: --resume goes on with it, --new (or streamrl books "
-            "--forget) deletes it there, or choose another run.name"
-        )
+    else:
+        require_new_run(config, stats)
 
 
 async def _forget(config: RunConfig) -> None:

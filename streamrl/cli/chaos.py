@@ -2,10 +2,12 @@
 
     streamrl chaos configs/quickstart.yaml --seed 1 --kills 20
     streamrl chaos configs/quickstart.yaml --kills 3 --resumes 2 --damages 2 --full-disks 1
+    streamrl chaos configs/quickstart.yaml --removals 1 --losses 1 --fresh-starts 1
 
 Runs what `streamrl launch --new` runs and injects what `streamrl.cli.verification.faults` plans
-from the seed; the supervisor restarts what was killed. When the run has ended, it is audited as by
-`streamrl buffer audit`. Exit code 1 if anything is not in order.
+from the seed; the supervisor restarts what was killed. Each step that the learner makes, also one
+that a later fault undoes, is held against the bound on staleness. When the run has ended, it is
+audited as by `streamrl buffer audit`. Exit code 1 if anything is not in order.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -29,13 +32,16 @@ from streamrl.cli.verification.faults import (
     full_disk,
     older_checkpoint,
     plan,
+    remove_all,
+    remove_newest,
 )
 from streamrl.cli.verification.progress import Progress
+from streamrl.cli.verification.refused_start import refused_start
 from streamrl.cli.verification.run_audit import audit_run
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError
+from streamrl.errors import EXIT_CONFIG, ConfigError
 from streamrl.run_folder import prepare
 
 _POLL_S = 0.02
@@ -52,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         killer = Killer(config, counts, arguments, console)
         run_here(config, console, new=True, background=killer.run)
     audit = audit_run(config.run.path, complete=config)
-    faults = list(audit.faults)
+    faults = [*killer.wrong, *audit.faults]
     injected = [asdict(fault) for fault in killer.injected]
     record = {
         "seed": arguments.seed,
@@ -74,10 +80,13 @@ def _counts(arguments: argparse.Namespace) -> dict[FaultKind, int]:
         FaultKind.RESUME: arguments.resumes,
         FaultKind.DAMAGE: arguments.damages,
         FaultKind.FULL_DISK: arguments.full_disks,
+        FaultKind.REMOVAL: arguments.removals,
+        FaultKind.LOSS: arguments.losses,
+        FaultKind.FRESH_START: arguments.fresh_starts,
     }
     for kind, count in counts.items():
         if count < 0:
-            raise ConfigError(f"--{kind}s: was {count}; it must be >= 0")
+            raise ConfigError(f"{kind.option}: was {count}; it must be >= 0")
     if not any(counts.values()):
         raise ConfigError("--kills: was 0, and no other fault is asked for")
     return counts
@@ -85,9 +94,10 @@ def _counts(arguments: argparse.Namespace) -> dict[FaultKind, int]:
 
 def _require_checkpoints(config: RunConfig, counts: Mapping[FaultKind, int]) -> None:
     settings = config.learner.checkpoint
-    if settings.keep < 2 and any(counts[kind] for kind in FaultKind if kind.num_checkpoints > 1):
+    asked = [kind.option for kind in FaultKind if kind.num_checkpoints > 1 and counts[kind]]
+    if settings.keep < 2 and asked:
         raise ConfigError(
-            f"learner.checkpoint.keep: was {settings.keep}; --resumes and --damages need an older "
+            f"learner.checkpoint.keep: was {settings.keep}; {', '.join(asked)} need an older "
             "checkpoint to go on from: at least 2"
         )
 
@@ -114,9 +124,17 @@ class Killer:
         self._counts = counts
         self._seed: int = arguments.seed
         self._random_numbers = random.Random(arguments.seed)
-        self._progress = Progress(self._run, arguments.stall_timeout)
+        self._stall_timeout_s: float = arguments.stall_timeout
+        self._progress = Progress(config, self._stall_timeout_s)
         self._console = console
+        self._not_refused: tuple[str, ...] = ()
         self.injected: list[Fault] = []
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """A sentence for each thing that was not in order while the run was under way."""
+        self._progress.steps.read()
+        return (*self._not_refused, *self._progress.steps.faults)
 
     async def run(self, children: Sequence[Child]) -> None:
         """Carry the plan out, then watch for a stall until cancelled."""
@@ -139,6 +157,16 @@ class Killer:
                 what = damage_newest(self._run, self._random_numbers)
             case FaultKind.FULL_DISK:
                 what = await self._fill_disk(child)
+            case FaultKind.REMOVAL:
+                await self._kill(child)
+                what = remove_newest(self._run)
+                _go_on_from_the_newest(child)
+            case FaultKind.LOSS:
+                await self._kill(child)
+                what = remove_all(self._run)
+                _go_on_from_the_newest(child)
+            case FaultKind.FRESH_START:
+                what = await self._start_afresh(child)
         self.injected.append(fault)
         self._console.print(f"step {self._progress.step}: {fault.kind} ({fault.role}): {what}")
 
@@ -148,6 +176,21 @@ class Killer:
         path = older_checkpoint(self._run, self._random_numbers)
         child.restart_arguments = (*child.arguments, "--resume", "--set", f"run.resume={path}")
         return f"SIGKILL, and on from {path.name}"
+
+    async def _start_afresh(self, child: Child) -> str:
+        """Another learner, as of a person who types the first command again. The one at hand is
+        frozen, so that no step and no restart comes before the refusal."""
+        process = await self._progress.until_running(child)
+        process.send_signal(signal.SIGSTOP)
+        try:
+            code, sentence = await refused_start(child.arguments, self._stall_timeout_s)
+        finally:
+            process.kill()
+            await process.wait()
+        if code != EXIT_CONFIG:
+            wrong = f"a start without --resume ended with {code}, not {EXIT_CONFIG}: {sentence}"
+            self._not_refused = (*self._not_refused, wrong)
+        return f"without --resume: {sentence}; then SIGKILL"
 
     async def _fill_disk(self, child: Child) -> str:
         """Until a checkpoint was due, or for _DISK_FULL_S: a full disk may hide the steps."""
@@ -171,3 +214,8 @@ class Killer:
         process.kill()
         await process.wait()
         return "SIGKILL"
+
+
+def _go_on_from_the_newest(child: Child) -> None:
+    """Not from the checkpoint that an earlier fault named, which may be gone."""
+    child.restart_arguments = (*child.arguments, "--resume")

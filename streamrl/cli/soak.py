@@ -139,7 +139,7 @@ class Soak:
         self._seed: int = arguments.seed
         self._temporary = temporary
         self._console = console
-        self._progress = Progress(self._folder, arguments.stall_timeout)
+        self._progress = Progress(config, arguments.stall_timeout)
         self._call_ms: float | None = None
         self._last_step = (0, time.monotonic())
         self.warm_up_s = (
@@ -147,7 +147,7 @@ class Soak:
         )
         self.shared_memory: frozenset[str] = frozenset()
         self.faults: list[Fault] = []
-        self.crashes: tuple[str, ...] = ()
+        self.wrong: tuple[str, ...] = ()
 
     async def run(self, children: Sequence[Child]) -> None:
         """Samples and faults from the first step on for as long as asked, some steps more, then the
@@ -159,7 +159,7 @@ class Soak:
         except* StreamRLError as errors:
             raise errors.exceptions[0] from None
         await self._progress.until_step(self._progress.step + _LAST_STEPS)
-        self.crashes = tuple(self._crashes(children))
+        self.wrong = (*self._crashes(children), *self._progress.steps.faults)
         await self._stop(next(child for child in children if child.role == "learner"))
 
     async def _observe(self, children: Sequence[Child]) -> None:
@@ -266,7 +266,7 @@ def _run(config: RunConfig, soak: Soak, console: Console) -> tuple[str, ...]:
         return (str(error),)
     except Interrupted:
         return ("the soak was stopped before its end",)
-    return soak.crashes
+    return soak.wrong
 
 
 def _audit(config: RunConfig) -> RunAudit:

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from buffers.audit import audit as audit_events
-from streamrl.checkpoints.find import newest
+from streamrl.checkpoints.find import list_checkpoints, newest, path_of
 from streamrl.cli.main import main
 from streamrl.cli.verification.events import event_faults
-from streamrl.cli.verification.faults import FaultKind, plan
+from streamrl.cli.verification.faults import FaultKind, plan, remove_all, remove_newest
 from streamrl.cli.verification.run_audit import RunAudit, audit_run
 from streamrl.config import RunConfig, to_yaml
 from streamrl.types import Books, DropReason, ranges_of
@@ -238,12 +238,25 @@ def test_a_seed_is_a_plan_that_spares_no_kind_of_daemon():
 
 def test_other_faults_are_of_the_learner_and_leave_the_kills_as_they_are():
     kills = plan(7, {FaultKind.KILL: 9}, 100, ROLES)
-    counts = {FaultKind.KILL: 9, FaultKind.RESUME: 2, FaultKind.DAMAGE: 1, FaultKind.FULL_DISK: 3}
+    counts = {kind: 1 + number % 3 for number, kind in enumerate(FaultKind)} | {FaultKind.KILL: 9}
     faults = plan(7, counts, 100, ROLES)
     assert Counter(fault.kind for fault in faults) == counts
     assert [fault.step for fault in faults] == sorted(fault.step for fault in faults)
     assert tuple(fault for fault in faults if fault.kind is FaultKind.KILL) == kills
     assert {fault.role for fault in faults if fault.kind is not FaultKind.KILL} == {"learner"}
+
+
+def test_what_is_removed_is_the_newest_complete_checkpoint_or_all(tmp_path):
+    run = make_run(tmp_path, TRAINED, BOOKS).run.path
+    for version in (4, 6):
+        write_checkpoint(run, version, BOOKS)
+    (path_of(run, 6) / "state.json").write_text("")
+    assert remove_newest(run) == "SIGKILL, and step-00000004, step-00000006 removed"
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000002"]
+    found = newest(run, contents=False)
+    assert (found.checkpoint and found.checkpoint.policy_version, found.damaged) == (2, ())
+    assert remove_all(run) == "SIGKILL, and step-00000002 removed"
+    assert newest(run).checkpoint is None
 
 
 @pytest.mark.parametrize(
@@ -253,8 +266,14 @@ def test_other_faults_are_of_the_learner_and_leave_the_kills_as_they_are():
         (("--resumes", "-1"), "--resumes: was -1; it must be >= 0"),
         (
             ("--damages", "1", "--set", "learner.checkpoint.keep=1"),
-            "learner.checkpoint.keep: was 1; --resumes and --damages need an older checkpoint",
+            "learner.checkpoint.keep: was 1; --damages need an older checkpoint to go on from",
         ),
+        (
+            ("--resumes=1", "--removals=2", "--losses=1", "--set=learner.checkpoint.keep=1"),
+            "learner.checkpoint.keep: was 1; --resumes, --removals need an older checkpoint",
+        ),
+        (("--losses", "-1"), "--losses: was -1; it must be >= 0"),
+        (("--fresh-starts", "-2"), "--fresh-starts: was -2; it must be >= 0"),
     ],
 )
 def test_faults_that_cannot_be_injected_are_refused(tmp_path, capsys, arguments, sentence):

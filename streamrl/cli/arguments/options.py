@@ -162,6 +162,9 @@ def chaos(parser: ArgumentParser) -> None:
         ("resumes", 0, "times that the learner goes on from an older checkpoint"),
         ("damages", 0, "times that the newest checkpoint is damaged"),
         ("full-disks", 0, "times that the learner's disk is full for some steps"),
+        ("removals", 0, "times that the newest checkpoint is removed"),
+        ("losses", 0, "times that every checkpoint is removed"),
+        ("fresh-starts", 0, "learners that are started without --resume, and have to be refused"),
     ):
         help_text = f"{what}; default: {default}"
         parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
@@ -293,6 +296,5 @@ def _stall_timeout(parser: ArgumentParser) -> None:
 
 
 def _deadline(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--deadline", type=seconds, default=600.0, help="seconds to wait; default: 600"
-    )
+    help_text = "seconds to wait; default: 600"
+    parser.add_argument("--deadline", type=seconds, default=600.0, help=help_text)

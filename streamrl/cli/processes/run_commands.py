@@ -23,8 +23,8 @@ def call_for(config: RunConfig, command: str, *arguments: str) -> str:
 
 
 def books_options(*, resume: bool, new: bool) -> tuple[str, ...]:
-    """Of `streamrl books` before a run: on a buffer server without a daemon of ours, which outlives
-    its runs, a new run must not train on what an older one left."""
+    """Of `streamrl books` before a run, on a buffer server without a daemon of ours, which outlives
+    its runs: a new run is refused where the learner would be, before anything is started."""
     return () if resume else ("--forget",) if new else ("--require-none",)
 
 

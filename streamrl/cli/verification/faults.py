@@ -1,9 +1,13 @@
 """What `streamrl chaos` does to a run, as planned from a seed.
 
-    kill       SIGKILL to one daemon
-    resume     SIGKILL to the learner, which goes on from an older checkpoint, as `run.resume` says
-    damage     SIGKILL to the learner, and a file of its newest checkpoint is damaged
-    full-disk  for some steps the learner cannot write files as large as its checkpoints'
+    kill         SIGKILL to one daemon
+    resume       SIGKILL to the learner, and on from an older checkpoint, as `run.resume` says
+    damage       SIGKILL to the learner, and a file of its newest checkpoint is damaged
+    full-disk    for some steps the learner cannot write files as large as its checkpoints'
+    removal      SIGKILL to the learner, and its newest checkpoint is removed
+    loss         SIGKILL to the learner, and all of its checkpoints are removed
+    fresh-start  a learner is started without `--resume` while the one at hand is frozen, and has to
+                 be refused; then SIGKILL to that one, which goes on
 
 A full disk is RLIMIT_FSIZE of the running process, which needs no privilege: a write beyond the
 limit fails as one on a full disk does. Invariant: a plan is in steps, so one seed means one plan on
@@ -14,6 +18,7 @@ import contextlib
 import os
 import random
 import resource
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +29,7 @@ from streamrl.checkpoints.find import (
     checkpoints_of,
     list_checkpoints,
     read_checkpoint,
+    version_of,
 )
 from streamrl.checkpoints.history import read_history
 from streamrl.errors import DamagedCheckpointError
@@ -39,14 +45,22 @@ class FaultKind(StrEnum):
     RESUME = "resume"
     DAMAGE = "damage"
     FULL_DISK = "full-disk"
+    REMOVAL = "removal"
+    LOSS = "loss"
+    FRESH_START = "fresh-start"
+
+    @property
+    def option(self) -> str:
+        """Of the command line: how many of them."""
+        return "--losses" if self is FaultKind.LOSS else f"--{self}s"
 
     @property
     def num_checkpoints(self) -> int:
         """How many complete ones have to be there."""
         match self:
-            case FaultKind.KILL:
+            case FaultKind.KILL | FaultKind.FRESH_START:
                 return 0
-            case FaultKind.FULL_DISK:
+            case FaultKind.FULL_DISK | FaultKind.LOSS:
                 return 1
             case _:
                 return 2
@@ -126,6 +140,23 @@ def damage_newest(run: Path, random_numbers: random.Random) -> str:
         case _:
             file.write_bytes(bytes(file.stat().st_size))
     return f"SIGKILL, and {file.relative_to(run)} is {how}"
+
+
+def remove_newest(run: Path) -> str:
+    """Remove the newest complete checkpoint, and any that is newer."""
+    newest = complete_checkpoints(run)[-1].policy_version
+    return _remove([path for path in list_checkpoints(run) if version_of(path) >= newest])
+
+
+def remove_all(run: Path) -> str:
+    """Remove every checkpoint, complete or not."""
+    return _remove(list_checkpoints(run))
+
+
+def _remove(checkpoints: Sequence[Path]) -> str:
+    for path in checkpoints:
+        shutil.rmtree(path)
+    return f"SIGKILL, and {', '.join(path.name for path in checkpoints)} removed"
 
 
 @contextlib.contextmanager

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from pathlib import Path
 
 from streamrl.cli.processes.child import Child
+from streamrl.cli.verification.watched_steps import WatchedSteps
+from streamrl.config import RunConfig
 from streamrl.errors import StreamRLError
-from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 _POLL_S = 0.02
 
@@ -14,12 +14,13 @@ _POLL_S = 0.02
 class Progress:
     """The steps of a run, by its record of trained steps, which another process writes.
 
-    `reached` is the largest step so far. Every wait raises StreamRLError once there has been no
-    step for `stall_timeout_s`.
+    `reached` is the largest step so far; `steps` judges the staleness of each. Every wait raises
+    StreamRLError once there has been no step for `stall_timeout_s`.
     """
 
-    def __init__(self, folder: Path, stall_timeout_s: float) -> None:
-        self._record = folder / TRAINED_FILE
+    def __init__(self, config: RunConfig, stall_timeout_s: float) -> None:
+        self._run = config.run.path
+        self.steps = WatchedSteps(config)
         self._stall_timeout_s = stall_timeout_s
         self.reached = 0
         self._last = (-1, time.monotonic())
@@ -43,12 +44,13 @@ class Progress:
         return child.process
 
     def read(self) -> None:
-        step = read_last(self._record).get("step", 0)
+        self.steps.read()
+        step = self.steps.step
         self.reached = max(self.reached, step)
         if step != self._last[0]:
             self._last = (step, time.monotonic())
         elif time.monotonic() - self._last[1] > self._stall_timeout_s:
             raise StreamRLError(
                 f"the run hangs: no step for {self._stall_timeout_s:g} s since step {step} "
-                f"(see {self._record.parent / 'logs'})"
+                f"(see {self._run / 'logs'})"
             )

@@ -61,20 +61,31 @@ def test_another_job_of_the_run_leaves_a_pending_one_its_configuration(capsys, f
     assert len(list(Path(word).parent.glob("config-*.yaml"))) == 2
 
 
-def test_a_job_whose_run_has_begun_goes_on_with_it(capsys, file, tmp_path):
+@pytest.mark.parametrize("submitted", ["", "--resume", "--new"])
+def test_a_job_starts_as_it_was_submitted_and_goes_on_after_that(capsys, file, tmp_path, submitted):
     """The script itself, with `streamrl` replaced by echo."""
-    text = script(capsys, file)
+    text = script(capsys, file, *submitted.split())
     shown = text.replace(text.split("exec ")[1].split()[0], "echo")
-    run = tmp_path / "runs" / "run"
-    for has_begun in (False, True):
-        if has_begun:
-            run.mkdir(parents=True)
-            (run / "metrics.jsonl").write_text("{}\n")
-        said = subprocess.run(["bash"], input=shown, text=True, capture_output=True).stdout
-        launched, path = said.split()[:2]
+
+    def option(restart_count: str | None = None) -> str:
+        started = {} if restart_count is None else {"SLURM_RESTART_COUNT": restart_count}
+        environment = {**os.environ, **started}
+        done = subprocess.run(
+            ["bash"], input=shown, text=True, capture_output=True, env=environment
+        )
+        launched, path, *options = done.stdout.split()
         assert launched == "launch"
         assert Path(path).match(f"{run}/slurm/config-*.yaml")
-        assert said.rstrip().endswith("--resume") is has_begun
+        assert options[:2] == ["--slurm", "--no-view"]
+        return " ".join(options[2:])
+
+    run = tmp_path / "runs" / "run"
+    assert option() == option("0") == submitted
+    # The start before it may have ended without a step, and a buffer server knows the run then.
+    assert option("1") == "--resume"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("{}\n")
+    assert option() == "--resume"
 
 
 def test_the_run_ends_with_its_first_node_where_no_failure_is_allowed(capsys, file):

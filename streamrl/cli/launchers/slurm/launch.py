@@ -33,7 +33,8 @@ def _submit(config: RunConfig, arguments: argparse.Namespace) -> int:
     has_own_keys = config.buffer.curve is None and num_nodes > 1
     if has_own_keys:
         config = with_keys(config)
-    script = job_script(config, num_nodes, arguments.sbatch)
+    choice = "--resume" if arguments.resume else "--new" if arguments.new else ""
+    script = job_script(config, num_nodes, arguments.sbatch, choice)
     if arguments.dry_run:
         print(script, end="")
         return 0

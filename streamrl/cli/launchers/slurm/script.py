@@ -1,7 +1,8 @@
 """The batch script of a run.
 
 The script becomes the launcher, so that the signal before the time limit reaches it. The first
-start of a job is a new run; every other one goes on with what the run's folder has.
+start of a job is what its submission asked for, and goes on where another job has made a step
+meanwhile; every other start goes on, though the first one may have ended before a step.
 
 Invariant: the same configuration and options give the same script.
 """
@@ -21,9 +22,9 @@ _SCRIPT = """\
 #!/bin/bash
 {directives}
 cd {folder} || exit
-resume=
-[ ! -e {run}/metrics.jsonl ] || resume=--resume
-exec {streamrl} launch {run}/slurm/{config} --slurm --no-view $resume
+choice={choice}
+[ ! -e {run}/metrics.jsonl ] && [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || choice=--resume
+exec {streamrl} launch {run}/slurm/{config} --slurm --no-view $choice
 """
 
 
@@ -33,8 +34,9 @@ def config_name(config: RunConfig) -> str:
     return f"config-{hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]}.yaml"
 
 
-def job_script(config: RunConfig, num_nodes: int, options: Sequence[str]) -> str:
-    """`options` are further ones of sbatch, as name or name=value; they win over ours.
+def job_script(config: RunConfig, num_nodes: int, options: Sequence[str], choice: str = "") -> str:
+    """`options` are further ones of sbatch, as name or name=value; they win over ours. `choice` is
+    --resume or --new, of a run that is there; "" if neither was given.
 
     Raises:
         ConfigError: an option is written in another way.
@@ -44,6 +46,7 @@ def job_script(config: RunConfig, num_nodes: int, options: Sequence[str]) -> str
         directives="\n".join(_directives(config, num_nodes, options)),
         folder=shlex.quote(str(Path.cwd())),
         run=shlex.quote(str(run)),
+        choice=choice,
         config=config_name(config),
         streamrl=shlex.quote(executable()),
     )
