@@ -6,7 +6,7 @@
 #                    [USER@]HOST...
 #
 #   -n, --dry-run   print the commands and start nothing
-#   -r              go on from the newest checkpoint
+#   -r              go on from the newest checkpoint; without it the learner refuses a run that is there
 #   -f FOLDER       working folder on the hosts, relative to their home folder (streamrl-run)
 #   -a ADDRESS      address of the first host for the others (its HOST)
 #   -s STREAMRL     the command on the hosts (streamrl), where their PATH lacks it

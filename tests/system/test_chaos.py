@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
+from streamrl.cli.verification.faults import FaultKind
 from streamrl.cli.verification.run_audit import audit_run
 from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
@@ -56,7 +57,8 @@ def test_a_run_under_fire_trains_every_prompt_once(
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
     command = [STREAMRL, "chaos", str(config), "--seed", "5", "--kills", "4"]
-    command += ["--resumes", "1", "--damages", "1", "--full-disks", "1"]
+    others = ("resume", "damage", "full-disk", "removal", "fresh-start")
+    command += [word for kind in others for word in (FaultKind(kind).option, "1")]
     for override in ("run.max_steps=30", f"buffer.url={url}"):
         command += ["--set", override]
     with ThreadPoolExecutor(max_workers=1) as threads:
@@ -72,10 +74,12 @@ def test_a_run_under_fire_trains_every_prompt_once(
     assert main(["buffer", "audit", str(tmp_path / "run")]) == 0
     result = json.loads((tmp_path / "run" / "chaos.json").read_text())
     kinds = Counter(fault["kind"] for fault in result["injected"])
-    assert kinds == {"kill": 4, "resume": 1, "damage": 1, "full-disk": 1}
+    assert kinds == {"kill": 4, **dict.fromkeys(others, 1)}
     killed = {f["role"].partition("-")[0] for f in result["injected"] if f["kind"] == "kill"}
     assert killed >= {"learner", "generator"}
     assert "and on from step-" in done.stdout
+    assert "without --resume: " in done.stdout
+    assert "the buffer holds a run run at version " in done.stdout
     assert "is damaged: " in RunFolder(tmp_path / "run").log("learner")
     assert "cannot be saved: " in RunFolder(tmp_path / "run").log("learner")
     assert "30 steps trained 120 prompts" in done.stdout
@@ -84,6 +88,22 @@ def test_a_run_under_fire_trains_every_prompt_once(
     assert run.books["acknowledged"] >= 30 * 4
     assert bool(run.log("buffer")) is url.startswith("zmq")
     assert "learner: done" in run.log("learner")
+
+
+@pytest.mark.long
+def test_a_run_goes_on_without_its_checkpoints_within_the_bound(tmp_path: Path, model: Path):
+    """Groups of versions that the learner makes anew are of the future for it."""
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path, model=model))
+    faults = ("--kills", "0", "--losses", "1", "--removals", "1", "--resumes", "1")
+    command = [STREAMRL, "chaos", str(config), "--seed", "2", *faults]
+    for override in ("run.max_steps=24", "buffer.max_staleness=1"):
+        command += ["--set", override]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 faults before the end" in done.stdout
+    assert "removed" in done.stdout
+    assert "24 steps trained 96 prompts" in done.stdout
 
 
 def test_a_generator_frozen_past_its_leases_costs_those_only(launch: Callable[..., Launched]):

@@ -28,6 +28,7 @@ RUN_BY = {
     "streamrl generator --config configs/quickstart.yaml --id mine": "daemons",
     "streamrl learner --config configs/quickstart.yaml": "daemons",
     "streamrl buffer --config configs/quickstart.yaml": "daemons",
+    "streamrl learner --config configs/quickstart.yaml --resume": "test_fresh_start.py",
     "streamrl check configs/quickstart.yaml": "launch",
     "streamrl check configs/quickstart.yaml --deep": "launch",
     "streamrl parity configs/quickstart.yaml": "launch",
