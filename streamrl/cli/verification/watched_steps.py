@@ -29,7 +29,7 @@ class WatchedSteps:
     def __init__(self, config: RunConfig) -> None:
         self._file = config.run.path / TRAINED_FILE
         self._max_staleness = config.buffer.max_staleness
-        self._overdue = config.buffer.overdue
+        self._overdue = OverduePolicy(config.buffer.overdue)
         self._inode = self._num_bytes = 0
         self.step = 0
         self.faults: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class WatchedSteps:
         """Step s trains version s - 1."""
         step, bound = line["step"], self._max_staleness
         behind, ahead = step - 1 - line["oldest_version"], line["newest_version"] - step + 1
-        if behind > bound and self._overdue != OverduePolicy.TRAIN:
+        if behind > bound and self._overdue is not OverduePolicy.TRAIN:
             yield f"step {step} trained tokens {behind} versions old; buffer.max_staleness {bound}"
         if ahead > bound:
             yield f"step {step} trained tokens {ahead} versions ahead; buffer.max_staleness {bound}"
