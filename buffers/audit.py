@@ -65,12 +65,14 @@ class EventAudit(Struct, frozen=True, kw_only=True):
     """The sums of the events; `faults` has a sentence for each thing out of order.
 
     `retried` are the leases of each prompt that ended without a group, though it may have one now.
+    `num_reopened` counts what was acknowledged and then freed again, for a learner that went back.
     `contained` are ranges of prompts without an event, which a learner's books contain.
     """
 
     granted: int
     ended: Counter[str]
     retried: Counter[int]
+    num_reopened: int
     prompts: Mapping[int, PromptState]
     contained: IndexRanges
     lengths: ResponseLengths
@@ -107,7 +109,7 @@ def audit(events: Iterable[Event]) -> EventAudit:
     granted, ended, retried = 0, Counter[str](), Counter[int]()
     prompts: dict[int, PromptState] = {}
     contained: list[tuple[int, int]] = []
-    following = 0
+    following = num_reopened = 0
     lengths = EventLengths()
     faults: list[str] = []
     for event in events:
@@ -121,6 +123,7 @@ def audit(events: Iterable[Event]) -> EventAudit:
         granted += event.state == "leased"
         if ends_without_group(event):
             retried[event.prompt_index] += 1
+        num_reopened += prompt.is_acknowledged and event.state == "dropped"
         if event.lease_id and event.state in _ENDED:
             ended[_end(event)] += 1
         prompts[event.prompt_index] = PromptState(
@@ -133,6 +136,7 @@ def audit(events: Iterable[Event]) -> EventAudit:
         granted=granted,
         ended=ended,
         retried=retried,
+        num_reopened=num_reopened,
         prompts=prompts,
         contained=tuple(contained),
         lengths=lengths.by_outcome(),

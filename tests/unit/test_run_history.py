@@ -5,7 +5,7 @@ The ledger, the records and the choice of a checkpoint are the real ones; only t
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +25,7 @@ from streamrl.checkpoints import abandoned
 from streamrl.checkpoints.abandoned import read_abandoned
 from streamrl.checkpoints.find import list_checkpoints, newest, path_of
 from streamrl.cli.verification.events import event_faults
+from streamrl.cli.verification.faults import remove_all, remove_newest
 from streamrl.cli.verification.run_folder import check_folder
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, FencedError
@@ -209,6 +210,14 @@ class HistoryMachine(RuleBasedStateMachine):
         self.start()
         assert self.learner.version < int(path.name.removeprefix("step-"))
 
+    @precondition(lambda self: list_checkpoints(self.run))
+    @rule(remove=st.sampled_from([remove_newest, remove_all]))
+    def remove_checkpoints(self, remove: Callable[[Path], str]) -> None:
+        before = self.learner.version
+        remove(self.run)
+        self.start()
+        assert self.learner.version <= before
+
     @precondition(lambda self: self.learner.version)
     @rule()
     def an_older_learner_saves_late(self) -> None:
@@ -311,6 +320,23 @@ def test_the_responses_of_abandoned_validations_are_no_longer_the_runs(tmp_path)
     run_to(LearnerProcess(make_run(tmp_path, resume=str(path_of(run, 10))), ledger), 11)
     (aside,) = read_abandoned(run)
     assert (names(run), names(run / aside.folder)) == ([0, 10], [20])
+
+
+@pytest.mark.parametrize(("remove", "version"), [(remove_newest, 10), (remove_all, 0)])
+def test_a_run_whose_checkpoints_are_removed_goes_on_and_its_audit_is_in_order(
+    tmp_path, remove, version
+):
+    """The books count the steps twice whose groups the buffer had freed for a checkpoint."""
+    ledger, events = make_ledger()
+    config = make_run(tmp_path)
+    run_to(LearnerProcess(config, ledger), 20)
+    remove(config.run.path)
+    learner = LearnerProcess(config, ledger)
+    assert learner.version == version
+    run_to(learner, 20)
+    assert ledger.books().acknowledged > 20 * GROUPS_PER_STEP
+    for kept in (audit(events), None):
+        assert check_folder(config.run.path, kept, 20, GROUPS_PER_STEP).faults == ()
 
 
 @pytest.mark.parametrize("has_lines", [True, False])

@@ -60,9 +60,9 @@ def check_folder(
     if last_step is not None and version != last_step:
         of = "none" if checkpoint is None else version
         faults.append(f"the last checkpoint is of version {of}, not of {last_step}")
-    has_rewound = bool(read_abandoned(folder))
     steps = {line["step"]: line["prompt_indices"] for line in trained}
     if checkpoint is not None:
+        has_rewound = bool(read_abandoned(folder)) or _may_count_twice(checkpoint.books, events)
         faults += _prompt_faults(steps, checkpoint, has_rewound=has_rewound)
     if events is not None:
         faults += event_faults(events, steps, checkpoint, has_ended=last_step is not None)
@@ -137,6 +137,11 @@ def _count_faults(books: Books, num_trained: int, *, is_exact: bool) -> Iterator
     counted = books.acknowledged + books.trained
     if counted < num_trained or (is_exact and counted > num_trained):
         yield f"the books count {counted} trained groups; {TRAINED_FILE} names {num_trained}"
+
+
+def _may_count_twice(books: Books, events: EventAudit | None) -> bool:
+    """Whether the buffer has freed groups of a checkpoint that is gone, and nowhere abandoned."""
+    return books.learner_term > 1 if events is None else bool(events.num_reopened)
 
 
 def _dropped_for_good(books: Books) -> int:
