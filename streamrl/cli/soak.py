@@ -87,7 +87,7 @@ def _soak(given: RunConfig, arguments: argparse.Namespace, console: Console) -> 
     audit = _audit(config)
     table = rows(config.run.path / SOAK_FILE, soak.warm_up_s)
     grown = (f"{row.subject}: {row.reading} grows" for row in table if row.trend.grows)
-    faults = (*wrong, *grown, *audit.faults, *left)
+    faults = (*wrong, *soak.progress.steps.faults, *grown, *audit.faults, *left)
     _write(config, soak, table, audit, faults)
     console.print(soak_table(table), width=WIDTH)
     console.print(f"{len(soak.faults)} faults were injected (seed {arguments.seed})")
@@ -139,7 +139,7 @@ class Soak:
         self._seed: int = arguments.seed
         self._temporary = temporary
         self._console = console
-        self._progress = Progress(config, arguments.stall_timeout)
+        self.progress = Progress(config, arguments.stall_timeout)
         self._call_ms: float | None = None
         self._last_step = (0, time.monotonic())
         self.warm_up_s = (
@@ -147,19 +147,19 @@ class Soak:
         )
         self.shared_memory: frozenset[str] = frozenset()
         self.faults: list[Fault] = []
-        self.wrong: tuple[str, ...] = ()
+        self.crashes: tuple[str, ...] = ()
 
     async def run(self, children: Sequence[Child]) -> None:
         """Samples and faults from the first step on for as long as asked, some steps more, then the
         learner's end."""
-        await self._progress.until_step(1)
+        await self.progress.until_step(1)
         try:
             with contextlib.suppress(TimeoutError):
                 await self._observe(children)
         except* StreamRLError as errors:
             raise errors.exceptions[0] from None
-        await self._progress.until_step(self._progress.step + _LAST_STEPS)
-        self.wrong = (*self._crashes(children), *self._progress.steps.faults)
+        await self.progress.until_step(self.progress.step + _LAST_STEPS)
+        self.crashes = tuple(self._crashes(children))
         await self._stop(next(child for child in children if child.role == "learner"))
 
     async def _observe(self, children: Sequence[Child]) -> None:
@@ -176,7 +176,7 @@ class Soak:
 
     async def _stop(self, learner: Child) -> None:
         """Ask it to end. Waits for that as long as a launch does."""
-        process = await self._progress.until_running(learner)
+        process = await self.progress.until_running(learner)
         learner.stop()
         try:
             await asyncio.wait_for(process.wait(), GRACE_PERIOD_S)
@@ -197,7 +197,7 @@ class Soak:
                 line = {"time_s": time.monotonic() - start, "lives": lives, "values": values}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
-                self._progress.read()
+                self.progress.read()
                 await asyncio.sleep(interval_s)
 
     def _values(self, lives: Mapping[str, int]) -> dict[str, float]:
@@ -219,7 +219,7 @@ class Soak:
         }
         if self._call_ms is not None:
             values = {**values, f"{RUN}/buffer_call_ms": self._call_ms}
-        (earlier, since_s), step, now_s = self._last_step, self._progress.step, time.monotonic()
+        (earlier, since_s), step, now_s = self._last_step, self.progress.step, time.monotonic()
         if step != earlier:
             self._last_step = (step, now_s)
         if 0 < earlier < step:
@@ -245,7 +245,7 @@ class Soak:
         for fault in plan(self._seed, self._seconds, self._num_faults, tuple(by_role)):
             await asyncio.sleep(fault.at_s - (time.monotonic() - start))
             child = by_role[fault.role]
-            process = await self._progress.until_running(child)
+            process = await self.progress.until_running(child)
             self.faults.append(fault)
             if fault.freeze_s:
                 self._console.print(f"SIGSTOP to {fault.role} for {fault.freeze_s:.1f} s")
@@ -266,7 +266,7 @@ def _run(config: RunConfig, soak: Soak, console: Console) -> tuple[str, ...]:
         return (str(error),)
     except Interrupted:
         return ("the soak was stopped before its end",)
-    return soak.wrong
+    return soak.crashes
 
 
 def _audit(config: RunConfig) -> RunAudit:
