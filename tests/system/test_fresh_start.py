@@ -2,7 +2,7 @@
 
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, RunFolder, slow_
 from tests.waiting import block_until
 
 NUM_STEPS = 8
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
@@ -36,62 +38,45 @@ def config(tmp_path: Path, model: Path) -> RunConfig:
 
 
 @pytest.fixture
-def daemons(tmp_path: Path, config: RunConfig) -> Iterator["Daemons"]:
-    with Daemons(tmp_path / "run.yaml") as started:
-        yield started
-
-
-class Daemons:
+def start(tmp_path: Path, config: RunConfig) -> Iterator[Start]:
     """Commands as a person types them, each on a terminal of its own; killed in the end."""
+    started: list[subprocess.Popen[bytes]] = []
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._started: list[subprocess.Popen[str]] = []
+    def run(role: str, *arguments: str) -> "subprocess.Popen[bytes]":
+        command = [STREAMRL, role, "--config", str(tmp_path / "run.yaml"), *arguments]
+        with (tmp_path / "terminal").open("wb") as terminal:
+            started.append(subprocess.Popen(command, stderr=terminal))
+        return started[-1]
 
-    def __enter__(self) -> "Daemons":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._started:
-            process.kill()
-            process.communicate()
-
-    def start(self, role: str, *arguments: str) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [STREAMRL, role, "--config", str(self._file), *arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._started.append(process)
-        return process
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
 
 
+@pytest.mark.long
 def test_a_learner_that_died_without_a_checkpoint_goes_on_only_with_resume(
-    config: RunConfig, daemons: Daemons
+    tmp_path: Path, config: RunConfig, start: Start
 ):
     run = RunFolder(config.run.path)
-    buffer = daemons.start("buffer")
-    daemons.start("generator", "--id", "mine")
-    first = daemons.start("learner")
+    buffer = start("buffer")
+    start("generator", "--id", "mine")
+    first = start("learner")
     block_until(lambda: len(run.lines) >= 3, DEADLINE_S)
     first.send_signal(signal.SIGKILL)
-    first.communicate()
+    first.wait()
     status = (run.folder / LEARNER_FILE).read_bytes()
     version = len(run.lines)
 
-    again = daemons.start("learner")
-    _, said = again.communicate(timeout=DEADLINE_S)
-    assert again.returncode == 2, said
+    assert start("learner").wait(DEADLINE_S) == 2
+    said = (tmp_path / "terminal").read_text().splitlines()[-1]
     assert f"the buffer holds a run run at version {version} already" in said
     assert f"goes on at version 0, since {run.folder} has no checkpoint" in said
-    assert len(said.splitlines()[-1]) < 500
     assert (run.folder / LEARNER_FILE).read_bytes() == status
     assert len(run.lines) == version
 
-    resumed = daemons.start("learner", "--resume")
-    _, said = resumed.communicate(timeout=DEADLINE_S)
-    assert resumed.returncode == 0, said
-    buffer.communicate(timeout=DEADLINE_S)
+    assert start("learner", "--resume").wait(DEADLINE_S) == 0
+    assert buffer.wait(DEADLINE_S) == 0
     assert [line["step"] for line in run.lines] == list(range(1, NUM_STEPS + 1))
     # The learner that was refused has not attached.
     assert run.books["learner_term"] == 2
