@@ -5,7 +5,9 @@
     program         Python with the code; without namespaces it starts no other process
 
 Invariant: when the supervisor has ended, nothing that the program started runs; what became of the
-program is one line of JSON on the status pipe, which the program does not inherit.
+program is one line of JSON on the status pipe, which the program does not inherit. Signals are
+taken where they are waited for, so that none is sent to a process that has been reaped, whose id
+may be another's.
 """
 
 import contextlib
@@ -13,23 +15,25 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from actors.sandbox import namespaces, privileges, seccomp
+from actors.sandbox import landlock, namespaces, privileges, seccomp
 
 _LOOK_S = 0.05
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(job: dict[str, Any], status: int) -> None:
     """Waits for the program to end; SIGTERM unblocks."""
     os.set_inheritable(status, False)
     privileges.end_with_parent(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        outcome = _supervise(job)
+        outcome = _supervise(job) if job["isolation"] == "namespaces" else _run(job)
     except OSError as error:
         outcome = {"error": str(error)}
     if outcome is not None:
@@ -38,8 +42,6 @@ def main(job: dict[str, Any], status: int) -> None:
 
 def _supervise(job: dict[str, Any]) -> dict[str, Any] | None:
     """How the program ended; None if it was killed before that was known."""
-    if not job["namespaces"]:
-        return _run(job)
     namespaces.leave()
     read, write = os.pipe()
     first = os.fork()
@@ -48,7 +50,7 @@ def _supervise(job: dict[str, Any]) -> dict[str, Any] | None:
         os.write(write, json.dumps(_run(job)).encode())
         os._exit(0)
     os.close(write)
-    _reap(first)
+    _wait(first, lambda: None)
     said = os.read(read, 2**16)
     return dict(json.loads(said)) if said else None
 
@@ -63,51 +65,38 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
 def _outcome(job: dict[str, Any]) -> dict[str, Any]:
     """Waits for the program."""
-    folder = Path(job["folder"])
-    files = namespaces.files_below(folder)
-    kept = [Path(path) for path in job["kept"]]
-    if job["namespaces"]:
-        namespaces.hide_files(
-            folder,
-            hidden=[Path(path) for path in job["hidden"]],
-            kept=kept,
-            folder_bytes=job["limits"]["folder_bytes"],
-        )
+    folder, limits = Path(job["folder"]), job["limits"]
+    files: Mapping[str, bytes] = {}
+    is_apart = job["isolation"] == "namespaces"
+    if is_apart:
+        files = namespaces.files_below(folder)
+        namespaces.enter_files(job["folder"], job["readable"], job["links"], limits["folder_bytes"])
     program = os.fork()
     if not program:
-        _become_program(job, folder, files, kept)
-    if job["namespaces"]:
-        return _wait(program, job["limits"])
-    return {"exit_code": os.waitstatus_to_exitcode(_reap(program))}
+        _become_program(job, folder, files)
+    own = Path(f"/proc/{program}")
+    return _wait(program, lambda: _excess(_all_processes() if is_apart else (own,), limits))
 
 
-def _reap(process: int) -> int:
-    """Its status. Waits for its end; SIGTERM kills it, until it has ended: the id of one that is
-    reaped may be another's."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(process, signal.SIGKILL))
-    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return os.waitpid(process, 0)[1]
-
-
-def _become_program(
-    job: dict[str, Any], folder: Path, files: Mapping[str, bytes], kept: list[Path]
-) -> None:
+def _become_program(job: dict[str, Any], folder: Path, files: Mapping[str, bytes]) -> None:
     """Never returns; an error of the set-up ends the process with a sentence on its stderr."""
     try:
         os.setsid()
-        if all(map(privileges.can_be_read_by_others, (*kept, folder.parent))):
+        user, python = os.getuid(), map(Path, job["python"])
+        if all(map(privileges.can_be_read_by_others, (*python, folder.parent))):
             privileges.stop_being_root(folder, job["seed"])
+        limits = dict(job["limits"])
+        if job["isolation"] != "namespaces" and os.getuid() == user:
+            del limits["num_processes"]  # The kernel would count all of the daemon's user.
         privileges.give_up_capabilities()
         privileges.end_with_parent(signal.SIGKILL)
         os.chdir(folder)
-        if job["namespaces"]:
-            for name, content in files.items():
-                Path(name).parent.mkdir(parents=True, exist_ok=True)
-                Path(name).write_bytes(content)
-        privileges.limit(job["limits"])
-        if seccomp.has_filter():
-            seccomp.refuse_calls(with_processes=not job["namespaces"])
+        for name, content in files.items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_bytes(content)
+        privileges.limit(limits)
+        _hold(job, folder)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         os.execve(job["command"][0], job["command"], job["environment"])
     except (OSError, ValueError) as error:
         os.write(2, f"the sandbox cannot start the program: {error}\n".encode())
@@ -115,31 +104,56 @@ def _become_program(
         os._exit(127)
 
 
-def _wait(program: int, limits: Mapping[str, int]) -> dict[str, Any]:
-    """How the program ended. Waits for it, reaps the orphans that end meanwhile, and returns early,
-    which ends them all, when they are more or have more memory together than allowed: the kernel
-    counts no processes of root's."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+def _hold(job: dict[str, Any], folder: Path) -> None:
+    """Takes from this process what it does not need as the program."""
+    calls = bytes.fromhex(job["filter"])
+    if job["isolation"] == "none":
+        with contextlib.suppress(OSError):
+            seccomp.load(calls)
+        return
+    if job["isolation"] == "landlock":
+        readable = [Path(path) for path in (*job["readable"], f"/proc/{os.getpid()}")]
+        landlock.restrict(readable, [folder, *map(Path, job["devices"])])
+    seccomp.load(calls)
+
+
+def _wait(child: int, excess: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """How the child ended. Waits for it; SIGTERM, or an excess, which is then the answer, kills
+    it. Reaps the orphans that end meanwhile."""
+    answer = None
     while True:
         process, status = os.waitpid(-1, os.WNOHANG)
-        if process == program:
-            return {"exit_code": os.waitstatus_to_exitcode(status)}
+        if process == child:
+            return answer or {"exit_code": os.waitstatus_to_exitcode(status)}
         if process:
             continue
-        sizes = list(_sizes())
-        if sum(sizes) > limits["memory_bytes"]:
-            return {"is_out_of_memory": True}
-        if len(sizes) > limits["num_processes"] + 1:
-            return {"exit_code": -signal.SIGKILL}
-        signal.sigtimedwait({signal.SIGCHLD}, _LOOK_S)
+        if answer is None and (answer := excess()):
+            os.kill(child, signal.SIGKILL)
+        caught = signal.sigtimedwait(_SIGNALS, _LOOK_S)
+        if caught and caught.si_signo == signal.SIGTERM:
+            os.kill(child, signal.SIGKILL)
 
 
-def _sizes() -> Iterator[int]:
-    """Memory in bytes that is not shared, of each process of the namespace, this one included."""
-    for statm in Path("/proc").glob("[0-9]*/statm"):
+def _all_processes() -> Iterable[Path]:
+    """Of the namespace; this one, its process 1, is not the program's."""
+    return (path for path in Path("/proc").glob("[0-9]*") if path.name != "1")
+
+
+def _excess(processes: Iterable[Path], limits: Mapping[str, int]) -> dict[str, Any] | None:
+    """What becomes of a program whose processes are more, threads included, or have more memory
+    together than allowed: the kernel counts neither root's processes nor what they share."""
+    num_tasks = num_bytes = 0
+    for process in processes:
         with contextlib.suppress(OSError):
-            _, resident, shared, *_ = map(int, statm.read_text().split())
-            yield (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+            for line in (process / "status").read_text().splitlines():
+                name, _, value = line.partition(":")
+                if name == "Threads":
+                    num_tasks += int(value)
+                elif name in ("RssAnon", "RssShmem"):
+                    num_bytes += int(value.split()[0]) * 1024
+    if num_bytes > limits["memory_bytes"]:
+        return {"is_out_of_memory": True}
+    return {"exit_code": -signal.SIGKILL} if num_tasks > limits["num_processes"] else None
 
 
 if __name__ == "__main__":

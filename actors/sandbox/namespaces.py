@@ -1,19 +1,21 @@
 """A program's own network, processes and file system, by Linux' namespaces.
 
 Who is root makes them as root; who is not makes a user namespace first. Invariant: afterwards the
-file system is read-only but for the working folder and /dev/shm, both in memory and of a bounded
-size; the hidden folders are empty but for what Python needs; no network device is up.
+file system has the named files alone and is read-only, but for the working folder and /dev/shm,
+both in memory and of a bounded size; /proc shows the program's own processes; no network device is
+up.
 """
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-_NEWNS, _NEWUTS, _NEWIPC = 0x00020000, 0x04000000, 0x08000000
+_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _DETACH = 442, -100, 0x8000, 2
 
 
 class _MountAttributes(ctypes.Structure):
@@ -27,7 +29,7 @@ def leave() -> None:
         OSError: the machine does not allow it.
     """
     uid, gid = os.getuid(), os.getgid()
-    flags = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
+    flags = _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     if uid == 0:
         _call("unshare", flags)
         return
@@ -40,34 +42,39 @@ def leave() -> None:
         Path("/proc/self", file).write_text(text)
 
 
-def hide_files(
-    folder: Path, *, hidden: Sequence[Path], kept: Sequence[Path], folder_bytes: int
+def enter_files(
+    folder: str, readable: Iterable[str], links: Mapping[str, str], folder_bytes: int
 ) -> None:
-    """Mounts the file system that the program sees; called in the new namespace of processes.
+    """Makes a file system of these files, folders and links, with `folder` as an empty one that can
+    be written, and leaves the machine's; called in the new namespace of processes.
 
     Args:
-        hidden: folders that look empty, but for `kept` inside them.
+        readable: without links on the way to them; none is in another one.
+        links: what each leads to.
 
     Raises:
         OSError: the machine does not allow it.
     """
     _mount("none", "/", "", _REC | _PRIVATE)
-    originals = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in _outermost(kept)}
-    for path in _outermost(hidden):
-        if any(path.is_relative_to(one) for one in originals):
-            continue
-        _mount("tmpfs", str(path), "tmpfs", _NOSUID | _NODEV, "mode=755")
-        for one in (one for one in originals if one.is_relative_to(path)):
-            one.mkdir(parents=True)
-            _mount(f"/proc/self/fd/{originals[one]}", str(one), "", _BIND | _REC)
-    folder.mkdir(parents=True, exist_ok=True)
+    _mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV, "mode=755")
+    for path in readable:
+        _make_place(folder + path, is_folder=os.path.isdir(path))
+        _mount(path, folder + path, "", _BIND | _REC)
+    for path in ("/proc", "/dev/shm", folder):
+        _make_place(folder + path, is_folder=True)
+    for path, target in links.items():
+        os.makedirs(os.path.dirname(folder + path), exist_ok=True)
+        os.symlink(target, folder + path)
+    # A container that hides parts of /proc allows no second one.
+    with contextlib.suppress(OSError):
+        _mount("proc", f"{folder}/proc", "proc", _NOSUID | _NODEV)
+    os.chdir(folder)
+    _call("pivot_root", b".", b".")
+    _call("umount2", b".", _DETACH)
+    os.chdir("/")
     _make_read_only()
-    for path in (folder, *(p for p in (Path("/dev/shm"),) if p.is_dir())):
-        _mount("tmpfs", str(path), "tmpfs", _NOSUID | _NODEV, f"size={folder_bytes},mode=1777")
-    try:
-        _mount("proc", "/proc", "proc", _NOSUID | _NODEV)
-    except OSError:  # A container that hides parts of /proc allows no second one.
-        _mount("tmpfs", "/proc", "tmpfs", _NOSUID | _NODEV, "mode=555")
+    for path in (folder, "/dev/shm"):
+        _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, f"size={folder_bytes},mode=1777")
 
 
 def files_below(folder: Path) -> Mapping[str, bytes]:
@@ -75,10 +82,11 @@ def files_below(folder: Path) -> Mapping[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def _outermost(paths: Sequence[Path]) -> Iterator[Path]:
-    """The folders that are there and in none of the others; never the root."""
-    real = {path.resolve() for path in paths if path.is_dir()} - {Path("/")}
-    yield from sorted(p for p in real if not real & {*p.parents})
+def _make_place(path: str, *, is_folder: bool) -> None:
+    """Where something is to be mounted."""
+    os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+    if not is_folder:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
 
 
 def _make_read_only() -> None:
@@ -101,8 +109,10 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 
 def _call(name: str, *arguments: object) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments):
+    if getattr(_LIBC, name)(*arguments):
         number = ctypes.get_errno()
         place = "".join(f" {os.fsdecode(a)}" for a in arguments[1:2] if isinstance(a, bytes))
         raise OSError(number, f"{name}{place}: {os.strerror(number)}")
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)

@@ -9,14 +9,16 @@ import ctypes
 import os
 import resource
 import signal
-import sys
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 # Users that no machine names, of systemd's range for services: a limit of processes is one user's.
 _FIRST_UID, _NUM_UIDS = 61184, 4336
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
-_NUM_CAPABILITIES = 64
+_NUM_CAPABILITIES, _CAPABILITIES_VERSION_3 = 64, 0x20080522
+# Signals and timers that wait are counted by user.
+_ALWAYS = {"core_bytes": 0, "num_pending_signals": 256}
 
 _LIMITS: Mapping[str, int] = {
     "cpu_s": resource.RLIMIT_CPU,
@@ -25,6 +27,7 @@ _LIMITS: Mapping[str, int] = {
     "num_files": resource.RLIMIT_NOFILE,
     "num_processes": resource.RLIMIT_NPROC,
     "core_bytes": resource.RLIMIT_CORE,
+    "num_pending_signals": resource.RLIMIT_SIGPENDING,
 }
 
 
@@ -49,9 +52,13 @@ def stop_being_root(folder: Path, seed: int) -> None:
 
 
 def give_up_capabilities() -> None:
-    """From the next program on, also for root: it could undo what the namespaces hide."""
+    """All that there are, and those that root gets with a new program: it could undo what holds
+    it."""
     for capability in range(_NUM_CAPABILITIES):
         _prctl(_PR_CAPBSET_DROP, capability)
+    header, none = struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), bytes(24)
+    if _LIBC.capset(header, none):
+        raise OSError("the program's capabilities cannot be given up")
 
 
 def can_be_read_by_others(path: Path) -> bool:
@@ -61,7 +68,7 @@ def can_be_read_by_others(path: Path) -> bool:
 
 def limit(limits: Mapping[str, int]) -> None:
     """Sets the limits of this process, by the names of `SandboxLimits`."""
-    for name, value in {**limits, "core_bytes": 0}.items():
+    for name, value in {**limits, **_ALWAYS}.items():
         if (kind := _LIMITS.get(name)) is not None:
             _, hard = resource.getrlimit(kind)
             allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -72,5 +79,7 @@ def limit(limits: Mapping[str, int]) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+    _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+_LIBC = ctypes.CDLL(None)

@@ -15,14 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.sandbox.isolation import Isolation, command, find_isolation, job
+from actors.sandbox.isolation import IsolationChoice, choose, command, job
 from actors.sandbox.limits import SandboxLimits, SandboxResult
-from streamrl.errors import ConfigError
 
-NO_ISOLATION = (
-    "this machine can keep no program from the network (it needs Linux with seccomp or with user "
-    "namespaces), so code that a model wrote is not run here"
-)
 # The supervisor kills and reaps in milliseconds, unless the machine is overloaded.
 _GRACE_S = 5.0
 
@@ -35,11 +30,11 @@ class Sandbox:
         limits: SandboxLimits | None = None,
         *,
         max_concurrent: int = 4,
-        isolation: Isolation | None = None,
+        isolation: IsolationChoice = "auto",
     ) -> None:
         """
         Args:
-            isolation: how to keep programs apart; None: the best that this machine has.
+            isolation: how to keep programs apart.
         """
         self.limits = SandboxLimits() if limits is None else limits
         self._isolation = isolation
@@ -67,9 +62,7 @@ class Sandbox:
         """
         limits = self.limits if limits is None else limits
         async with self._slots:
-            isolation = self._isolation or await asyncio.to_thread(find_isolation)
-            if isolation is None:
-                raise ConfigError(NO_ISOLATION)
+            isolation = await asyncio.to_thread(choose, self._isolation)
             with _folder_of({**(files or {}), "main.py": code}) as folder:
                 return await _run(job(isolation, folder, limits, arguments), stdin, limits)
 

@@ -1,133 +1,173 @@
-"""A filter of system calls for a program of the sandbox, as Linux' seccomp takes it.
+"""The system calls that a program of the sandbox may make, as a filter for Linux' seccomp.
 
-Invariant: what is refused is refused for good, to the program and to all that it starts. A refused
-call fails with EPERM; only `clone3` fails with ENOSYS, so that the C library takes `clone` instead.
+`make_filter` lets libseccomp compile the names below; it runs once in the daemon, and each program
+loads its result. Invariant: what is not named here is refused for good, with EPERM, to the program
+and to all that it starts; a call of a newer kernel, too.
 """
 
 import ctypes
 import errno
-import platform
+import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain, product
 
-_AUDIT_ARCH: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Sockets, the calls that make one by another way, other processes' memory, mounts and namespaces.
-_REFUSED: Mapping[str, Mapping[str, int]] = {
-    "x86_64": {
-        "socket": 41,
-        "ptrace": 101,
-        "mount": 165,
-        "umount2": 166,
-        "add_key": 248,
-        "request_key": 249,
-        "keyctl": 250,
-        "unshare": 272,
-        "perf_event_open": 298,
-        "setns": 308,
-        "process_vm_readv": 310,
-        "process_vm_writev": 311,
-        "bpf": 321,
-        "userfaultfd": 323,
-        "io_uring_setup": 425,
-        "move_mount": 429,
-        "fsmount": 432,
-        "pidfd_getfd": 438,
-        "mount_setattr": 442,
-    },
-    "aarch64": {
-        "umount2": 39,
-        "mount": 40,
-        "unshare": 97,
-        "ptrace": 117,
-        "socket": 198,
-        "add_key": 217,
-        "request_key": 218,
-        "keyctl": 219,
-        "perf_event_open": 241,
-        "setns": 268,
-        "process_vm_readv": 270,
-        "process_vm_writev": 271,
-        "bpf": 280,
-        "userfaultfd": 282,
-        "io_uring_setup": 425,
-        "move_mount": 429,
-        "fsmount": 432,
-        "pidfd_getfd": 438,
-        "mount_setattr": 442,
-    },
-}
-# New processes and signals to others, where no namespace of processes keeps them apart.
-_OF_PROCESSES: Mapping[str, Mapping[str, int]] = {
-    "x86_64": {"fork": 57, "vfork": 58, "kill": 62, "tkill": 200, "pidfd_send_signal": 424},
-    "aarch64": {"kill": 129, "tkill": 130, "pidfd_send_signal": 424},
-}
-_CLONE: Mapping[str, int] = {"x86_64": 56, "aarch64": 220}
-_CLONE3 = 435
-_CLONE_NEWUSER, _CLONE_THREAD = 0x10000000, 0x00010000
-_X32 = 0x40000000
+# Of the program itself, and of files, which the file system or Landlock guards. Not here, since it
+# would reach beyond: sync, inotify (instances are counted by user), memfd_create (no limit counts
+# it), shmget and the like, io_uring, keys, tracing, mounts, and names of namespaces.
+_ALLOWED = """
+    brk mmap mremap munmap mprotect madvise mincore msync mlock mlock2 munlock mlockall munlockall
+    membarrier mseal pkey_alloc pkey_free pkey_mprotect get_mempolicy set_mempolicy mbind
+    read readv pread64 preadv preadv2 write writev pwrite64 pwritev pwritev2 lseek sendfile splice
+    tee vmsplice copy_file_range fadvise64 readahead fallocate ftruncate fsync fdatasync
+    sync_file_range close close_range dup dup2 dup3 pipe pipe2 flock creat
+    stat fstat lstat newfstatat statx access faccessat faccessat2 readlink readlinkat getdents
+    getdents64 getcwd chdir fchdir umask mkdir mkdirat rmdir unlink unlinkat rename renameat
+    renameat2 link linkat symlink symlinkat statfs fstatfs
+    poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait
+    epoll_pwait2 eventfd eventfd2 signalfd signalfd4 timerfd_create timerfd_settime timerfd_gettime
+    sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown getsockopt setsockopt getsockname
+    getpeername
+    execve exit exit_group wait4 waitid getpid getppid gettid getpgrp getpgid getsid setsid getuid
+    geteuid getgid getegid getresuid getresgid getgroups capget arch_prctl set_tid_address
+    set_robust_list rseq futex futex_waitv futex_wake futex_wait futex_requeue sched_yield
+    sched_getaffinity sched_getscheduler sched_getparam sched_getattr sched_get_priority_max
+    sched_get_priority_min sched_rr_get_interval getpriority getrlimit setrlimit getrusage times
+    sysinfo uname getcpu getrandom time gettimeofday clock_gettime clock_getres clock_nanosleep
+    nanosleep pause alarm getitimer setitimer timer_create timer_settime timer_gettime
+    timer_getoverrun timer_delete rt_sigaction rt_sigprocmask rt_sigpending rt_sigsuspend
+    rt_sigtimedwait rt_sigreturn sigaltstack restart_syscall
+"""
+# Where the program has a namespace of processes and a file system of its own.
+_ALLOWED_APART = """
+    fork vfork kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal
+    setpgid setpriority ioprio_get ioprio_set prlimit64 sched_setaffinity sched_setscheduler
+    sched_setparam sched_setattr chmod fchmod fchmodat chown fchown lchown fchownat utime utimes
+    utimensat futimesat truncate mkfifo mknod mknodat
+"""
+# The C library takes an older call in their place.
+_UNKNOWN = "clone3 openat2 fchmodat2"
 
-_LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCH, _ARGUMENT_0 = 0, 4, 16
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_PR_SET_SECCOMP, _MODE_FILTER, _PR_SET_NO_NEW_PRIVS = 22, 2, 38
+_SELF = 2**31 - 2
+"""Stands for the program's own process in a filter; no process has this id."""
+_EQUAL, _MASKED = 4, 7
+_CLONE_THREAD, _CLONE_NAMESPACES = 0x00010000, 0x7E020080
+_F_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
+"""fcntl: duplicates, flags, locks, the size of a pipe to read, seals; no owner, lease or notice."""
+_IOCTLS = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451, 0x541B)
+"""TCGETS, TIOCGWINSZ, FIONBIO, FIONCLEX, FIOCLEX, FIONREAD."""
+_PR_OPTIONS = (2, 3, 15, 16, 21, 23, 30, 38, 39, 42, 0x53564D41)
+"""prctl: what is asked, names of threads and of memory, no_new_privs."""
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_OPTIMIZE, _AS_TREE = 8, 2
+_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
 
 
-class _Program(ctypes.Structure):
-    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+class _Condition(ctypes.Structure):
+    """Of an argument, counted from 0: `value`, or what it has of the bits `value` is `bits`."""
+
+    _fields_ = [
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("value", ctypes.c_uint64),
+        ("bits", ctypes.c_uint64),
+    ]
 
 
-def has_filter() -> bool:
-    """Whether this kind of machine has a table above."""
-    return platform.system() == "Linux" and platform.machine() in _AUDIT_ARCH
+_Rule = tuple[str, tuple[tuple[int, int, int, int], ...]]
 
 
-def refuse_calls(*, with_processes: bool) -> None:
-    """Refuses the calls above from here on, to this process and its children.
+@cache
+def make_filter(*, is_apart: bool) -> bytes:
+    """The instructions of a filter.
 
     Args:
-        with_processes: also to start a process, which a thread is not, or to signal another one.
+        is_apart: for a program that sees no other processes and no files but its own: it may start
+            and signal processes, and change the mode of files.
+
+    Raises:
+        OSError: libseccomp is not installed, or does not know this machine.
+    """
+    try:
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError as error:
+        raise OSError("libseccomp.so.2 is not installed (apt-get install libseccomp2)") from error
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(_ERRNO | errno.EPERM))
+    if not context:
+        raise OSError("libseccomp does not know this machine")
+    try:
+        library.seccomp_attr_set(context, _OPTIMIZE, _AS_TREE)
+        for name in _UNKNOWN.split():
+            _add(library, context, _ERRNO | errno.ENOSYS, (name, ()))
+        for rule in _rules(is_apart):
+            _add(library, context, _ALLOW, rule)
+        read, write = os.pipe()
+        with open(read, "rb") as compiled:
+            with open(write, "wb"):
+                failure = library.seccomp_export_bpf(context, write)
+            if failure:
+                raise OSError(-failure, f"libseccomp: {os.strerror(-failure)}")
+            return compiled.read()
+    finally:
+        library.seccomp_release(context)
+
+
+def load(code: bytes) -> None:
+    """Holds this process and its children to a filter. Needs `no_new_privs`.
 
     Raises:
         OSError: the kernel takes no filter.
     """
-    machine = platform.machine()
-    refused = {*_REFUSED[machine].values()}
-    if with_processes:
-        refused |= {*_OF_PROCESSES[machine].values()}
-    code = b"".join(_instructions(machine, sorted(refused), with_processes))
-    buffer = ctypes.create_string_buffer(code, len(code))
-    program = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
+    own, filter_ = os.getpid(), bytearray(code)
+    for place in range(0, len(filter_), 8):
+        operation, yes, no, operand = struct.unpack_from("=HBBI", filter_, place)
+        if operand == _SELF:
+            struct.pack_into("=HBBI", filter_, place, operation, yes, no, own)
+    buffer = ctypes.create_string_buffer(bytes(filter_), len(filter_))
+    program = struct.pack("@HP", len(filter_) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
-    for arguments in (
-        (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-        (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0),
-    ):
-        if libc.prctl(*arguments):
-            raise OSError(ctypes.get_errno(), "the kernel takes no filter of system calls")
+    if libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_MODE_FILTER), program, 0, 0):
+        raise OSError(ctypes.get_errno(), "the kernel takes no filter of system calls")
 
 
-def _instructions(machine: str, refused: Sequence[int], with_processes: bool) -> list[bytes]:
-    """The filter: each is an operation, where to go on if it holds and if not, and its operand."""
-    permission = _ERRNO | errno.EPERM
-    lines = [
-        (_LOAD, 0, 0, _ARCH),
-        (_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER),
-        (_AT_LEAST, 0, 1, _X32),
-        (_RETURN, 0, 0, permission),
-    ]
-    for number in refused:
-        lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, permission)]
-    lines += [
-        (_EQUAL, 0, 1, _CLONE3),
-        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
-        (_EQUAL, 0, 5, _CLONE[machine]),
-        (_LOAD, 0, 0, _ARGUMENT_0),
-        (_HAS_BITS, 0, 1, _CLONE_NEWUSER),
-        (_RETURN, 0, 0, permission),
-        (_HAS_BITS, 1, 0, _CLONE_THREAD),
-        (_RETURN, 0, 0, permission if with_processes else _ALLOW),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    return [struct.pack("=HBBI", *line) for line in lines]
+def _add(library: ctypes.CDLL, context: ctypes.c_void_p, action: int, rule: _Rule) -> None:
+    """Adds the rule, unless the machine has no such call."""
+    name, conditions = rule
+    number = library.seccomp_syscall_resolve_name(name.encode())
+    if number < 0:
+        return
+    array = (_Condition * len(conditions))(*(_Condition(*one) for one in conditions))
+    failure = library.seccomp_rule_add_array(context, action, number, len(conditions), array)
+    if failure:
+        raise OSError(-failure, f"libseccomp: {name}: {os.strerror(-failure)}")
+
+
+def _rules(is_apart: bool) -> Iterator[_Rule]:
+    """The calls that are allowed, each with what its arguments have to be, or again with others."""
+    apart = _ALLOWED_APART.split() if is_apart else []
+    yield from ((name, ()) for name in chain(_ALLOWED.split(), apart))
+    commands = [("fcntl", _F_COMMANDS, 1), ("ioctl", _IOCTLS, 1), ("prctl", _PR_OPTIONS, 0)]
+    for name, values, place in commands:
+        yield from ((name, (_is(place, value),)) for value in values)
+    # To empty a file that one may only read is to write it, which not every Landlock knows.
+    written = (_has(os.O_TRUNC, 0), _has(os.O_ACCMODE, os.O_WRONLY), _has(os.O_ACCMODE, os.O_RDWR))
+    for (name, place), condition in product((("open", 1), ("openat", 2)), written):
+        yield name, ((place, *condition),)
+    yield "socketpair", (_is(0, _AF_UNIX), (1, *_has(_SOCK_TYPE, _SOCK_STREAM)))
+    if is_apart:
+        yield "clone", ((0, *_has(_CLONE_NAMESPACES, 0)),)
+        return
+    yield "clone", ((0, *_has(_CLONE_NAMESPACES | _CLONE_THREAD, _CLONE_THREAD)),)
+    yield from ((name, (_is(0, _SELF),)) for name in ("kill", "tgkill"))
+    yield from ((name, (_is(0, 0),)) for name in ("prlimit64", "sched_setaffinity"))
+
+
+def _is(argument: int, value: int) -> tuple[int, int, int, int]:
+    return (argument, _EQUAL, value, 0)
+
+
+def _has(mask: int, bits: int) -> tuple[int, int, int]:
+    return (_MASKED, mask, bits)

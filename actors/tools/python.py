@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
+from actors.sandbox.isolation import IsolationChoice
 from actors.sandbox.limits import SandboxLimits, SandboxResult
 from actors.sandbox.sandbox import Sandbox
 from actors.tools.tool import ToolError, ToolSession
@@ -31,7 +32,7 @@ class PythonTool:
     """The source of its one session: each call is a process of its own.
 
     Raises:
-        ConfigError: `kwargs` names no limit of the sandbox.
+        ConfigError: `kwargs` has more than limits of the sandbox and `isolation`.
     """
 
     schemas = (_SCHEMA,)
@@ -41,7 +42,11 @@ class PythonTool:
         late = settings.time_limit_s + _GRACE_S
         self.limits: CallLimits = settings.model_copy(update={"time_limit_s": late})
         self._limits = _limits(settings, setting)
-        self._sandbox = Sandbox(self._limits, max_concurrent=settings.max_concurrent)
+        self._sandbox = Sandbox(
+            self._limits,
+            max_concurrent=settings.max_concurrent,
+            isolation=_isolation(settings, setting),
+        )
 
     async def open(self) -> ToolSession:
         return self
@@ -64,14 +69,24 @@ class PythonTool:
 
 def _limits(settings: ToolSettings, setting: str) -> SandboxLimits:
     """Those of `kwargs`, with the tool's time."""
-    known = {field.name: field.type for field in fields(SandboxLimits) if field.name != "time_s"}
-    for name, value in settings.kwargs.items():
+    known = {field.name for field in fields(SandboxLimits)} - {"time_s"}
+    limits = {name: value for name, value in settings.kwargs.items() if name != "isolation"}
+    for name, value in limits.items():
         if name not in known:
-            hint = did_you_mean(name, known)
+            hint = did_you_mean(name, {*known, "isolation"})
             raise ConfigError(f"{setting}.kwargs: python has no limit {name!r}; {hint}")
         if not isinstance(value, int) or value <= 0:
             raise ConfigError(f"{setting}.kwargs: {name} was {value!r}; a whole number above 0")
-    return replace(SandboxLimits(time_s=settings.time_limit_s), **settings.kwargs)
+    return replace(SandboxLimits(time_s=settings.time_limit_s), **limits)
+
+
+def _isolation(settings: ToolSettings, setting: str) -> IsolationChoice:
+    known: tuple[IsolationChoice, ...] = get_args(IsolationChoice)
+    wanted = settings.kwargs.get("isolation", "auto")
+    if wanted not in known:
+        hint = did_you_mean(str(wanted), known)
+        raise ConfigError(f"{setting}.kwargs: isolation was {wanted!r}; {hint}")
+    return known[known.index(wanted)]
 
 
 def _failure(result: SandboxResult, limits: SandboxLimits) -> str:

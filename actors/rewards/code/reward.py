@@ -17,6 +17,7 @@ from actors.rewards.code.python_tests import PythonTest
 from actors.rewards.code.syntax import beginning
 from actors.rewards.code.tests import ProgramTest, Test, read_tests
 from actors.rewards.remote.requests import Service, ServiceSettings
+from actors.sandbox.isolation import IsolationChoice
 from actors.sandbox.limits import SandboxLimits
 from actors.sandbox.sandbox import Sandbox
 from streamrl.config.numbers import Positive, Seconds
@@ -52,12 +53,18 @@ class Code:
         """Of their processes together."""
         num_programs: Positive | None = None
         """Programs at a time. Null: the cores of the machine."""
+        isolation: IsolationChoice = "auto"
+        """How programs are kept apart; `none`: not, where the machine cannot."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         limits = SandboxLimits(time_s=settings.time_s, memory_bytes=settings.memory_bytes)
         num_cores = len(os.sched_getaffinity(0))
-        self._sandbox = Sandbox(limits, max_concurrent=settings.num_programs or num_cores)
+        self._sandbox = Sandbox(
+            limits,
+            max_concurrent=settings.num_programs or num_cores,
+            isolation=settings.isolation,
+        )
 
     async def score(self, episode: Episode) -> float:
         """Waits for the tests."""

@@ -22,6 +22,7 @@ from streamrl.cli.doctor.limits import CHECKS
 from streamrl.cli.doctor.machine import read_machine
 from streamrl.cli.doctor.packages import check_packages, needed_packages
 from streamrl.cli.doctor.redis import ask_redis, check_redis
+from streamrl.cli.doctor.sandbox import ask_sandbox, check_sandbox
 from streamrl.cli.doctor.storage import check_disk, read_disk
 from streamrl.cli.preflight.findings import Finding as CheckFinding
 from streamrl.cli.preflight.findings import Kind
@@ -60,6 +61,7 @@ def _findings(config: RunConfig | None) -> Iterator[Finding]:
         yield from check(machine)
     yield from check_packages(needed_packages())
     yield from check_torch(ask_torch(), driver_gpus())
+    yield from check_sandbox(ask_sandbox())
     folder = RunSettings().folder if config is None else config.run.path
     has_journal = config is None or (config.buffer.has_daemon and config.buffer.journal)
     yield from check_disk(read_disk(Path(folder)), has_journal=has_journal)

@@ -14,6 +14,7 @@ from streamrl.cli.preflight.findings import Finding, Kind, problem
 from streamrl.cli.preflight.machine import check_devices, check_folder, check_packages
 from streamrl.cli.preflight.model import check_model
 from streamrl.cli.preflight.network import check_addresses, check_secrets, check_servers
+from streamrl.cli.preflight.sandbox import check_sandbox
 from streamrl.cli.preflight.sizes import check_sizes
 from streamrl.cli.preflight.tools import check_tools
 from streamrl.config import LoadedConfig, RunConfig
@@ -25,6 +26,7 @@ CHECKS: Mapping[str, Callable[[RunConfig], Iterator[Finding]]] = {
     "effects": check_effects,
     "reward, environment, algorithm": check_user_code,
     "tools": check_tools,
+    "sandbox": check_sandbox,
     "packages": check_packages,
     "devices": check_devices,
     "run folder": check_folder,

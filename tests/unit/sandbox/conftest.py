@@ -2,12 +2,12 @@
 
 import pytest
 
-from actors.sandbox.isolation import Isolation, find_isolation
+from actors.sandbox.isolation import KINDS, Isolation, why_not
 
 
-@pytest.fixture(params=["namespaces", "seccomp"])
+@pytest.fixture(params=KINDS)
 def isolation(request: pytest.FixtureRequest) -> Isolation:
-    if request.param == "namespaces" and find_isolation() != "namespaces":
-        pytest.skip("this machine has no namespaces")
     chosen: Isolation = request.param
+    if lacks := why_not(chosen):
+        pytest.skip(lacks)
     return chosen

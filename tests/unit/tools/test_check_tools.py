@@ -40,24 +40,3 @@ def test_what_cannot_act_is_a_problem(
     kind, said = found(tmp_path, **generator)[0]
     assert kind is Kind.PROBLEM
     assert said.startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    ("isolation", "kind", "sentence"),
-    [
-        ("namespaces", Kind.FACT, "generator.tools: the sandbox of python has namespaces"),
-        ("seccomp", Kind.WARNING, "generator.tools: python runs with seccomp alone"),
-        (None, Kind.PROBLEM, "generator.tools: python: this machine can keep no program"),
-    ],
-)
-def test_the_sandbox_of_the_machine_is_said(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    isolation: str | None,
-    kind: Kind,
-    sentence: str,
-) -> None:
-    monkeypatch.setattr(tools, "find_isolation", lambda: isolation)
-    ((found_kind, said),) = found(tmp_path, environment="tools", tools=["python"])
-    assert found_kind is kind
-    assert said.startswith(sentence)

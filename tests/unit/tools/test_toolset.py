@@ -289,6 +289,10 @@ class TestRefusals:
             ({"tool": "OWN:add", "function_schema": {"a": 1}}, r"function_schema: is no function"),
             ({"tool": "OWN:add", "function_schema": "x.yaml"}, r"x.yaml: No such file"),
             ({"tool": "python", "kwargs": {"memory": 1}}, r"python has no limit 'memory'"),
+            (
+                {"tool": "python", "kwargs": {"isolation": "landlok"}},
+                r"isolation was 'landlok'; did you mean 'landlock'",
+            ),
             ({"tool": "python", "kwargs": {"num_files": -1}}, r"num_files was -1"),
             ({"tool": "calculator", "function_schema": {}}, r"calculator has its own"),
         ],
