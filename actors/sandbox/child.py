@@ -1,4 +1,4 @@
-"""The process between the daemon and a program: `python child.py JOB STATUS_FD`.
+"""The process between the daemon and a program, which `isolation.command` starts.
 
     supervisor      this file; ends with the daemon, and on SIGTERM
     first           with namespaces: process 1 of its own, with whose end all others end
@@ -14,12 +14,9 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from actors.sandbox import landlock, namespaces, privileges, seccomp
 
@@ -154,7 +151,3 @@ def _excess(processes: Iterable[Path], limits: Mapping[str, int]) -> dict[str, A
     if num_bytes > limits["memory_bytes"]:
         return {"is_out_of_memory": True}
     return {"exit_code": -signal.SIGKILL} if num_tasks > limits["num_processes"] else None
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), int(sys.argv[2]))

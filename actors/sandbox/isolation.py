@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.sandbox import landlock
+from actors.sandbox import child, landlock
 from actors.sandbox.limits import SandboxLimits
 from actors.sandbox.seccomp import make_filter
 from streamrl.errors import ConfigError
@@ -36,7 +36,13 @@ IsolationChoice = Literal["auto", "namespaces", "landlock", "none"]
 KINDS: tuple[Isolation, ...] = ("namespaces", "landlock")
 """That hold a program, the best first."""
 
-_CHILD = Path(__file__).with_name("child.py")
+# Imported here, too, so that Python has it compiled.
+_CHILD = f"""
+import json, sys
+sys.path.insert(0, {str(Path(child.__file__).parents[2])!r})
+from actors.sandbox import child
+child.main(json.loads(sys.argv[1]), int(sys.argv[2]))
+"""
 _PROBE = """
 import os, socket, sys
 port, process, outside = sys.stdin.read().split(maxsplit=2)
@@ -120,7 +126,7 @@ def why_not(kind: Isolation) -> str:
 
 def command(job: Mapping[str, Any], status: int) -> list[str]:
     """That runs a job; what became of it is written to this file descriptor."""
-    return [sys.executable, "-I", "-S", "-B", str(_CHILD), json.dumps(job), str(status)]
+    return [sys.executable, "-I", "-S", "-B", "-c", _CHILD, json.dumps(job), str(status)]
 
 
 def job(

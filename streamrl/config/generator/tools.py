@@ -29,7 +29,8 @@ class ToolSettings(CallLimits):
     """OpenAI schema of the function, or a YAML or JSON file with one; unset: made from its
     signature and docstring."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class, which is made anew for each episode, or limits of python."""
+    """Arguments of the class, which is made anew for each episode, or limits of python and its
+    isolation."""
 
     @model_validator(mode="before")
     @classmethod
