@@ -6,12 +6,15 @@ VLLM := .venv-vllm
 ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py
 SGLANG := .venv-sglang
 ON_SGLANG := $(SGLANG)/bin/pytest tests/sglang tests/contract/test_engines.py
+LOWEST := .venv-lowest
+WHOLE_RUN := tests/system/test_launch.py::test_a_run_learns_asynchronously_within_its_staleness_bound
 INSTALL := $(BIN)/python deploy/install.py
+ON_CORES := -n logical --maxprocesses 4 --dist worksteal -m "not long"
 BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart recipe test test-deploy test-vllm test-sglang check docs format bench bench-peers clean
+.PHONY: quickstart recipe test test-lowest test-deploy test-vllm test-sglang check docs format bench bench-peers clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/core.stamp
@@ -26,11 +29,23 @@ recipe: $(VENV)/recipes.stamp
 # Most of a run of daemons is one core's work or waiting, so tests go beside each other; plain
 # `pytest` keeps to one process. A machine that vLLM has no build for is told so and passes; CI fails.
 test: check
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal -m "not long"
+	$(BIN)/pytest $(ON_CORES)
 	@$(MAKE) --no-print-directory $(VLLM)/vllm.stamp || { \
 	  echo "NOT RUN: the tests of vLLM, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
 	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -n 2 --dist loadfile -m "not long" \
 	  -k "not VllmUrlEngines and not tensor_parallel"
+
+# With every direct dependency at the lowest version that pyproject.toml allows: unit and contract, a
+# whole run that nothing disturbs, and the tools of `make check` whose findings depend on no library.
+# Left out is what reads the files of this repository alone. uv finds the versions, pip cannot.
+test-lowest: $(LOWEST)/lowest.stamp
+	$(LOWEST)/bin/ruff check .
+	$(LOWEST)/bin/ruff format --check .
+	$(LOWEST)/bin/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(LOWEST)/bin/mkdocs build --strict --quiet
+	$(LOWEST)/bin/pytest tests/unit tests/contract $(WHOLE_RUN) $(ON_CORES) \
+	  --ignore tests/unit/benchmarks --ignore tests/unit/test_layout.py \
+	  --ignore-glob 'tests/unit/test_docs*.py' --ignore-glob 'tests/unit/test_deploy*.py'
 
 # What takes long or needs root: containers, ssh, Slurm, soaks. A part that cannot run here is skipped
 # with its reason.
@@ -78,7 +93,7 @@ bench-peers: $(VENV)/dev.stamp
 	@PYTHONPATH=. $(BIN)/python -m tests.benchmarks.peers.run
 
 clean:
-	rm -rf .venv-peers $(VENV) $(VLLM) $(SGLANG) .venv-verifiers site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv-peers $(VENV) $(VLLM) $(SGLANG) $(LOWEST) .venv-verifiers site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Debian ships Python without venv: say what to do, or do it where we may.
 $(BIN)/python:
@@ -95,6 +110,12 @@ $(VENV)/core.stamp: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) $(BIN)/python -c constraints.txt -e .[dev]
 	@touch $@ $(VENV)/core.stamp
+
+# Each direct dependency at its lowest; what those depend on at its newest.
+$(LOWEST)/lowest.stamp: pyproject.toml | $(BIN)/python
+	@rm -f $@ && $(BIN)/python -m venv --without-pip $(LOWEST)
+	$(INSTALL) $(LOWEST)/bin/python --resolution lowest-direct -e .[dev]
+	@touch $@
 
 # What the recipes for a CPU need.
 $(VENV)/recipes.stamp: pyproject.toml constraints.txt | $(BIN)/python

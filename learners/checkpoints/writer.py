@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from learners.checkpoints.contents import MODEL, tensors_of
 from learners.checkpoints.random_state import random_state
@@ -66,7 +66,7 @@ class CheckpointWriter:
         self._validated = validated
         self._ranks = WritingRanks()
         self._is_main = self._ranks.rank == 0
-        self._stager = _make_stager()
+        self._copies = _HostCopies()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[Path] | None = None
 
@@ -105,7 +105,7 @@ class CheckpointWriter:
             "credit": trainer.credit.state_dict(),
             "random": random_state(),
         }
-        copies: Any = self._stager.stage(tensors_of(trainer, contents))
+        copies = self._copies.take(tensors_of(trainer, contents))
         failure: OSError | None = None
         try:
             flush()
@@ -126,7 +126,7 @@ class CheckpointWriter:
     def close(self) -> None:
         """Waits for the save under way."""
         self._thread.shutdown()
-        self._stager.close()
+        self._copies.close()
 
     def _save(
         self,
@@ -202,14 +202,24 @@ class CheckpointWriter:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _make_stager() -> DefaultStager:
-    """Its host memory is kept for the next copy."""
-    has_gpu = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=has_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=has_gpu,
+class _HostCopies:
+    """Copies of tensors in host memory, which is kept for the next copy of the same tensors.
+
+    `DefaultStager` of torch 2.11 and 2.12 copies once only, so its part that copies is used.
+    """
+
+    def __init__(self) -> None:
+        self._has_gpu = torch.cuda.is_available()
+        self._stager = StateDictStager(pin_memory=self._has_gpu)
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By name; they are overwritten at the next call. Waits for the copies from a GPU."""
+        copies: dict[str, torch.Tensor] = self._stager.stage(
+            dict(tensors), non_blocking=self._has_gpu
         )
-    )
+        if self._has_gpu:
+            torch.cuda.synchronize()
+        return copies
+
+    def close(self) -> None:
+        self._stager.close()

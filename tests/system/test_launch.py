@@ -17,6 +17,7 @@ import pytest
 
 from streamrl.checkpoints.find import list_checkpoints
 from streamrl.cli.main import main
+from streamrl.types import DropReason, RefusalReason
 from tests.system.conftest import DEADLINE_S, STREAMRL, Launched, RunFolder, slow_reward
 
 Launch = Callable[..., Launched]
@@ -51,6 +52,15 @@ def output_of(*arguments: str) -> str:
     return printed.getvalue()
 
 
+def assert_undisturbed(run: RunFolder, output: str) -> None:
+    """No process was started again and no group was lost, which a run survives and ends well."""
+    assert "started again" not in output, output
+    lost = {reason.value for reason in DropReason if reason.returns_prompt} - {"released"}
+    lost |= {"failed", "malformed"}
+    assert not {reason: run.books["dropped"][reason] for reason in lost & {*run.books["dropped"]}}
+    assert not sum(run.lines[-1][f"buffer/refused_{reason}"] for reason in RefusalReason)
+
+
 def assert_every_step_once(run: RunFolder, num_steps: int) -> list[dict[str, Any]]:
     lines = run.lines
     assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
@@ -63,6 +73,7 @@ def test_a_run_learns_asynchronously_within_its_staleness_bound(launch: Launch):
     assert run.end() == 0, run.output
     lines = assert_every_step_once(run, 60)
     assert_books_close(run)
+    assert_undisturbed(run, run.output)
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-15:]) > sum(rewards[:15]) + 15 * 0.2, rewards
     assert max(line["buffer/staleness_max"] for line in lines) <= 2

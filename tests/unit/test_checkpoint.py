@@ -442,6 +442,20 @@ def test_the_step_after_a_save_is_not_in_it(tmp_path):
         assert not torch.equal(parameter, trainer.policy.parameters()[name]), name
 
 
+def test_one_writer_saves_each_state_as_it_is_then(tmp_path):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    writer = CheckpointWriter(config, HISTORY)
+    for step in range(1, 4):
+        trainer.step(make_batch(step))
+        expected = {name: t.detach().clone() for name, t in trainer.policy.parameters().items()}
+        path = writer.save(trainer, LearnerState(step, BOOKS)).result()
+        saved = whole_tensors(path, "model/")
+        for name, parameter in expected.items():
+            assert torch.equal(saved[name], parameter), (step, name)
+    writer.close()
+
+
 def test_what_a_kill_has_left_behind_is_replaced(tmp_path):
     config = make_run(tmp_path)
     trainer = make_trainer(config)
