@@ -113,7 +113,7 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 
 # Each direct dependency at its lowest; what those depend on at its newest.
 $(LOWEST)/lowest.stamp: pyproject.toml | $(BIN)/python
-	@rm -f $@ && $(BIN)/python -m venv --without-pip $(LOWEST)
+	@rm -f $@ && $(BIN)/python -m venv --clear --without-pip $(LOWEST)
 	$(INSTALL) $(LOWEST)/bin/python --resolution lowest-direct -e .[dev]
 	@touch $@
 
