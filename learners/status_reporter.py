@@ -29,6 +29,7 @@ from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import LEARNER_FILE
 from streamrl.types import (
     BufferStats,
+    DropReason,
     LearnerActivity,
     LearnerStatus,
     ValidatorStatus,
@@ -130,8 +131,10 @@ class StatusReporter:
         log.warning("stalled for %.0f s: %s", reading.waited_s, causes or "no cause is known")
 
     def _update_failures(self, stats: BufferStats) -> None:
-        """The sentence stays where no generator knows of a failure: it restarted or has left."""
-        is_known = any(g.last_failure is not None for g in stats.generators)
+        """The sentence stays where groups failed and no generator knows of it: it restarted or has
+        left."""
+        has_failed = DropReason.FAILED in stats.books.dropped
+        is_known = not has_failed or any(g.last_failure is not None for g in stats.generators)
         if is_known or not self._status.failures:
             self.update(failures=failed_groups(stats))
 

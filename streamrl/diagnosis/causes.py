@@ -27,11 +27,12 @@ def _buffer_refuses(reading: Reading) -> Iterator[str]:
 
 
 def _groups_failed(reading: Reading) -> Iterator[str]:
-    """A run may go on with the groups that do not fail, and learn from these alone."""
+    """Or were malformed. A run may go on with those that are left, and learn from these alone."""
     stats = reading.stats
     if stats is None or reading.is_over:
         return
-    num_failed = stats.books.dropped.get(DropReason.FAILED, 0)
+    dropped = stats.books.dropped
+    num_failed = dropped.get(DropReason.FAILED, 0) + dropped.get(DropReason.MALFORMED, 0)
     if num_failed and num_failed >= _MIN_FAILED_FRAC * stats.books.ended:
         yield failed_groups(stats)
 

@@ -1,6 +1,8 @@
-"""The groups that failed, as a sentence: how many, why the last one did, which rows fail again."""
+"""The groups that failed, as a sentence: how many, why the last one did, which rows fail again;
+before it how many the buffer could not read."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from streamrl.types import BufferStats, DropReason
 
@@ -8,22 +10,26 @@ _NAMED = 3
 
 
 def failed_groups(stats: BufferStats) -> str:
-    """The sentence; "" if no group failed.
+    """The sentence; "" if no group failed or was malformed.
 
     Books count all failures of the run; the error and the rows are those of the generators that
     report now, each since it was started.
     """
-    num_failed = stats.books.dropped.get(DropReason.FAILED, 0)
-    if not num_failed:
-        return ""
-    return "; ".join(
-        [
-            f"{num_failed} of {stats.books.ended} groups failed",
-            *_last(stats),
-            *_rewards(stats),
-            *_rows(stats),
-        ]
-    )
+    return "; ".join([*_malformed(stats), *_failed(stats)])
+
+
+def _malformed(stats: BufferStats) -> Iterator[str]:
+    if num_malformed := stats.books.dropped.get(DropReason.MALFORMED, 0):
+        yield (
+            f"{num_malformed} of {stats.books.ended} groups were refused as malformed (see "
+            "quarantine/ in the run's folder, and streamrl doctor)"
+        )
+
+
+def _failed(stats: BufferStats) -> Iterator[str]:
+    if num_failed := stats.books.dropped.get(DropReason.FAILED, 0):
+        yield f"{num_failed} of {stats.books.ended} groups failed"
+        yield from (*_last(stats), *_rewards(stats), *_rows(stats))
 
 
 def _last(stats: BufferStats) -> list[str]:

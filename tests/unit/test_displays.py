@@ -194,17 +194,32 @@ def test_failures_are_a_sentence_with_the_newest_error_and_the_rows_that_fail_ag
     assert failed_groups(failing(failed=2, trained=6)) == "2 of 8 groups failed"
 
 
+def test_groups_that_were_malformed_come_first_and_are_a_finding():
+    stats = failing(NEW, failed=2, trained=4)
+    dropped = {**stats.books.dropped, DropReason.MALFORMED: 18}
+    stats = replace(stats, books=replace(stats.books, dropped=dropped))
+    malformed, _, failures = failed_groups(stats).partition("; ")
+    assert malformed.startswith("18 of 24 groups were refused as malformed (see quarantine/")
+    assert failures.startswith("2 of 24 groups failed; the last one, prompt 18")
+    only = replace(stats, books=replace(stats.books, dropped={DropReason.MALFORMED: 18}))
+    assert failed_groups(only).startswith("18 of 22 groups were refused as malformed")
+    (finding,) = diagnose(Reading(stall_s=300.0, stats=only, learner=COMPUTING))
+    assert finding.sentence == failed_groups(only)
+
+
+COMPUTING = LearnerStatus(
+    policy_version=3,
+    learner_term=1,
+    activity=LearnerActivity.COMPUTING,
+    activity_s=0.1,
+    time_s=0.0,
+)
+
+
 @pytest.mark.parametrize(("num_failed", "num_trained"), [(13, 6), (1, 19), (50, 0)])
 def test_groups_that_fail_are_a_finding_of_a_run_that_goes_on(num_failed, num_trained):
     stats = failing(NEW, failed=num_failed, trained=num_trained)
-    learner = LearnerStatus(
-        policy_version=3,
-        learner_term=1,
-        activity=LearnerActivity.COMPUTING,
-        activity_s=0.1,
-        time_s=0.0,
-    )
-    (finding,) = diagnose(Reading(stall_s=300.0, stats=stats, learner=learner))
+    (finding,) = diagnose(Reading(stall_s=300.0, stats=stats, learner=COMPUTING))
     assert finding.cause == "groups_failed"
     assert finding.sentence == failed_groups(stats)
     metrics = books_metrics(stats.books)

@@ -3,7 +3,7 @@
 import pytest
 
 from actors.failure_limit import MAX_FAILURES, MAX_FAILURES_AT_START, FailureLimit
-from streamrl.errors import RolloutError
+from streamrl.errors import CorruptMessageError, RolloutError
 from streamrl.user_code import attributed_to, load_user_code
 
 CODE = """
@@ -39,6 +39,28 @@ def test_a_reward_that_fails_for_most_groups_goes_on():
             limit.on_failure(RolloutError("no luck"))
         else:
             limit.on_success()
+
+
+def test_groups_that_are_mostly_malformed_are_no_run():
+    limit, error = FailureLimit(), CorruptMessageError("expected 4 numbers, found 9")
+    sentence = f"^{error}; 40 of the last 50 groups were refused as malformed$"
+    for number in range(MAX_FAILURES - 1):
+        if number % 5:
+            limit.on_failure(error)
+        else:
+            limit.on_success()
+    with pytest.raises(RolloutError, match=sentence):
+        limit.on_failure(error)
+
+
+@pytest.mark.parametrize("every", [2, 10])
+def test_groups_that_are_malformed_now_and_then_cost_no_generator(every):
+    limit = FailureLimit()
+    for number in range(1000):
+        if number % every:
+            limit.on_success()
+        else:
+            limit.on_failure(CorruptMessageError("too long"))
 
 
 def test_the_users_traceback_is_logged_once_for_each_place_that_raises(tmp_path):
