@@ -1,6 +1,7 @@
 """Every finding of `streamrl doctor` appears where it should, and nothing makes it crash."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,10 +15,17 @@ from streamrl.cli.doctor import command, limits, packages
 from streamrl.cli.doctor.accelerator import Gpu, TorchFacts, ask_torch, check_torch
 from streamrl.cli.doctor.findings import Finding, Level
 from streamrl.cli.doctor.machine import Machine, read_machine
-from streamrl.cli.doctor.packages import TESTED, Needed, check_packages, needed_packages
+from streamrl.cli.doctor.packages import (
+    TESTED,
+    Needed,
+    check_packages,
+    core_outside,
+    needed_packages,
+)
 from streamrl.cli.doctor.redis import RedisFacts, ask_redis, check_redis
 from streamrl.cli.doctor.storage import Disk, check_disk, read_disk
 from streamrl.cli.main import main
+from streamrl.cli.preflight import machine
 from streamrl.config import load_config
 from tests.redis_server import redis_server
 from tests.unit.test_cli import QUICKSTART
@@ -176,6 +184,16 @@ def test_what_is_within_its_range_is_fine_and_another_release_than_the_tests_is_
     assert found[1].sentence == "vllm 0.33.1; the tests run on 0.32.0"
     missing = list(check_packages(needed[1:], lambda _: None))
     assert missing[0].sentence == "vllm is not installed; streamrl[vllm] brings it"
+
+
+def test_only_what_streamrl_does_not_run_without_is_named_before_a_launch(monkeypatch, capsys):
+    found = {"msgspec": "0.19.0", "redis": "5.2.0"}
+    needed = [Needed("msgspec", ">=0.21,<0.23", ""), Needed("redis", ">=6.0,<9", "redis")]
+    assert [*core_outside(needed, found.get)] == ["msgspec 0.19.0 is outside >=0.21,<0.23"]
+    monkeypatch.setattr(machine, "needed_packages", lambda: [Needed("msgspec", ">=99", "")])
+    assert main(["check", "--quiet", str(QUICKSTART)]) == 0
+    warned = capsys.readouterr().err
+    assert re.search(r"warning: msgspec \S+ is outside >=99, which no test has run with", warned)
 
 
 def test_the_ranges_are_those_of_the_installation():

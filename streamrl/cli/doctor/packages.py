@@ -30,14 +30,18 @@ class Needed(NamedTuple):
     extra: str
 
 
+# It pins a torch that StreamRL does not allow, so that no extra can name it.
+SGLANG = Needed("sglang", ">=0.5.23", "sglang")
+
+
 def needed_packages() -> list[Needed]:
-    """From the metadata of the installation; none if there is none."""
+    """From the metadata of the installation, and SGLang; none if there is none."""
     try:
         requirements = metadata.requires("streamrl") or []
     except metadata.PackageNotFoundError:
         return []
     found = [_NAME.match(requirement) for requirement in requirements]
-    return [Needed(m[1].lower(), m[2] or "", m[3] or "") for m in found if m]
+    return [*(Needed(m[1].lower(), m[2] or "", m[3] or "") for m in found if m), SGLANG]
 
 
 def installed_version(name: str) -> str | None:
@@ -59,17 +63,37 @@ def check_packages(
             yield from _check(package, found)
 
 
+def core_outside(
+    needed: list[Needed], version_of: Callable[[str], str | None] = installed_version
+) -> Iterator[str]:
+    """A sentence for each package that StreamRL does not run without and whose installed version
+    is outside its range."""
+    for package in needed:
+        found = version_of(package.name)
+        if not package.extra and found is not None and not _is_in(found, package.specifier):
+            yield _outside(package, found)
+
+
+def _outside(package: Needed, found: str) -> str:
+    return f"{package.name} {found} is outside {package.specifier}"
+
+
 def _check(package: Needed, found: str | None) -> Iterator[Finding]:
     name, check = package.name, f"package {package.name}"
     what = f"streamrl[{package.extra}]" if package.extra else "streamrl"
-    remedy = f"pip install '{name}{package.specifier}', or {what} as a whole"
+    brings, remedy = (
+        f"{what} brings it",
+        f"pip install '{name}{package.specifier}', or {what} as a whole",
+    )
+    if name == SGLANG.name:
+        brings = "an environment of its own has it"
+        remedy = f"pip install '{name}{package.specifier}' in an environment of its own"
     if found is None and not package.extra:
         yield problem(check, f"{name} is not installed", remedy)
     elif found is None:
-        yield ok(check, f"{name} is not installed; {what} brings it")
+        yield ok(check, f"{name} is not installed; {brings}")
     elif not _is_in(found, package.specifier):
-        sentence = f"{name} {found} is outside {package.specifier}"
-        yield (warn if package.extra else problem)(check, sentence, remedy)
+        yield (warn if package.extra else problem)(check, _outside(package, found), remedy)
     else:
         tested = TESTED.get(name)
         is_other = tested is not None and _release(found)[:2] != _release(tested)[:2]

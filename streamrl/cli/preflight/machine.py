@@ -12,6 +12,7 @@ from actors.engines import find_engine
 from buffers.connect import require_redis
 from streamrl.checkpoints.find import is_checkpoint, is_taken
 from streamrl.cli.doctor.machine import read_machine
+from streamrl.cli.doctor.packages import core_outside, needed_packages
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -22,6 +23,13 @@ from streamrl.placement.plan import Plan
 from streamrl.placement.seats.seat import counted
 
 _FEW_BYTES = 200 * 2**20
+
+
+def check_versions(config: RunConfig) -> Iterator[Finding]:
+    """Whether the packages that StreamRL does not run without are of releases that it allows: an
+    installation may have been told to pass over that."""
+    for sentence in core_outside(needed_packages()):
+        yield warning(f"{sentence}, which no test has run with; see streamrl doctor")
 
 
 def check_packages(config: RunConfig) -> Iterator[Finding]:

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from streamrl.cli.preflight.data import check_prompts, check_user_code
 from streamrl.cli.preflight.effects import check_effects
 from streamrl.cli.preflight.findings import Finding, Kind, problem
-from streamrl.cli.preflight.machine import check_devices, check_folder, check_packages
+from streamrl.cli.preflight.machine import (
+    check_devices,
+    check_folder,
+    check_packages,
+    check_versions,
+)
 from streamrl.cli.preflight.model import check_model
 from streamrl.cli.preflight.network import check_addresses, check_secrets, check_servers
 from streamrl.cli.preflight.sandbox import check_sandbox
@@ -27,6 +32,7 @@ CHECKS: Mapping[str, Callable[[RunConfig], Iterator[Finding]]] = {
     "reward, environment, algorithm": check_user_code,
     "tools": check_tools,
     "sandbox": check_sandbox,
+    "versions": check_versions,
     "packages": check_packages,
     "devices": check_devices,
     "run folder": check_folder,
