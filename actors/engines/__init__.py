@@ -86,8 +86,9 @@ def _require_vllm() -> None:
 def _require_sglang() -> None:
     if find_spec("sglang") is None:
         raise ConfigError(
-            "generator.engine sglang: SGLang is not installed here; on a GPU machine "
-            "`pip install streamrl[sglang]`, on a CPU `make .venv-sglang/sglang.stamp` and start "
-            "the generator with .venv-sglang/bin/streamrl, or name a server elsewhere in "
-            "generator.sglang.url"
+            "generator.engine sglang: SGLang is not installed here; it needs another torch: "
+            "start its server from an environment without StreamRL and name it in "
+            "generator.sglang.url, or start the generator from an environment with both: on a GPU "
+            "machine one as docs/engines.md makes it, on a CPU `make .venv-sglang/sglang.stamp` "
+            "and .venv-sglang/bin/streamrl"
         )
