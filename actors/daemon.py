@@ -26,7 +26,7 @@ from buffers.connect import connect
 from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.service import Shutdown
+from streamrl.shutdown import Shutdown
 from streamrl.tracking.prometheus import Exported, exporting
 from streamrl.tracking.prometheus.readings import of_generator
 from streamrl.types.ids import check_id, named_after_host
@@ -68,19 +68,20 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
 async def _generate(
     config: RunConfig, generator_id: str, shutdown: Shutdown, exported: Exported
 ) -> None:
-    require_model(config)
-    if config.generator.num_threads:
-        torch.set_num_threads(config.generator.num_threads)
-    renderer = ChatRenderer.from_config(config)
-    stream = open_stream(config, renderer)
-    for entry in config.entries:
-        make_environment(entry)
-    if any(entry.environment != "single_turn" for entry in config.entries):
-        renderer.require_replies()
-    if any(entry.environment == TOOLS for entry in config.entries):
-        renderer.require_tool_calls()
-    seed = zlib.crc32(generator_id.encode()) ^ config.run.seed
-    engine = make_engine(config, seed=seed, is_shared=True)
+    with shutdown.empty_handed():
+        require_model(config)
+        if config.generator.num_threads:
+            torch.set_num_threads(config.generator.num_threads)
+        renderer = ChatRenderer.from_config(config)
+        stream = open_stream(config, renderer)
+        for entry in config.entries:
+            make_environment(entry)
+        if any(entry.environment != "single_turn" for entry in config.entries):
+            renderer.require_replies()
+        if any(entry.environment == TOOLS for entry in config.entries):
+            renderer.require_tool_calls()
+        seed = zlib.crc32(generator_id.encode()) ^ config.run.seed
+        engine = make_engine(config, seed=seed, is_shared=True)
     buffer = connect(config)
     try:
         async with serving_agents(config, generator_id, renderer) as agents:

@@ -11,7 +11,6 @@ here waits for the learner, only for admission.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import uuid
@@ -55,7 +54,7 @@ from streamrl.types import (
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
-SHUTDOWN_GRACE_S = 3.0
+GOODBYE_S = 2.0
 Runner = MixedRunner | GroupRunner
 
 
@@ -82,7 +81,7 @@ class Generator:
         self._groups: dict[str, LeasedGroup] = {}
         self._changed = asyncio.Event()
         self._is_notified = False
-        self._stopping = asyncio.Event()
+        self._stopping, self._is_over = asyncio.Event(), False
         self._uniform_filter = UniformFilter(
             config.algorithm.dynamic_sampling, config.learner.groups_per_step
         )
@@ -117,10 +116,22 @@ class Generator:
             heartbeats.cancel()
             for task in receiving:
                 task.cancel()
-        # If the buffer does not answer, the leases expire.
-        with contextlib.suppress(TimeoutError, TransportError):
-            async with asyncio.timeout(SHUTDOWN_GRACE_S):
+            await self._leave()
+
+    async def _leave(self) -> None:
+        """Give back the leases, also of canceled groups. Waits GOODBYE_S at most.
+
+        Raises:
+            TransportError: the buffer does not answer, and the run is not over.
+        """
+        try:
+            async with asyncio.timeout(GOODBYE_S):
                 await self._buffer.heartbeat(self._status(is_leaving=True))
+        except (TimeoutError, TransportError) as error:
+            if not self._is_over:
+                url = self._config.buffer.url
+                sentence = f"the buffer at {url} does not answer; stopped, and its leases expire"
+                raise TransportError(sentence) from error
 
     async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Lease as many groups as the engine has room for; ends when cancelled.
@@ -241,7 +252,7 @@ class Generator:
             self.stop()
         if reply.finished or reply.is_fenced:
             log.info("the run is over" if reply.finished else "another process has taken this id")
-            self._grace_s = 0.0
+            self._grace_s, self._is_over = 0.0, True
             self.stop()
 
     async def _report(self) -> HeartbeatReply:

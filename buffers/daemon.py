@@ -26,7 +26,7 @@ from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration
 from streamrl.errors import ConfigError, StorageError
 from streamrl.run_folder import write_books
-from streamrl.service import Shutdown
+from streamrl.shutdown import Shutdown
 from streamrl.tracking.prometheus import Exported, exporting
 from streamrl.tracking.prometheus.readings import of_buffer
 from streamrl.types import OverduePolicy

@@ -1,8 +1,8 @@
 """`streamrl learner`: the learner daemon, from a configuration; with torchrun, one of its ranks.
 
-Ends after `run.max_steps`, or at a signal once the step at hand is durable. The first rank waits
-for the buffer and for groups; generators may join and leave at any time. The other ranks wait for
-the first one, which alone decides, about signals too.
+Ends after `run.max_steps`, or at a signal once the last step is durable. The first rank waits for
+the buffer and for groups; generators may join and leave at any time. The other ranks wait for the
+first one, which alone decides, about signals too.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from learners.checkpoints.restore import load_trainer
 from learners.checkpoints.start import Start, choose, resumed
 from learners.checkpoints.writer import CheckpointWriter
 from learners.learner import Learner
-from learners.parallel.commands import LearnerRank
+from learners.parallel.commands import FetchGroups, LearnerRank
 from learners.parallel.lockstep import Lockstep
 from learners.parallel.place import Place, join
 from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.policy import Policy
 from learners.replay.recorder import Recorder
 from learners.samples import SampleWriter
-from learners.session import LearnerSession, LearnerState
+from learners.session import LearnerSession, LearnerState, unless_late
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
 from learners.validations import Validations
@@ -38,11 +38,13 @@ from streamrl.checkpoints.steps_left import require_steps_left
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.service import Shutdown
+from streamrl.shutdown import Shutdown
 from streamrl.tracking.prometheus import Exported, exporting
 from streamrl.tracking.prometheus.readings import of_learner
 from streamrl.weights.layout import layout_of
 from streamrl.weights.sender import WeightSender
+
+TRACKERS_S, STOPPED_S = 60.0, 2.0
 
 log = logging.getLogger(__name__)
 
@@ -60,23 +62,25 @@ def main(arguments: argparse.Namespace) -> int:
 
 async def train(config: RunConfig, shutdown: Shutdown) -> None:
     """Train until the run is over or a signal comes."""
-    _require_port(config)
-    require_algorithm(config.algorithm)
-    _warn_of_truncation(config)
-    if config.learner.num_threads:
-        torch.set_num_threads(config.learner.num_threads)
-    place = join(config)
-    trainer, state, start = _load(config, place)
+    with shutdown.empty_handed():
+        _require_port(config)
+        require_algorithm(config.algorithm)
+        _warn_of_truncation(config)
+        if config.learner.num_threads:
+            torch.set_num_threads(config.learner.num_threads)
+        place = join(config)
+        trainer, state, start = _load(config, place)
     buffer = connect(config)
-    place.liveness.start()
     try:
-        place.require_same(state.policy_version)
-        start = replace(start, history=place.all.gather(start.history)[0])
+        with shutdown.empty_handed():
+            place.liveness.start()
+            place.require_same(state.policy_version)
+            start = replace(start, history=place.all.gather(start.history)[0])
         if place.all.index == 0:
             with exporting(config, "learner", "learner") as exported:
                 await _lead(config, shutdown, place, trainer, buffer, state, start, exported)
         else:
-            await _follow(config, place, trainer, buffer, start)
+            await _follow(config, shutdown, place, trainer, buffer, start)
         # Not after a failure, which ends the other ranks too.
         place.part()
     finally:
@@ -107,16 +111,17 @@ async def _lead(
     rank = LearnerRank(
         trainer,
         place.data,
-        fetch=buffer.fetch,
+        fetch=_fetch(buffer, shutdown),
         save=records.save,
         snapshot=sender.snapshot,
         show=samples.add,
         record=None if recorder is None else recorder.add,
     )
-    lockstep = Lockstep(rank, place.all, place.liveness)
+    lockstep = Lockstep(rank, place.all, place.liveness, is_sharded=place.mesh is not None)
     fetch = lockstep.fetch if place.all.count > 1 else None
     session = LearnerSession(config, buffer, reporter, state, fetch, learner_id)
     learner = Learner(config, lockstep, session, sender, records, reporter, validations)
+    place.liveness.on_order(lambda: shutdown.ask("another rank was told to end"))
     signaled = asyncio.create_task(shutdown.requested.wait())
     signaled.add_done_callback(lambda _: learner.stop())
     try:
@@ -131,20 +136,26 @@ async def _lead(
         signaled.cancel()
         sender.close()
         samples.close()
-        records.close()
+        # Steps are saved: a tracker that hangs is not waited for, where there is little time.
+        records.close(STOPPED_S if shutdown.requested.is_set() else TRACKERS_S)
 
 
 async def _follow(
-    config: RunConfig, place: Place, trainer: Trainer, buffer: TrajectoryBuffer, start: Start
+    config: RunConfig,
+    shutdown: Shutdown,
+    place: Place,
+    trainer: Trainer,
+    buffer: TrajectoryBuffer,
+    start: Start,
 ) -> None:
-    """Another rank: what the first one commands. Signals are for the first one to decide upon."""
+    """Another rank: what the first one commands, which is told of a signal and decides."""
     writer = CheckpointWriter(config, start.history)
     recorder = _make_recorder(config, place, start)
     flush = (lambda: None) if recorder is None else recorder.flush
     rank = LearnerRank(
         trainer,
         place.data,
-        fetch=buffer.fetch,
+        fetch=_fetch(buffer, shutdown),
         save=lambda trainer, state: writer.save(trainer, state, flush=flush),
         snapshot=lambda parameters, _: [parameters[name] for name in parameters],
         record=None if recorder is None else recorder.add,
@@ -152,10 +163,18 @@ async def _follow(
     lockstep = Lockstep(rank, place.all, place.liveness)
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(place.liveness.watch())
+        signaled = tasks.create_task(shutdown.requested.wait())
+        signaled.add_done_callback(lambda s: None if s.cancelled() else place.liveness.order())
         await lockstep.follow()
         watching.cancel()
+        signaled.cancel()
     writer.close()
     await lockstep.end()
+
+
+def _fetch(buffer: TrajectoryBuffer, shutdown: Shutdown) -> FetchGroups:
+    """Of the buffer; once the learner is to end, it waits no longer than for other answers."""
+    return lambda indices: unless_late(shutdown.requested, buffer.fetch(indices))
 
 
 def _load(config: RunConfig, place: Place) -> tuple[Trainer, LearnerState, Start]:

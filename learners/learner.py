@@ -2,15 +2,16 @@
 
 Invariant: policy version v stands for v completed steps, here, in the buffer and at the generators;
 a group is acknowledged only once a checkpoint that contains it is on disk. A part of a batch is in
-no version: what interrupts the batch discards the gradient.
-Waits for groups: unblocked by generators that put enough of them, or by `stop`. Waits for a disk
-that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. What is
-computed is a command, which every rank executes in a thread of its own, so that the weight channel,
-status and signals work meanwhile; this loop is that of the first rank.
+no version: what interrupts the batch discards the gradient. Every step is saved before the loop
+ends, whether by `stop` or since the buffer does not answer; the buffer hears of it at the next
+attach.
+Waits for groups: unblocked by generators that put enough of them, or by `stop`. Waits for the
+buffer's answers: unblocked by them, by the client's deadline, or GOODBYE_S after `stop`. Waits for
+a disk that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. What
+is computed is a command, which every rank executes in a thread of its own, so that the weight
+channel, status and signals work meanwhile; this loop is that of the first rank.
 """
 
-import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -31,12 +32,10 @@ from learners.validations import Validations
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, TransportError
 from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
-from streamrl.types import BufferStats, LearnerActivity, Loan
+from streamrl.types import BufferStats, LearnerActivity, Loan, replace
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
-
-SHUTDOWN_GRACE_S = 3.0
 
 
 class Learner:
@@ -64,37 +63,57 @@ class Learner:
         self._logged_s = time.perf_counter()
         self._times = StepTimes()
         self._scaling = ScalingWindow(lockstep.num_ranks)
-        self._stopping = asyncio.Event()
+        self._stopping = session.stopping
         every = config.learner.checkpoint.every
         self._saver = CheckpointSaver(every, session, reporter, self._stopping, self._save)
 
     def stop(self) -> None:
-        """Finish the step at hand if its batch is complete, make it durable, and return."""
+        """Finish the step at hand if its batch is complete and its gradient there in time, save,
+        and return."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Make steps until `run.max_steps` or until stopped, then save."""
-        stats = await self._session.attach()
-        self._fairness = FairnessWindow(stats, self._config.mean_group_size)
+        """Make steps until `run.max_steps` or until stopped, then save.
+
+        Raises:
+            TransportError: the buffer does not answer; every step is saved.
+            CheckpointWriteError: stopped, and steps could not be saved.
+        """
+        try:
+            self._stats = await self._session.attach()
+        except TransportError as error:
+            raise self._unreachable(error) from error
+        self._fairness = FairnessWindow(self._stats, self._config.mean_group_size)
         if not await self._begin():
             return
         self._validations.begin()
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
         self._logged_s = time.perf_counter()
+        try:
+            await self._make_steps()
+        except TransportError as error:
+            await self._finish(error)
+        else:
+            await self._finish()
+
+    async def _make_steps(self) -> None:
         while not self._is_complete():
             step = await self._train()
             if step is None:
-                break
+                return
             loan, metrics = step
             # Before the buffer grants leases of the next version, which need these weights.
             if self._version % self._config.weights.publish_every == 0:
                 await self._publish()
-            stats = await self._session.advance(self._version, loan)
-            # Before the checkpoint, so that whoever resumes from it finds the step's lines.
-            self._log(loan, metrics, stats)
+            # The lines come before the checkpoint, so that whoever resumes from it finds them.
+            try:
+                self._stats = await self._session.advance(self._version, loan)
+            except TransportError:
+                self._log(loan, metrics, replace(self._stats, books=self._session.state.books))
+                raise
+            self._log(loan, metrics, self._stats)
             await self._saver.keep_up()
-        await self._finish()
 
     def _is_complete(self) -> bool:
         """Whether all steps are made, or validations end the run before."""
@@ -123,7 +142,11 @@ class Learner:
         wait_s, trained = 0.0, Loan()
         while len(trained.headers) < self._config.learner.groups_per_step:
             start_s = time.perf_counter()
-            loan = await self._session.take(self._stopping, self._while_waiting)
+            try:
+                loan = await self._session.take(self._stopping, self._while_waiting)
+            except TransportError:
+                await self._discard(trained)
+                raise
             wait_s += time.perf_counter() - start_s
             part = () if loan is None else self._session.new_headers
             if loan is None or len(part) == len(loan.headers):
@@ -131,7 +154,10 @@ class Learner:
             if loan is None:
                 return None
             self._reporter.set_activity(LearnerActivity.COMPUTING)
-            await self._lockstep.run(Accumulate(part, self._version), loan.groups)
+            command = Accumulate(part, self._version)
+            if not await self._lockstep.accumulate(command, loan.groups, self._stopping):
+                log.warning("gave up the gradient of step %d, to save in time", self._version + 1)
+                return None
             trained = loan
         metrics = await self._lockstep.run(Update())
         self._version += 1
@@ -211,33 +237,50 @@ class Learner:
             await self._publish()
         self._sender.send_last()
 
-    async def _finish(self) -> None:
-        """Save the last version and notify the buffer, if it is still there."""
+    async def _finish(self, unreachable: TransportError | None = None) -> None:
+        """Save the last version and notify the buffer, unless it is unreachable."""
         is_complete = self._is_complete()
         if is_complete:
             self._explain_end()
             await self._publish_last()
-        is_saved = await self._saver.finish()
+        if not await self._saver.finish():
+            raise CheckpointWriteError(
+                f"stopped at step {self._version}: {self._saver.sentence}; those steps are trained "
+                "again"
+            )
         if is_complete:
             await self._validations.finish(self._version, self._stopping)
-        await self._notify_of_end(has_ended=is_saved and is_complete)
-        self._reporter.set_activity(LearnerActivity.ENDED)
+        try:
+            if unreachable is not None:
+                raise unreachable
+            await self._notify_of_end(has_ended=is_complete)
+        except TransportError as error:
+            raise self._unreachable(error) from error
+        finally:
+            self._reporter.set_activity(LearnerActivity.ENDED)
+
+    def _unreachable(self, error: TransportError) -> TransportError:
+        """With how far the learner is, all of which is saved."""
+        step = f"step {self._version} of {self._config.run.max_steps}"
+        if not self._stopping.is_set():
+            return TransportError(f"{error}; {step} is saved")
+        return TransportError(
+            f"the buffer at {self._config.buffer.url} does not answer; stopped at {step}, which is "
+            "saved: the buffer hears of it when a learner goes on (--resume)"
+        )
 
     async def _notify_of_end(self, *, has_ended: bool) -> None:
         """Tell the buffer what is durable, and whether the run has ended.
 
-        Waits for its answer; where a signal stops the learner, SHUTDOWN_GRACE_S at most: without
-        the notice, the next learner attaches at the checkpoint's version.
+        Waits for its answer; where a signal stops the learner, not for long: without the notice,
+        the next learner attaches at the checkpoint's version.
 
         Raises:
-            TransportError: the run has ended and the buffer does not answer, so that generators
-                would wait for more; another start of the learner notifies it.
+            TransportError: the buffer does not answer.
         """
         if has_ended and await unless_set(self._stopping, self._notify(has_ended)):
             return
-        with contextlib.suppress(TimeoutError, TransportError):
-            async with asyncio.timeout(SHUTDOWN_GRACE_S):
-                await self._notify(has_ended)
+        await self._notify(has_ended)
 
     async def _notify(self, has_ended: bool) -> bool:
         await self._session.acknowledge(self._saver.saved_version)

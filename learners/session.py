@@ -18,7 +18,13 @@ from typing import Any, TypeAlias, TypeVar
 from learners.status_reporter import StatusReporter
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, FencedError, LedgerError, LostMemoryError
+from streamrl.errors import (
+    ConfigError,
+    FencedError,
+    LedgerError,
+    LostMemoryError,
+    TransportError,
+)
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import (
     Books,
@@ -34,6 +40,8 @@ from streamrl.types import (
 log = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 10.0
+GOODBYE_S = 3.0
+"""For each answer of the buffer once the learner is to end."""
 
 Result = TypeVar("Result")
 Fetch: TypeAlias = Callable[[Sequence[GroupHeader]], Awaitable[tuple[TrajectoryGroup, ...]]]
@@ -70,6 +78,9 @@ class LearnerSession:
         self._buffer = buffer
         self._reporter = reporter
         self._state = state
+        self.stopping = asyncio.Event()
+        """Set once the learner is to end: from then on no answer is waited for longer than
+        GOODBYE_S."""
         self._incarnation = ""
         self._held: tuple[GroupHeader, ...] = ()
         self.new_headers: tuple[GroupHeader, ...] = ()
@@ -91,7 +102,8 @@ class LearnerSession:
         """
         version = self._state.policy_version
         self._reporter.set_activity(LearnerActivity.ATTACHING, policy_version=version)
-        stats = await self._buffer.attach(version, self._state.books, self._learner_id)
+        attached = self._buffer.attach(version, self._state.books, self._learner_id)
+        stats = await self._answer(attached)
         _require_same_settings(stats, self._config)
         self._incarnation = stats.incarnation
         self._held = ()
@@ -171,7 +183,10 @@ class LearnerSession:
         await self._report(self._buffer.finish)
 
     async def _report(self, request: Callable[[], Awaitable[Result]]) -> Result:
-        return await self._call(LearnerActivity.REPORTING, request)
+        return await self._call(LearnerActivity.REPORTING, lambda: self._answer(request()))
+
+    async def _answer(self, request: Awaitable[Result]) -> Result:
+        return await unless_late(self.stopping, request)
 
     async def _call(
         self, activity: LearnerActivity, request: Callable[[], Awaitable[Result]]
@@ -193,7 +208,7 @@ class LearnerSession:
             return False
         if isinstance(error, LostMemoryError):
             return True
-        return (await self._buffer.stats()).incarnation != self._incarnation
+        return (await self._answer(self._buffer.stats())).incarnation != self._incarnation
 
 
 def books_with(books: Books, prompt_indices: Iterable[int]) -> Books:
@@ -225,6 +240,24 @@ def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
                 f"{name}: the buffer was started with {theirs}, this learner with {ours}; "
                 "start every daemon of a run with one configuration"
             )
+
+
+async def unless_late(event: asyncio.Event, answer: Awaitable[Result]) -> Result:
+    """The buffer's answer.
+
+    Raises:
+        TransportError: it has not come GOODBYE_S after the event was set, or after this call.
+    """
+    call, is_set = asyncio.ensure_future(answer), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({call, is_set}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({call}, timeout=GOODBYE_S)
+        if not call.done():
+            raise TransportError(f"the buffer does not answer within {GOODBYE_S:g} s")
+        return call.result()
+    finally:
+        call.cancel()
+        is_set.cancel()
 
 
 async def unless_set(event: asyncio.Event, coroutine: Coroutine[Any, Any, Result]) -> Result | None:

@@ -1,4 +1,5 @@
-"""How a daemon runs: one event loop, two signals, an exit code for its supervisor.
+"""How a daemon runs: one event loop, two signals (`streamrl.shutdown`), an exit code for its
+supervisor.
 
     0  the work is done, or the daemon drained after a first SIGTERM or SIGINT
     1  it crashed: start it again
@@ -18,9 +19,7 @@ import contextlib
 import ctypes
 import logging
 import os
-import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,50 +42,16 @@ from streamrl.errors import (
 )
 from streamrl.log_lines import JsonFormatter, log_as_json
 from streamrl.process_environment import processes_with
+from streamrl.shutdown import Shutdown, Stopped
 from streamrl.user_code import user_traceback
 
 # mallopt(3): the parameters' numbers are part of glibc's binary interface.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-FORWARDED_S = 1.0
+# Of `run.stop_s`, left to whoever started the process: a launch ends the buffer after the others.
+FORCED_S = 8.0
 _IS_EXPECTED = "is_expected"
 
 log = logging.getLogger(__name__)
-
-
-class Shutdown:
-    """Requested by the first signal, which drains; the second signal exits at once.
-
-    A rank of a learner may get one order to stop twice, from a terminal or Slurm, which signal
-    every process, and from torchrun, which passes it on: within FORWARDED_S it counts once.
-    """
-
-    def __init__(self) -> None:
-        self.requested = asyncio.Event()
-        self._is_rank = "RANK" in os.environ
-        self._requested_s = 0.0
-
-    def install(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
-
-    def uninstall(self) -> None:
-        """Ignore one signal from here on: the work is done, and its exit code stands."""
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, lambda late, _: signal.signal(late, signal.SIG_DFL))
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self.requested.is_set():
-            if self._is_rank and time.monotonic() - self._requested_s < FORWARDED_S:
-                return
-            log.warning("second %s: stopping at once", signal.Signals(number).name)
-            os._exit(EXIT_CRASHED)
-        log.info("%s: draining; a second one stops at once", signal.Signals(number).name)
-        self._requested_s = time.monotonic()
-        self.requested.set()
 
 
 def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunConfig) -> int:
@@ -98,23 +63,42 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
         sys.stderr.write(f"{role}: cannot write the run's folder {config.run.path}: {error}\n")
         return EXIT_CRASHED
 
-    async def supervised() -> None:
-        shutdown = Shutdown()
+    shutdown = Shutdown(force_s(config))
+
+    async def supervised() -> int:
         shutdown.install()
         watching = asyncio.create_task(_watch_parent(shutdown))
-        try:
-            await main(shutdown)
-        finally:
-            watching.cancel()
-            shutdown.uninstall()
+        code = await _code_of(main, shutdown, role)
+        watching.cancel()
+        # Threads that never return are not waited for.
+        shutdown.conclude(code)
+        return code
 
     keep_freed_memory()
     try:
-        asyncio.run(supervised())
+        return asyncio.run(supervised())
+    except BaseException as error:
+        return _report(error)
+    finally:
+        shutdown.uninstall()
+
+
+async def _code_of(
+    main: Callable[[Shutdown], Awaitable[None]], shutdown: Shutdown, role: str
+) -> int:
+    try:
+        await main(shutdown)
+    except Stopped:
+        log.info("stopped at the start: nothing is lost")
     except BaseException as error:
         return _report(error)
     log.info("%s: done", role)
     return 0
+
+
+def force_s(config: RunConfig) -> float:
+    """After a first signal, when a daemon is ended by force: FORCED_S before `stop_within_s`."""
+    return config.stop_within_s - FORCED_S
 
 
 def launcher_has_ended() -> bool:
@@ -169,8 +153,7 @@ async def _watch_parent(shutdown: Shutdown) -> None:
     """Drain when the launcher has ended. Polls the parent's id, since no signal reports that."""
     while PARENT_VARIABLE in os.environ and not shutdown.requested.is_set():
         if launcher_has_ended():
-            log.info("the launcher has ended: draining")
-            shutdown.requested.set()
+            shutdown.ask("the launcher has ended")
         await asyncio.sleep(1.0)
 
 

@@ -24,7 +24,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.samples.decoding import open_decoder
-from streamrl.service import Shutdown
+from streamrl.shutdown import Shutdown
 from streamrl.tracking.prometheus import exporting
 from streamrl.tracking.prometheus.readings import of_validator
 
@@ -48,12 +48,13 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
     if not config.validation.every:
         raise ConfigError("validation.every: was 0, so there is nothing to validate")
     config = config.for_validator()
-    require_model(config)
-    if config.generator.num_threads:
-        torch.set_num_threads(config.generator.num_threads)
-    stream = open_held_out_stream(config)
-    renderer, decode = ChatRenderer.from_config(config), open_decoder(config.model)
-    engine = make_engine(config, seed=config.run.seed)
+    with shutdown.empty_handed():
+        require_model(config)
+        if config.generator.num_threads:
+            torch.set_num_threads(config.generator.num_threads)
+        stream = open_held_out_stream(config)
+        renderer, decode = ChatRenderer.from_config(config), open_decoder(config.model)
+        engine = make_engine(config, seed=config.run.seed)
     buffer = connect(config)
     try:
         runner = make_runner(config, engine, renderer, stream).single()

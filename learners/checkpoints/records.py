@@ -168,13 +168,16 @@ class RunRecords:
         except OSError as error:
             raise OSError(f"the records of its steps cannot be written: {error}") from error
 
-    def close(self) -> None:
-        """Wait for the save under way; lines of steps that are in no checkpoint may be lost."""
+    def close(self, wait_s: float) -> None:
+        """Wait for the save under way, and for the trackers, `wait_s` at most; lines of steps that
+        are in no checkpoint may be lost."""
         self._writer.close()
-        for tracker in (self._trained, self._validations, self._trackers):
-            if tracker is not None:
+        for file in (self._trained, self._validations):
+            if file is not None:
                 with contextlib.suppress(OSError):
-                    tracker.close()
+                    file.close()
+        if self._trackers is not None:
+            self._trackers.close(wait_s)
 
 
 def _take_lines(run: Path, lines_from: Path | None) -> None:

@@ -49,6 +49,11 @@ class CheckpointSaver:
         """Of the newest checkpoint that is durable."""
         return self._schedule.saved_version
 
+    @property
+    def sentence(self) -> str:
+        """Which steps are in no checkpoint and why; "" if there are none."""
+        return self._schedule.sentence(self._version)
+
     async def keep_up(self) -> None:
         """Begin a save that is due; wait if too many steps are in no checkpoint."""
         await self.settle()

@@ -59,6 +59,8 @@ class End(Struct, frozen=True, tag="end"):
 
 Computation: TypeAlias = Accumulate | Update | Discard | Snapshot | Save
 Command: TypeAlias = Fetch | Computation | End
+FetchGroups: TypeAlias = Callable[[Sequence[int]], Awaitable[tuple[TrajectoryGroup, ...]]]
+"""(prompt indices)"""
 Record: TypeAlias = Callable[
     [int, Sequence[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]]]], None
 ]
@@ -77,7 +79,7 @@ class LearnerRank:
         trainer: Trainer,
         ranks: Ranks,
         *,
-        fetch: Callable[[Sequence[int]], Awaitable[tuple[TrajectoryGroup, ...]]],
+        fetch: FetchGroups,
         save: Callable[[Trainer, LearnerState], object],
         snapshot: Callable[[Mapping[str, torch.Tensor], int], object],
         show: Callable[[StepSamples], None] | None = None,

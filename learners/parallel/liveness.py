@@ -57,6 +57,8 @@ class Liveness:
         self._lost: TransportError | None = None
         self._parting, self._changed = threading.Event(), threading.Event()
         self._notify: Callable[[], object] = lambda: None
+        self._is_ordered = False
+        self._on_order: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         if self._store is not None and self._others:
@@ -68,6 +70,15 @@ class Liveness:
         if self._store is not None and self._others and self._lost is None:
             with suppress(RuntimeError):
                 self._store.set(_key(self._rank), _PARTED)
+
+    def order(self) -> None:
+        """Have the first rank end the learner; it hears of it within two beats."""
+        self._is_ordered = True
+
+    def on_order(self, end: Callable[[], object]) -> None:
+        """Call it, in this event loop, when another rank has given the order; of the first rank."""
+        loop = asyncio.get_running_loop()
+        self._on_order = lambda: loop.call_soon_threadsafe(end)
 
     async def watch(self) -> None:
         """Waits until a rank is lost, or until cancelled.
@@ -114,6 +125,10 @@ class Liveness:
         """Set this rank's beat and read the others'; why one of them is lost, or ""."""
         assert self._store is not None, "without a store nothing beats"
         self._store.set(_key(self._rank), f"{this_host()} {os.getpid()} {count}")
+        if self._is_ordered:
+            self._store.set(_key("end"), str(self._rank))
+        elif self._rank == 0 and self._store.check([_key("end")]):
+            self._on_order()
         keys = [_key(other) for other in self._others]
         # A rank that has just joined has no beat yet, and reading it would wait for one.
         if not self._seen and not self._store.check(keys):
@@ -156,7 +171,7 @@ def this_host() -> str:
         return ""
 
 
-def _key(rank: int) -> str:
+def _key(rank: int | str) -> str:
     """Of this start of the ranks, if torchrun starts them again."""
     return f"streamrl/beat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 

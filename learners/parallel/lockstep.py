@@ -14,26 +14,41 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from buffers.messages import ErrorReply
-from learners.parallel.commands import Command, Computation, End, Fetch, LearnerRank
+from learners.parallel.commands import (
+    Accumulate,
+    Command,
+    Computation,
+    End,
+    Fetch,
+    LearnerRank,
+)
 from learners.parallel.liveness import Liveness
 from learners.parallel.ranks import Ranks
 from streamrl.errors import StreamRLError
 from streamrl.types import GroupHeader, TrajectoryGroup
 
 Result = TypeVar("Result")
+GIVE_UP_S = 4.0
 
 
 class Lockstep:
-    """`ranks` are all of the learner's; `liveness` explains a collective operation that failed."""
+    """`ranks` are all of the learner's; `liveness` explains a collective operation that failed;
+    `is_sharded`: parameters change their form while they are used."""
 
     def __init__(
-        self, rank: LearnerRank, ranks: Ranks | None = None, liveness: Liveness | None = None
+        self,
+        rank: LearnerRank,
+        ranks: Ranks | None = None,
+        liveness: Liveness | None = None,
+        *,
+        is_sharded: bool = False,
     ) -> None:
         self._rank = rank
         self._ranks = ranks or Ranks()
         self._liveness = liveness or Liveness()
+        self._can_give_up = self._ranks.count == 1 and not is_sharded
         self._order = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._thread = _make_thread()
 
     @property
     def num_ranks(self) -> int:
@@ -51,6 +66,28 @@ class Lockstep:
 
         async with self._order:
             return await self._in_thread(work)
+
+    async def accumulate(
+        self, command: Accumulate, groups: Sequence[TrajectoryGroup], stopping: asyncio.Event
+    ) -> bool:
+        """Whether the gradient was added, which is given up GIVE_UP_S after `stopping` is set.
+
+        What follows is then executed in another thread. Not with several ranks, nor where
+        parameters are offloaded: the other thread would find them in the middle of a move.
+        """
+        adding = asyncio.ensure_future(self.run(command, groups))
+        if self._can_give_up:
+            stopped = asyncio.create_task(stopping.wait())
+            await asyncio.wait({adding, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            await asyncio.wait({adding}, timeout=GIVE_UP_S)
+            if not adding.done():
+                adding.cancel()
+                self._thread.shutdown(wait=False)
+                self._thread = _make_thread()
+                return False
+        await adding
+        return True
 
     async def fetch(self, headers: Sequence[GroupHeader]) -> tuple[TrajectoryGroup, ...]:
         """The first rank's share of these groups, once every rank has its own.
@@ -107,3 +144,7 @@ class Lockstep:
                 return work()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, explained)
+
+
+def _make_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")

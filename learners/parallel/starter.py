@@ -1,7 +1,7 @@
 """The ranks of a learner on this machine, as processes: what `streamrl torchrun` is on several.
 
-`streamrl learner` with `learner.num_ranks` above 1 starts itself so often and waits. Signals are
-for the first rank to decide upon; it ends the others.
+`streamrl learner` with `learner.num_ranks` above 1 starts itself so often and waits. Every rank is
+told of a signal; the first one decides, and ends the others.
 
 Invariant: when a rank fails all end, by themselves or GRACE_S later, and the exit code and the
 sentence are those of a rank that says why. Waits for the ranks to end; they end by themselves when
@@ -23,10 +23,12 @@ from learners.parallel import liveness
 from streamrl.config import RunConfig
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.errors import EXIT_UNREACHABLE, StreamRLError, error_of
-from streamrl.service import Shutdown
+from streamrl.service import force_s
+from streamrl.shutdown import Shutdown
 
 HOST = "127.0.0.1"
 GRACE_S = liveness.GRACE_S + 5.0
+LATE_S = 0.5
 _TIMEOUT = timedelta(minutes=5)
 
 
@@ -46,12 +48,17 @@ async def start_ranks(config: RunConfig, shutdown: Shutdown) -> None:
     with ExitStack() as stack:
         pipes = [stack.enter_context(ErrorPipe()) for _ in range(num_ranks)]
         ranks = [await _start(rank, num_ranks, store.port, pipe) for rank, pipe in enumerate(pipes)]
-        forwarding = asyncio.create_task(_forward(shutdown, ranks[0]))
+        # It ends after the ranks, of which each has this time.
+        shutdown.allow(2 * LATE_S)
+        forwarding = asyncio.create_task(_forward(shutdown, ranks, force_s(config) + LATE_S))
         try:
             await _wait(ranks, config.learner.rank_deadline_s + GRACE_S)
         finally:
             forwarding.cancel()
         codes = {rank: process.returncode or 0 for rank, process in enumerate(ranks)}
+        if shutdown.requested.is_set():
+            # Where a signal comes before a rank listens to any, there is nothing to be lost.
+            codes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
         if any(codes.values()):
             raise failure(codes, [pipe.read() for pipe in pipes])
 
@@ -81,11 +88,18 @@ async def _start(rank: int, num_ranks: int, port: int, pipe: ErrorPipe) -> Proce
     )
 
 
-async def _forward(shutdown: Shutdown, first: Process) -> None:
-    """Waits for a signal; the first rank then drains."""
+async def _forward(shutdown: Shutdown, ranks: Sequence[Process], within_s: float) -> None:
+    """Waits for a signal, which the ranks get; those that still run after `within_s` are killed."""
     await shutdown.requested.wait()
-    with suppress(ProcessLookupError):
-        first.send_signal(signal.SIGTERM)
+    _signal(ranks, signal.SIGTERM)
+    await asyncio.sleep(within_s)
+    _signal(ranks, signal.SIGKILL)
+
+
+def _signal(ranks: Sequence[Process], number: signal.Signals) -> None:
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            rank.send_signal(number)
 
 
 async def _wait(ranks: Sequence[Process], deadline_s: float) -> None:
@@ -96,9 +110,7 @@ async def _wait(ranks: Sequence[Process], deadline_s: float) -> None:
         _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     if running:
         await asyncio.wait(running, timeout=deadline_s)
-    for rank in ranks:
-        with suppress(ProcessLookupError):
-            rank.kill()
+    _signal(ranks, signal.SIGKILL)
     await asyncio.gather(*tasks)
 
 

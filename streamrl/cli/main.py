@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -18,6 +19,7 @@ from streamrl.errors import Interrupted, StreamRLError, exit_code_of
 
 # As a shell reports a process that SIGPIPE ended.
 EXIT_BROKEN_PIPE = 141
+EXIT_S = 4.0
 DAEMONS = ("buffer", "generator", "learner", "validator")
 # `streamrl.log_lines.FORMAT_VARIABLE`, without its imports.
 FORMAT_VARIABLE = "STREAMRL__RUN__LOG_FORMAT"
@@ -53,7 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         _leave_record(error)
         raise
+    if parsed.command in DAEMONS and arguments is None:
+        _leave(code)
     return code
+
+
+def _leave(code: int) -> None:
+    """The interpreter waits for every thread, and a call of a user's may never return."""
+    leaving = threading.Timer(EXIT_S, os._exit, (code,))
+    leaving.daemon = True
+    leaving.start()
 
 
 def _report(command: str, error: Exception) -> int:

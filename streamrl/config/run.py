@@ -38,6 +38,11 @@ class RunSettings(Section):
     restart_window_s: Seconds = 600.0
     """Restarts longer ago are not counted, except those since which the run has made no new
     step."""
+    stop_s: Annotated[float, Field(ge=10)] = 20.0
+    """Time from a first SIGTERM or Ctrl-C to the end of every process of a launch. A daemon that
+    has not ended 8 s before that is ended by force, and steps in no checkpoint are trained again:
+    raise it for a model whose step and save take longer, and give whatever sends the signal more
+    than that. It is `generator.drain_s` and 15 s at least."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What the daemons write to their logs."""
     log_format: Literal["text", "json"] = "text"

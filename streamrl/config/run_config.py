@@ -68,6 +68,12 @@ class RunConfig(Section):
         return self.generator.max_model_len or longest
 
     @property
+    def stop_within_s(self) -> float:
+        """From a first signal to the end of every process: `run.stop_s`, or as long as generators
+        drain and what they do after that."""
+        return max(self.run.stop_s, self.generator.drain_s + 15.0)
+
+    @property
     def loss_config(self) -> LossSettings:
         """`algorithm.loss_config` with the default of `loss_scale_factor`."""
         numbers = self.algorithm.loss_config

@@ -2,10 +2,13 @@
 
 A new tracker is a class with the methods of `streamrl.interfaces.Tracker` and a line in
 `open_trackers`. A tracker other than `metrics.jsonl` that fails is switched off and logged; the run
-continues.
+continues. So does one that hangs: all but `metrics.jsonl` are called in a thread of their own, one
+after the other, and nobody waits for it but `close`.
 """
 
 import logging
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +17,9 @@ from streamrl.config import RunConfig
 from streamrl.interfaces import Tracker
 from streamrl.tracking.console import ConsoleTracker
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
+
+MAX_WAITING = 1000
+"""Calls that wait for a tracker; one that takes none of them loses what follows."""
 
 log = logging.getLogger(__name__)
 
@@ -50,25 +56,26 @@ class Trackers:
     """All of a run's trackers as one."""
 
     def __init__(self, trackers: Sequence[Tracker | JsonlTracker]) -> None:
-        self._trackers = tuple(trackers)
+        self._files = tuple(t for t in trackers if isinstance(t, JsonlTracker))
+        self._others = tuple(t for t in trackers if not isinstance(t, JsonlTracker))
+        self._calls: queue.Queue[Callable[[Tracker], object] | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name="trackers", daemon=True)
+        if self._others:
+            self._thread.start()
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        for tracker in self._trackers:
+        for file in self._files:
             # It keeps what it cannot write, and `flush` says so.
-            if isinstance(tracker, JsonlTracker):
-                tracker.log(metrics, step)
-                continue
-            self._try(tracker, lambda t: t.log(metrics, step))
+            file.log(metrics, step)
+        self._call(lambda t: t.log(metrics, step))
 
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
         """`metrics.jsonl` has them in the line of the next step."""
-        for tracker in self._others:
-            self._try(tracker, lambda t: t.log_validation(metrics, policy_version))
+        self._call(lambda t: t.log_validation(metrics, policy_version))
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """To those that show tables."""
-        for tracker in self._others:
-            self._try(tracker, lambda t: t.log_samples(samples, step))
+        self._call(lambda t: t.log_samples(samples, step))
 
     def flush(self) -> None:
         """Wait until every line of `metrics.jsonl` is on disk.
@@ -76,22 +83,40 @@ class Trackers:
         Raises:
             OSError: it is full, for example.
         """
-        for tracker in self._trackers:
-            if isinstance(tracker, JsonlTracker):
-                tracker.flush()
+        for file in self._files:
+            file.flush()
 
-    @property
-    def _others(self) -> tuple[Tracker, ...]:
-        return tuple(t for t in self._trackers if not isinstance(t, JsonlTracker))
-
-    def _try(self, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
-        try:
-            call(tracker)
-        except Exception:
-            log.exception("%s is switched off", type(tracker).__name__)
-            self._trackers = tuple(t for t in self._trackers if t is not tracker)
-
-    def close(self) -> None:
-        for tracker in self._trackers:
+    def close(self, wait_s: float = 60.0) -> None:
+        """Waits until all trackers have what they were given, `wait_s` at most."""
+        for file in self._files:
             with suppress(OSError):
-                tracker.close()
+                file.close()
+        if not self._thread.is_alive():
+            return
+        self._call(lambda t: t.close())
+        self._call(None)
+        self._thread.join(wait_s)
+        if self._thread.is_alive():
+            log.warning(
+                "%s has not taken its last lines within %g s: left alone", self._called, wait_s
+            )
+
+    def _call(self, call: Callable[[Tracker], object] | None) -> None:
+        """Of each tracker, in the thread; left out where the thread hangs."""
+        if not self._others:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            log.debug("%s has not taken what it was given %d calls ago", self._called, MAX_WAITING)
+
+    def _run(self) -> None:
+        """Until `close`; waits for a call."""
+        while (call := self._calls.get()) is not None:
+            for tracker in self._others:
+                self._called = type(tracker).__name__
+                try:
+                    call(tracker)
+                except Exception:
+                    log.exception("%s is switched off", self._called)
+                    self._others = tuple(t for t in self._others if t is not tracker)

@@ -20,7 +20,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
 from streamrl.run_folder import prepare
-from streamrl.service import Shutdown
+from streamrl.shutdown import Shutdown
 
 
 def configured(tmp_path, url: str) -> RunConfig:

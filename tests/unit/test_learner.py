@@ -414,13 +414,16 @@ async def test_the_last_checkpoint_is_waited_for_until_the_learner_is_stopped(mo
     await until(lambda: run.records.num_failures >= 3)
     assert not run.task.done()
     run.learner.stop()
-    await run.end()
-    assert (run.records.saved, set(run.buffer.acknowledged)) == ([], {0})
+    with pytest.raises(
+        CheckpointWriteError, match="stopped at step 1: the disk is full; the steps"
+    ):
+        await run.end()
+    assert (run.records.saved, run.buffer.acknowledged) == ([], [])
     assert not (await run.buffer.stats()).finished
 
 
 async def end_while_the_buffer_is_away(monkeypatch) -> Run:
-    monkeypatch.setattr("learners.learner.SHUTDOWN_GRACE_S", 0.05)
+    monkeypatch.setattr("learners.session.GOODBYE_S", 0.05)
     run = Run(configure(every=5))
     run.buffer.is_away.set()
     await run.buffer.lend(*make_groups(0, 3))
@@ -441,7 +444,10 @@ async def test_the_end_of_a_run_is_told_to_a_buffer_that_comes_back(monkeypatch)
 async def test_a_signal_ends_a_learner_whose_buffer_is_away(monkeypatch):
     run = await end_while_the_buffer_is_away(monkeypatch)
     run.learner.stop()
-    await run.end()
+    with pytest.raises(
+        TransportError, match="does not answer; stopped at step 1 of 1, which is saved"
+    ):
+        await run.end()
     assert not (await run.buffer.stats()).finished
 
 

@@ -21,7 +21,7 @@ from streamrl.errors import (
     RolloutError,
     TransportError,
 )
-from streamrl.service import Shutdown
+from streamrl.shutdown import Shutdown
 from streamrl.user_code import attributed_to, load_user_code
 
 

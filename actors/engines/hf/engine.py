@@ -37,7 +37,7 @@ from streamrl.weights.transports.receive import TransferReceiver
 log = logging.getLogger(__name__)
 
 Future = asyncio.Future[Completion]
-CLOSE_S = 30.0
+CLOSE_S = 4.0
 
 
 class HfEngine(UpdatableEngine):

@@ -11,7 +11,7 @@ from pathlib import Path
 from streamrl.errors import TransportError
 from streamrl.run_folder import last_log_line
 
-_GRACE_S = 15.0
+_GRACE_S = 4.5
 # As a file, so that it imports nothing and watches the owner from the first moment on.
 GUARD = Path(__file__).with_name("process_guard.py")
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 
-_GRACE_S = 10.0
+_GRACE_S = 4.0
 
 
 def main(command: list[str]) -> int:

@@ -1,0 +1,216 @@
+"""The end of a daemon at a signal: it is asked first, and ended by force later.
+
+    the first SIGTERM or SIGINT   `requested` is set: the daemon saves, gives back what it holds,
+                                  and ends; where it holds nothing yet it ends there
+    the second one                the process ends at once
+    `force_s` after the first, or EXIT_S after the work is over
+                                  the process ends, whatever its threads wait for
+
+Signals and time are read by a thread of its own, so that neither a call that hangs in the event
+loop nor a thread that never returns keeps the process.
+
+Invariant: the exit code is that of the work where the work is over.
+"""
+
+import asyncio
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from streamrl.error_record import leave_record
+from streamrl.errors import EXIT_CRASHED, StreamRLError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+FORWARDED_S = 1.0
+FORCE_S = 12.0
+EXIT_S = 4.0
+"""For what is left when the work is over: threads, connections."""
+EMPTY_HANDED_S = 3.0
+_LOG_S = 1.0
+_WAKE = 0
+
+log = logging.getLogger(__name__)
+
+
+class Stopped(BaseException):
+    """A signal came where the daemon holds nothing that could be lost."""
+
+
+class Shutdown:
+    """Of one daemon; `install` and `uninstall` are around its work.
+
+    A rank of a learner may get one order to stop twice, from a terminal or Slurm, which signal
+    every process, and from torchrun, which passes it on: within FORWARDED_S it counts once.
+    """
+
+    def __init__(self, force_s: float = FORCE_S) -> None:
+        self.requested = asyncio.Event()
+        self._force_s = force_s
+        self._is_rank = "RANK" in os.environ
+        self._first_s: float | None = None
+        self._ends_by_s: float | None = None
+        self._order = ""
+        self._is_asked = self._is_empty_handed = False
+        self._exit_code: int | None = None
+        self._pipe = (-1, -1)
+
+    def install(self) -> None:
+        """In the main thread, in the event loop that runs the daemon."""
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._main = threading.get_ident()
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        # A byte for each signal, as soon as the process gets it.
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="shutdown", daemon=True).start()
+
+    def uninstall(self) -> None:
+        """Ignore one signal from here on: the work is done, and its exit code stands."""
+        for number in SIGNALS:
+            signal.signal(number, lambda late, _: signal.signal(late, signal.SIG_DFL))
+        signal.set_wakeup_fd(-1)
+        os.close(self._pipe[1])
+        self._pipe = (-1, -1)
+
+    def ask(self, order: str) -> None:
+        """Ask the daemon to end, since `order`; a signal that follows is the first one."""
+        if self.requested.is_set():
+            return
+        log.info("%s: draining", order)
+        self._order = order
+        self._end_within(self._force_s)
+        self.requested.set()
+
+    def allow(self, more_s: float) -> None:
+        """So much more time before the process is ended by force."""
+        self._force_s += more_s
+        if self._ends_by_s is not None:
+            self._ends_by_s += more_s
+
+    def conclude(self, exit_code: int) -> None:
+        """The work is over, and the process ends with this code, EXIT_S later at most."""
+        self._exit_code = exit_code
+        self._end_within(EXIT_S)
+
+    @contextmanager
+    def empty_handed(self) -> Iterator[None]:
+        """Around what a daemon does, without a turn of the event loop, before it holds anything
+        that could be lost: a model is loaded. A signal ends it there.
+
+        Raises:
+            Stopped: one has come.
+        """
+        self._is_empty_handed = True
+        try:
+            if not (self._is_asked or self.requested.is_set()):
+                yield
+            if self._is_asked or self.requested.is_set():
+                raise Stopped
+        finally:
+            self._is_empty_handed = False
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """In the main thread, between two steps of what it computes."""
+        if self._exit_code is not None or self._is_asked:
+            return
+        self._is_asked = True
+        if self._is_empty_handed:
+            raise Stopped
+        self._loop.call_soon_threadsafe(self._request, signal.Signals(number).name)
+
+    def _request(self, name: str) -> None:
+        log.info("%s: draining; a second one stops at once", name)
+        self.requested.set()
+
+    def _end_within(self, seconds: float) -> None:
+        """From now on; an earlier end stands."""
+        by_s = time.monotonic() + seconds
+        self._ends_by_s = by_s if self._ends_by_s is None else min(by_s, self._ends_by_s)
+        with suppress(OSError):
+            os.write(self._pipe[1], bytes([_WAKE]))
+
+    def _watch(self) -> None:
+        """Waits for a signal, the end of the time, or `uninstall`."""
+        reader = self._pipe[0]
+        while True:
+            left_s = None if self._ends_by_s is None else self._ends_by_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                self._force()
+            elif select.select([reader], [], [], left_s)[0]:
+                numbers = os.read(reader, 64)
+                if not numbers:
+                    os.close(reader)
+                    return
+                for number in numbers:
+                    if number in SIGNALS:
+                        self._count(signal.Signals(number).name)
+
+    def _count(self, name: str) -> None:
+        now_s = time.monotonic()
+        if self._first_s is None:
+            self._first_s, self._order = now_s, name
+            if self._exit_code is None:
+                self._end_within(EMPTY_HANDED_S if self._is_empty_handed else self._force_s)
+        elif not self._is_rank or now_s - self._first_s >= FORWARDED_S:
+            _in_time(lambda: log.warning("second %s: stopping at once", name))
+            os._exit(EXIT_CRASHED if self._exit_code is None else self._exit_code)
+
+    def _force(self) -> None:
+        """End the process, which has not ended by itself."""
+        if self._exit_code is not None:
+            names = ", ".join(sorted(t.name for t in threading.enumerate() if not t.daemon))
+            _in_time(lambda: log.warning("ending without waiting for these threads: %s", names))
+            os._exit(self._exit_code)
+        if self._is_empty_handed:
+            _in_time(lambda: log.info("%s: ending; nothing is lost", self._order))
+            os._exit(0)
+        seconds = self._force_s
+        sentence = f"{self._order}: ended by force after {seconds:g} s, in {self._place()}"
+        _in_time(lambda: self._say(sentence))
+        os._exit(EXIT_CRASHED)
+
+    def _place(self) -> str:
+        """FILE:LINE (FUNCTION) of what the event loop executes, or else of what the work awaits."""
+        frame: FrameType | None = sys._current_frames()[self._main]
+        assert frame is not None, "the main thread has one"
+        if frame.f_globals.get("__name__") == "selectors" and self._task is not None:
+            awaited: Any = self._task.get_coro()
+            while (inner := getattr(awaited, "cr_await", None)) is not None:
+                if getattr(inner, "cr_frame", None) is None:
+                    break
+                awaited = inner
+            frame = awaited.cr_frame or frame
+        code = frame.f_code
+        return f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_name})"
+
+    def _say(self, sentence: str) -> None:
+        leave_record(StreamRLError(sentence))
+        log.critical("%s", sentence)
+
+
+def _in_time(say: Callable[[], object]) -> None:
+    """A thread that hangs may hold the lock of the log."""
+    speaking = threading.Thread(target=say, daemon=True)
+    speaking.start()
+    speaking.join(_LOG_S)
+    sys.stderr.flush()
+
+
+def _forget_signals() -> None:
+    """A process that is forked tells its own signals to nobody here."""
+    with suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_signals)
