@@ -1,8 +1,8 @@
 """A run's folder: prepared by a launch, read by every command.
 
 runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  learner.json  parity.json
-            evaluation.json  report.png  checkpoints/  abandoned/  buffer/  logs/ROLE.log
-            weights/  parity/  quarantine/  record/  replay/
+            restarts.jsonl  evaluation.json  report.png  checkpoints/  abandoned/  buffer/
+            logs/ROLE.log  weights/  parity/  quarantine/  record/  replay/
 
 buffer/     journal.sqlite  payloads/
 """
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 LEARNER_FILE = "learner.json"
 BOOKS_FILE = "books.json"
+RESTARTS_FILE = "restarts.jsonl"
 _TARGETS = ".prometheus"
 # What a launch that made no step leaves to go on with.
 _STATES = ("checkpoints", "buffer")
@@ -114,6 +115,24 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def note_restart(folder: Path, role: str, exit_code: int, sentence: str) -> None:
+    """Add that a launch of the run starts a process again, and why it ended."""
+    line = {"time_s": time.time(), "role": role, "exit_code": exit_code, "sentence": sentence}
+    with suppress(OSError), (folder / RESTARTS_FILE).open("a", encoding="utf-8") as file:
+        print(json.dumps(line), file=file)
+
+
+def read_restarts(folder: Path) -> dict[str, list[str]]:
+    """Why each process of the run was started again, by its name, in the order of time."""
+    restarts: dict[str, list[str]] = {}
+    with suppress(OSError):
+        for line in (folder / RESTARTS_FILE).read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                restarts.setdefault(str(record["role"]), []).append(str(record["sentence"]))
+    return restarts
 
 
 def read_learner(folder: Path) -> LearnerStatus | None:

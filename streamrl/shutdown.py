@@ -186,11 +186,10 @@ class Shutdown:
         assert frame is not None, "the main thread has one"
         if frame.f_globals.get("__name__") == "selectors" and self._task is not None:
             awaited: Any = self._task.get_coro()
-            while (inner := getattr(awaited, "cr_await", None)) is not None:
-                if getattr(inner, "cr_frame", None) is None:
-                    break
-                awaited = inner
-            frame = awaited.cr_frame or frame
+            while (inner := getattr(awaited, "cr_frame", None)) is not None:
+                if not inner.f_globals["__name__"].startswith("asyncio."):
+                    frame = inner
+                awaited = awaited.cr_await
         code = frame.f_code
         return f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_name})"
 

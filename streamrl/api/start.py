@@ -24,6 +24,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     resume: bool = False,
     new: bool = False,
+    strict: bool = False,
     wait: bool = True,
     show: bool = True,
 ) -> Run:
@@ -38,6 +39,7 @@ def train(
         settings: further ones by name, such as {"learner.optimizer.lr": 1e-6}.
         resume: go on with the run in the folder.
         new: move a run that is in the folder aside.
+        strict: end at the first failure of a daemon, instead of starting it again.
         wait: return when the run has ended; otherwise at once.
         show: print the progress.
 
@@ -53,6 +55,7 @@ def train(
         overrides = [*overrides, *(f"{name}={json.dumps(value)}" for name, value in named.items())]
         loaded = load_config(file, overrides).config
         mode = ["--resume"] if resume else ["--new"] if new else []
+        mode += ["--strict"] if strict else []
         run = Run.start(loaded, [*mode, *(f"--set={o}" for o in overrides)], file, show=show)
     return run.wait() if wait else run
 

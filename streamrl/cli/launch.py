@@ -10,7 +10,7 @@ import asyncio
 from rich.console import Console
 
 from streamrl.checkpoints.steps_left import require_steps_to_launch
-from streamrl.cli.display.summary import summary
+from streamrl.cli.display.summary import restart_rows, summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import chosen, launcher, require_launcher, starts_here
 from streamrl.cli.launchers.hosts import with_hosts
@@ -32,7 +32,7 @@ from streamrl.config.arguments import config_file
 from streamrl.config.loading.load import load_usable
 from streamrl.config.loading.similar import RESOLVED_FILE
 from streamrl.config.secrets import hand_down
-from streamrl.errors import Interrupted
+from streamrl.errors import Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import hosts_of
 from streamrl.run_folder import prepare
@@ -69,7 +69,12 @@ def _launch(config: RunConfig, console: Console, arguments: argparse.Namespace) 
     remedy = f"streamrl launch {_config_file(config)} --resume"
     try:
         run_here(
-            config, console, resume=arguments.resume, new=arguments.new, live=not arguments.no_view
+            config,
+            console,
+            resume=arguments.resume,
+            new=arguments.new,
+            live=not arguments.no_view,
+            strict=arguments.strict,
         )
         remedy = f"streamrl evaluate {_config_file(config)}"
         if config.run.evaluate:
@@ -78,6 +83,11 @@ def _launch(config: RunConfig, console: Console, arguments: argparse.Namespace) 
     except KeyboardInterrupt:
         _summarize(config, console)
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
+        raise
+    except StreamRLError:
+        # Whoever reads the reason reads what came before it, too.
+        for name, value in restart_rows(config.run.path):
+            console.print(f"{name}, {value}", soft_wrap=True, highlight=False, markup=False)
         raise
     _summarize(config, console)
     return 0
@@ -91,8 +101,10 @@ def run_here(
     new: bool = False,
     live: bool = False,
     background: BackgroundTask | None = None,
+    strict: bool = False,
 ) -> None:
-    """The whole run, from the missing model to the last books.
+    """The whole run, from the missing model to the last books; under `strict` no daemon is started
+    again.
 
     Raises:
         Interrupted: a signal stopped the run before its end.
@@ -105,9 +117,9 @@ def run_here(
     view = ProgressView(config, console, live=live)
     plan = make_plan(config, hosts_of(config), resume=resume)
     stopped_by = asyncio.run(
-        run_daemons(plan, view=view.run, notify=view.print, background=background)
+        run_daemons(plan, view=view.run, notify=view.print, background=background, strict=strict)
     )
-    write_books(config)
+    write_books(config, is_stopped=stopped_by is not None)
     if stopped_by is not None:
         raise Interrupted(stopped_by)
 

@@ -13,11 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli.display.summary import summary_rows
 from streamrl.cli.processes import child, daemons, restarts
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import run_daemons
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, FencedError, RolloutError, StreamRLError
+from streamrl.errors import (
+    ConfigError,
+    FencedError,
+    RolloutError,
+    StreamRLError,
+    TransportError,
+)
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
 from tests.standins.streamrl_command import DEAF, WAIT, starts_of, write_command
@@ -44,7 +51,13 @@ class Launch:
         self.config.run.path.mkdir()
         self._monkeypatch = monkeypatch
 
-    def run(self, scripts: Mapping[str, str], *, then: Callable[[], Awaitable[None]] | None = None):
+    def run(
+        self,
+        scripts: Mapping[str, str],
+        *,
+        then: Callable[[], Awaitable[None]] | None = None,
+        strict: bool = False,
+    ):
         """Runs the roles' scripts; those that are not given wait to be stopped."""
         scripts = {"buffer": WAIT, "learner": WAIT, "generator": WAIT, **scripts}
         file = write_command(self.folder, scripts)
@@ -61,6 +74,7 @@ class Launch:
                 view=view,
                 notify=self.notices.append,
                 background=None,
+                strict=strict,
             )
         )
 
@@ -117,6 +131,46 @@ def test_a_process_that_is_killed_is_started_again_and_continues(launched: Launc
     assert log.count("launcher: learner was killed by SIGKILL") == 2
 
 
+def test_the_summary_says_what_was_started_again_how_often_and_why(launched: Launch, monkeypatch):
+    monkeypatch.setattr(daemons, "GRACE_PERIOD_S", 1.5)
+    learner = "starts < 3 and os.kill(os.getpid(), signal.SIGKILL)"
+    second = "open(os.path.join(folder, 'second'), 'w').close(); time.sleep(600)"
+    generator = f"starts < 2 and fail(5, 'the buffer is silent'); {second}"
+    others = "wait_for('second'); "
+    launched.run({"learner": others + learner, "generator": generator})
+    rows = dict(summary_rows([], launched.config.run.path))
+    assert rows["restarts of learner"] == (
+        "2: was killed by SIGKILL, as when memory runs out (2 times)"
+    )
+    assert rows["restarts of generator-0"] == "1: the buffer is silent"
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "sentence"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", StreamRLError, "was killed by SIGKILL, as when"),
+        ("fail(5, 'the buffer is silent')", TransportError, "the buffer is silent"),
+        ("fail(1, 'ValueError: oops')", StreamRLError, "ValueError: oops"),
+    ],
+)
+def test_a_strict_launch_ends_at_the_first_failure(launched: Launch, script, kind, sentence):
+    with pytest.raises(kind) as failed:
+        launched.run({"learner": script}, strict=True)
+    assert str(failed.value).startswith(f"learner: {sentence}")
+    assert str(failed.value).endswith("not started again, since the launch is --strict")
+    assert len(starts_of(launched.folder, "learner")) == 1
+    assert launched.notices == []
+    launched.assert_no_process_is_left()
+
+
+def test_a_strict_launch_that_is_stopped_has_not_failed(launched: Launch):
+    async def interrupt() -> None:
+        await launched.until("buffer.ready", "learner.ready", "generator.ready")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert launched.run({}, then=interrupt, strict=True) is signal.SIGTERM
+
+
 def test_what_the_launcher_writes_into_a_log_has_the_format_of_the_run(
     launched: Launch, monkeypatch
 ):
@@ -167,6 +221,24 @@ def test_the_second_signal_kills_what_does_not_stop(launched: Launch):
     start_s = time.monotonic()
     assert launched.run({"learner": DEAF}, then=interrupt_twice) is signal.SIGINT
     assert time.monotonic() - start_s < daemons.GRACE_PERIOD_S
+    launched.assert_no_process_is_left()
+
+
+@pytest.mark.parametrize(
+    "roles", [("learner",), ("generator",), ("buffer",), ("learner", "buffer")]
+)
+def test_what_does_not_stop_is_killed_in_time(launched: Launch, monkeypatch, roles):
+    monkeypatch.setattr(daemons, "_OTHERS_S", 19.0)
+    monkeypatch.setattr(daemons, "_BUFFER_S", 18.5)
+    left_s: list[float] = []
+
+    async def interrupt() -> None:
+        await launched.until("buffer.ready", "learner.ready", "generator.ready")
+        left_s.append(time.monotonic() + launched.config.stop_within_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert launched.run(dict.fromkeys(roles, DEAF), then=interrupt) is signal.SIGTERM
+    assert time.monotonic() < left_s[0]
     launched.assert_no_process_is_left()
 
 

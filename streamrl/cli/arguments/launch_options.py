@@ -13,6 +13,11 @@ def launch(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--no-view", action="store_true", help="print progress lines instead of the live view"
     )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="end with the reason when a daemon fails, instead of starting it again",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--hosts",

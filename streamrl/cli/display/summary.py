@@ -1,5 +1,6 @@
 """The summary of a run: a table made from the files of its folder."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from streamrl.cli.display.books import books_rows
 from streamrl.cli.display.numbers import duration, metric_mean, rate, reward_change, short, steps_s
 from streamrl.config import RunConfig
 from streamrl.diagnosis.scaling import scaling_hint
-from streamrl.run_folder import read_books, read_json, read_learner
+from streamrl.run_folder import read_books, read_json, read_learner, read_restarts
 from streamrl.samples.text import printable
 from streamrl.tracking.jsonl import read_metrics
 from streamrl.tracking.validation import best_of, read_validations
@@ -48,7 +49,7 @@ def summary_rows(
 ) -> list[tuple[str, str]]:
     """Name and value of each row; those that were not measured are left out."""
     if not lines:
-        return [("steps", "0")]
+        return [("steps", "0"), *restart_rows(folder)]
     rows = [("steps", str(lines[-1]["step"]))]
     if change := reward_change(lines):
         rows.append(("training reward", change))
@@ -75,6 +76,7 @@ def summary_rows(
     learner = read_learner(folder)
     if learner is not None and learner.failures:
         rows.append(("failures", learner.failures))
+    rows += restart_rows(folder)
     if (hint := scaling_hint(lines[-1])) is not None:
         rows.append(("scaling", hint.sentence))
     return [*rows, ("time of the steps", duration(steps_s(lines)))]
@@ -105,6 +107,16 @@ def held_out_reward(folder: Path) -> str:
     score, number = evaluation.get("greedy_reward_mean"), evaluation.get("num_prompts")
     failed = f", {evaluation['num_failed']} failed" if evaluation.get("num_failed") else ""
     return "" if score is None else f"{score:.3f} (greedy, {number} prompts{failed})"
+
+
+def restart_rows(folder: Path) -> list[tuple[str, str]]:
+    """Such as: restarts of learner, 3: was killed by SIGKILL (2 times); ValueError: oops."""
+    rows = []
+    for role, sentences in sorted(read_restarts(folder).items()):
+        counts = Counter(sentences).items()
+        reasons = (f"{reason} ({n} times)" if n > 1 else reason for reason, n in counts)
+        rows.append((f"restarts of {role}", f"{len(sentences)}: {'; '.join(reasons)}"))
+    return rows
 
 
 def _length_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:

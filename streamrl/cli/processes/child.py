@@ -18,6 +18,7 @@ from streamrl.cli.processes.restarts import RestartBudget, sentence_of
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.errors import EXIT_CONFIG, StreamRLError, error_of
 from streamrl.log_lines import FORMAT_VARIABLE, json_line
+from streamrl.run_folder import note_restart
 
 
 @dataclass
@@ -26,7 +27,8 @@ class Child:
 
     `read_step` returns the newest step of the run, `notify` gets a sentence for each restart;
     `environment` is what the plan gives it. The run goes on without a child that `is_optional`.
-    `log_format` is that of the run.
+    A failure of one that `is_strict` is raised, whatever a restart might change. `log_format` is
+    that of the run.
     """
 
     role: str
@@ -38,6 +40,7 @@ class Child:
     notify: Callable[[str], None]
     environment: Mapping[str, str] = field(default_factory=dict)
     is_optional: bool = False
+    is_strict: bool = False
     log_format: str = "text"
     process: asyncio.subprocess.Process | None = None
     num_restarts: int = 0
@@ -58,6 +61,9 @@ class Child:
                 self._log(sentence_of(code, record))
             if code == 0 or self.stopping.is_set():
                 return code
+            if self.is_strict:
+                sentence = f"{sentence_of(code, record)} (see {self.log_file}); not started again"
+                raise error_of(code, f"{self.role}: {sentence}, since the launch is --strict")
             try:
                 delay_s = self._delay_s(code, record)
             except StreamRLError as error:
@@ -66,6 +72,7 @@ class Child:
                 self.notify(f"{error}; the run goes on without it")
                 return code
             self.num_restarts += 1
+            note_restart(self._run_folder, self.role, code, sentence_of(code, record))
             self.state = f"restart {self.num_restarts}"
             self.notify(f"{self.role}: {sentence_of(code, record)}; started again in {delay_s:g} s")
             with contextlib.suppress(TimeoutError):
@@ -81,6 +88,10 @@ class Child:
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
+
+    @property
+    def _run_folder(self) -> Path:
+        return self.log_file.parent.parent
 
     async def _run(self) -> tuple[int, ErrorRecord | None]:
         """Exit code and last sentence of a process that is started here. Waits for its end."""

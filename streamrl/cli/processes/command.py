@@ -17,11 +17,11 @@ from streamrl.errors import Interrupted, StreamRLError, error_of
 GRACE_PERIOD_S = 10.0
 
 
-def call(*arguments: str) -> str:
+def call(*arguments: str, within_s: float | None = None) -> str:
     """Run `streamrl` with these arguments to its end; its standard output.
 
-    Waits as long as the command runs; its messages go to standard error. A signal that ends this
-    process ends the command, too.
+    Waits as long as the command runs, which is killed after `within_s`; its messages go to standard
+    error. A signal that ends this process ends the command, too.
 
     Raises:
         StreamRLError: it failed; of the failure's kind, with the command's own sentence.
@@ -36,6 +36,9 @@ def call(*arguments: str) -> str:
             pass_fds=(pipe.descriptor,),
         ) as process:
             try:
+                output, _ = process.communicate(timeout=within_s)
+            except subprocess.TimeoutExpired:
+                _signal(process, signal.SIGKILL)
                 output, _ = process.communicate()
             except KeyboardInterrupt:
                 _end(process)

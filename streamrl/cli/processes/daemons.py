@@ -17,6 +17,10 @@ from streamrl.placement.plan import Plan
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
+"""For processes that end by themselves once the learner has."""
+# Before `stop_within_s` is over: the others are killed, the buffer is, and time is left to report.
+_OTHERS_S, _BUFFER_S = 6.0, 4.0
+_KILL_S = 1.0
 
 BackgroundTask: TypeAlias = Callable[[Sequence[Child]], Awaitable[None]]
 
@@ -27,21 +31,30 @@ async def run_daemons(
     view: BackgroundTask,
     notify: Callable[[str], None],
     background: BackgroundTask | None,
+    strict: bool = False,
 ) -> signal.Signals | None:
     """`supervise` the daemons of a run on this machine; `notify` gets a sentence for each
     restart."""
-    children = make_children(plan, notify=notify)
-    return await supervise(children, view=view, background=background)
+    children, stop_s = make_children(plan, notify=notify), plan.config.stop_within_s
+    return await supervise(children, view=view, background=background, stop_s=stop_s, strict=strict)
 
 
 async def supervise(
-    children: Sequence[Child], *, view: BackgroundTask, background: BackgroundTask | None
+    children: Sequence[Child],
+    *,
+    view: BackgroundTask,
+    background: BackgroundTask | None,
+    stop_s: float,
+    strict: bool = False,
 ) -> signal.Signals | None:
     """Start, watch, and stop every child; the signal that stopped the run before its end, if any.
 
     `background` is cancelled before the daemons are stopped, `view` after that. Waits for the
-    learner to end, for a child or `background` to fail, or for a signal.
+    learner to end, for a child or `background` to fail, or for a signal: within `stop_s` of that no
+    process is left. Under `strict` a child fails that is otherwise started again.
     """
+    for child in children:
+        child.is_strict = strict
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -57,7 +70,7 @@ async def supervise(
     finally:
         stopped_by = interrupted.result() if interrupted.done() else None
         beside.cancel()
-        await _stop_in_order(children, supervised)
+        await _stop_in_order(children, supervised, interrupted, stop_s)
         showing.cancel()
         await asyncio.wait({showing, beside})
     if failure := _failure(watched):
@@ -117,12 +130,17 @@ def _failure(watched: "Sequence[asyncio.Task[Any]]") -> BaseException | None:
 
 
 async def _stop_in_order(
-    children: Sequence[Child], supervised: "Mapping[str, asyncio.Task[int]]"
+    children: Sequence[Child],
+    supervised: "Mapping[str, asyncio.Task[int]]",
+    interrupted: "asyncio.Future[signal.Signals]",
+    stop_s: float,
 ) -> None:
     """Learner and generators first, so that the buffer gets every lease back; the buffer last.
 
-    Waits GRACE_PERIOD_S for each wave, kills what still runs, and waits as long again.
+    Waits for each wave, the buffer's up to _BUFFER_S before `stop_s` is over, and kills what still
+    runs then.
     """
+    loop, by_s = asyncio.get_running_loop(), 0.0
     learner = supervised["learner"]
     learner_ended = learner.done() and learner.exception() is None
     waves = (
@@ -134,12 +152,17 @@ async def _stop_in_order(
         tasks = {supervised[child.role] for child in wave}
         if not tasks:
             continue
-        if ends_by_itself:
-            await asyncio.wait(tasks, timeout=GRACE_PERIOD_S / 3)
+        if ends_by_itself and not interrupted.done():
+            ended = asyncio.create_task(asyncio.wait(tasks))
+            first: set[asyncio.Future[Any]] = {ended, interrupted}
+            within_s, when = GRACE_PERIOD_S / 3, asyncio.FIRST_COMPLETED
+            await asyncio.wait(first, timeout=within_s, return_when=when)
+            ended.cancel()
         for child in wave:
             child.stop()
-        _, late = await asyncio.wait(tasks, timeout=GRACE_PERIOD_S)
+        by_s = by_s + _OTHERS_S - _BUFFER_S if by_s else loop.time() + stop_s - _OTHERS_S
+        _, late = await asyncio.wait(tasks, timeout=max(_KILL_S, by_s - loop.time()))
         for child in wave:
             if late:
                 child.stop(signal.SIGKILL)
-        await asyncio.wait(tasks, timeout=GRACE_PERIOD_S)
+        await asyncio.wait(tasks, timeout=_KILL_S)

@@ -44,7 +44,7 @@ class PlannedChild(Child, ABC):
         part, waits up to REASON_S for that one to end, which may say why."""
         self.has_ended.set()
         self.has_ended.clear()
-        has_failed = code != 0 and not self.is_ended_by_companion
+        has_failed = code != 0 and not self.is_ended_by_companion and not self.is_strict
         self.is_ended_by_companion = False
         if not has_failed or self.stopping.is_set():
             return

@@ -16,10 +16,15 @@ from streamrl.config import RunConfig
 from streamrl.config.loading.similar import RESOLVED_FILE
 from streamrl.errors import StreamRLError
 
+STOPPED_S = 3.0
 
-def call_for(config: RunConfig, command: str, *arguments: str) -> str:
+
+def call_for(
+    config: RunConfig, command: str, *arguments: str, within_s: float | None = None
+) -> str:
     """`call`, with the configuration of the run."""
-    return call(command, *arguments, "--config", str(config.run.path / RESOLVED_FILE))
+    file = str(config.run.path / RESOLVED_FILE)
+    return call(command, *arguments, "--config", file, within_s=within_s)
 
 
 def books_options(*, resume: bool, new: bool) -> tuple[str, ...]:
@@ -37,11 +42,12 @@ def require_books(config: RunConfig, *, resume: bool, new: bool) -> None:
         call_for(config, "books", *books_options(resume=resume, new=new))
 
 
-def write_books(config: RunConfig) -> None:
-    """Where no daemon of ours does, if the server answers."""
+def write_books(config: RunConfig, *, is_stopped: bool) -> None:
+    """Where no daemon of ours does, if the server answers; STOPPED_S later at most if a signal has
+    stopped the run."""
     if not config.buffer.has_daemon:
         with contextlib.suppress(StreamRLError):
-            call_for(config, "books")
+            call_for(config, "books", within_s=STOPPED_S if is_stopped else None)
 
 
 def make_missing_model(config: RunConfig, console: Console) -> None:

@@ -10,6 +10,7 @@ Invariant: a container's command is that of the plan; only the place of the conf
 names and addresses that Kubernetes gives to a pod, are put in.
 """
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ GRACE_PERIOD_S: Mapping[HostRole, int] = {
     "generator": 30,
     "validator": 30,
 }
+SPARE_S = 10
+"""Of that, after `run.stop_s`."""
 _OWN_ADDRESS = "$(POD_IP)"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
@@ -66,7 +69,7 @@ class Names:
 def pod(plan: Plan, process: PlannedProcess, names: Names) -> Document:
     """Template of the pods of a role; `process` is the first of the role in the plan."""
     role, host = process.role, plan.host(process.host)
-    grace_s = GRACE_PERIOD_S[role] + int(plan.config.generator.drain_s)
+    grace_s = _grace_s(plan.config, role)
     container = _container(plan.config, process, host, names)
     return {
         "metadata": {"labels": names.labels(role)},
@@ -89,6 +92,11 @@ def pod(plan: Plan, process: PlannedProcess, names: Names) -> Document:
     }
 
 
+def _grace_s(config: RunConfig, role: HostRole) -> int:
+    usual_s = GRACE_PERIOD_S[role] + int(config.generator.drain_s)
+    return max(usual_s, math.ceil(config.stop_within_s) + SPARE_S)
+
+
 def _container(
     config: RunConfig, process: PlannedProcess, host: Host, names: Names
 ) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def _container(
         "image": names.images[process.role],
         "command": _command(config, process),
         "workingDir": str(RUNS_FOLDER),
-        "env": _environment(process),
+        "env": _environment(config, process),
         # Passwords and tokens, such as STREAMRL_REDIS_PASSWORD, HF_TOKEN, WANDB_API_KEY.
         "envFrom": [{"secretRef": {"name": names.of("environment"), "optional": True}}],
         "resources": _resources(process, host),
@@ -133,12 +141,14 @@ def _placed(word: str, config: RunConfig) -> str:
     return "--node-rank=$(JOB_INDEX)" if word.startswith("--node-rank=") else word
 
 
-def _environment(process: PlannedProcess) -> Sequence[Document]:
-    """Kubernetes gives a pod its GPUs, counted from 0, and one network interface."""
+def _environment(config: RunConfig, process: PlannedProcess) -> Sequence[Document]:
+    """Kubernetes gives a pod its GPUs, counted from 0, one network interface, and time to end."""
     fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
     if process.role == "learner":
         fields = {**fields, "JOB_INDEX": f"metadata.annotations['{_INDEX}']"}
     given = {k: v for k, v in process.environment.items() if not k.endswith("_SOCKET_IFNAME")}
+    if process.role == "learner":
+        given["STREAMRL__RUN__STOP_S"] = str(_grace_s(config, "learner") - SPARE_S)
     return [
         *({"name": k, "valueFrom": {"fieldRef": {"fieldPath": v}}} for k, v in fields.items()),
         *({"name": key, "value": value} for key, value in sorted(given.items())),

@@ -44,6 +44,11 @@ def launch(given: RunConfig, arguments: argparse.Namespace) -> int:
             "--new: a run on Kubernetes goes on with what its volumes have: choose another "
             f"run.name than {given.run.name!r}, or delete them"
         )
+    if arguments.strict:
+        raise ConfigError(
+            "--strict: on Kubernetes no launcher sees a daemon end: the cluster starts it again; "
+            "leave it out"
+        )
     names = _names(given, arguments)
     documents = _documents(given, names, arguments)
     if arguments.dry_run:

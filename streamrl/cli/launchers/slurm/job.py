@@ -109,8 +109,16 @@ def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) 
     require_books(config, resume=arguments.resume, new=arguments.new)
     make_missing_model(config, console)
     view = ProgressView(config, console, live=not arguments.no_view)
-    stopped_by = asyncio.run(supervise(_children(plan, view, job), view=view.run, background=None))
-    write_books(config)
+    stopped_by = asyncio.run(
+        supervise(
+            _children(plan, view, job),
+            view=view.run,
+            background=None,
+            stop_s=config.stop_within_s,
+            strict=arguments.strict,
+        )
+    )
+    write_books(config, is_stopped=stopped_by is not None)
     if stopped_by is not None:
         raise Interrupted(stopped_by)
     if config.run.evaluate:

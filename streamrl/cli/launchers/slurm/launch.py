@@ -34,7 +34,8 @@ def _submit(config: RunConfig, arguments: argparse.Namespace) -> int:
     if has_own_keys:
         config = with_keys(config)
     choice = "--resume" if arguments.resume else "--new" if arguments.new else ""
-    script = job_script(config, num_nodes, arguments.sbatch, choice)
+    sbatch, strict = arguments.sbatch, arguments.strict
+    script = job_script(config, num_nodes, sbatch, choice, strict=strict)
     if arguments.dry_run:
         print(script, end="")
         return 0

@@ -8,6 +8,7 @@ Invariant: the same configuration and options give the same script.
 """
 
 import hashlib
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,14 +18,14 @@ from streamrl.config import RunConfig, to_yaml
 from streamrl.errors import ConfigError
 
 # Before the time limit, in seconds, so that the learner can save.
-STOP_BEFORE_S = 120
+STOP_BEFORE_S, REPORT_S = 120, 60
 _SCRIPT = """\
 #!/bin/bash
 {directives}
 cd {folder} || exit
 choice={choice}
 [ ! -e {run}/metrics.jsonl ] && [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || choice=--resume
-exec {streamrl} launch {run}/slurm/{config} --slurm --no-view $choice
+exec {streamrl} launch {run}/slurm/{config} --slurm --no-view{strict} $choice
 """
 
 
@@ -34,9 +35,17 @@ def config_name(config: RunConfig) -> str:
     return f"config-{hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]}.yaml"
 
 
-def job_script(config: RunConfig, num_nodes: int, options: Sequence[str], choice: str = "") -> str:
+def job_script(
+    config: RunConfig,
+    num_nodes: int,
+    options: Sequence[str],
+    choice: str = "",
+    *,
+    strict: bool = False,
+) -> str:
     """`options` are further ones of sbatch, as name or name=value; they win over ours. `choice` is
-    --resume or --new, of a run that is there; "" if neither was given.
+    --resume or --new, of a run that is there; "" if neither was given. `strict` is that of the
+    launch.
 
     Raises:
         ConfigError: an option is written in another way.
@@ -49,6 +58,7 @@ def job_script(config: RunConfig, num_nodes: int, options: Sequence[str], choice
         choice=choice,
         config=config_name(config),
         streamrl=shlex.quote(executable()),
+        strict=" --strict" if strict else "",
     )
 
 
@@ -61,7 +71,8 @@ def _directives(config: RunConfig, num_nodes: int, options: Sequence[str]) -> It
     yield "#SBATCH --requeue"
     if config.cluster.on_host_failure == "continue":
         yield "#SBATCH --no-kill"
-    yield f"#SBATCH --signal=B:USR1@{STOP_BEFORE_S}"
+    before_s = max(STOP_BEFORE_S, math.ceil(config.stop_within_s) + REPORT_S)
+    yield f"#SBATCH --signal=B:USR1@{before_s}"
     yield f"#SBATCH --output={config.run.path / 'logs' / 'slurm.log'}"
     yield "#SBATCH --open-mode=append"
     for option in options:

@@ -34,7 +34,7 @@ from streamrl.cli.plans.command import print_plan
 from streamrl.cli.processes.command import call
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S, supervise
 from streamrl.cli.processes.planned import planned_children
-from streamrl.cli.processes.run_commands import books_options, evaluation_may_fail
+from streamrl.cli.processes.run_commands import STOPPED_S, books_options, evaluation_may_fail
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig
@@ -123,10 +123,17 @@ async def _run(
             options = books_options(resume=arguments.resume, new=arguments.new)
             await learner_host.call("books", *options)
         children = _children(plan, links, view)
-        stopped_by = await supervise(children, view=view.run, background=watch_hosts)
+        stopped_by = await supervise(
+            children,
+            view=view.run,
+            background=watch_hosts,
+            stop_s=plan.config.stop_within_s,
+            strict=arguments.strict,
+        )
         if not plan.config.buffer.has_daemon:
-            with contextlib.suppress(StreamRLError):
-                await learner_host.call("books")
+            with contextlib.suppress(StreamRLError, TimeoutError):
+                async with asyncio.timeout(None if stopped_by is None else STOPPED_S):
+                    await learner_host.call("books")
         if plan.config.run.evaluate and stopped_by is None:
             with evaluation_may_fail():
                 await learner_host.call("evaluate")
