@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/core.stamp
-	$(BIN)/streamrl launch configs/quickstart.yaml --new
+	$(BIN)/streamrl launch configs/quickstart.yaml --new $(if $(CI),--strict)
 
 # A recipe of configs/recipes: `make recipe NAME=sums SEED=1`; ends with a line of JSON.
 SEED ?= 0

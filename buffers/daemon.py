@@ -31,7 +31,7 @@ from streamrl.tracking.prometheus import Exported, exporting
 from streamrl.tracking.prometheus.readings import of_buffer
 from streamrl.types import OverduePolicy
 
-SIBLINGS_S = 0.2
+SIBLINGS_S, LATE_S = 0.2, 2.0
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ async def _serve(config: RunConfig, shutdown: Shutdown, exported: Exported) -> N
     )
     state = BufferState[Frame](ledger, lease_ttl_s=config.buffer.lease_ttl_s)
     stop = threading.Event()
-    signaled = asyncio.create_task(_asked_to_stop(shutdown, config.buffer.deadline_s))
+    signaled = asyncio.create_task(_asked_to_stop(shutdown, service.force_s(config)))
     signaled.add_done_callback(lambda _: stop.set())
     with service.binding("buffer.url", config.buffer.url):
         journal = await _wait_for_journal(config, state, stop)
@@ -84,13 +84,14 @@ async def _serve(config: RunConfig, shutdown: Shutdown, exported: Exported) -> N
     write_books(config, stats)
 
 
-async def _asked_to_stop(shutdown: Shutdown, deadline_s: float) -> None:
-    """Waits for a signal, or for the end of the launcher and of what it has started; for the latter
-    `deadline_s` at most. Polls, since only a parent is told."""
+async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:
+    """Waits for a signal, or for the end of the launcher and of what it has started, which takes
+    `others_s` at most. Polls, since only a parent is told."""
     await shutdown.requested.wait()
     if service.launcher_has_ended():
+        shutdown.allow(2 * LATE_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(others_s + LATE_S):
                 while service.has_siblings():  # noqa: ASYNC110
                     await asyncio.sleep(SIBLINGS_S)
 

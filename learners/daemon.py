@@ -20,14 +20,14 @@ from learners.checkpoints.restore import load_trainer
 from learners.checkpoints.start import Start, choose, resumed
 from learners.checkpoints.writer import CheckpointWriter
 from learners.learner import Learner
-from learners.parallel.commands import FetchGroups, LearnerRank
+from learners.parallel.commands import End, FetchGroups, LearnerRank
 from learners.parallel.lockstep import Lockstep
 from learners.parallel.place import Place, join
 from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.policy import Policy
 from learners.replay.recorder import Recorder
 from learners.samples import SampleWriter
-from learners.session import LearnerSession, LearnerState, unless_late
+from learners.session import LearnerSession, LearnerState, unless_late, unless_set
 from learners.status_reporter import StatusReporter
 from learners.trainer import Trainer
 from learners.validations import Validations
@@ -36,7 +36,7 @@ from streamrl.algorithms.objective import require_algorithm
 from streamrl.checkpoints.new_run import require_new_run
 from streamrl.checkpoints.steps_left import require_steps_left
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, UnreachableBufferError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.shutdown import Shutdown
 from streamrl.tracking.prometheus import Exported, exporting
@@ -76,13 +76,17 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
             place.liveness.start()
             place.require_same(state.policy_version)
             start = replace(start, history=place.all.gather(start.history)[0])
+        unreachable: UnreachableBufferError | None = None
         if place.all.index == 0:
             with exporting(config, "learner", "learner") as exported:
-                await _lead(config, shutdown, place, trainer, buffer, state, start, exported)
+                rank = (place, trainer, buffer, state, start, exported)
+                unreachable = await _lead(config, shutdown, *rank)
         else:
             await _follow(config, shutdown, place, trainer, buffer, start)
-        # Not after a failure, which ends the other ranks too.
+        # Not after another failure, which ends the other ranks too.
         place.part()
+        if unreachable is not None:
+            raise unreachable
     finally:
         await buffer.close()
 
@@ -96,10 +100,12 @@ async def _lead(
     state: LearnerState,
     start: Start,
     exported: Exported,
-) -> None:
-    """The first rank: the loop, and all that the learner does beside it."""
-    if config.run.resume == "never":
-        require_new_run(config, await buffer.stats())
+) -> UnreachableBufferError | None:
+    """The first rank: the loop, and all that the learner does beside it. The error is for when the
+    ranks have parted."""
+    if not await _may_begin(config, buffer, shutdown):
+        place.all.send(End())
+        return None
     learner_id = start.history.learner_id
     sender = _make_sender(config, trainer.policy, learner_id)
     recorder = _make_recorder(config, place, start)
@@ -128,16 +134,36 @@ async def _lead(
         async with asyncio.TaskGroup() as tasks:
             beside = (sender.run(), reporter.run(), place.liveness.watch())
             running = [tasks.create_task(work) for work in beside]
-            await learner.run()
+            unreachable: UnreachableBufferError | None = None
+            try:
+                await learner.run()
+            except UnreachableBufferError as error:
+                unreachable = error
             await lockstep.end()
             for task in running:
                 task.cancel()
+        return unreachable
     finally:
         signaled.cancel()
         sender.close()
         samples.close()
         # Steps are saved: a tracker that hangs is not waited for, where there is little time.
         records.close(STOPPED_S if shutdown.requested.is_set() else TRACKERS_S)
+
+
+async def _may_begin(config: RunConfig, buffer: TrajectoryBuffer, shutdown: Shutdown) -> bool:
+    """Whether no signal came before the buffer said whose run it holds, which is asked before the
+    learner binds or changes anything. Waits for the buffer; a signal unblocks.
+
+    Raises:
+        ConfigError: it holds a run, and this is a start of a new one.
+    """
+    if config.run.resume != "never":
+        return True
+    stats = await unless_set(shutdown.requested, buffer.stats())
+    if stats is not None:
+        require_new_run(config, stats)
+    return stats is not None
 
 
 async def _follow(

@@ -30,7 +30,7 @@ from learners.session import LearnerSession, LearnerState, unless_set
 from learners.status_reporter import StatusReporter
 from learners.validations import Validations
 from streamrl.config import RunConfig
-from streamrl.errors import CheckpointWriteError, TransportError
+from streamrl.errors import CheckpointWriteError, TransportError, UnreachableBufferError
 from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
 from streamrl.types import BufferStats, LearnerActivity, Loan, replace
 from streamrl.weights.sender import WeightSender
@@ -76,7 +76,7 @@ class Learner:
         """Make steps until `run.max_steps` or until stopped, then save.
 
         Raises:
-            TransportError: the buffer does not answer; every step is saved.
+            UnreachableBufferError: every step is saved.
             CheckpointWriteError: stopped, and steps could not be saved.
         """
         try:
@@ -256,15 +256,15 @@ class Learner:
             await self._notify_of_end(has_ended=is_complete)
         except TransportError as error:
             raise self._unreachable(error) from error
-        finally:
-            self._reporter.set_activity(LearnerActivity.ENDED)
+        self._reporter.set_activity(LearnerActivity.ENDED)
 
-    def _unreachable(self, error: TransportError) -> TransportError:
+    def _unreachable(self, error: TransportError) -> UnreachableBufferError:
         """With how far the learner is, all of which is saved."""
         step = f"step {self._version} of {self._config.run.max_steps}"
         if not self._stopping.is_set():
-            return TransportError(f"{error}; {step} is saved")
-        return TransportError(
+            return UnreachableBufferError(f"{error}; {step} is saved")
+        self._reporter.set_activity(LearnerActivity.ENDED)
+        return UnreachableBufferError(
             f"the buffer at {self._config.buffer.url} does not answer; stopped at {step}, which is "
             "saved: the buffer hears of it when a learner goes on (--resume)"
         )

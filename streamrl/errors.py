@@ -91,6 +91,10 @@ class TransportError(StreamRLError):
     """A peer did not answer in time or answered nonsense; retried under a deadline."""
 
 
+class UnreachableBufferError(TransportError):
+    """The buffer does not answer; all that the learner has trained is saved."""
+
+
 class WireError(TransportError):
     """A message could not be decoded."""
 

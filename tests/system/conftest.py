@@ -147,14 +147,18 @@ class Launched(RunFolder):
 
 @pytest.fixture
 def launch(tmp_path: Path, model: Path) -> Iterator[Callable[..., Launched]]:
-    """Starts runs of the small task; whatever is left of them is killed in the end."""
+    """Starts runs of the small task; whatever is left of them is killed in the end.
+
+    No daemon is started again, but where the test ends one on purpose, which says `strict=False`.
+    """
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
     started: list[Launched] = []
 
-    def start(*arguments: str, file: Path = config) -> Launched:
+    def start(*arguments: str, file: Path = config, strict: bool = True) -> Launched:
+        options = ["--no-view", *(["--strict"] if strict else [])]
         process = subprocess.Popen(
-            [STREAMRL, "launch", str(file), "--no-view", *arguments],
+            [STREAMRL, "launch", str(file), *options, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

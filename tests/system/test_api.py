@@ -40,7 +40,7 @@ def test_a_run_with_a_local_reward_and_rows_of_ones_own(config, capsys):
     def length(episode):
         return bonus + episode.num_response_tokens
 
-    run = streamrl.train(config, reward=length, dataset=iter(ROWS), wait=False)
+    run = streamrl.train(config, reward=length, dataset=iter(ROWS), wait=False, strict=True)
     followed = [row["step"] for row in run.follow()]
     assert run.wait(DEADLINE_S).exit_code == 0
     rows = run.metrics()
@@ -54,6 +54,7 @@ def test_a_run_with_a_local_reward_and_rows_of_ones_own(config, capsys):
         reward=length,
         dataset=ROWS,
         resume=True,
+        strict=True,
         show=False,
     )
     assert [row["step"] for row in again.metrics()] == [1, 2, 3]

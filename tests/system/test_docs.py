@@ -270,7 +270,7 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     )
     monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "100000")
     monkeypatch.setenv("STREAMRL__DATA__REWARD", slow_reward(tmp_path, seconds=0.3))
-    launch = [STREAMRL, "launch", "configs/quickstart.yaml", "--new", "--no-view"]
+    launch = [STREAMRL, "launch", "configs/quickstart.yaml", "--new", "--no-view", "--strict"]
     running = subprocess.Popen(launch, stdout=subprocess.DEVNULL)
     folder = Path("runs/quickstart")
     try:
@@ -327,8 +327,9 @@ def _words(command: str) -> list[str]:
 
 
 def _output(command: str, deadline_s: float = DEADLINE_S) -> str:
-    done = subprocess.run(
-        _words(command), capture_output=True, text=True, timeout=deadline_s, check=False
-    )
+    words = _words(command)
+    if "launch" in words[:2]:
+        words.append("--strict")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=deadline_s, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout

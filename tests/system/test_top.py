@@ -18,7 +18,7 @@ def test_a_live_run_is_followed_to_its_end_and_every_line_of_its_logs_is_json(
 ):
     settings = ("run.log_format=json", "run.max_steps=100000", "generator.count=1")
     reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
-    run = launch(*_set(*settings, reward))
+    run = launch(*_set(*settings, reward), strict=False)
     run.until_step(5)
     top = Terminal([STREAMRL, "top", str(run.folder)], rows=60, columns=150)
     try:

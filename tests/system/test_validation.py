@@ -31,7 +31,7 @@ def test_a_killed_validator_delays_nobody_and_the_last_version_is_validated(laun
         "learner.checkpoint.every=2",
         "learner.checkpoint.best_by=validation/mean@4",
     )
-    run = launch(*(word for setting in settings for word in ("--set", setting)))
+    run = launch(*(word for setting in settings for word in ("--set", setting)), strict=False)
     run.until(lambda: BEGUN.search(run.log("validator")) is not None)
     validator = run.child("validator")
     validator.send_signal(signal.SIGKILL)

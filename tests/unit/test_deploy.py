@@ -205,3 +205,31 @@ def test_requirements_are_those_of_the_package_and_of_the_extras_but_for_some():
 def test_a_misspelled_name_is_an_error(extras, without, sentence):
     with pytest.raises(SystemExit, match=sentence):
         made.requirements(extras, without)
+
+
+STOP_S = RunConfig.model_fields["run"].default.stop_s
+SECONDS = {"m": 60.0, "min": 60.0, "s": 1.0, "": 1.0}
+
+
+def seconds(text: str) -> float:
+    number, unit = re.fullmatch(r"(\d+)([a-z]*)", text).groups()
+    return float(number) * SECONDS[unit]
+
+
+def test_a_container_is_given_longer_than_its_daemon_takes_to_end():
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    daemons = {name: s for name, s in services.items() if "stop_grace_period" in s}
+    assert {"buffer", "learner", "generator"} <= {name.partition("-")[0] for name in daemons}
+    for service in daemons.values():
+        stop_s = float(service.get("environment", {}).get("STREAMRL__RUN__STOP_S", STOP_S))
+        assert seconds(service["stop_grace_period"]) > stop_s
+
+
+def test_a_unit_is_given_longer_than_its_daemon_takes_to_end():
+    units = sorted((DEPLOY / "systemd").glob("*.service"))
+    assert len(units) == 3
+    for unit in units:
+        text = unit.read_text()
+        found = re.search("^Environment=STREAMRL__RUN__STOP_S=(.+)$", text, re.MULTILINE)
+        (grace,) = re.findall("^TimeoutStopSec=(.+)$", text, re.MULTILINE)
+        assert seconds(grace) > (float(found[1]) if found else STOP_S)

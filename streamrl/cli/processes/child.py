@@ -61,16 +61,15 @@ class Child:
                 self._log(sentence_of(code, record))
             if code == 0 or self.stopping.is_set():
                 return code
-            if self.is_strict:
-                sentence = f"{sentence_of(code, record)} (see {self.log_file}); not started again"
-                raise error_of(code, f"{self.role}: {sentence}, since the launch is --strict")
             try:
                 delay_s = self._delay_s(code, record)
             except StreamRLError as error:
-                if not self.is_optional:
+                if not self.is_optional or self.is_strict:
                     raise
                 self.notify(f"{error}; the run goes on without it")
                 return code
+            if self.is_strict:
+                raise self._refusal(code, record)
             self.num_restarts += 1
             note_restart(self._run_folder, self.role, code, sentence_of(code, record))
             self.state = f"restart {self.num_restarts}"
@@ -131,6 +130,13 @@ class Child:
         line = launcher_line(self.role, sentence, self.log_format)
         with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as output:
             print(line, file=output)
+
+    def _refusal(self, code: int, record: ErrorRecord | None) -> StreamRLError:
+        """Of a restart that a launch would else make."""
+        reason = f"{sentence_of(code, record)} (see {self.log_file})"
+        return error_of(
+            code, f"{self.role}: {reason}; not started again, since the launch is --strict"
+        )
 
     def _delay_s(self, code: int, record: ErrorRecord | None) -> float:
         try:

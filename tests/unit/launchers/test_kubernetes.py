@@ -133,6 +133,22 @@ def test_generators_can_be_scaled_and_have_not_the_secret_of_the_servers(capsys)
     assert pod["terminationGracePeriodSeconds"] == 35
 
 
+def test_a_pod_is_given_longer_than_its_daemon_takes_to_end(capsys):
+    documents = by_kind(render(capsys))
+    pods = {kind: d["spec"]["template"]["spec"] for kind, d in documents.items() if _has_pod(d)}
+    assert pods
+    for pod in pods.values():
+        environment = {v["name"]: v.get("value") for v in pod["containers"][0]["env"]}
+        stop_s = float(environment.get("STREAMRL__RUN__STOP_S", 20.0))
+        assert pod["terminationGracePeriodSeconds"] > stop_s
+        if "JOB_INDEX" in environment:
+            assert stop_s > 800
+
+
+def _has_pod(document) -> bool:
+    return "template" in document.get("spec", {})
+
+
 def test_no_pod_runs_as_root_or_may_become_it(capsys):
     for document in by_kind(render(capsys)).values():
         if "template" not in document.get("spec", {}):
