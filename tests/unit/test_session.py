@@ -8,8 +8,8 @@ import pytest
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from learners.session import LearnerSession, LearnerState
-from streamrl.errors import ConfigError, FencedError
+from learners.session import LearnerSession, LearnerState, unless_late
+from streamrl.errors import ConfigError, FencedError, TransportError
 from streamrl.types import Books, BufferStats, LearnerActivity, Lease, Loan, TrajectoryGroup
 from tests.records import make_group
 from tests.training import make_config
@@ -188,3 +188,49 @@ async def test_a_buffer_with_other_settings_is_refused():
     session = make_session(MemoryBuffer(make_state(groups_per_step=3)))
     with pytest.raises(ConfigError, match=r"learner\.groups_per_step: .* with 3, this learner"):
         await session.attach()
+
+
+@pytest.mark.parametrize("num_told", [0, 1])
+async def test_a_step_that_the_buffer_was_not_told_of_is_not_trained_again(
+    monkeypatch: pytest.MonkeyPatch, num_told: int
+):
+    """Of two steps; the learner was stopped while the buffer did not answer, saved, and goes on."""
+    monkeypatch.setattr("learners.session.GOODBYE_S", 0.01)
+    buffer = MemoryBuffer(make_state())
+    session = make_session(buffer)
+    await session.attach()
+    await fill(buffer, 6)
+    for version in range(1, num_told + 1):
+        await session.advance(version, await take(session))
+    loan, advance = await take(session), buffer.advance
+    session.stopping.set()
+    buffer.advance = lambda _: asyncio.sleep(3600)
+    with pytest.raises(TransportError, match="does not answer"):
+        await session.advance(num_told + 1, loan)
+    saved = session.state
+    assert saved.policy_version == num_told + 1
+
+    buffer.advance = advance
+    again = make_session(buffer, state=saved)
+    stats = await again.attach()
+    trained = 2 * saved.policy_version
+    assert (stats.policy_version, stats.books.taken) == (saved.policy_version, 0)
+    assert stats.books.acknowledged + stats.books.trained == trained
+    assert stats.books.buffered == 6 - trained
+    assert [g.prompt_index for g in (await take(again)).groups] == [trained, trained + 1]
+    books = stats.books
+    columns = (books.leased, books.buffered, books.taken, books.trained, books.acknowledged)
+    assert books.granted == sum(columns) + sum(books.dropped.values())
+
+
+async def test_no_answer_is_waited_for_once_the_learner_is_to_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("learners.session.GOODBYE_S", 0.01)
+    silent, stopping = asyncio.Event(), asyncio.Event()
+    answer = asyncio.create_task(unless_late(stopping, silent.wait()))
+    await asyncio.sleep(0.05)
+    assert not answer.done()
+    stopping.set()
+    with pytest.raises(TransportError, match="the buffer does not answer within"):
+        await answer
+    silent.set()
+    assert await unless_late(stopping, silent.wait()) is True

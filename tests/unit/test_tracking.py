@@ -3,7 +3,10 @@
 import json
 import logging
 import math
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wandb
@@ -283,3 +286,40 @@ def test_staleness_is_a_distance():
         **{f"buffer/staleness_{bucket}/num_groups": n for bucket, n in groups.items()},
     }
     json.dumps(staleness_metrics(headers, 5))
+
+
+class HangingTracker:
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+        self.logged: list[int] = []
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        self.ends.wait()
+        self.logged.append(step)
+
+    def close(self) -> None:
+        pass
+
+
+def test_nobody_waits_for_a_tracker_that_hangs(tmp_path, caplog):
+    hanging, file = HangingTracker(), tmp_path / "m.jsonl"
+    trackers = Trackers([hanging, JsonlTracker(file, first_step=1)])
+    try:
+        for step in (1, 2, 3):
+            trackers.log({"reward/mean": 0.5}, step)
+        trackers.flush()
+        trackers.close(0.05)
+        assert [line["step"] for line in read_metrics(file)] == [1, 2, 3]
+        assert "HangingTracker has not taken its last lines within 0.05 s" in caplog.text
+    finally:
+        hanging.ends.set()
+
+
+def test_a_tracker_gets_every_line_in_order_before_it_is_closed(tmp_path):
+    slow = HangingTracker()
+    trackers = Trackers([slow])
+    for step in (1, 2, 3):
+        trackers.log({}, step)
+    slow.ends.set()
+    trackers.close()
+    assert slow.logged == [1, 2, 3]
