@@ -28,7 +28,7 @@ from actors.leased_group import LeasedGroup, due_of, next_groups, num_free_group
 from actors.occupancy import Occupancy
 from actors.rendering.renderer import PromptTooLongError
 from actors.status_report import StatusReport
-from actors.version_gate import VersionGate
+from actors.version_gate import StarvedLeases, VersionGate
 from streamrl.config import RunConfig
 from streamrl.errors import (
     LedgerError,
@@ -78,6 +78,7 @@ class Generator:
             config.buffer.max_staleness,
             lacks_weights=config.generator.lacks_weights,
         )
+        self._starved_leases = StarvedLeases(self._version_gate)
         self._groups: dict[str, LeasedGroup] = {}
         self._changed = asyncio.Event()
         self._is_notified = False
@@ -223,6 +224,7 @@ class Generator:
                 self._notify()
             raise
         self._version_gate.on_loaded(update.learner_id)
+        self._starved_leases.on_loaded(report)
         self._notify()
         return report
 
@@ -232,6 +234,8 @@ class Generator:
             held = tuple(self._groups)
             reply = await self._report()
             self._on_heartbeat_reply(reply, held)
+            having = (self._engine.policy_version, self._engine.learner_id)
+            self._starved_leases.give_back(self._groups.values(), *having)
             self._notify()
             await asyncio.sleep(min(1.0, self._config.buffer.lease_ttl_s / 4))
 

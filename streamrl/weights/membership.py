@@ -3,8 +3,9 @@
 A broadcast fails for all its members together. Members that do not even answer are fenced: left out
 until they report again, and the others try once more together. If everybody answered, the culprit
 is unknown, so those it failed for are halved into groups of their own, until a bad one is alone; a
-group that succeeds joins the others again. One that misses update after update is asked less and
-less often, so that the others' rounds seldom wait for it.
+group that succeeds joins the others again. One that fails to load update after update is asked less
+and less often. One that exceeds the deadline time after time is left out for as long as the others
+have waited for it, then longer, up to LATE_FACTOR times that; where there is nobody else it is not.
 
 Invariant: nobody is waited for twice without having reported in between. A receiver is bound to one
 connection, and a connection to one receiver: another one gets the name only with the session's
@@ -16,36 +17,19 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from streamrl.errors import WeightTransferError
+from streamrl.weights.peers import Asked, Peer
 from streamrl.weights.protocol import HELLO_S, NO_LEARNER, Hello
 
 log = logging.getLogger(__name__)
 
 ALIVE_S = 3 * HELLO_S
 MAX_RECEIVERS = 4096
-FREE_MISSES = 8
-"""Failed loads before a receiver is asked less often; a deadline that it misses counts as many."""
-MAX_WAIT_S = 60.0
 HANDOVER_S = 10.0
 """A receiver that went silent in a load may still write to its inference server for so long; no
 other receiver on that server is sent a version meanwhile."""
-
-
-class Peer(Struct, frozen=True):
-    """A receiver as the sender knows it: its connection, its last Hello, and how it did since."""
-
-    address: bytes
-    hello: Hello
-    seen_s: float
-    has_loaded: bool = False
-    num_misses: int = 0
-    asked_again_s: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.hello.receiver_id
 
 
 class Membership:
@@ -97,23 +81,43 @@ class Membership:
             if peer := peers.pop(name, None):
                 self._names.pop(peer.address, None)
 
+    def on_asked(self, names: Iterable[str], attempt: int, version: int | None) -> None:
+        """These were sent a message with this number: a version, or an announcement."""
+        asked = Asked(attempt, version, self._clock())
+        for name in names:
+            if peer := self._peers.get(name):
+                self._peers[name] = structs.replace(peer, asked=asked)
+
     def on_loaded(self, name: str, version: int) -> None:
         """The receiver has this version, as its next Hello will confirm."""
         if peer := self._peers.get(name):
-            hello = structs.replace(peer.hello, policy_version=version, learner_id=self._learner_id)
-            if hello.validator is not None:
-                # As its next Hello will say.
-                hello = structs.replace(
-                    hello, validator=structs.replace(hello.validator, is_busy=True)
-                )
             self._peers[name] = structs.replace(
-                peer, hello=hello, has_loaded=True, num_misses=0, asked_again_s=0.0
+                peer.with_version(version, self._learner_id),
+                num_misses=0,
+                asked_again_s=0.0,
+                num_late=0,
+                took_s=0.0,
+                left_out_until_s=0.0,
             )
+
+    def on_late(self, name: str, attempt: int) -> Hello | None:
+        """The receiver has loaded what it was asked last, after the deadline: it has that version,
+        and is fenced no more. Its Hello as it is by now; None if it was asked something else."""
+        peer = self._known(name)
+        if peer is None or peer.asked is None or peer.asked.attempt != attempt:
+            return None
+        if peer.asked.policy_version is None:
+            return None
+        loaded = peer.with_version(peer.asked.policy_version, self._learner_id)
+        peer = structs.replace(loaded, took_s=self._clock() - peer.asked.time_s)
+        self._fenced.pop(name, None)
+        self._peers[name] = peer
+        return peer.hello
 
     def on_failed(self, name: str) -> None:
         """The receiver has answered, and has not loaded what it was sent."""
         if peer := self._peers.get(name):
-            self._peers[name] = self._missed(peer, 1)
+            self._peers[name] = peer.missed(self._clock())
 
     def address_of(self, name: str) -> bytes | None:
         """The connection that the receiver is bound to; None if it is unknown."""
@@ -133,6 +137,7 @@ class Membership:
             for peer in self.alive()
             if (peer.hello.policy_version != version or peer.hello.learner_id not in same)
             and peer.asked_again_s <= now_s
+            and not self._is_left_out(peer)
             and self._wants(peer.hello, version)
         ]
 
@@ -148,7 +153,7 @@ class Membership:
         alone = [peer for peer in outdated if not peer.hello.server]
         sharing = sorted(
             (peer for peer in outdated if peer.hello.server and peer.hello.server not in busy),
-            key=lambda peer: (peer.hello.server, peer.num_misses, peer.name),
+            key=lambda peer: (peer.hello.server, peer.num_failures, peer.name),
         )
         first = {peer.hello.server: peer for peer in reversed(sharing)}
         sent = [peer for server, peer in first.items() if server not in held]
@@ -171,8 +176,26 @@ class Membership:
             if known is not None and known.hello.session == peer.hello.session:
                 log.warning("%s is left out until it reports again", peer.name)
                 del self._peers[peer.name]
-                self._fenced[peer.name] = self._missed(known, FREE_MISSES)
+                self._fenced[peer.name] = known.late(self._clock())
                 self.num_fenced += 1
+
+    def late(self) -> list[tuple[Peer, float]]:
+        """The receivers that have exceeded several deadlines one after the other, and for how many
+        seconds more each is left out."""
+        now_s = self._clock()
+        known = (*self._peers.values(), *self._fenced.values())
+        late = [peer for peer in known if peer.num_late > 1 and self._is_alive(peer)]
+        return [
+            (peer, peer.left_out_until_s - now_s if self._is_left_out(peer) else 0.0)
+            for peer in sorted(late, key=lambda peer: peer.name)
+        ]
+
+    def failing(self) -> list[tuple[Peer, float]]:
+        """Those that have failed to load time after time, and in how many seconds each is asked
+        again."""
+        now_s = self._clock()
+        failing = [peer for peer in self.alive() if peer.asked_again_s > now_s]
+        return [(peer, peer.asked_again_s - now_s) for peer in failing]
 
     def groups(self, peers: Iterable[Peer]) -> list[list[Peer]]:
         """The peers by broadcast group; the group without failures comes first."""
@@ -211,12 +234,13 @@ class Membership:
         is_of_another = hello.learner_id not in (self._learner_id, "", NO_LEARNER)
         return is_of_another or self.is_last_version or version >= status.next_version
 
-    def _missed(self, peer: Peer, cost: int) -> Peer:
-        """Waits twice as long after each miss beyond FREE_MISSES."""
-        num_misses = min(peer.num_misses + cost, 3 * FREE_MISSES)
-        excess = num_misses - FREE_MISSES
-        wait_s = min(MAX_WAIT_S, HELLO_S * 2**excess) if excess > 0 else 0.0
-        return structs.replace(peer, num_misses=num_misses, asked_again_s=self._clock() + wait_s)
+    def _is_left_out(self, peer: Peer) -> bool:
+        """Whether others, for whose sake it is, go on without it at present."""
+        now_s = self._clock()
+        return peer.left_out_until_s > now_s and any(
+            other.hello.validator is None and other.left_out_until_s <= now_s
+            for other in self.alive()
+        )
 
     def _require_unbound(self, address: bytes, hello: Hello, known: Peer | None) -> None:
         name = self._names.get(address, hello.receiver_id)

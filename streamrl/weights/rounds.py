@@ -33,7 +33,8 @@ from streamrl.types import (
 )
 from streamrl.weights.codecs.checksums import version_key
 from streamrl.weights.locality import locality_of
-from streamrl.weights.membership import Membership, Peer
+from streamrl.weights.membership import Membership
+from streamrl.weights.peers import Peer
 from streamrl.weights.protocol import Failed, Hello, Loaded
 from streamrl.weights.routes import Routes
 from streamrl.weights.send_buffers import SendBuffers, Written
@@ -116,6 +117,16 @@ class Rounds:
     def behind(self) -> tuple[str, ...]:
         """Receivers that have not answered the last message to them, late already or not."""
         return tuple(sorted(self.socket.unanswered() | self._membership.fenced))
+
+    def left_out(self) -> tuple[str, ...]:
+        """A sentence for each receiver that updates do not reach, or not in time: why, for how long
+        others go on without it, and what helps."""
+        deadline_s = self._settings.deadline_s
+        late, failing = self._membership.late(), self._membership.failing()
+        return (
+            *(peer.late_sentence(wait_s, deadline_s) for peer, wait_s in late),
+            *(peer.failing_sentence(wait_s) for peer, wait_s in failing),
+        )
 
     async def run(self, held: Written, tasks: asyncio.TaskGroup) -> None:
         """Send the version to everybody who lacks it; waits for all but those that read files."""

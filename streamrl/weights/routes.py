@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import ConfigError
 from streamrl.types import Locality
-from streamrl.weights.membership import Peer
+from streamrl.weights.peers import Peer
 
 log = logging.getLogger(__name__)
 

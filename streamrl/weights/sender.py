@@ -83,6 +83,10 @@ class WeightSender:
         """Receivers that have not answered the last message to them, late already or not."""
         return self._rounds.behind()
 
+    def left_out(self) -> tuple[str, ...]:
+        """A sentence for each receiver that updates do not reach, or not in time."""
+        return self._rounds.left_out()
+
     async def run(self) -> None:
         """Until cancelled: handle the receivers' messages, and send them the published version."""
         async with asyncio.TaskGroup() as tasks:

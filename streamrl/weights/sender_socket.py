@@ -19,7 +19,8 @@ from streamrl.curve import CurveServer
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import WeightUpdate
 from streamrl.weights.connections import Connections
-from streamrl.weights.membership import Membership, Peer
+from streamrl.weights.membership import Membership
+from streamrl.weights.peers import Peer
 from streamrl.weights.protocol import (
     Announce,
     Answer,
@@ -73,12 +74,16 @@ class SenderSocket:
     async def announce(self, peers: Iterable[Peer]) -> int:
         """Send Announce to the peers; the attempt, for `answers`."""
         self._attempt += 1
-        await self._send(dict.fromkeys(peers, Announce(self._attempt)))
+        messages = dict.fromkeys(peers, Announce(self._attempt))
+        self._membership.on_asked([peer.name for peer in messages], self._attempt, None)
+        await self._send(messages)
         return self._attempt
 
     async def transfer(self, updates: Mapping[Peer, WeightUpdate]) -> int:
         """Send each peer its Transfer; the attempt, for `answers`."""
         self._attempt += 1
+        for peer, update in updates.items():
+            self._membership.on_asked([peer.name], self._attempt, update.policy_version)
         await self._send({peer: Transfer(self._attempt, u) for peer, u in updates.items()})
         return self._attempt
 
@@ -153,6 +158,13 @@ class SenderSocket:
                     answer = self._asked.get(attempt, {}).get(name)
                     if answer is not None and not answer.done():
                         answer.set_result(message)
+                    elif answer is None and isinstance(message, Loaded):
+                        self._on_late(name, attempt)
+
+    def _on_late(self, name: str, attempt: int) -> None:
+        """The deadline is over, and the version has arrived all the same."""
+        if hello := self._membership.on_late(name, attempt):
+            self._on_hello(hello)
 
     def _is_of(self, address: bytes, name: str) -> bool:
         """Whether the connection is the receiver's; False if there is no such receiver."""

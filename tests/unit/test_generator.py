@@ -5,16 +5,20 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
+from actors import version_gate
 from actors.engines.targets import WeightTarget
 from actors.environments.single_turn import SingleTurn
+from actors.episodes.progress import GroupProgress
 from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
-from actors.version_gate import VersionGate
+from actors.leased_group import LeasedGroup
+from actors.version_gate import StarvedLeases, VersionGate
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
@@ -36,6 +40,7 @@ from streamrl.types import (
     DropReason,
     FilesEndpoint,
     FinishReason,
+    Lease,
     LoadReport,
     SamplingParams,
     SchedulingState,
@@ -625,6 +630,74 @@ def test_the_same_version_of_another_learner_is_another_one():
     assert gate.is_open(0, ""), "it is version 0 of every learner"
     gate.on_loaded("d")
     assert [gate.is_open(12, learner) for learner in "cd"] == [False, True]
+
+
+async def test_leases_whose_weights_do_not_come_are_given_back_and_others_take_them(monkeypatch):
+    """Nothing sampled is lost: those that have begun are put, and no prompt is trained twice."""
+    monkeypatch.setattr(version_gate, "SHORTEST_S", 0.0)
+    run = Run()
+    term = await run.learner.attach(0, None)
+    async with run.generating() as cut_off:
+        await run.until(lambda: run.books.buffered == 4)
+        for version in (0, 1):
+            await run.learner.take(2, version, 0.0)
+            await run.learner.advance(version + 1)
+        # Its engine has version 0, and 2 is the learner's: what is leased now needs 1 or newer.
+        await run.until(lambda: run.books.dropped.get(DropReason.RELEASED, 0) >= 1)
+        await run.until(lambda: not cut_off._groups)
+        assert run.books.leased == 0
+        assert not cut_off._is_current()
+        assert run.books.balanced
+        cut_off._engine.policy_version = 2
+        cut_off._notify()
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.books.dropped.keys() == {DropReason.RELEASED}
+    assert (run.books.trained, term is not None) == (4, True)
+
+
+def test_leases_wait_for_a_version_as_long_as_loads_take(monkeypatch):
+    clock = 100.0
+    monkeypatch.setattr(version_gate.time, "monotonic", lambda: clock)
+    gate = VersionGate(publish_every=2, max_staleness=2)
+    for learner_version in (1, 3):
+        gate.on_learner_version(learner_version, "")
+    starved = StarvedLeases(gate)
+
+    def group(number: int, min_policy_version: int, *, has_begun: bool = False) -> LeasedGroup:
+        lease = Lease(
+            lease_id=f"g/{number}",
+            prompt_index=number,
+            min_policy_version=min_policy_version,
+            expires_at_s=0.0,
+        )
+        made = LeasedGroup.of(lease, SimpleNamespace(), 1, GroupProgress())
+        if has_begun:
+            made.turn.set()
+        return made
+
+    groups = [group(0, 2), group(1, 1, has_begun=True), group(2, 0), group(3, 3)]
+
+    def given_back(policy_version: int, learner_id: str = "") -> list[int]:
+        starved.give_back(groups, policy_version, learner_id)
+        return [group.lease.prompt_index for group in groups if group.is_given_back]
+
+    assert given_back(1) == []
+    assert starved.patience_s == version_gate.SHORTEST_S
+    clock += version_gate.SHORTEST_S - 0.1
+    assert given_back(1) == []
+    assert gate.is_open(1, "")
+    clock += 0.1
+    assert given_back(1) == [0], (
+        "version 3 is not published yet, and what needs no newer version waits for its turn"
+    )
+    assert [gate.is_open(version, "") for version in (1, 2)] == [False, True]
+    starved.on_loaded(LoadReport(transfer_s=3.0, pause_s=0.0, load_s=1.0))
+    assert starved.patience_s == 12.0
+    assert given_back(2) == [0]
+    gate.on_learner_version(3, "new")
+    assert given_back(2, "old") == [0]
+    clock += starved.patience_s
+    assert given_back(2, "old") == [0, 2], "no version of another learner is one that it waits for"
 
 
 def test_an_engine_of_unknown_weights_leases_nothing_before_it_has_loaded_some():

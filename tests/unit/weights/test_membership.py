@@ -6,7 +6,8 @@ from msgspec.structs import replace
 from streamrl.errors import WeightTransferError
 from streamrl.types import ValidatorStatus
 from streamrl.weights import membership as module
-from streamrl.weights.membership import ALIVE_S, FREE_MISSES, MAX_WAIT_S, Membership, Peer
+from streamrl.weights.membership import ALIVE_S, Membership
+from streamrl.weights.peers import FREE_MISSES, LATE_FACTOR, MAX_WAIT_S, Peer
 from streamrl.weights.protocol import NO_LEARNER, Hello
 
 
@@ -120,30 +121,97 @@ def test_receivers_are_bounded_and_the_dead_make_room(monkeypatch):
     assert made.address_of("a") is None
 
 
-def test_who_misses_update_after_update_is_asked_less_and_less_often():
+def is_late(made: Membership, clock: Clock, name: str, attempt: int, after_s: float) -> None:
+    """It is asked for version 9, waited for, and reports to be idle."""
+    made.on_asked([name], attempt, 9)
+    peers = [peer for peer in made.alive() if peer.name == name]
+    clock.now_s += after_s
+    made.fence(peers)
+    for other in ("a", "b"):
+        made.on_hello(other.encode(), hello(other))
+
+
+def names(made: Membership, version: int = 1) -> list[str]:
+    return sorted(peer.name for peer in made.outdated(version))
+
+
+def test_who_exceeds_deadlines_is_left_out_for_as_long_as_it_was_waited_for_and_then_longer():
+    made, _, clock = membership("a", "b")
+    is_late(made, clock, "a", 1, after_s=0.5)
+    assert names(made) == ["a", "b"], "once may be a pause"
+    for attempt, factor in enumerate((1, 2, 4, LATE_FACTOR, LATE_FACTOR), start=2):
+        is_late(made, clock, "a", attempt, after_s=0.5)
+        assert names(made) == ["b"]
+        clock.now_s += 0.5 * factor - 0.01
+        made.on_hello(b"b", hello("b"))
+        assert names(made) == ["b"]
+        clock.now_s += 0.02
+        made.on_hello(b"a", hello("a"))
+        made.on_hello(b"b", hello("b"))
+        assert names(made) == ["a", "b"]
+    is_late(made, clock, "a", 9, after_s=30.0)
+    assert [wait_s for _, wait_s in made.late()] == [MAX_WAIT_S]
+    made.on_loaded("a", 1)
+    assert (made.late(), names(made, 2)) == ([], ["a", "b"])
+
+
+def test_who_is_late_is_not_left_out_where_nobody_else_waits_for_it():
+    made, _, clock = membership("a")
+    for attempt in range(4):
+        made.on_asked(["a"], attempt, 1)
+        clock.now_s += 2.0
+        made.fence(made.alive())
+        made.on_hello(b"a", hello("a"))
+    assert names(made) == ["a"]
+    assert [(peer.name, wait_s) for peer, wait_s in made.late()] == [("a", 0.0)]
+    made.on_hello(b"v", replace(hello("v"), validator=ValidatorStatus(next_version=10)))
+    assert names(made) == ["a"], "a validator has time"
+
+
+def test_who_has_loaded_after_the_deadline_has_the_version_and_is_back_at_once():
+    made, _, clock = membership("a", "b")
+    for attempt in (1, 2):
+        made.on_asked(["a"], attempt, 4 + attempt)
+        clock.now_s += 0.01
+        made.fence([peer for peer in made.alive() if peer.name == "a"])
+        clock.now_s += 0.29
+        assert made.on_late("a", attempt - 1) is None, "not what it was asked last"
+        said = made.on_late("a", attempt)
+        assert said is not None
+        assert (said.policy_version, said.learner_id) == (4 + attempt, "h")
+        assert (made.fenced, names(made, 4 + attempt)) == (frozenset(), ["b"])
+    ((late, _),) = made.late()
+    assert late.took_s == pytest.approx(0.3)
+    assert late.late_sentence(1.25, 0.01) == (
+        "a has exceeded weights.deadline_s (0.01 s) for 2 updates one after the other, and others "
+        "go on without it for 1.2 s more; the last one took 0.3 s: set weights.deadline_s to 2"
+    )
+    assert (
+        replace(late, took_s=0.0)
+        .late_sentence(0.0, 0.01)
+        .endswith("2 updates one after the other; it has answered none of them")
+    )
+    clock.now_s += ALIVE_S + 0.1
+    assert made.late() == [], "one that is gone is not late"
+
+
+def test_who_fails_to_load_update_after_update_is_asked_less_and_less_often():
     made, _, clock = membership("a")
 
     def waits_s() -> float:
         return made.alive()[0].asked_again_s - clock.now_s
 
-    def is_fenced() -> None:
-        made.fence(made.alive())
-        made.on_hello(b"a", hello("a"))
-
-    is_fenced()
-    assert waits_s() == 0, "once may be a pause"
-    is_fenced()
-    assert waits_s() == MAX_WAIT_S
-    assert made.outdated(1) == []
-    clock.now_s += MAX_WAIT_S
-    made.on_hello(b"a", hello("a"))
-    assert [peer.name for peer in made.outdated(1)] == ["a"]
-    made.on_loaded("a", 1)
     for _ in range(FREE_MISSES):
         made.on_failed("a")
     assert waits_s() == 0
     made.on_failed("a")
     assert waits_s() == 2.0
+    assert names(made) == []
+    ((failing, wait_s),) = made.failing()
+    assert failing.failing_sentence(wait_s) == (
+        "a has failed to load 9 updates one after the other, and is asked again in 2 s; its log "
+        "says why"
+    )
 
 
 def validator(policy_version: int, learner_id: str, **status: object) -> Hello:

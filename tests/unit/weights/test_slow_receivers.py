@@ -66,6 +66,28 @@ async def test_who_reads_in_its_own_time_does_not_wait_for_one_that_stopped_answ
         task.cancel()
 
 
+async def test_a_deadline_that_no_update_keeps_is_named_and_the_only_generator_gets_every_version(
+    tmp_path,
+):
+    """It loads for longer than the deadline; the versions arrive all the same, and it is known for
+    how long they take."""
+    async with run(tmp_path, backend="shared", deadline_s=0.02) as started:
+        generator, _ = started.join("slow")
+        await until(lambda: started.sender.gauges()["num_receivers"] == 1)
+        for version in (1, 2, 3, 4):
+            generator.open.clear()
+            started.publish(version, float(version))
+            await until(lambda v=version: generator.num_begun == v)
+            await until(lambda v=version: started.sender.gauges()["num_fenced"] == v)
+            generator.open.set()
+            await until(lambda v=version: generator.has(float(v)))
+            await until(lambda: started.sender.gauges()["num_receivers"] == 1)
+        (sentence,) = started.sender.left_out()
+        assert sentence.startswith("slow has exceeded weights.deadline_s (0.02 s) for 4 updates")
+        assert "set weights.deadline_s to 1" in sentence
+        assert "others" not in sentence
+
+
 async def test_who_is_slow_to_read_a_file_holds_up_nobody_and_may_be_replaced(tmp_path):
     async with run(tmp_path, transport="files", deadline_s=1000) as started:
         good, _ = started.join("good")
