@@ -142,6 +142,7 @@ class AttachRequest(Struct, frozen=True, tag="attach"):
         learner_term = state.attach(
             self.policy_version, self.books, self.call_id, self.final_version, self.learner_id
         )
+        state.registry.on_attach(now_s)
         return (AttachReply(learner_term, state.stats(now_s)),)
 
 

@@ -22,9 +22,10 @@ import msgspec
 
 from buffers.try_stats import try_stats
 from streamrl.config import RunConfig
-from streamrl.diagnosis import Reading, diagnose
-from streamrl.diagnosis.due import SHOWN_AFTER_S, lasting_wait
+from streamrl.diagnosis import Reading, diagnose, waits_for
+from streamrl.diagnosis.due import SHOWN_AFTER_S
 from streamrl.diagnosis.failures import failed_groups
+from streamrl.diagnosis.reading import startup_s
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import LEARNER_FILE
 from streamrl.types import (
@@ -50,7 +51,9 @@ class StatusReporter:
         self._stall_s = config.run.stall_s
         self._buffer = buffer
         self._sender = sender
-        self._start_s = time.monotonic()
+        self._startup_s = startup_s(config)
+        self._start_s = self._validator_seen_s = time.monotonic()
+        self._is_validated = config.validation.every > 0
         self._report_stall_after_s = self._stall_s
         self._status = LearnerStatus(
             policy_version=0,
@@ -108,13 +111,13 @@ class StatusReporter:
             self._write()
 
     async def _update_wait(self) -> None:
-        """Which group the learner waits for, if it still does when the buffer has answered."""
+        """What the learner waits for, if it still does when the buffer has answered."""
         start_s = self._start_s
-        stats, _ = await try_stats(self._buffer)
+        stats, unreachable = await try_stats(self._buffer)
         if stats is not None:
             self._update_failures(stats)
         if self._start_s == start_s:
-            self.update(waits_for="" if stats is None else lasting_wait(stats))
+            self.update(waits_for=waits_for(self._reading(stats, unreachable)))
 
     async def _report_stall(self) -> None:
         start_s = self._start_s
@@ -124,11 +127,18 @@ class StatusReporter:
         if self._report_stall_after_s == self._stall_s:
             self.update(num_stalls=self._status.num_stalls + 1)
         self._report_stall_after_s = 2 * self._activity_s
-        reading = Reading(
-            stall_s=self._stall_s, stats=stats, unreachable=unreachable, learner=self._current()
-        )
+        reading = self._reading(stats, unreachable)
         causes = "; ".join(finding.sentence for finding in diagnose(reading))
         log.warning("stalled for %.0f s: %s", reading.waited_s, causes or "no cause is known")
+
+    def _reading(self, stats: BufferStats | None, unreachable: str) -> Reading:
+        return Reading(
+            stall_s=self._stall_s,
+            stats=stats,
+            unreachable=unreachable,
+            learner=self._current(),
+            startup_s=self._startup_s,
+        )
 
     def _update_failures(self, stats: BufferStats) -> None:
         """The sentence stays where groups failed and no generator knows of it: it restarted or has
@@ -145,8 +155,18 @@ class StatusReporter:
             time_s=time.time(),
             num_receivers=int(self._sender.gauges()["num_receivers"]),
             behind=self._sender.behind(),
+            left_out=self._sender.left_out(),
             validating=_progress(self._sender.validating()),
+            no_validator_s=self._no_validator_s(),
         )
+
+    def _no_validator_s(self) -> float | None:
+        if not self._is_validated:
+            return None
+        now_s = time.monotonic()
+        if self._sender.validators():
+            self._validator_seen_s = now_s
+        return now_s - self._validator_seen_s
 
     def _write(self) -> None:
         """Replace the file as a whole; the learner does not depend on it."""

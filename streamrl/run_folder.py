@@ -145,10 +145,16 @@ def read_learner(folder: Path) -> LearnerStatus | None:
 
 def is_launched_since(folder: Path, time_s: float) -> bool:
     """Whether a launch, which writes the configuration, has begun after this Unix time."""
+    age_s = launched_s(folder)
+    return age_s is not None and time.time() - age_s > time_s
+
+
+def launched_s(folder: Path) -> float | None:
+    """The seconds since the newest launch began; None if there was none."""
     try:
-        return (folder / RESOLVED_FILE).stat().st_mtime > time_s
+        return max(0.0, time.time() - (folder / RESOLVED_FILE).stat().st_mtime)
     except OSError:
-        return False
+        return None
 
 
 def config_of(folder: Path) -> RunConfig:

@@ -203,6 +203,7 @@ class BufferState(Generic[Payload]):
             num_bytes=self._num_bytes,
             generators=self.registry.statuses,
             heartbeat_ages_s=self.registry.ages_s(now_s),
+            last_heartbeat_age_s=self.registry.last_age_s(now_s),
             scheduling_states=self.registry.scheduling_states,
             refusal=self.refusal,
             finished=self.ledger.finished,

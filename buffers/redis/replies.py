@@ -97,7 +97,7 @@ def books(reply: Sequence[Any]) -> Books:
 
 def stats(reply: Sequence[Any]) -> BufferStats:
     numbers, _, _, _, refused, oldest, incarnation, registry, ages, *more = reply
-    scheduling_states, sums, awaited, wait_due_s, retried = more
+    scheduling_states, sums, awaited, wait_due_s, retried, last_age_s = more
     values = _numbers(numbers)
     statuses = (wire.decode(status, GeneratorStatus) for status in registry)
     reports = sorted(
@@ -117,6 +117,7 @@ def stats(reply: Sequence[Any]) -> BufferStats:
         num_bytes=values["num_bytes"],
         generators=tuple(status for status, _ in reports),
         heartbeat_ages_s=tuple(age_s for _, age_s in reports),
+        last_heartbeat_age_s=float(last_age_s),
         scheduling_states={
             name: SchedulingState(scheduling_state)
             for name, scheduling_state in zip(names, names, strict=True)

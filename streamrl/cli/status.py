@@ -1,6 +1,7 @@
 """`streamrl status`: one screen of a run, what is wrong with it first.
 
-    0  nothing is wrong, or the run has finished or was stopped
+    0  healthy: what the run needs is there, and nothing is wrong; or the run has finished or was
+       stopped; or something is not there yet, for no longer than a start takes: a sentence for each
     1  something is wrong: a sentence for each cause
     2  the target names no run
 
@@ -27,10 +28,12 @@ from streamrl.cli.display.generators import print_generators
 from streamrl.cli.display.numbers import numbers_of, wait_shares
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
-from streamrl.diagnosis import Reading, diagnose
+from streamrl.diagnosis import Reading, diagnose, pending
 from streamrl.diagnosis.due import lasting_wait
 from streamrl.diagnosis.failures import failed_groups
 from streamrl.diagnosis.outcome import RunState, age, outcome, state_of
+from streamrl.diagnosis.presence import may_move
+from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
 from streamrl.run_folder import find_config, read_books
 from streamrl.samples.text import printable
@@ -50,8 +53,17 @@ class RunStatus:
 
     @property
     def scaling(self) -> ScalingHint | None:
-        """Of the last step, if it was measured."""
-        return scaling_hint(self.last_line)
+        """Of the last step, if it was measured, and the run goes on like that or has ended."""
+        return scaling_hint(self.last_line) if self._is_current else None
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the last step tells how the run goes: it stands still if none has followed for
+        much longer than a step takes."""
+        if state_of(self.reading).has_ended:
+            return True
+        longest_s = HEARTBEAT_TIMEOUT_S + 3 * (self.last_line.get("learner/step_s") or 0.0)
+        return (self.reading.idle_s or 0.0) <= longest_s and may_move(self.reading)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -64,7 +76,11 @@ def main(arguments: argparse.Namespace) -> int:
     console.print(printable(headline(status)), style="bold")
     for finding in findings:
         console.print(printable(f"! {finding.sentence}"), style="red")
-    if not findings:
+    for absence in pending(status.reading):
+        console.print(
+            printable(f"{waiting_as(status.reading)}: {absence.sentence}"), style="yellow"
+        )
+    if is_healthy(status.reading):
         console.print(printable(verdict(status.reading)), style="green")
     for name, value in rows(status):
         console.print(printable(f"{name:<8} {value}"))
@@ -110,6 +126,16 @@ async def _stats(target: str | RunConfig, url: str) -> tuple[BufferStats | None,
         return None, f"nothing listens at {url}: the buffer is not running"
     async with open_buffer(target) as buffer:
         return await try_stats(buffer)
+
+
+def is_healthy(reading: Reading) -> bool:
+    """Whether what the run needs is there and nothing is wrong, or it has ended in order."""
+    return not (diagnose(reading) or pending(reading))
+
+
+def waiting_as(reading: Reading) -> str:
+    """What a run does while something that it needs is not there yet."""
+    return "starting" if state_of(reading) is RunState.STARTING else "waiting"
 
 
 def verdict(reading: Reading) -> str:
@@ -164,8 +190,9 @@ def as_json(status: RunStatus) -> dict[str, Any]:
     return {
         "run": status.name,
         "state": state_of(reading),
-        "healthy": not findings,
+        "healthy": is_healthy(reading),
         "findings": msgspec.to_builtins(findings),
+        "pending": msgspec.to_builtins(pending(reading)),
         "step": status.last_line.get("step"),
         "max_steps": reading.max_steps,
         "failures": failures_of(reading),

@@ -3,16 +3,19 @@
 Pure: no clock, no input or output. The learner logs a diagnosis when a step waits longer than
 `run.stall_s`; `streamrl status` prints one at any time.
 
-Invariant: no finding means that nothing is wrong, or not for long enough to say so. A new cause is
-a function of a reading and a line in `streamrl.diagnosis.causes.CAUSES`.
+Invariant: no finding means that nothing is wrong, or not for long enough to say so; what the run
+needs and has not yet is `pending`, and it is healthy if there is neither. A new cause is a function
+of a reading and a line in `streamrl.diagnosis.causes.CAUSES`.
 """
 
 from msgspec import Struct
 
+from streamrl.diagnosis import presence
 from streamrl.diagnosis.causes import CAUSES
+from streamrl.diagnosis.due import lasting_wait
 from streamrl.diagnosis.reading import Reading
 
-__all__ = ["Finding", "Reading", "diagnose"]
+__all__ = ["Finding", "Reading", "diagnose", "pending", "waits_for"]
 
 
 class Finding(Struct, frozen=True):
@@ -27,3 +30,22 @@ def diagnose(reading: Reading) -> tuple[Finding, ...]:
     return tuple(
         Finding(cause, sentence) for cause, find in CAUSES.items() for sentence in find(reading)
     )
+
+
+def pending(reading: Reading) -> tuple[Finding, ...]:
+    """What the run needs and has not, for no longer than a start takes or since a person has said
+    so; () if all is there."""
+    return tuple(Finding(cause, sentence) for cause, sentence in presence.pending(reading))
+
+
+def waits_for(reading: Reading) -> str:
+    """What a learner waits for, as a sentence: what is absent, or a generator without weights, or
+    else the group that is due; "" if it is groups that are being sampled."""
+    if reading.stats is None or reading.is_over:
+        return ""
+    absent = (found.sentence for found in pending(reading) + diagnose(reading) if _names(found))
+    return next(absent, "") or lasting_wait(reading.stats)
+
+
+def _names(found: Finding) -> bool:
+    return found.cause in ("no_generator", "generator_silent", "nothing_leased", "left_out")

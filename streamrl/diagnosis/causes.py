@@ -1,24 +1,20 @@
 """Every known cause of a stalled run, each a function of a reading to sentences.
 
 Invariant: a cause is reported only if the reading shows it. Those that come first are nearest to
-what a person can change.
+what a person can change. What is absent is in `streamrl.diagnosis.presence`.
 """
 
 from collections.abc import Callable, Iterator
 
 from streamrl.diagnosis.due import due_group
 from streamrl.diagnosis.failures import failed_groups
+from streamrl.diagnosis.presence import late
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, Reading, lease_ages_s, reports
 from streamrl.types import BufferStats, DropReason, GeneratorStatus, LearnerActivity
 
 _NAMED = 4
 # Fewer may be a few bad rows of the data, which every display shows all the same.
 _MIN_FAILED_FRAC = 0.05
-
-
-def _buffer_unreachable(reading: Reading) -> Iterator[str]:
-    if reading.stats is None and not reading.is_over:
-        yield reading.unreachable or "the buffer does not answer"
 
 
 def _buffer_refuses(reading: Reading) -> Iterator[str]:
@@ -57,26 +53,6 @@ def _checkpoint_unsaved(reading: Reading) -> Iterator[str]:
         yield learner.unsaved
 
 
-def _learner_silent(reading: Reading) -> Iterator[str]:
-    """It is stopped, killed or frozen, or none has attached."""
-    stats, learner = reading.stats, reading.learner
-    if reading.is_over or reading.is_learner_reporting:
-        return
-    if learner is not None:
-        age = _seconds(reading.learner_age_s)
-        yield f"the learner has not reported for {age}; its last report: {learner.activity}"
-    elif stats is not None and not stats.books.learner_term:
-        yield "no learner has attached to the buffer"
-    if stats is None or stats.books.taken or not (learner or reading.is_stalled):
-        return
-    is_enough = stats.books.buffered >= stats.groups_per_step and not stats.awaited
-    if stats.books.learner_term and is_enough:
-        yield (
-            f"{stats.books.buffered} groups are buffered and no learner takes them: the learner "
-            f"that attached last, at version {stats.policy_version}, is gone"
-        )
-
-
 def _learner_fenced(reading: Reading) -> Iterator[str]:
     stats, learner = reading.stats, reading.learner
     if stats is None or learner is None or reading.is_over or not reading.is_learner_reporting:
@@ -104,23 +80,6 @@ def _too_few_groups(reading: Reading) -> Iterator[str]:
     yield "; ".join([ready, *_holders(stats)])
 
 
-def _no_generator(reading: Reading) -> Iterator[str]:
-    stats = reading.stats_if_waiting
-    if stats is not None and not stats.generators:
-        yield "no generator reports to the buffer: start one, or see whether it reaches buffer.url"
-
-
-def _generator_silent(reading: Reading) -> Iterator[str]:
-    if reading.is_over:
-        return
-    for status, age_s in reports(reading.stats):
-        if age_s > HEARTBEAT_TIMEOUT_S:
-            yield (
-                f"{status.generator_id} has not reported for {_seconds(age_s)}; its leases "
-                f"({len(status.lease_ids)} then) go to others after buffer.lease_ttl_s"
-            )
-
-
 def _old_weights(reading: Reading) -> Iterator[str]:
     """A lease is sampled only by its `min_policy_version` or a newer one."""
     stats, learner = reading.stats_if_waiting, reading.learner
@@ -139,6 +98,13 @@ def _old_weights(reading: Reading) -> Iterator[str]:
             yield sentence
 
 
+def _left_out(reading: Reading) -> Iterator[str]:
+    """By a learner that works: one that is gone sends nothing."""
+    learner = reading.learner
+    if learner is not None and reading.is_learner_reporting and not reading.is_over:
+        yield from learner.left_out
+
+
 def _outside_the_engine(reading: Reading) -> Iterator[str]:
     stats = reading.stats_if_waiting
     if stats is None:
@@ -149,25 +115,6 @@ def _outside_the_engine(reading: Reading) -> Iterator[str]:
                 f"{status.generator_id} holds {_leases(status)} and its engine is "
                 "idle: they wait for its environment, its reward, or to be put"
             )
-
-
-def _nothing_leased(reading: Reading) -> Iterator[str]:
-    stats = reading.stats_if_waiting
-    if stats is None:
-        return
-    coming = stats.books.leased + stats.books.buffered
-    if coming >= stats.groups_per_step or not stats.generators:
-        return
-    if stats.draining:
-        yield "the buffer drains (streamrl buffer drain), so it grants no lease"
-    elif not stats.books.leased:
-        states = [
-            f"{s.generator_id} is {stats.scheduling_states[s.generator_id]}"
-            for s in stats.generators
-            if s.generator_id in stats.scheduling_states
-        ]
-        no_request = f"none of {len(stats.generators)} generators asks for a lease"
-        yield "; ".join([no_request, *states[:_NAMED]])
 
 
 def _prompt_retried(reading: Reading) -> Iterator[str]:
@@ -191,20 +138,22 @@ def _groups_dropped(reading: Reading) -> Iterator[str]:
 
 
 CAUSES: dict[str, Callable[[Reading], Iterator[str]]] = {
-    "buffer_unreachable": _buffer_unreachable,
+    "buffer_unreachable": late("buffer_unreachable"),
     "buffer_refuses": _buffer_refuses,
     "groups_failed": _groups_failed,
     "checkpoint_unsaved": _checkpoint_unsaved,
     "learner_busy": _learner_busy,
-    "learner_silent": _learner_silent,
+    "learner_silent": late("learner_silent"),
     "learner_fenced": _learner_fenced,
+    "left_out": _left_out,
     "due_group": _due_group,
     "too_few_groups": _too_few_groups,
-    "no_generator": _no_generator,
-    "generator_silent": _generator_silent,
+    "no_generator": late("no_generator"),
+    "generator_silent": late("generator_silent"),
     "old_weights": _old_weights,
     "outside_the_engine": _outside_the_engine,
-    "nothing_leased": _nothing_leased,
+    "nothing_leased": late("nothing_leased"),
+    "no_validator": late("no_validator"),
     "prompt_retried": _prompt_retried,
     "groups_dropped": _groups_dropped,
 }

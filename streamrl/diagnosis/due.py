@@ -5,7 +5,7 @@ Under `buffer.overdue: wait` such a wait belongs to the work, so it is no findin
 """
 
 from streamrl.diagnosis.reading import lease_ages_s, reports
-from streamrl.types import MAX_AWAITED, BufferStats
+from streamrl.types import MAX_AWAITED, BufferStats, Lease
 
 SHOWN_AFTER_S = 1.0
 
@@ -21,8 +21,19 @@ def due_group(stats: BufferStats) -> str:
     held = _holder(stats, first.lease_id)
     sentence = f"step {stats.policy_version + 1} waits for prompt {first.prompt_index}{held}"
     num_as_due = sum(other.min_policy_version == first.min_policy_version for other in others)
-    remedy = "raise buffer.max_staleness or set buffer.overdue: train"
-    return "; ".join([sentence, *_as_due(num_as_due), remedy])
+    return "; ".join([sentence, *_as_due(num_as_due), _remedy(stats, first)])
+
+
+def _remedy(stats: BufferStats, awaited: Lease) -> str:
+    """Another bound helps a group that is sampled, not one whose generator lacks the weights."""
+    needed = awaited.min_policy_version
+    for status in stats.generators:
+        if awaited.lease_id in status.lease_ids and status.policy_version < needed:
+            return (
+                f"it needs version {needed}, and its generator has {status.policy_version}: "
+                "weights do not arrive there in time (weights.deadline_s)"
+            )
+    return "raise buffer.max_staleness or set buffer.overdue: train"
 
 
 def _as_due(count: int) -> tuple[str, ...]:

@@ -39,8 +39,9 @@ def state_of(reading: Reading) -> RunState:
             return RunState.FINISHED
         is_starting = reading.is_relaunched and stats is not None
         return RunState.STARTING if is_starting else RunState.STOPPED
-    is_working = reading.is_learner_reporting or stats is not None
-    return RunState.RUNNING if is_working else RunState.DEAD
+    if reading.is_learner_reporting or stats is not None:
+        return RunState.RUNNING
+    return RunState.STARTING if reading.is_starting else RunState.DEAD
 
 
 def outcome(reading: Reading) -> str:

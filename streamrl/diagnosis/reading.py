@@ -5,6 +5,7 @@ Pure: ages are in seconds, and the caller reads the clock.
 
 from msgspec import Struct
 
+from streamrl.config import RunConfig
 from streamrl.types import BufferStats, GeneratorStatus, LearnerActivity, LearnerStatus
 
 HEARTBEAT_TIMEOUT_S = 10.0
@@ -12,6 +13,8 @@ HEARTBEAT_TIMEOUT_S = 10.0
 
 Generators and learner report every second; on a busy machine some reports are late.
 """
+START_S = 120.0
+"""What a process takes to start, from its command to its first report, if the run does not say."""
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -19,8 +22,9 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     `stats` is None if the buffer did not answer, with the reason in `unreachable`; `learner` is
     None if nothing is known of it, else `learner_age_s` old. `is_relaunched`: a launch has begun
-    since that report. `idle_s` is the time since the last step ended, and `max_steps` the run's, if
-    they are known.
+    since that report. `idle_s` is the time since the last step ended, `launched_s` that since the
+    newest launch began, and `max_steps` the run's, if they are known. `startup_s` is what the start
+    of a generator may take.
     """
 
     stall_s: float
@@ -30,7 +34,30 @@ class Reading(Struct, frozen=True, kw_only=True):
     learner_age_s: float = 0.0
     is_relaunched: bool = False
     idle_s: float | None = None
+    launched_s: float | None = None
+    startup_s: float = START_S
     max_steps: int | None = None
+
+    @property
+    def start_s(self) -> float:
+        """How long a process may be away before it counts as gone; a run that stands still for
+        `stall_s` is reported in any case."""
+        return min(self.startup_s, self.stall_s)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a launch has begun a moment ago, and no learner has reported since."""
+        has_reported = self.learner is not None and not self.is_relaunched
+        is_new = self.launched_s is not None and self.launched_s <= self.start_s
+        return is_new and not has_reported
+
+    @property
+    def needs_generators(self) -> bool:
+        """Whether the run has a learner that has not got all its groups."""
+        stats, learner = self.stats, self.learner
+        if stats is None or self.is_over or not stats.books.learner_term:
+            return False
+        return learner is None or learner.activity is not LearnerActivity.VALIDATING
 
     @property
     def is_learner_reporting(self) -> bool:
@@ -65,6 +92,13 @@ class Reading(Struct, frozen=True, kw_only=True):
             return stats if learner.activity is LearnerActivity.WAITING else None
         is_short = not stats.books.taken and stats.books.buffered < stats.groups_per_step
         return stats if stats.books.learner_term and (is_short or stats.awaited) else None
+
+
+def startup_s(config: RunConfig) -> float:
+    """What the start of a generator may take: one with a server of its own waits for that."""
+    generator = config.generator
+    starts_server = generator.engine in ("vllm", "sglang") and generator.url is None
+    return generator.served.start_timeout_s if starts_server else START_S
 
 
 def reports(stats: BufferStats | None) -> list[tuple[GeneratorStatus, float]]:

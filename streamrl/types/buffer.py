@@ -200,7 +200,9 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     first, at most MAX_RETRIED; a restarted buffer counts them anew.
 
     `heartbeat_ages_s` are the seconds since the status of each of `generators`, on the buffer's
-    clock; `scheduling_states` has the ids that are not active, whether they report or not.
+    clock, and `last_heartbeat_age_s` those since any generator reported, whether it is still
+    listed or not, or since a learner attached if that is later; `scheduling_states` has the ids
+    that are not active, whether they report or not.
     `refusal` is why the buffer accepts no group at present, such as a full disk; "" if it does.
     `lengths` are those since the buffer's first start, rounded. `is_over` is false of a `finished`
     run that a learner may still go on with, as after a restart of the buffer.
@@ -218,6 +220,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     generators: tuple[GeneratorStatus, ...] = ()
     heartbeat_ages_s: tuple[float, ...] = ()
+    last_heartbeat_age_s: float = 0.0
     refusal: str = ""
     scheduling_states: dict[str, SchedulingState] = {}
     finished: bool = False
@@ -265,10 +268,12 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
 
     `time_s` is Unix time, `activity_s` how long the activity lasts. `behind` are generators that
     did not answer the last weight update; `dropped` is the books' column at the end of the last
-    step; `waits_for` is a sentence about the group that is due, if the learner waits for one;
+    step; `waits_for` is a sentence about what the learner waits for, if it is not sampled;
     `failures` is one about the groups that failed, "" if none did; `unsaved` is one about the
     checkpoint that cannot be written, "" if the last one was; `validating` is one about what
-    validators do; `ended_early` is why the run ended before its last step.
+    validators do; `ended_early` is why the run ended before its last step. `no_validator_s` is how
+    long no validator has reported, None in a run without validations; `left_out` has a sentence for
+    each receiver that weights do not reach, or not in time.
     """
 
     policy_version: int
@@ -285,3 +290,5 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     unsaved: str = ""
     validating: str = ""
     ended_early: str = ""
+    no_validator_s: float | None = None
+    left_out: tuple[str, ...] = ()

@@ -47,6 +47,7 @@ from streamrl.types import (
     TrajectoryGroup,
     pack,
     ranges_of,
+    replace,
 )
 from tests.records import damaged, lease_one, make_group, with_candidates
 from tests.waiting import until
@@ -222,6 +223,25 @@ async def test_a_prompt_without_a_group_after_three_leases_is_in_the_stats(conne
     assert (await buffer.stats()).retried == ()
 
 
+async def test_the_stats_say_for_how_long_no_generator_has_reported(connect):
+    """From when a learner attached, which needs one."""
+    buffer = connect()
+
+    async def until_older() -> None:
+        async with asyncio.timeout(5.0):
+            while (await buffer.stats()).last_heartbeat_age_s < 0.05:
+                await asyncio.sleep(0.01)
+
+    await buffer.attach(0, None)
+    await until_older()
+    await buffer.heartbeat(status("g"))
+    stats = await buffer.stats()
+    assert stats.last_heartbeat_age_s == pytest.approx(stats.heartbeat_ages_s[0], abs=1e-4)
+    await buffer.heartbeat(status("g", is_leaving=True))
+    assert (await buffer.stats()).generators == ()
+    await until_older()
+
+
 async def test_a_part_of_a_batch_is_lent_while_the_rest_is_due(connect):
     learner = connect()
     await learner.attach(0, None)
@@ -326,7 +346,8 @@ async def test_a_take_may_bring_the_payloads_and_advance_the_stats(connect):
     await fill(generator, "d")
     assert [group.group_id for group in (await waiting).groups] == ["2:c", "3:d"]
     stats = await learner.advance(1)
-    assert stats == await learner.stats()
+    known = replace(await learner.stats(), last_heartbeat_age_s=stats.last_heartbeat_age_s)
+    assert stats == known
     assert (stats.policy_version, stats.books.trained, stats.in_flight) == (1, 2, 2)
 
 

@@ -433,6 +433,7 @@ def comparable(stats: Any) -> Any:
     return (
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
         *(stats.overdue, stats.awaited, round(stats.wait_due_s, 4), stats.retried),
+        round(stats.last_heartbeat_age_s, 4),
         *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),
         *(stats.scheduling_states, stats.lengths),
         sorted(reports, key=lambda report: report[0].generator_id),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from streamrl.diagnosis import Reading, diagnose
+from streamrl.diagnosis import Reading, diagnose, pending, waits_for
 from streamrl.diagnosis.due import lasting_wait
 from streamrl.types import (
     Books,
@@ -14,10 +14,15 @@ from streamrl.types import (
     Lease,
     OverduePolicy,
     RetriedPrompt,
+    SchedulingState,
     replace,
 )
 
 STALL_S = 300.0
+LATE = (
+    "gen-1 has exceeded weights.deadline_s (0.01 s) for 5 updates one after the other; the last "
+    "one took 0.3 s: set weights.deadline_s to 2"
+)
 UNSAVED = (
     "runs/first/checkpoints/step-00000040 cannot be saved: [Errno 28] No space left on device; the "
     "steps since 30 are in no checkpoint"
@@ -113,11 +118,32 @@ SITUATIONS = {
         ["too_few_groups: 13 of 16 groups at version 43; 3 leased and not reported yet"],
     ),
     "no generator": (
-        text(buffer()),
+        text(buffer(last_heartbeat_age_s=330.0)),
         [
             "too_few_groups: 0 of 16 groups at version 43",
-            "no_generator: no generator reports to the buffer: start one, or see whether it "
-            "reaches buffer.url",
+            "no_generator: no generator reports to the buffer, for 330 s: start one, or see "
+            "whether it reaches buffer.url",
+        ],
+    ),
+    "no generator, long before anything stalls": (
+        text(buffer(last_heartbeat_age_s=121.0), learner=learner(for_s=120.0)),
+        [
+            "no_generator: no generator reports to the buffer, for 121 s: start one, or see "
+            "whether it reaches buffer.url"
+        ],
+    ),
+    "a generator that came once and is frozen, long before anything stalls": (
+        text(buffer(holding("gen-3", 20.0), ages_s=(121.0,)), learner=learner(for_s=120.0)),
+        [
+            "generator_silent: gen-3 has not reported for 121 s; its leases (1 then) go to others "
+            "after buffer.lease_ttl_s"
+        ],
+    ),
+    "no validator": (
+        text(buffer(WORKING, leased=2), learner=learner(for_s=1.0, no_validator_s=121.0)),
+        [
+            "no_validator: no validator has reported for 121 s, and no version is validated "
+            "meanwhile: start one, or see whether it reaches weights.address"
         ],
     ),
     "the buffer drains": (
@@ -261,6 +287,17 @@ SITUATIONS = {
         text(buffer(LONG, **awaited("gen-3/1"), taken=3), learner=None),
         [f"due_group: step 44 waits for prompt 812 on gen-3: 400 s; {REMEDY}"],
     ),
+    "a group that is due where weights do not arrive": (
+        text(buffer(holding("gen-3", 41.0, version=40), **awaited("gen-3/0")))[:1],
+        [
+            "due_group: step 44 waits for prompt 812 on gen-3: 42 s; it needs version 41, and its "
+            "generator has 40: weights do not arrive there in time (weights.deadline_s)"
+        ],
+    ),
+    "weights that arrive too late, long before anything stalls": (
+        text(buffer(WORKING, leased=2), learner=learner(for_s=1.0, left_out=(LATE,))),
+        [f"left_out: {LATE}"],
+    ),
     "a group that is due hangs in its reward": (
         text(buffer(holding("gen-3", 400.0, num_active=0), **awaited("gen-3/0"))),
         [
@@ -301,24 +338,101 @@ def test_a_stalled_run_is_reported_with_its_cause(situation: str):
     assert found == expected
 
 
+AWAY = "; its leases (1 then) go to others after buffer.lease_ttl_s"
+NO_GENERATOR = "start one, or see whether it reaches buffer.url"
+STATES = {"gen-1": SchedulingState.CORDONED}
+PENDING = {
+    "a generator that is started again": (
+        {"stats": buffer(holding("gen-1", 9.0), ages_s=(12.0,))},
+        [f"generator_silent: gen-1 has not reported for 12 s{AWAY}"],
+    ),
+    "and forgotten meanwhile": (
+        {"stats": buffer(last_heartbeat_age_s=40.0)},
+        [f"no_generator: no generator reports to the buffer, for 40 s: {NO_GENERATOR}"],
+    ),
+    "and whose server takes its time": (
+        {"stats": buffer(last_heartbeat_age_s=200.0), "startup_s": 600.0},
+        [f"no_generator: no generator reports to the buffer, for 200 s: {NO_GENERATOR}"],
+    ),
+    "while the learner computes": (
+        {
+            "stats": buffer(last_heartbeat_age_s=20.0, taken=16),
+            "learner": learner(LearnerActivity.COMPUTING, 20.0),
+        },
+        [f"no_generator: no generator reports to the buffer, for 20 s: {NO_GENERATOR}"],
+    ),
+    "a launch of which nothing answers yet": (
+        {"stats": None, "learner": None, "unreachable": "nothing listens", "launched_s": 9.0},
+        ["buffer_unreachable: nothing listens"],
+    ),
+    "a launch whose learner loads its model": (
+        {"stats": replace(buffer(), books=Books()), "learner": None, "launched_s": 9.0},
+        ["learner_silent: no learner has attached to the buffer"],
+    ),
+    "a launch that goes on with a run": (
+        {
+            "stats": replace(buffer(), books=Books()),
+            "learner_age_s": 900.0,
+            "is_relaunched": True,
+            "launched_s": 9.0,
+        },
+        ["learner_silent: the learner has not reported for 900 s; its last report: waits for "
+         "groups"],
+    ),
+    "generators that may not ask": (
+        {"stats": buffer(generator("gen-1"), scheduling_states=STATES)},
+        ["nothing_leased: none of 1 generators asks for a lease; gen-1 is cordoned"],
+    ),
+    "a buffer that drains": (
+        {"stats": buffer(generator("gen-1"), draining=True)},
+        ["nothing_leased: the buffer drains (streamrl buffer drain), so it grants no lease"],
+    ),
+    "a validator that is started again": (
+        {"stats": buffer(WORKING, leased=2), "learner": learner(for_s=1.0, no_validator_s=30.0)},
+        ["no_validator: no validator has reported for 30 s, and no version is validated "
+         "meanwhile: start one, or see whether it reaches weights.address"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("situation", PENDING)
+def test_what_is_not_there_yet_is_neither_wrong_nor_healthy(situation: str):
+    known, expected = PENDING[situation]
+    reading = Reading(stall_s=STALL_S, **{"learner": learner(for_s=1.0), **known})
+    assert diagnose(reading) == ()
+    assert [f"{found.cause}: {found.sentence}" for found in pending(reading)] == expected
+
+
+def test_a_learner_says_that_it_waits_for_a_generator():
+    waiting = Reading(
+        stall_s=STALL_S, stats=buffer(last_heartbeat_age_s=15.0), learner=learner(for_s=14.0)
+    )
+    assert waits_for(waiting).startswith("no generator reports to the buffer, for 15 s")
+    assert waits_for(replace(waiting, stats=buffer(WORKING, leased=2))) == ""
+    assert waits_for(replace(waiting, stats=buffer(finished=True))) == ""
+
+
 @pytest.mark.parametrize(
     ("stats", "fields"),
     [
         (buffer(WORKING, leased=2, buffered=9), {"learner": learner(for_s=299.0)}),
-        (buffer(taken=16), {"learner": learner(LearnerActivity.COMPUTING, 299.0)}),
+        (buffer(WORKING, taken=16), {"learner": learner(LearnerActivity.COMPUTING, 299.0)}),
         (buffer(WORKING, leased=2, taken=16), {"learner": None, "idle_s": 12.0}),
         (buffer(holding("gen-1", 200.0), leased=1), {"learner": None}),
         (buffer(LONG, **awaited("gen-3/1")), {"learner": learner(for_s=41.0)}),
         (buffer(finished=True), {}),
+        (buffer(), {"learner": learner(LearnerActivity.VALIDATING, 200.0)}),
         (None, {"learner": learner(LearnerActivity.ENDED), "learner_age_s": 900.0}),
     ],
     ids=[
         *("waits", "computes", "no word", "buffer alone", "waits for what is due"),
-        *("finished", "ended and gone"),
+        *("finished", "validates the last version", "ended and gone"),
     ],
 )
 def test_a_run_that_moves_or_is_over_is_healthy(stats, fields):
     assert text(stats, **fields) == []
+    reading = Reading(stall_s=STALL_S, stats=stats, **{"learner": learner(), **fields})
+    assert pending(reading) == ()
 
 
 def test_of_many_holders_the_four_that_hold_longest_are_named():

@@ -40,6 +40,8 @@ def at_port(config: RunConfig, port: int, max_steps: int = 6) -> RunConfig:
     learner = config.learner.model_copy(update={"optimizer": optimizer})
     config = config.model_copy(update={"buffer": buffer, "run": run, "learner": learner})
     (config.run.path / "config.yaml").write_text(to_yaml(config))
+    # By the launch, before all reports.
+    os.utime(config.run.path / "config.yaml", (0, 0))
     return config
 
 
@@ -148,6 +150,53 @@ def test_a_run_that_is_launched_again_starts_until_its_learner_reports(
     assert state in capsys.readouterr().out.splitlines()[1]
     monkeypatch.setattr("streamrl.cli.watch.time.sleep", interrupt)
     assert main(["watch", str(config.run.path)]) == (130 if goes_on else 0)
+
+
+SCALING = (
+    *("steps_per_s", "steps_per_s_generator_added", "steps_per_s_rank_added"),
+    *("num_generators_wanted", "rest_frac"),
+)
+
+
+def test_a_run_whose_generators_are_gone_is_not_healthy_and_gets_no_hint_to_add_one(
+    tmp_path, capsys, monkeypatch, closed_port
+):
+    """At once it waits for one, which may be starting; after two minutes that is a finding."""
+    age_s = 0.0
+    hints = {f"scaling/{name}": 1.0 for name in SCALING} | {"generator/idle_frac": 0.1}
+
+    async def read_stats(*_: object) -> tuple[BufferStats, str]:
+        return buffer(last_heartbeat_age_s=age_s), ""
+
+    monkeypatch.setattr("streamrl.cli.status._stats", read_stats)
+    config = at_port(make_run(tmp_path, activity=LearnerActivity.WAITING), closed_port, 9)
+    line = {"step": 6, "time_s": time.time(), "generator/count": 1, **hints}
+    (config.run.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    for age_s, code in ((20.0, 0), (121.0, 1)):
+        assert main(["status", str(config.run.path)]) == code
+        output = capsys.readouterr().out
+        sentence = f"no generator reports to the buffer, for {age_s:.0f} s"
+        assert output.splitlines()[1].startswith(f"{'!' if code else 'waiting:'} {sentence}")
+        assert "healthy" not in output
+        assert "another generator would" not in output
+        assert main(["status", str(config.run.path), "--json"]) == code
+        record = json.loads(capsys.readouterr().out)
+        assert (record["healthy"], record["scaling"]) == (False, None)
+        found = record["findings" if code else "pending"]
+        assert [finding["cause"] for finding in found] == ["no_generator"]
+
+
+def test_a_run_that_a_launch_starts_just_now_is_starting_and_not_wrong(
+    tmp_path, capsys, closed_port
+):
+    config = at_port(make_run(tmp_path), closed_port)
+    (config.run.path / "learner.json").unlink()
+    for launched_s, code in ((5.0, 0), (125.0, 1)):
+        launched = time.time() - launched_s
+        os.utime(config.run.path / "config.yaml", (launched, launched))
+        assert main(["status", str(config.run.path)]) == code
+        prefix = "!" if code else "starting:"
+        assert capsys.readouterr().out.splitlines()[1].startswith(f"{prefix} nothing listens at")
 
 
 def interrupt(_: float) -> None:

@@ -32,6 +32,9 @@ class Sender:
     def behind(self) -> tuple[str, ...]:
         return ("gen-1",)
 
+    def left_out(self) -> tuple[str, ...]:
+        return ()
+
 
 class Unreachable(MemoryBuffer):
     async def stats(self) -> BufferStats:

@@ -134,10 +134,10 @@ def test_a_snapshot_has_what_a_run_does():
 
 
 FIELDS = {
-    *("schema", "run", "time_s", "state", "outcome", "headline", "findings", "notes", "unknown"),
+    *("schema", "run", "time_s", "state", "outcome", "headline", "findings", "notes", "pending"),
     *("policy_version", "step", "max_steps", "num_steps", "steps_per_s", "eta_s", "learner"),
     *("reward", "rewards", "step_time", "books", "staleness", "mismatch", "generators", "scaling"),
-    *("generated_tokens_per_s", "trained_tokens_per_s"),
+    *("generated_tokens_per_s", "trained_tokens_per_s", "unknown"),
 }
 
 

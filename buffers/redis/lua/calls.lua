@@ -72,11 +72,13 @@ local function read_stats()
     local report = cmsgpack.unpack(packed)
     registry[i], ages[i] = report.status, string.format('%.17g', now_s - report.seen_s)
   end
+  local heard_s = tonumber(call('GET', key('heard_s')) or now_s)
   local numbers, dropped, in_flight_prompts, free = read_books()
   return {
     'ok', numbers, dropped, in_flight_prompts, free, call('HGETALL', key('refused')),
     oldest() or '', incarnation(), registry, ages, call('HGETALL', key('scheduling_states')),
     call('HGETALL', key('lengths')), awaited_leases(), wait_due_s(now_s), retried(),
+    string.format('%.17g', now_s - heard_s),
   }
 end
 
@@ -142,6 +144,11 @@ function calls.refuse_malformed(lease_id)
   return { 'ok' }
 end
 
+-- A generator has reported, or a learner attached, which needs one from now on.
+local function hear()
+  call('SET', key('heard_s'), string.format('%.17g', now_s))
+end
+
 -- Store the report; `known` is the one before it.
 local function store_report(known, generator_id, session, status)
   local replaced = known and known.replaced or {}
@@ -152,6 +159,7 @@ local function store_report(known, generator_id, session, status)
   end
   local report = { session = session, seen_s = now_s, status = status, replaced = replaced }
   call('HSET', key('registry'), generator_id, cmsgpack.pack(report))
+  hear()
 end
 
 local function remove_generator(generator_id, session)
@@ -218,6 +226,7 @@ function calls.attach(version, books, call_id, learner_id)
     call('SET', key('learner_id'), learner_id)
     call('SET', known, int(learner_term), 'EX', REPEATED_S)
   end
+  hear()
   return { 'ok', tonumber(learner_term), { unpack(read_stats(), 2) } }
 end
 

@@ -16,9 +16,10 @@ from streamrl.config import RunConfig
 from streamrl.config.secrets import hide_password
 from streamrl.diagnosis import Reading
 from streamrl.diagnosis.outcome import RunState, outcome, state_of
+from streamrl.diagnosis.reading import startup_s
 from streamrl.errors import ConfigError, StreamRLError, TransportError
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.run_folder import find_config, is_launched_since, read_learner
+from streamrl.run_folder import find_config, is_launched_since, launched_s, read_learner
 
 _DEADLINE_S = 10.0
 _PROBE_S = 2.0
@@ -81,6 +82,8 @@ def read_folder(config: RunConfig) -> Reading:
         learner_age_s=0.0 if learner is None else max(0.0, time.time() - learner.time_s),
         is_relaunched=learner is not None and is_launched_since(config.run.path, learner.time_s),
         max_steps=config.run.max_steps,
+        launched_s=launched_s(config.run.path),
+        startup_s=startup_s(config),
     )
 
 

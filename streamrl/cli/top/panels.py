@@ -45,7 +45,10 @@ def _head(snapshot: Snapshot) -> Iterator[RenderableType]:
         yield Text(printable(f"! {finding.sentence}"), style="red")
     if rest := snapshot.findings[_MAX_FINDINGS:]:
         yield Text(f"! {len(rest)} other findings: streamrl status", style="red")
-    if not snapshot.findings:
+    waiting = "starting" if snapshot.state == "starting" else "waiting"
+    for absence in snapshot.pending:
+        yield Text(printable(f"{waiting}: {absence.sentence}"), style="yellow")
+    if not (snapshot.findings or snapshot.pending):
         healthy = snapshot.outcome or ("healthy" if snapshot.state == "running" else snapshot.state)
         doing = f"; the learner {snapshot.learner}" if snapshot.learner else ""
         yield Text(healthy + ("" if snapshot.outcome else doing), style="green")

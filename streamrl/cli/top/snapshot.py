@@ -12,9 +12,9 @@ from msgspec import Struct
 from streamrl.cli.display.generators import GeneratorRow, generator_rows
 from streamrl.cli.display.numbers import averaged, metric_mean, rate
 from streamrl.cli.status import RunStatus, failures_of, headline, waits_for
-from streamrl.diagnosis import Finding, diagnose
+from streamrl.diagnosis import Finding, diagnose, pending
 from streamrl.diagnosis.outcome import outcome, state_of
-from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
+from streamrl.diagnosis.scaling import ScalingHint
 from streamrl.metrics import STALENESS_BUCKETS
 from streamrl.types import Books, BufferStats
 
@@ -73,6 +73,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     outcome: str
     headline: str
     findings: tuple[Finding, ...]
+    pending: tuple[Finding, ...]
     notes: tuple[str, ...]
     unknown: tuple[str, ...]
     policy_version: int | None
@@ -119,6 +120,7 @@ def make_snapshot(
         outcome=outcome(reading),
         headline=headline(status),
         findings=diagnose(reading),
+        pending=pending(reading),
         notes=tuple(_notes(status)),
         unknown=tuple(_unknown(status, lines)),
         policy_version=max((v for v in known if v is not None), default=None),
@@ -137,7 +139,7 @@ def make_snapshot(
         generated_tokens_per_s=rate(newest, "generator/tokens_per_s"),
         trained_tokens_per_s=metric_mean(newest, "learner/tokens_per_s"),
         generators=tuple(generator_rows(stats, before)) if stats else (),
-        scaling=scaling_hint(newest[-1]) if newest else None,
+        scaling=status.scaling,
     )
 
 
