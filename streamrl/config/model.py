@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from streamrl.config.numbers import NotNegative, Positive, Probability
+from streamrl.config.numbers import LearningRate, NotNegative, Positive, Probability
 from streamrl.config.section import Section
 
 
@@ -34,7 +34,7 @@ class RecipeSettings(Section):
     """Standard deviation of the random weights; narrow models learn faster from wider ones."""
     batch_size: Positive = 128
     """Examples per supervised step."""
-    lr: Annotated[float, Field(gt=0)] = 2e-3
+    lr: LearningRate = 2e-3
     """Learning rate of the supervised steps."""
 
 

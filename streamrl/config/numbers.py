@@ -8,8 +8,23 @@ from pydantic import AfterValidator, Field
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a running mean, which with 1 would never change."""
 Probability = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _moves_less_than_a_weight(rate: float) -> float:
+    if rate > 1:
+        raise ValueError(
+            f"was {rate:g}; it must be at most 1: AdamW moves every weight by about the learning "
+            "rate at each step, however small its gradient, and weights are smaller than 1"
+        )
+    return rate
+
+
+LearningRate = Annotated[float, AfterValidator(_moves_less_than_a_weight), Field(gt=0, le=1)]
+LearningRateOrZero = Annotated[float, AfterValidator(_moves_less_than_a_weight), Field(ge=0, le=1)]
 
 
 def _device(name: str) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from streamrl.checkpoints.history import write_history
 from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.doctor.machine import Machine
 from streamrl.cli.main import main
-from streamrl.cli.preflight import model
+from streamrl.cli.preflight import limits, model
 from streamrl.cli.preflight.report import Report, examine
 from streamrl.config import load_config
 from streamrl.config.loading.load import load_usable
@@ -244,6 +245,58 @@ TRAPS = [
         ["generator.vllm.url=http://me:secret@127.0.0.1:9"],
         r"generator\.vllm\.url: holds a password",
     ),
+    (
+        ["weights.deadline_s=0.01"],
+        r"weights\.deadline_s: was 0.01 s, and an update of .* takes at least .* must be at least",
+    ),
+    (["buffer.deadline_s=0.01"], r"buffer\.deadline_s: was 0.01 s, and an answer of the buffer"),
+    (
+        ["generator.group_deadline_s=0.01"],
+        r"generator\.group_deadline_s: was 0.01 s, and the first token of an episode takes longer",
+    ),
+    (
+        ["generator.episode.turn_deadline_s=0.01"],
+        r"generator\.episode\.turn_deadline_s: was 0.01 s, .* must be at least 0.05",
+    ),
+    (
+        ["learner.num_ranks=2", "learner.rank_deadline_s=0.5"],
+        r"learner\.rank_deadline_s: was 0.5 s, and two reports of a rank take",
+    ),
+    (
+        [f"buffer.max_group_bytes={2**60}"],
+        rf"buffer\.max_group_bytes: was {2**60}, and this machine has .* GiB .* at most \d+",
+    ),
+    (
+        [
+            "generator.min_new_tokens=8",
+            "generator.group_size=60000",
+            "learner.groups_per_step=1000000",
+        ],
+        r"learner\.groups_per_step: was 1000000, and no batch can be filled: .* at most \d+ are",
+    ),
+    (["learner.groups_per_step=1048577"], r"learner\.groups_per_step: was 1048577; .* 1048576"),
+    *(
+        ([*others, f"{setting}=1e10"], rf"{setting}: was 1e\+10; it must be at most 1: AdamW moves")
+        for setting, *others in (
+            ["learner.optimizer.lr"],
+            ["algorithm.value.lr", "algorithm.advantage=gae"],
+            ["model.recipe.lr"],
+        )
+    ),
+    (
+        ['learner.optimizer.groups=[{parameters: "*", lr: 2.0}]'],
+        r"learner\.optimizer\.groups\.0\.lr: was 2; it must be at most 1: AdamW",
+    ),
+    (["learner.optimizer.betas=[0.9, 1.0]"], r"learner\.optimizer\.betas\.1: was 1.* less than 1"),
+    (
+        ["learner.optimizer.lr=0.1", "learner.optimizer.weight_decay=20"],
+        r"learner\.optimizer\.weight_decay: was 20 with learning rate 0.1; their product",
+    ),
+    (["model.path=nothing/there/model"], r"model\.path: there is no folder nothing/there/model"),
+    (
+        ["model.path=rows.jsonl/model", "model.recipe.hidden_size=64"],
+        r"model\.path: rows.jsonl/model cannot be made from model.recipe: .*rows.jsonl is a file",
+    ),
 ]
 
 
@@ -270,6 +323,7 @@ WARNED = [
     (["data.source=rows.jsonl"], r"learner\.groups_per_step: 32 is more than the 10 prompts"),
     (["buffer.max_group_bytes=2000"], r"buffer\.max_group_bytes: .*more than about 19 tokens each"),
     (["buffer.lease_ttl_s=2"], r"buffer\.lease_ttl_s: 2 s"),
+    (["weights.deadline_s=0.5"], r"weights\.deadline_s: was 0.5 s, .* left out of updates"),
     (
         [
             "generator.max_model_len=64",
@@ -290,6 +344,26 @@ WARNED = [
 def test_what_may_be_regretted_is_a_warning(folder, overrides, sentence):
     warnings = report(folder, *overrides).warnings
     assert any(re.search(sentence, warning) for warning in warnings), warnings
+
+
+def test_an_update_is_timed_by_the_bytes_that_are_sent(folder, monkeypatch):
+    """Half of the deadline is for a copy; what is not known, or faster, refuses nothing."""
+    monkeypatch.setattr(limits, "memory_bytes_per_s", lambda: 1e4)
+    shape = SimpleNamespace(num_parameters=1000)
+    monkeypatch.setattr(limits, "ModelShape", SimpleNamespace(of=lambda config: shape))
+    needed = 2 * (4000 / 1e4 + limits.ANSWER_S)
+
+    def refused(deadline_s: float, *others: str) -> bool:
+        return bool(report(folder, f"weights.deadline_s={deadline_s}", *others).problems)
+
+    assert refused(0.99 * needed)
+    assert not refused(1.01 * needed)
+    assert not refused(0.6 * needed, "learner.dtype=bfloat16", "weights.dtype=bfloat16")
+    assert not refused(0.51 * needed, "weights.transport=files")
+    assert not refused(0.21, "learner.lora={rank: 4}")
+    monkeypatch.setattr(limits, "torch_has_cuda", lambda: True)
+    assert not refused(0.21)
+    assert refused(0.21, "learner.device=cpu")
 
 
 BFLOAT16 = ["learner.dtype=bfloat16", "generator.dtype=bfloat16"]

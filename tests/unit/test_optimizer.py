@@ -22,7 +22,7 @@ TO_THE_END = {**WARMUP, "num_training_steps": STEPS}
 
 def rates_of(make: Callable[..., LRScheduler], arguments: dict[str, Any]) -> list[float]:
     """From the end of the warm-up to the step after the last."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = make(optimizer, **arguments)
     rates = []
     with warnings.catch_warnings():
@@ -41,7 +41,7 @@ def rates_of(make: Callable[..., LRScheduler], arguments: dict[str, Any]) -> lis
         (
             {"schedule": "linear", "min_lr_ratio": 0.25},
             theirs.get_polynomial_decay_schedule_with_warmup,
-            {**TO_THE_END, "lr_end": 0.5},
+            {**TO_THE_END, "lr_end": 0.25},
         ),
         ({"schedule": "cosine"}, theirs.get_cosine_schedule_with_warmup, TO_THE_END),
         (
@@ -71,9 +71,9 @@ def rates_of(make: Callable[..., LRScheduler], arguments: dict[str, Any]) -> lis
 )
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 8}, {"warmup_ratio": 0.2}])
 def test_a_schedule_is_that_of_transformers(settings, make, arguments, warmup):
-    ours = OptimizerSettings(lr=2.0, **settings, **warmup)
+    ours = OptimizerSettings(lr=1.0, **settings, **warmup)
     rates = [learning_rate(step, ours, STEPS) for step in range(STEPS + 1)]
-    assert rates[:8] == pytest.approx([2.0 * (step + 1) / 8 for step in range(8)])
+    assert rates[:8] == pytest.approx([(step + 1) / 8 for step in range(8)])
     assert rates[8:] == pytest.approx(rates_of(make, arguments), abs=1e-12)
 
 

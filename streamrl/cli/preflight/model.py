@@ -1,6 +1,7 @@
 """Whether the model and its tokenizer are there, belong together, and fit the settings."""
 
 import re
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.model_folder import ModelFolder, local_folder
 
-HUB_S = 1.0
+HUB_S = 5.0
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -28,7 +29,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
                 f"model.recipe.hidden_size: was {recipe.hidden_size}, which "
                 f"model.recipe.num_heads {recipe.num_heads} do not divide"
             )
-        yield fact(f"model.path: {path} will be made from model.recipe")
+        yield _makeable(Path(path))
         return
     folder = find_folder("model.path", path)
     if isinstance(folder, Finding):
@@ -40,6 +41,19 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         yield tokenizer
     else:
         yield from _check_tokenizer(config, folder, tokenizer)
+
+
+def _makeable(path: Path) -> Finding:
+    """Whether the folder can be made, by writing beside it."""
+    cannot = f"model.path: {path} cannot be made from model.recipe"
+    existing = next(p for p in path.absolute().parents if p.exists())
+    if not existing.is_dir():
+        return problem(f"{cannot}: {existing} is a file")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return fact(f"model.path: {path} will be made from model.recipe")
+    except OSError as error:
+        return problem(f"{cannot}: {existing} cannot be written: {error.strerror}")
 
 
 def find_folder(setting: str, name: str) -> ModelFolder | Finding:

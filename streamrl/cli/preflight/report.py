@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from streamrl.cli.preflight.data import check_prompts, check_user_code
 from streamrl.cli.preflight.effects import check_effects
 from streamrl.cli.preflight.findings import Finding, Kind, problem
+from streamrl.cli.preflight.limits import check_limits
 from streamrl.cli.preflight.machine import (
     check_devices,
     check_folder,
@@ -39,6 +40,7 @@ CHECKS: Mapping[str, Callable[[RunConfig], Iterator[Finding]]] = {
     "addresses": check_addresses,
     "servers": check_servers,
     "sizes": check_sizes,
+    "limits": check_limits,
 }
 
 

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from streamrl.config.algorithm.losses import AggregationMode
+from streamrl.config.numbers import LearningRate
 from streamrl.config.section import Section
 
 
@@ -15,7 +16,7 @@ class ValueSettings(Section):
     """Weight of the value loss."""
     loss_agg_mode: AggregationMode = "token-mean"
     """How per-token value losses become one number."""
-    lr: float | None = Field(default=None, gt=0)
+    lr: LearningRate | None = None
     """Learning rate of the critic; null: that of the policy."""
     critic_warmup: int = Field(default=0, ge=0)
     """First steps in which only the critic is trained."""

@@ -4,7 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.config.numbers import NotNegative, Probability
+from streamrl.config.numbers import (
+    Decay,
+    LearningRate,
+    LearningRateOrZero,
+    NotNegative,
+    Probability,
+)
 from streamrl.config.section import Section
 
 
@@ -14,7 +20,7 @@ class OptimizerGroup(Section):
     parameters: Annotated[str, Field(min_length=1)]
     """Pattern of parameter names as transformers has them, such as "*.mlp.*" or
     "model.embed_tokens.weight"; `*` is any text."""
-    lr: Annotated[float, Field(ge=0)] | None = None
+    lr: LearningRateOrZero | None = None
     """Peak learning rate, under the same schedule; 0 freezes them; null is that of the rest."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay of all of them, vectors too; null is that of the rest."""
@@ -23,9 +29,9 @@ class OptimizerGroup(Section):
 class OptimizerSettings(Section):
     """AdamW and its learning rate over the steps."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-6
+    lr: LearningRate = 1e-6
     """Peak learning rate of AdamW."""
-    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator."""
@@ -59,6 +65,23 @@ class OptimizerSettings(Section):
 
     def num_decay_steps(self, max_steps: int) -> int:
         return round(self.decay_ratio * max_steps)
+
+    @model_validator(mode="after")
+    def _keeps_weights(self) -> "OptimizerSettings":
+        for lr, decay in (
+            (self.lr, self.weight_decay),
+            *(
+                (self.lr if group.lr is None else group.lr, group.weight_decay or 0.0)
+                for group in self.groups
+            ),
+        ):
+            if lr * decay >= 1:
+                raise ValueError(
+                    f"learner.optimizer.weight_decay: was {decay:g} with learning rate {lr:g}; "
+                    "their product is the share of each weight that a step removes, and must be "
+                    "below 1"
+                )
+        return self
 
     @model_validator(mode="after")
     def _has_no_idle_setting(self) -> "OptimizerSettings":

@@ -14,12 +14,13 @@ from streamrl.config.learner.profiler import ProfilerSettings
 from streamrl.config.numbers import Device, NotNegative, Positive, Seconds
 from streamrl.config.section import Section
 from streamrl.errors import ConfigError
+from streamrl.types.ranges import MAX_GROUPS
 
 
 class LearnerSettings(Section):
     """The batch of a step, and the machine that trains it."""
 
-    groups_per_step: Positive = 32
+    groups_per_step: Annotated[int, Field(gt=0, le=MAX_GROUPS)] = 32
     """Trajectory groups per batch; a batch is one policy version."""
     epochs: Positive = 1
     """Passes over a batch."""

@@ -1,0 +1,165 @@
+"""Deadlines below what they wait for, and bytes above the memory that is to hold them.
+
+Invariant: refused is only what cannot work. The speed of a copy and the memory are this machine's;
+no network and no device of another machine is faster than `_GPU_BYTES_PER_S`.
+"""
+
+import time
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from streamrl.cli.doctor.machine import read_machine
+from streamrl.cli.preflight.findings import Finding, fact, problem, warning
+from streamrl.config import RunConfig
+from streamrl.config.addresses import is_loopback
+from streamrl.placement.devices import torch_has_cuda
+from streamrl.placement.memory.shape import ModelShape
+
+ANSWER_S = 0.05
+"""What a daemon takes at least to answer beside its work."""
+_GPU_BYTES_PER_S = 1e12
+_COPIED_BYTES = 32 * 2**20
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+def check_limits(config: RunConfig) -> Iterator[Finding]:
+    """Copies some memory to learn how fast that is."""
+    yield from _check_update(config)
+    yield from _check_deadlines(config)
+    if _buffers_here(config):
+        yield from _check_memory(config)
+
+
+def _check_update(config: RunConfig) -> Iterator[Finding]:
+    """An update takes a copy of the model's bytes at least."""
+    num_bytes, given = _update_bytes(config), config.weights.deadline_s
+    copies_here = not torch_has_cuda() or config.learner.device == "cpu"
+    speed = memory_bytes_per_s() if copies_here else _GPU_BYTES_PER_S
+    whose = "this machine's memory" if copies_here else "the fastest GPUs"
+    needed = _update_s(config, num_bytes / speed)
+    shortest_s = num_bytes / speed + ANSWER_S
+    takes = (
+        f"an update of {num_bytes / 1e6:.3g} MB takes at least {shortest_s:.2g} s: "
+        f"a copy at {speed / 1e9:.3g} GB/s, the speed of {whose}, and {ANSWER_S:g} s until the "
+        "generator answers"
+    )
+    if given < needed:
+        yield problem(
+            f"weights.deadline_s: was {given:g} s, and {takes}, and each hop has a part of the "
+            f"deadline; it must be at least {needed:.2g}, and {_round(10 * needed):g} leaves room"
+        )
+    elif given < 4 * needed:
+        yield warning(
+            f"weights.deadline_s: was {given:g} s, and {takes}: generators that take "
+            f"{given / needed:.2g} times as long are left out of updates"
+        )
+    else:
+        yield fact(f"weights.deadline_s: {takes}")
+
+
+def _update_s(config: RunConfig, copy_s: float) -> float:
+    """The shortest deadline: `streamrl.weights.rounds` has the parts of it."""
+    if config.weights.transport == "files":
+        return ANSWER_S + copy_s
+    return max(4 * ANSWER_S, 2 * (ANSWER_S + copy_s))
+
+
+def _check_deadlines(config: RunConfig) -> Iterator[Finding]:
+    generator, cluster = config.generator, config.cluster
+    engine = generator.engine
+    starts_server = engine in ("vllm", "sglang") and generator.url is None
+    turn_s = generator.episode.turn_deadline_s
+    shortest = [
+        ("buffer.deadline_s", config.buffer.deadline_s, ANSWER_S, "an answer of the buffer takes"),
+        (
+            "generator.group_deadline_s",
+            generator.group_deadline_s,
+            ANSWER_S,
+            "the first token of an episode takes",
+        ),
+    ]
+    if turn_s is not None:
+        name = "generator.episode.turn_deadline_s"
+        shortest.append((name, turn_s, ANSWER_S, "the first token of a turn takes"))
+    if starts_server:
+        start_s = generator.served.start_timeout_s
+        name = f"generator.{engine}.start_timeout_s"
+        shortest.append((name, start_s, 5.0, "a server's start takes"))
+    if config.learner.num_ranks > 1:
+        rank_s = config.learner.rank_deadline_s
+        shortest.append(("learner.rank_deadline_s", rank_s, 2.0, "two reports of a rank take"))
+    if cluster.hosts:
+        shortest.append(("cluster.start_s", cluster.start_s, 1.0, "a connection to a host takes"))
+    for name, given, needed, what in shortest:
+        if given < needed:
+            yield problem(
+                f"{name}: was {given:g} s, and {what} longer; it must be at least {needed:g}"
+            )
+
+
+def _check_memory(config: RunConfig) -> Iterator[Finding]:
+    """What the buffer holds, and its batches."""
+    memory = _memory()
+    if not memory:
+        return
+    buffer, num_groups = config.buffer, config.learner.groups_per_step
+    has = f"this machine has {memory / 2**30:.3g} GiB of memory"
+    if buffer.max_group_bytes > memory:
+        yield problem(
+            f"buffer.max_group_bytes: was {buffer.max_group_bytes}, and {has}, which no group may "
+            f"exceed; it must be at most {memory}"
+        )
+    smallest = config.group_bytes(1 + max(1, config.generator.min_new_tokens))
+    if num_groups * smallest > memory:
+        yield problem(
+            f"learner.groups_per_step: was {num_groups}, and no batch can be filled: the smallest "
+            f"group has {smallest} bytes, and {has}, where at most {memory // smallest} are "
+            "admitted"
+        )
+    kv_bytes = config.generator.vllm.kv_cache_memory_bytes
+    is_on_cpu = config.generator.engine == "vllm" and not torch_has_cuda()
+    if is_on_cpu and kv_bytes is not None and kv_bytes > memory:
+        yield problem(
+            f"generator.vllm.kv_cache_memory_bytes: was {kv_bytes}, and {has}; it must be at most "
+            f"{memory}"
+        )
+
+
+def _buffers_here(config: RunConfig) -> bool:
+    """Whether groups are held in this machine's memory."""
+    buffer = config.buffer
+    return not config.cluster.hosts and buffer.has_daemon and is_loopback(buffer.url)
+
+
+def _memory() -> int:
+    """What processes here may have together, in bytes; 0 if that is not known."""
+    machine = read_machine()
+    return min(machine.memory, machine.memory_limit or machine.memory)
+
+
+def _update_bytes(config: RunConfig) -> int:
+    """0 where the model is not here, or only a part of it is sent."""
+    shape = ModelShape.of(config)
+    if shape is None or config.learner.lora is not None or config.weights.delta:
+        return 0
+    return shape.num_parameters * _BYTES[config.weights.dtype or config.learner.dtype]
+
+
+@cache
+def memory_bytes_per_s() -> float:
+    """Of the fastest of three copies."""
+    source = np.ones(_COPIED_BYTES, np.uint8)
+    target = np.empty_like(source)
+    times = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start_s)
+    return _COPIED_BYTES / max(min(times), 1e-6)
+
+
+def _round(seconds: float) -> float:
+    """Up to a whole second."""
+    return float(-(-seconds // 1))
