@@ -133,7 +133,13 @@ def test_a_run_that_can_start_has_no_problem(folder):
     assert (found.problems, found.warnings) == ((), ())
     assert [fact.partition(":")[0] for fact in found.facts] == [
         *("model.path", "model.path", "data.source", "data.reward", "generator.engine"),
-        *("learner.device", "run.folder", "buffer.url", "buffer.max_group_bytes"),
+        *(
+            "learner.device",
+            "run.folder",
+            "buffer.url",
+            "buffer.max_group_bytes",
+            "weights.deadline_s",
+        ),
     ]
 
 
