@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.environments import environment_maker
 from actors.environments.shared import open_group
-from actors.environments.stream import Stream
+from actors.environments.stream import HeldOutStream, Stream
 from actors.episodes.progress import GroupProgress
 from actors.episodes.rollout import GroupRunner, unbuffered_lease
 from actors.gateway.agent import Agent
@@ -159,7 +159,7 @@ def _group_runner(
         oversample=config.generator.oversample,
         max_model_len=config.max_model_len,
         deadline_s=config.generator.group_deadline_s,
-        run_seed=config.run.seed,
+        run_seed=None if isinstance(stream, HeldOutStream) else config.run.seed,
         with_greedy_reward=config.algorithm.needs_greedy_rewards,
         settings=config.generator.episode,
         open_group=partial(open_group, entry, deadline_s=config.generator.group_deadline_s),

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 from msgspec import structs
 
 from actors.episodes.assembly import ScoredRollout, assembled
@@ -18,6 +17,7 @@ from actors.episodes.progress import GroupProgress
 from actors.episodes.record import Rollout
 from actors.episodes.surplus import first_finished, first_of_each
 from actors.gateway.agent import Agent
+from actors.prompts.seeds import seed_of
 from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import load_media, sees_media
 from actors.together import together
@@ -80,8 +80,8 @@ class GroupRunner:
     """Whether to score a greedy completion, too, and record its reward with every sibling."""
     deadline_s: float = 3600.0
     """`generator.group_deadline_s`."""
-    run_seed: int = 0
-    """`run.seed`."""
+    run_seed: int | None = 0
+    """`run.seed`; None: the prompts are held out."""
 
     async def run(self, lease: Lease, progress: GroupProgress | None = None) -> TrajectoryGroup:
         """The finished group of the lease's prompt; `progress` may be read meanwhile.
@@ -218,8 +218,7 @@ class GroupRunner:
 
     def _seed(self, lease: Lease) -> int:
         """Of the group: the same one if its prompt is leased again."""
-        entropy = np.random.SeedSequence([self.run_seed, lease.prompt_index])
-        return int(entropy.generate_state(1)[0])
+        return seed_of(self.run_seed, lease.prompt_index)
 
     def num_episodes_of(self, lease: Lease) -> int:
         """Those that are sampled for the lease."""

@@ -18,8 +18,9 @@ from actors.prompts.epochs import Epochs
 from actors.prompts.levels import LevelPrompts
 from actors.prompts.mixture import Mixture
 from actors.prompts.rows import Columns, ConcatenatedPrompts, PromptRows, RowPrompts
+from actors.prompts.seeds import HELD_OUT_RUN_SEED
 from actors.prompts.streams import FirstPrompts, NamedPrompts
-from actors.prompts.tasks import TASKS, TaskPrompts
+from actors.prompts.tasks import TASKS, HeldOutTaskPrompts, TaskPrompts
 from actors.prompts.user import open_user_source
 from streamrl.config.data import DataSettings
 from streamrl.config.data.source import SourceSettings
@@ -27,8 +28,6 @@ from streamrl.data_files import SUFFIXES, has_rows, open_rows
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import PromptSource
 from streamrl.user_code import is_user_code
-
-HELD_OUT_SEED = 0
 
 Fitting: TypeAlias = Callable[[PromptRows, int], NDArray[np.int64]]
 """Which of a set's prompts fit into `data.max_prompt_length`, and the number of the set."""
@@ -42,7 +41,7 @@ def open_prompts(data: DataSettings, seed: int, fitting: Fitting | None = None) 
             all are in the stream.
     """
     sources = data.sources
-    parts = [_open(data, "data.source", source, seed, held_out=False) for source in sources]
+    parts = [_open(data, "data.source", source, seed) for source in sources]
     if all(source.weight is None for source in sources):
         return _stream(data, _joined(sources, parts), (seed,), fitting, 0)
     streams = [_stream(data, part, (seed, i), fitting, i) for i, part in enumerate(parts)]
@@ -53,6 +52,7 @@ def open_prompts(data: DataSettings, seed: int, fitting: Fitting | None = None) 
 def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
     """Held-out prompts, numbered from 0 to `num_held_out` - 1: of each source at most
     `data.num_eval_prompts`, the same ones whatever `run.seed` is, a file's from its first row on.
+    What is made up has seeds that no training has, also where `data.eval_source` names it.
 
     Raises:
         ConfigError: `data.source` is a file or a user's own, and no `data.eval_source` was given.
@@ -63,10 +63,7 @@ def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
             raise ConfigError(
                 f"data.eval_source: is needed to evaluate; data.source is {source.path}"
             )
-    parts = [
-        _open(data, setting, source, HELD_OUT_SEED, held_out=not data.eval_sources)
-        for source in data.eval_sources or data.sources
-    ]
+    parts = [_open(data, setting, source, None) for source in data.eval_sources or data.sources]
     limit = data.num_eval_prompts
     sets = [part if isinstance(part, PromptRows) else FirstPrompts(part, limit) for part in parts]
     return ConcatenatedPrompts(sets, limit)
@@ -109,8 +106,9 @@ def _stream(
 
 
 def _open(
-    data: DataSettings, setting: str, source: SourceSettings, seed: int, *, held_out: bool
+    data: DataSettings, setting: str, source: SourceSettings, run_seed: int | None
 ) -> PromptRows | PromptSource:
+    """`run_seed` None: what is held out."""
     path, kwargs = source.path, source.kwargs
     siblings = data.sources if setting == "data.source" else data.eval_sources
     default_name = _default_name(path) if len(siblings) > 1 else ""
@@ -119,33 +117,40 @@ def _open(
         rows = open_rows(setting, path, subset=source.subset, split=source.split)
         return RowPrompts(rows, columns, path)
     if is_user_code(path):
+        seed = HELD_OUT_RUN_SEED if run_seed is None else run_seed
         return open_user_source(setting, path, kwargs, seed, columns)
-    stream = _open_task(data, setting, source, seed, held_out=held_out)
     name = source.name or default_name
+    stream = _open_task(data, setting, source, run_seed, name)
     return NamedPrompts(stream, data.data_source_key, name) if name else stream
 
 
 def _open_task(
-    data: DataSettings, setting: str, source: SourceSettings, seed: int, *, held_out: bool
+    data: DataSettings, setting: str, source: SourceSettings, run_seed: int | None, name: str
 ) -> PromptSource:
-    if source.path == "environment":
-        return LevelPrompts(None if held_out else seed)
-    kind, _, name = source.path.partition(":")
+    path, kwargs = source.path, source.kwargs
+    if path == "environment":
+        return LevelPrompts(run_seed)
+    kind, _, own_name = path.partition(":")
     if kind == "reasoning_gym":
-        from actors.prompts.reasoning import ReasoningGymPrompts
+        from actors.prompts.reasoning import ReasoningGymPrompts, check_scorer
 
-        return ReasoningGymPrompts(name, source.kwargs, seed, held_out=held_out)
-    if source.path not in TASKS:
+        rewards = (r for r in data.all_rewards if not r.data_source or name in r.data_source)
+        if any(reward.reward == "task" for reward in rewards):
+            check_scorer(own_name)
+        return ReasoningGymPrompts(own_name, kwargs, run_seed)
+    if path not in TASKS:
         suffixes = ", ".join(SUFFIXES)
         raise ConfigError(
-            f"{setting}: was {source.path!r}; a file ({suffixes}), datasets:NAME, "
+            f"{setting}: was {path!r}; a file ({suffixes}), datasets:NAME, "
             "reasoning_gym:NAME, PATH.py:NAME, environment or a task: "
-            f"{did_you_mean(source.path, TASKS)}"
+            f"{did_you_mean(path, TASKS)}"
         )
-    num_eval_prompts = data.num_eval_prompts
-    return TaskPrompts(
-        source.path, source.kwargs, seed, num_held_out=num_eval_prompts, held_out=held_out
-    )
+    if run_seed is None:
+        return HeldOutTaskPrompts(path, kwargs)
+    siblings = (s.kwargs for s in (*data.sources, *data.eval_sources) if s.path == path)
+    others = [own for own in siblings if own != kwargs]
+    held_out = [HeldOutTaskPrompts(path, own) for own in (kwargs, *others)]
+    return TaskPrompts(path, kwargs, run_seed, held_out, data.num_eval_prompts)
 
 
 def _default_name(path: str) -> str:

@@ -4,12 +4,8 @@ Invariant: a level of training is a pure function of (seed, prompt index), a hel
 index alone, and no seed is both.
 """
 
-import numpy as np
-
+from actors.prompts.seeds import seed_of
 from streamrl.interfaces import Prompt
-
-_FIRST_HELD_OUT = 2**31
-"""Seeds of training are below it."""
 
 
 class LevelPrompts:
@@ -19,10 +15,5 @@ class LevelPrompts:
         self._run_seed = run_seed
 
     def __getitem__(self, prompt_index: int) -> Prompt:
-        return Prompt("", "", {"seed": self._seed(prompt_index)}, f"level {prompt_index}")
-
-    def _seed(self, prompt_index: int) -> int:
-        if self._run_seed is None:
-            return _FIRST_HELD_OUT + prompt_index
-        entropy = np.random.SeedSequence([self._run_seed, prompt_index])
-        return int(entropy.generate_state(1)[0]) % _FIRST_HELD_OUT
+        seed = seed_of(self._run_seed, prompt_index)
+        return Prompt("", "", {"seed": seed}, f"level {prompt_index}")

@@ -1,24 +1,40 @@
 """Verifiable tasks of the reasoning-gym package (extra: tasks), each with its own scorer.
 
-Invariant: entry i of a data set is a pure function of its seed and i, so the stream is made of
-blocks with a seed each; held-out prompts come from a seed that no stream has.
+Most data sets draw entry i from their seed + i, so that seeds side by side share all entries but
+one. Invariant: the stream is made of blocks, no two of a run share such a sum, and none of training
+is held out, whatever the seed of the run is. Entry i of a block is a pure function of its seed and
+i.
 """
 
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from actors.prompts.seeds import block_seed
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Prompt
+from streamrl.user_code import attributed_to
 
 _BLOCK = 4096
-_STREAM = 100_000
+UNEARNED: Mapping[str, str] = {
+    "coin_flip": "the first character of the right answer alone",
+    "complex_arithmetic": "an answer that is no number",
+    "game_of_life_halting": "any text",
+}
+"""For what the scorers of these data sets pay in full, in the releases 0.1.23 to 0.1.25."""
 
 
 class ReasoningGymPrompts:
-    """The data set `name`; its rows carry the entry that the reward `task` scores against."""
+    """The data set `name`; its rows carry the entry that the reward `task` scores against.
 
-    def __init__(self, name: str, kwargs: Mapping[str, Any], seed: int, *, held_out: bool) -> None:
+    Args:
+        run_seed: None: the held-out prompts.
+
+    Raises:
+        ConfigError: there is no such data set, or it does not take the arguments.
+    """
+
+    def __init__(self, name: str, kwargs: Mapping[str, Any], run_seed: int | None) -> None:
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
@@ -27,21 +43,13 @@ class ReasoningGymPrompts:
                 "data.source: reasoning_gym is not installed: pip install 'streamrl[tasks]'"
             ) from error
         if name not in DATASETS:
-            raise ConfigError(
-                f"data.source: reasoning_gym has no {name!r}; {_hint(name, DATASETS)}"
-            )
-
-        def block_seed(number: int) -> int:
-            """No stream has so many blocks that it came to a held-out one."""
-            return number * _STREAM + _STREAM - 1 if held_out else seed * _STREAM + number
+            hint = did_you_mean(name, DATASETS)
+            raise ConfigError(f"data.source: reasoning_gym has no {name!r}; {hint}")
 
         def block(number: int) -> Any:
-            try:
-                return reasoning_gym.create_dataset(
-                    name, seed=block_seed(number), size=_BLOCK, **kwargs
-                )
-            except TypeError as error:
-                raise ConfigError(f"data.source_kwargs: {name}: {error}") from error
+            seed = block_seed(run_seed, number, _BLOCK)
+            with attributed_to(f"data.source_kwargs: {name}"):
+                return reasoning_gym.create_dataset(name, seed=seed, size=_BLOCK, **kwargs)
 
         self._block = lru_cache(maxsize=2)(block)
         self._block(0)
@@ -53,5 +61,14 @@ class ReasoningGymPrompts:
         return Prompt(entry["question"], str(entry["answer"]), {"dataset": dataset, "entry": entry})
 
 
-def _hint(name: str, datasets: Mapping[str, Any]) -> str:
-    return did_you_mean(name, datasets)
+def check_scorer(name: str) -> None:
+    """Whether the reward `task` can be had for this data set.
+
+    Raises:
+        ConfigError: its scorer pays for answers that are wrong.
+    """
+    if name in UNEARNED:
+        raise ConfigError(
+            f"data.reward: was task, and the scorer of reasoning_gym:{name} pays in full for "
+            f"{UNEARNED[name]}; set another data.source or a reward of your own"
+        )

@@ -5,7 +5,7 @@ alone, and it never appears in training. A new task is a function and a line in 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,33 +60,43 @@ TASKS: dict[str, Task] = {
 }
 
 
+class HeldOutTaskPrompts:
+    """The held-out prompts of one task.
+
+    Raises:
+        ConfigError: the task does not take the arguments.
+    """
+
+    def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
+        self._draw = _bound(name, kwargs)
+
+    def __getitem__(self, number: int) -> Prompt:
+        return Prompt(*self._draw([0, _HELD_OUT + number, 0]))
+
+
 class TaskPrompts:
-    """The stream of one task; with `held_out`, the prompts kept out of it."""
+    """The training stream of one task, without the first `num_held_out` of each of `held_out`.
+
+    Raises:
+        ConfigError: the task does not take the arguments.
+    """
 
     def __init__(
-        self, name: str, kwargs: Mapping[str, Any], seed: int, *, num_held_out: int, held_out: bool
+        self,
+        name: str,
+        kwargs: Mapping[str, Any],
+        seed: int,
+        held_out: Sequence[HeldOutTaskPrompts],
+        num_held_out: int,
     ) -> None:
-        task = TASKS[name]
-        allowed = [p for p in inspect.signature(task).parameters if p != "rng"]
-        for key in kwargs:
-            if key not in allowed:
-                hint = did_you_mean(key, allowed)
-                raise ConfigError(f"data.source_kwargs: {name} has no argument {key!r}; {hint}")
-        self._task = task
-        self._kwargs = dict(kwargs)
-        self._seed = seed
-        self._held_out = held_out
-        with attributed_to(f"data.source_kwargs: {name} with {self._kwargs}"):
-            self._draw(0, 0)
-        numbers = () if held_out else range(num_held_out)
-        self._kept_out = frozenset(_key(self._held_out_prompt(i)[0]) for i in numbers)
+        self._draw = _bound(name, kwargs)
+        self._kwargs, self._seed = dict(kwargs), seed
+        numbers = range(num_held_out)
+        self._kept_out = frozenset(_key(own[i].content) for own in held_out for i in numbers)
 
     def __getitem__(self, prompt_index: int) -> Prompt:
-        if self._held_out:
-            content, answer = self._held_out_prompt(prompt_index)
-            return Prompt(content, answer)
         for attempt in range(_MAX_DRAWS):
-            content, answer = self._draw(prompt_index, attempt)
+            content, answer = self._draw([self._seed, prompt_index, attempt])
             if _key(content) not in self._kept_out:
                 return Prompt(content, answer)
         raise ConfigError(
@@ -94,11 +104,22 @@ class TaskPrompts:
             f"train on: data.source_kwargs {self._kwargs} make too few different ones"
         )
 
-    def _held_out_prompt(self, number: int) -> tuple[Content, str]:
-        return self._task(np.random.default_rng([0, _HELD_OUT + number, 0]), **self._kwargs)
 
-    def _draw(self, number: int, attempt: int) -> tuple[Content, str]:
-        return self._task(np.random.default_rng([self._seed, number, attempt]), **self._kwargs)
+def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[Content, str]]:
+    """Draws a prompt of the task and its answer from a seed of several parts."""
+    task, own = TASKS[name], dict(kwargs)
+    allowed = [p for p in inspect.signature(task).parameters if p != "rng"]
+    for key in own:
+        if key not in allowed:
+            hint = did_you_mean(key, allowed)
+            raise ConfigError(f"data.source_kwargs: {name} has no argument {key!r}; {hint}")
+
+    def draw(seed: Sequence[int]) -> tuple[Content, str]:
+        return task(np.random.default_rng(seed), **own)
+
+    with attributed_to(f"data.source_kwargs: {name} with {own}"):
+        draw([0])
+    return draw
 
 
 def _key(content: Content) -> str:
