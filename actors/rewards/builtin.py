@@ -1,12 +1,15 @@
 """Built-in rewards: by a rule, 1.0 where the response is right, else 0.0; or the environment's."""
 
+import logging
 import re
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
+from functools import cache
 
 from actors.rewards.gold import no_gold, text_to_match
-from streamrl.interfaces import Episode, Prompt
+from streamrl.interfaces import Episode, Prompt, Score
 
+log = logging.getLogger(__name__)
 _NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _MARKED = re.compile(rf"(?:####|\\boxed\{{)\s*\$?({_NUMBER})")
 _ANY = re.compile(_NUMBER)
@@ -61,10 +64,21 @@ def length(
     return max(0.0, 1.0 - excess / decay_tokens) if decay_tokens else float(excess == 0)
 
 
-def task(episode: Episode) -> float:
-    """The prompt source's own scorer, in [0, 1]; for reasoning_gym sources."""
-    row = episode.prompt.row
-    return float(row["dataset"].score_answer(episode.response.strip(), row["entry"]))
+def task(episode: Episode) -> Score:
+    """The prompt source's own scorer, in [0, 1]; for reasoning_gym sources. A scorer that raises,
+    since it cannot read the response, gives 0: the metric `raised` is 1 for it."""
+    row, response = episode.prompt.row, episode.response.strip()
+    dataset, entry = row["dataset"], row["entry"]
+    try:
+        return Score(float(dataset.score_answer(response, entry)), {"raised": 0.0})
+    except Exception as error:
+        _warn_once(type(dataset).__name__, type(error).__name__)
+        return Score(0.0, {"raised": 1.0})
+
+
+@cache
+def _warn_once(dataset: str, error: str) -> None:
+    log.warning("the scorer of %s raises %s for a response, which scores 0", dataset, error)
 
 
 def environment(episode: Episode) -> float:

@@ -212,6 +212,21 @@ async def test_reasoning_gym_prompts_score_their_own_answers():
     assert max(rewards[1::2]) < 0.1
 
 
+async def test_a_scorer_that_cannot_read_a_response_gives_it_nothing():
+    from actors.rewards import make_reward
+    from streamrl.interfaces import Episode
+    from streamrl.types import FinishReason
+
+    data = DataSettings(source="reasoning_gym:prime_factorization", reward="task")
+    prompt = open_prompts(data, seed=0)[0]
+    episodes = [
+        Episode(prompt, answer, 1, FinishReason.STOP) for answer in ("no idea", prompt.answer)
+    ]
+    scores = await make_reward(data).score(episodes)
+    assert [score.reward for score in scores] == [0.0, 1.0]
+    assert [score.metrics["reward/task/raised"] for score in scores] == [1.0, 0.0]
+
+
 CHAT = "{% for m in messages %}<s>{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}a:"
 
 
