@@ -15,9 +15,11 @@ from actors.environments import make_environment
 from actors.environments.stream import shares
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.prompts.media import text_of
+from actors.prompts.reasoning import check_scorer
 from actors.rewards import make_reward
 from actors.rewards.rows import check_row
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
+from streamrl.cli.preflight.overlap import check_overlap
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.config.data.source import SourceSettings
@@ -76,7 +78,7 @@ def _placed(entry: EnvironmentEntry, findings: Iterator[Finding]) -> Iterator[Fi
 def _check_source(config: RunConfig) -> Iterator[Finding]:
     data = config.data
     if isinstance(data.source, str) and data.source.startswith(_GYM):
-        yield from _check_gym(data.source.removeprefix(_GYM))
+        yield from _check_gym(data, data.source.removeprefix(_GYM))
         return
     yield from _check_training(config)
     if config.run.evaluate or config.validation.every:
@@ -128,6 +130,7 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
         yield fact(
             f"data.num_eval_prompts: {_listed(config.data.eval_sources)} has {size}, not {wanted}"
         )
+    yield from check_overlap(config.data, held_out)
 
 
 def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
@@ -250,8 +253,10 @@ def _texts(prompt: Prompt) -> list[str]:
     return [text_of(turn["content"]) for turn in prompt.content]
 
 
-def _check_gym(name: str) -> Iterator[Finding]:
+def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
     """By its files: the package takes seconds to import."""
+    if any(reward.reward == "task" and not reward.data_source for reward in data.all_rewards):
+        yield from refusal(partial(check_scorer, name))
     spec = find_spec("reasoning_gym")
     if spec is None or spec.origin is None:
         yield problem("data.source: reasoning_gym is not installed: pip install 'streamrl[tasks]'")
