@@ -16,9 +16,15 @@ from typing import Any, Literal
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
 
 from actors.rewards.calls.threads import Threads
+from actors.rewards.classifiers import check_family, logits_of, may_be_padded
 from actors.rewards.forms import conversation
 from streamrl.config.numbers import Device, Dtype, NotNegative, Positive
 from streamrl.config.section import Section
@@ -69,7 +75,7 @@ class RewardModel:
         self._batches: asyncio.Task[None] | None = None
         self._threads = Threads("reward model")
         self._template = _template(settings)
-        _check(settings)
+        self._is_padded = may_be_padded(_checked(settings))
 
     async def score(self, episodes: Sequence[Episode]) -> list[float]:
         """Waits for the forward passes of the conversations that came before, and of these."""
@@ -94,9 +100,13 @@ class RewardModel:
                         one.score.set_result(score)
 
     def _next_batch(self) -> list[_Waiting]:
-        """The shortest that wait, as many as fit into a forward pass, at least one."""
+        """The shortest that wait, as many as fit into a forward pass, at least one; of one length,
+        if the model cannot be padded."""
         waiting = [one for one in self._waiting if not one.score.done()]
         ordered = sorted(waiting, key=lambda one: len(one.token_ids))
+        if not self._is_padded:
+            shortest = len(ordered[0].token_ids) if ordered else 0
+            ordered = [one for one in ordered if len(one.token_ids) == shortest]
         budget = self._settings.max_tokens_per_batch
         fitting = (n for n, one in enumerate(ordered, 1) if n * len(one.token_ids) <= budget)
         batch = ordered[: max(fitting, default=1)]
@@ -105,29 +115,37 @@ class RewardModel:
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The scores of the token ids. In a thread."""
-        longest, pad = max(map(len, rows)), self._tokenizer.pad_token_id
-        ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         with torch.inference_mode():
-            device = self._model.device
-            logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-        logits = logits.float()
+            logits = logits_of(self._model, rows, self._tokenizer.pad_token_id)
         if logits.shape[-1] > 1:
             logits = logits.softmax(-1)[:, self._settings.label : self._settings.label + 1]
         scores: list[float] = logits[:, 0].tolist()
         return scores
 
     def _token_ids(self, episode: Episode) -> list[int]:
-        """At least one. In a thread."""
+        """At least one. In a thread.
+
+        Raises:
+            RolloutError: it has none.
+        """
         template = self._template or self._tokenizer.chat_template
         messages = conversation(episode)
         if self._settings.chat_template == "none" or template is None:
             text = "".join(str(message.get("content") or "") for message in messages)
-            ids = self._tokenizer(text)["input_ids"]
-        else:
-            text = self._rendered(messages, template)
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return list(ids[-self._settings.max_length :]) or [self._tokenizer.pad_token_id]
+            return self._cut(text, add_special_tokens=True)
+        return self._cut(self._rendered(messages, template), add_special_tokens=False)
+
+    def _cut(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The last tokens of the text, at most `max_length` with the special ones around them."""
+        ids: list[int] = self._tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            truncation=True,
+            max_length=self._settings.max_length,
+        )["input_ids"]
+        if not ids:
+            raise RolloutError("the conversation has no tokens")
+        return ids
 
     def _rendered(self, messages: list[dict[str, Any]], template: str) -> str:
         try:
@@ -142,12 +160,11 @@ class RewardModel:
     @cached_property
     def _tokenizer(self) -> Any:
         settings = self._settings
-        tokenizer = AutoTokenizer.from_pretrained(
-            settings.tokenizer or settings.path, trust_remote_code=settings.trust_remote_code
+        return AutoTokenizer.from_pretrained(
+            settings.tokenizer or settings.path,
+            trust_remote_code=settings.trust_remote_code,
+            truncation_side="left",
         )
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        return tokenizer
 
     @cached_property
     def _model(self) -> Any:
@@ -157,8 +174,6 @@ class RewardModel:
             dtype=getattr(torch, settings.dtype),
             trust_remote_code=settings.trust_remote_code,
         )
-        # By it the model finds the last token of each row.
-        model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         has_cuda = torch.cuda.is_available()
         device = settings.device if settings.device != "auto" else "cuda" if has_cuda else "cpu"
         return model.to(device).eval()
@@ -181,13 +196,19 @@ def _template(settings: RewardModel.Settings) -> str | None:
         ) from error
 
 
-def _check(settings: RewardModel.Settings) -> None:
-    """Whether there is such a model, and a label of this number; its weights are not loaded."""
+def _checked(settings: RewardModel.Settings) -> PreTrainedConfig:
+    """The model's configuration; its weights are not loaded.
+
+    Raises:
+        ConfigError: there is no such model, it scores no conversations, or has no such label.
+    """
     try:
-        found = AutoConfig.from_pretrained(
+        found: PreTrainedConfig = AutoConfig.from_pretrained(
             settings.path, trust_remote_code=settings.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"path: there is no model at {settings.path!r}: {error}") from error
-    if settings.label >= found.num_labels:
+    check_family(found)
+    if settings.label >= (found.num_labels or 0):
         raise ConfigError(f"label: was {settings.label}; the model has {found.num_labels} labels")
+    return found

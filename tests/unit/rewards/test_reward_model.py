@@ -1,14 +1,17 @@
 """A tiny sequence classifier, made here, scores conversations with its own tokenizer."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
 
 from actors.make_model import make_tokenizer
 from actors.rewards import make_reward
+from actors.rewards.reward_model import RewardModel
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Reward
@@ -53,6 +56,17 @@ def expected(folder: Path, text: str) -> float:
     return float(logits[0] if len(logits) == 1 else logits.softmax(-1)[0])
 
 
+def expected_at_the_end(folder: Path, text: str) -> float:
+    """Of a batch of one, by a model that looks for no pad token."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model.config.pad_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    with torch.inference_mode():
+        logits = model(input_ids=ids).logits[0]
+    return float(logits[0] if len(logits) == 1 else logits.softmax(-1)[0])
+
+
 RESPONSES = ("a", "the longest response of all these", "short", "of some length")
 
 
@@ -67,9 +81,52 @@ async def test_padded_batches_score_as_single_rows_in_their_template(folder):
     assert len({round(score, 6) for score in scores}) == len(scores)
 
 
-async def test_groups_that_come_together_are_batched_within_the_budget(folder, monkeypatch):
-    from actors.rewards.reward_model import RewardModel
+@pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("end", ["</s>", "", "</s>a</s></s>"])
+async def test_a_score_is_read_at_the_last_token_whatever_it_is(tmp_path, folder, pad, side, end):
+    copied = shutil.copytree(folder, tmp_path / "classifier")
+    tokenizer = AutoTokenizer.from_pretrained(copied)
+    tokenizer.pad_token, tokenizer.padding_side = pad, side
+    tokenizer.chat_template = f"{TEMPLATE}{end}"
+    tokenizer.save_pretrained(copied)
+    read = [f"{rendered(r)}{end}" for r in RESPONSES]
+    scores = values(await made(copied).score([episode(r) for r in RESPONSES]))
+    assert scores == pytest.approx([expected_at_the_end(copied, t) for t in read], abs=1e-5)
 
+
+async def test_a_model_that_cannot_be_padded_is_given_rows_of_one_length(folder, monkeypatch):
+    monkeypatch.setattr("actors.rewards.reward_model.may_be_padded", lambda config: False)
+    lengths, forward = [], RewardModel._forward
+
+    def noting(self, rows):
+        lengths.append([len(row) for row in rows])
+        return forward(self, rows)
+
+    monkeypatch.setattr(RewardModel, "_forward", noting)
+    responses = [*RESPONSES, *RESPONSES]
+    scores = values(await made(folder).score([episode(r) for r in responses]))
+    single = [expected(folder, rendered(r)) for r in responses]
+    assert scores == pytest.approx(single, abs=1e-5)
+    assert [len(batch) for batch in lengths] == [2] * 4
+    assert all(len(set(batch)) == 1 for batch in lengths)
+
+
+async def test_special_tokens_around_a_long_conversation_are_kept(tmp_path, folder):
+    copied = shutil.copytree(folder, tmp_path / "classifier")
+    tokenizer = AutoTokenizer.from_pretrained(copied)
+    ids = [("</s>", tokenizer.eos_token_id), ("<pad>", tokenizer.pad_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="</s> $A <pad>", special_tokens=ids
+    )
+    tokenizer.save_pretrained(copied)
+    (score,) = values(
+        await made(copied, chat_template="none", max_length=5).score([episode("abcdefgh")])
+    )
+    assert score == pytest.approx(expected_at_the_end(copied, "</s>fgh<pad>"), abs=1e-5)
+
+
+async def test_groups_that_come_together_are_batched_within_the_budget(folder, monkeypatch):
     sizes, forward = [], RewardModel._forward
 
     def noting(self, rows):
@@ -98,8 +155,6 @@ async def test_without_a_template_prompt_and_response_stand_together(folder):
 
 
 async def test_a_forward_pass_that_fails_fails_its_groups_at_once(folder, monkeypatch):
-    from actors.rewards.reward_model import RewardModel
-
     def outside(self, rows):
         # What torch raises for a position that the model has no embedding of.
         raise IndexError("index out of range in self")
