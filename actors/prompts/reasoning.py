@@ -21,7 +21,7 @@ UNEARNED: Mapping[str, str] = {
     "complex_arithmetic": "an answer that is no number",
     "game_of_life_halting": "any text",
 }
-"""For what the scorers of these data sets pay in full, in the releases 0.1.23 to 0.1.25."""
+"""For what the scorers of these data sets pay in full, as of reasoning-gym 0.1.25."""
 
 
 class ReasoningGymPrompts:
