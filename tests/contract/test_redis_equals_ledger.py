@@ -428,12 +428,12 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def comparable(stats: Any) -> Any:
-    """All but the server's name for itself; generators in one order."""
+    """All but the server's name for itself, and the time since any generator reported, which a
+    restored server counts on and the model counts anew; generators in one order."""
     reports = zip(stats.generators, stats.heartbeat_ages_s, strict=True)
     return (
         *(stats.policy_version, stats.groups_per_step, stats.max_staleness, stats.books),
         *(stats.overdue, stats.awaited, round(stats.wait_due_s, 4), stats.retried),
-        round(stats.last_heartbeat_age_s, 4),
         *(stats.refused, stats.oldest_version, stats.num_bytes, stats.finished, stats.draining),
         *(stats.scheduling_states, stats.lengths),
         sorted(reports, key=lambda report: report[0].generator_id),

@@ -15,7 +15,13 @@ from learners import status_reporter as module
 from learners.status_reporter import StatusReporter
 from streamrl.cli.display.view import read_wait
 from streamrl.errors import TransportError
-from streamrl.types import BufferStats, LearnerActivity, TrajectoryGroup, ValidatorStatus
+from streamrl.types import (
+    BufferStats,
+    GeneratorStatus,
+    LearnerActivity,
+    TrajectoryGroup,
+    ValidatorStatus,
+)
 from tests.records import lease_one, make_group
 from tests.training import make_config
 
@@ -114,6 +120,11 @@ async def test_the_file_names_the_group_that_is_waited_for_until_the_wait_ends(
     reporter = make_reporter(tmp_path, buffer)
     reporter.set_activity(LearnerActivity.WAITING, policy_version=1, learner_term=1)
     await reporting(reporter, lambda: read_wait(tmp_path / "run") != "")
+    assert read_wait(tmp_path / "run").startswith("no generator reports to the buffer, for 0 s")
+    await buffer.heartbeat(
+        GeneratorStatus(generator_id="gen-2", session="of gen-2", policy_version=1)
+    )
+    await reporting(reporter, lambda: "prompt" in read_wait(tmp_path / "run"))
     assert read_wait(tmp_path / "run").startswith(
         f"step 2 waits for prompt {slow.prompt_index}, which no generator reports"
     )
