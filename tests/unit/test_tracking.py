@@ -172,7 +172,7 @@ def test_wandb_gets_a_validation_and_samples_without_another_step(tmp_path, monk
     trackers.log_validation(FOUND, 4)
     trackers.log_samples(ROWS, 5)
     trackers.log({"reward/mean": 0.75}, 6)
-    block_until(lambda: wandb.run.step == 6)
+    block_until(lambda: wandb.run.step == 6, deadline_s=120.0, every_s=0.5)
     trackers.close()
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
     # wandb's own process may write the end of the file after `finish`.
