@@ -1,6 +1,7 @@
 """The learner daemon begins a run on a blank buffer, and on that of a run only if it is told to."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,8 @@ from buffers.memory import MemoryBuffer
 from learners import daemon
 from streamrl.errors import ConfigError
 from streamrl.run_folder import LEARNER_FILE
-from streamrl.service import Shutdown
+from streamrl.shutdown import Shutdown
+from streamrl.types import BufferStats
 from tests.ports import free_port
 from tests.tiny_model import make_tokenizer, save_llama
 from tests.training import make_config
@@ -25,8 +27,8 @@ def buffer(monkeypatch: pytest.MonkeyPatch) -> MemoryBuffer:
     return made
 
 
-async def start(folder: Path, resume: str) -> Path:
-    """A learner that is told to end before its first step; the run's folder."""
+async def start(folder: Path, resume: str, buffer: MemoryBuffer) -> Path:
+    """A learner that is told to end once it has attached; the run's folder."""
     model = folder / "model"
     if not model.exists():
         save_llama(model)
@@ -40,14 +42,20 @@ async def start(folder: Path, resume: str) -> Path:
     )
     config.run.path.mkdir(exist_ok=True)
     shutdown = Shutdown()
-    shutdown.requested.set()
+
+    async def attach_and_stop(*given: Any) -> BufferStats:
+        stats = await MemoryBuffer.attach(buffer, *given)
+        shutdown.requested.set()
+        return stats
+
+    buffer.attach = attach_and_stop
     await daemon.train(config, shutdown)
     return config.run.path
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 async def test_a_blank_buffer_takes_a_learner_that_is_to_resume_or_not(tmp_path, buffer, resume):
-    run = await start(tmp_path, resume)
+    run = await start(tmp_path, resume, buffer)
     assert (await buffer.stats()).books.learner_term == 1
     assert (run / LEARNER_FILE).exists()
 
@@ -55,8 +63,8 @@ async def test_a_blank_buffer_takes_a_learner_that_is_to_resume_or_not(tmp_path,
 async def test_the_buffer_of_a_run_takes_only_one_that_is_to_resume(tmp_path, buffer):
     await buffer.attach(0, None)
     with pytest.raises(ConfigError, match="the buffer holds a run run at version 0 already"):
-        await start(tmp_path, "never")
+        await start(tmp_path, "never", buffer)
     assert (await buffer.stats()).books.learner_term == 1
     assert not any((tmp_path / "run").iterdir())
-    await start(tmp_path, "auto")
+    await start(tmp_path, "auto", buffer)
     assert (await buffer.stats()).books.learner_term == 2
