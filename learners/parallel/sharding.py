@@ -8,6 +8,7 @@ Invariant: parameters keep their names; what gathers is called by all ranks in t
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.distributed.fsdp import (
@@ -17,7 +18,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from learners.parallel.mesh import Mesh
 from learners.policy.decoding import decoder_of
@@ -86,7 +89,19 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     Where a rank holds all of it already, that is the tensor itself and no copy.
     """
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return _by_its_strides(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _by_its_strides(tensor: DTensor) -> DTensor:
+    """torch 2.11 refuses a matrix that packs several and whose dimension is split once: it reads
+    the stride as the order of two splits."""
+    strided = [p.dim for p in tensor.placements if isinstance(p, _StridedShard)]
+    splits = [p.dim for p in tensor.placements if isinstance(p, Shard | _StridedShard)]
+    if not any(splits.count(dim) == 1 for dim in strided):
+        return tensor
+    order = DTensorSpec.compute_default_shard_order(tensor.placements)
+    spec = replace(tensor._spec, shard_order=order, use_strided_shard_as_shard_order=False)
+    return DTensor(tensor.to_local(), spec, requires_grad=False)
 
 
 def described(tensor: torch.Tensor) -> torch.Tensor:
