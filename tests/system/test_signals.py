@@ -15,6 +15,7 @@ import pytest
 
 from streamrl.checkpoints.find import list_checkpoints
 from streamrl.config import RunConfig
+from streamrl.run_folder import read_json
 from tests.ports import free_port
 from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, RunFolder
 from tests.system.test_launch import (
@@ -192,7 +193,7 @@ def test_a_learner_whose_receiver_is_frozen(daemons):
     learner = run.start("learner")
     run.until_step(3)
     generator.suspend()
-    run.until(lambda: '"waiting"' in (run.folder / "learner.json").read_text())
+    run.until(lambda: read_json(run.folder / "learner.json").get("activity") == "waiting")
     assert terminate(learner) == 0
     assert_all_is_saved(run)
 
