@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from buffers.connect import connect
-from learners.checkpoints.records import RunRecords
+from learners.checkpoints.records import CLOSE_S, RunRecords
 from learners.checkpoints.restore import load_trainer
 from learners.checkpoints.start import Start, choose, resumed
 from learners.checkpoints.writer import CheckpointWriter
@@ -44,7 +44,7 @@ from streamrl.tracking.prometheus.readings import of_learner
 from streamrl.weights.layout import layout_of
 from streamrl.weights.sender import WeightSender
 
-TRACKERS_S, STOPPED_S = 60.0, 2.0
+STOPPED_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ async def _lead(
         sender.close()
         samples.close()
         # Steps are saved: a tracker that hangs is not waited for, where there is little time.
-        records.close(STOPPED_S if shutdown.requested.is_set() else TRACKERS_S)
+        records.close(STOPPED_S if shutdown.requested.is_set() else CLOSE_S)
 
 
 async def _may_begin(config: RunConfig, buffer: TrajectoryBuffer, shutdown: Shutdown) -> bool:

@@ -32,6 +32,8 @@ from streamrl.types import GroupHeader
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 60.0
+
 _LINE_FILES = (METRICS_FILE, TRAINED_FILE, VALIDATION_FILE)
 
 
@@ -168,7 +170,7 @@ class RunRecords:
         except OSError as error:
             raise OSError(f"the records of its steps cannot be written: {error}") from error
 
-    def close(self, wait_s: float) -> None:
+    def close(self, wait_s: float = CLOSE_S) -> None:
         """Wait for the save under way, and for the trackers, `wait_s` at most; lines of steps that
         are in no checkpoint may be lost."""
         self._writer.close()
