@@ -15,7 +15,6 @@ import pytest
 
 from streamrl.checkpoints.find import list_checkpoints
 from streamrl.config import RunConfig
-from streamrl.run_folder import read_json
 from tests.ports import free_port
 from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, RunFolder
 from tests.system.test_launch import (
@@ -193,7 +192,7 @@ def test_a_learner_whose_receiver_is_frozen(daemons):
     learner = run.start("learner")
     run.until_step(3)
     generator.suspend()
-    run.until(lambda: read_json(run.folder / "learner.json").get("activity") == "waiting")
+    run.until(lambda: "waiting for 4 groups" in run.log("learner"))
     assert terminate(learner) == 0
     assert_all_is_saved(run)
 
