@@ -11,6 +11,7 @@ from actors.environments.runner import make_runner
 from actors.environments.stream import open_stream
 from actors.make_model import make_tokenizer
 from actors.prompts import open_held_out, open_prompts
+from actors.prompts.seeds import HELD_OUT_RUN_SEED
 from actors.rendering.renderer import ChatRenderer
 from learners.trainer import Trainer
 from streamrl.algorithms.objective import require_algorithm
@@ -228,7 +229,7 @@ def test_prompts_of_the_users_own_get_seed_and_arguments(own):
     source = f"{own}/own_actor.py:Riddles"
     data = DataSettings(source=source, source_kwargs={"hardest": 5}, eval_source=source)
     assert [open_prompts(data, seed=4)[i].answer for i in range(3)] == ["5", "1", "2"]
-    assert open_held_out(data)[0].answer == "1"
+    assert open_held_out(data)[0].answer == str(HELD_OUT_RUN_SEED % 5 + 1)
     with pytest.raises(ConfigError, match=r"data\.eval_source: is needed"):
         open_held_out(DataSettings(source=source))
 
