@@ -20,7 +20,7 @@ GRACE_PERIOD_S = 15.0
 """For processes that end by themselves once the learner has."""
 # Before `stop_within_s` is over: the others are killed, the buffer is, and time is left to report.
 _OTHERS_S, _BUFFER_S = 6.0, 4.0
-_KILL_S = 1.0
+_BUFFER_ENDS_S, _KILL_S = 3.0, 1.0
 
 BackgroundTask: TypeAlias = Callable[[Sequence[Child]], Awaitable[None]]
 
@@ -137,8 +137,8 @@ async def _stop_in_order(
 ) -> None:
     """Learner and generators first, so that the buffer gets every lease back; the buffer last.
 
-    Waits for each wave, the buffer's up to _BUFFER_S before `stop_s` is over, and kills what still
-    runs then.
+    Waits for each wave, _OTHERS_S and _BUFFER_S before `stop_s` is over at most, and kills what
+    still runs then.
     """
     loop, by_s = asyncio.get_running_loop(), 0.0
     learner = supervised["learner"]
@@ -160,7 +160,10 @@ async def _stop_in_order(
             ended.cancel()
         for child in wave:
             child.stop()
-        by_s = by_s + _OTHERS_S - _BUFFER_S if by_s else loop.time() + stop_s - _OTHERS_S
+        if by_s:
+            by_s = min(by_s + _OTHERS_S - _BUFFER_S, loop.time() + _BUFFER_ENDS_S)
+        else:
+            by_s = loop.time() + stop_s - _OTHERS_S
         _, late = await asyncio.wait(tasks, timeout=max(_KILL_S, by_s - loop.time()))
         for child in wave:
             if late:
