@@ -28,7 +28,7 @@ class GeneratorRegistry:
         self._reports: dict[str, _Report] = {}
         self.scheduling_states: dict[str, SchedulingState] = {}
         self._next_timeout_s = 0.0
-        self._heard_s: float | None = None
+        self._last_heartbeat_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -43,11 +43,11 @@ class GeneratorRegistry:
 
     def on_attach(self, now_s: float) -> None:
         """A learner attached: from now on the run needs generators."""
-        self._heard_s = now_s
+        self._last_heartbeat_s = now_s
 
     def last_age_s(self, now_s: float) -> float:
         """The seconds since any generator reported, or since `on_attach`."""
-        return 0.0 if self._heard_s is None else now_s - self._heard_s
+        return 0.0 if self._last_heartbeat_s is None else now_s - self._last_heartbeat_s
 
     def fences(self, status: GeneratorStatus) -> bool:
         """Whether a newer session has replaced this one.
@@ -78,7 +78,7 @@ class GeneratorRegistry:
             replaced = (*replaced, older)[-MAX_REPLACED:]
         report = _Report(replace(status, held=()), now_s, replaced)
         self._reports[status.generator_id] = report
-        self._heard_s = now_s
+        self._last_heartbeat_s = now_s
         return older
 
     def remove(self, generator_id: str) -> None:

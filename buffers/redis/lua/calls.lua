@@ -72,13 +72,13 @@ local function read_stats()
     local report = cmsgpack.unpack(packed)
     registry[i], ages[i] = report.status, string.format('%.17g', now_s - report.seen_s)
   end
-  local heard_s = tonumber(call('GET', key('heard_s')) or now_s)
+  local last_heartbeat_s = tonumber(call('GET', key('last_heartbeat_s')) or now_s)
   local numbers, dropped, in_flight_prompts, free = read_books()
   return {
     'ok', numbers, dropped, in_flight_prompts, free, call('HGETALL', key('refused')),
     oldest() or '', incarnation(), registry, ages, call('HGETALL', key('scheduling_states')),
     call('HGETALL', key('lengths')), awaited_leases(), wait_due_s(now_s), retried(),
-    string.format('%.17g', now_s - heard_s),
+    string.format('%.17g', now_s - last_heartbeat_s),
   }
 end
 
@@ -146,7 +146,7 @@ end
 
 -- A generator has reported, or a learner attached, which needs one from now on.
 local function hear()
-  call('SET', key('heard_s'), string.format('%.17g', now_s))
+  call('SET', key('last_heartbeat_s'), string.format('%.17g', now_s))
 end
 
 -- Store the report; `known` is the one before it.

@@ -22,6 +22,7 @@
 --   registry           hash    generator id -> last report
 --   scheduling_states  hash    generator id -> scheduling state, unless active
 --   learner_id         string  of the learner that attached last
+--   last_heartbeat_s   string  when any generator reported last
 --   events             stream  one event per change of an entry
 
 local call = redis.call
