@@ -389,7 +389,9 @@ async def test_calls_may_be_repeated(connect):
     await generator.release("a", DropReason.FAILED)
     await fill(generator, "b")
     await learner.take(2, 0, 1.0)
-    assert await learner.advance(1) == await learner.advance(1)
+    replies = [await learner.advance(1) for _ in range(2)]
+    once, again = (msgspec.structs.replace(stats, last_heartbeat_age_s=0.0) for stats in replies)
+    assert once == again
     await learner.acknowledge(1)
     await learner.acknowledge(1)
     assert (await learner.stats()).books.acknowledged == 2
