@@ -2,8 +2,9 @@
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ if names[rank] != "well":
     assert leave_record(error)
     sys.exit(errors.exit_code_of(error))
 """
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """torchrun's handlers stay when it has ended, and are not those that later tests rely on."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def run(tmp_path: Path, *ranks: str, restarts: int = 0) -> int:
