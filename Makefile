@@ -113,9 +113,10 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) $(BIN)/python -c constraints.txt -e .[dev]
 	@touch $@ $(VENV)/core.stamp
 
-# Each direct dependency at its lowest; what those depend on at its newest.
+# Each direct dependency at its lowest; what those depend on at its newest. With pip, by which tests fetch
+# SGLang's wheel.
 $(LOWEST)/lowest.stamp: pyproject.toml | $(BIN)/python
-	@rm -f $@ && $(BIN)/python -m venv --clear --without-pip $(LOWEST)
+	@rm -f $@ && $(BIN)/python -m venv --clear $(LOWEST)
 	$(INSTALL) $(LOWEST)/bin/python --resolution lowest-direct -e .[dev]
 	@touch $@
 
