@@ -355,6 +355,7 @@ def test_what_may_be_regretted_is_a_warning(folder, overrides, sentence):
 def test_an_update_is_timed_by_the_bytes_that_are_sent(folder, monkeypatch):
     """Half of the deadline is for a copy; what is not known, or faster, refuses nothing."""
     monkeypatch.setattr(limits, "memory_bytes_per_s", lambda: 1e4)
+    monkeypatch.setattr(limits, "torch_has_cuda", lambda: False)
     shape = SimpleNamespace(num_parameters=1000)
     monkeypatch.setattr(limits, "ModelShape", SimpleNamespace(of=lambda config: shape))
     needed = 2 * (4000 / 1e4 + limits.ANSWER_S)
