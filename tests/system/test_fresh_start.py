@@ -62,17 +62,18 @@ def test_a_learner_that_died_without_a_checkpoint_goes_on_only_with_resume(
     buffer = start("buffer")
     start("generator", "--id", "mine")
     first = start("learner")
-    block_until(lambda: len(run.lines) >= 3, DEADLINE_S)
+    learner_file = run.folder / LEARNER_FILE
+    block_until(lambda: len(run.lines) >= 3 and learner_file.exists(), DEADLINE_S)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    status = (run.folder / LEARNER_FILE).read_bytes()
+    status = learner_file.read_bytes()
     version = len(run.lines)
 
     assert start("learner").wait(DEADLINE_S) == 2
     said = (tmp_path / "terminal").read_text().splitlines()[-1]
     assert f"the buffer holds a run run at version {version} already" in said
     assert f"goes on at version 0, since {run.folder} has no checkpoint" in said
-    assert (run.folder / LEARNER_FILE).read_bytes() == status
+    assert learner_file.read_bytes() == status
     assert len(run.lines) == version
 
     assert start("learner", "--resume").wait(DEADLINE_S) == 0
