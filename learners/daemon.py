@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from buffers.connect import connect
-from learners.checkpoints.records import CLOSE_S, RunRecords
+from learners.checkpoints.records import RunRecords
 from learners.checkpoints.restore import load_trainer
 from learners.checkpoints.start import Start, choose, resumed
 from learners.checkpoints.writer import CheckpointWriter
@@ -39,6 +39,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, UnreachableBufferError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.shutdown import Shutdown
+from streamrl.tracking import CLOSE_S
 from streamrl.tracking.prometheus import Exported, exporting
 from streamrl.tracking.prometheus.readings import of_learner
 from streamrl.weights.layout import layout_of

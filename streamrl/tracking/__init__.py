@@ -18,6 +18,7 @@ from streamrl.interfaces import Tracker
 from streamrl.tracking.console import ConsoleTracker
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 
+CLOSE_S = 60.0
 MAX_WAITING = 1000
 """Calls that wait for a tracker; one that takes none of them loses what follows."""
 
@@ -86,7 +87,7 @@ class Trackers:
         for file in self._files:
             file.flush()
 
-    def close(self, wait_s: float = 60.0) -> None:
+    def close(self, wait_s: float = CLOSE_S) -> None:
         """Waits until all trackers have what they were given, `wait_s` at most."""
         for file in self._files:
             with suppress(OSError):
