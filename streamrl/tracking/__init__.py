@@ -103,8 +103,8 @@ class Trackers:
             )
 
     def _call(self, call: Callable[[Tracker], object] | None) -> None:
-        """Of each tracker, in the thread; left out where the thread hangs."""
-        if not self._others:
+        """Of each tracker, in the thread; left out where the thread hangs or no tracker is left."""
+        if not self._thread.is_alive():
             return
         try:
             self._calls.put_nowait(call)
@@ -112,8 +112,8 @@ class Trackers:
             log.debug("%s has not taken what it was given %d calls ago", self._called, MAX_WAITING)
 
     def _run(self) -> None:
-        """Until `close`; waits for a call."""
-        while (call := self._calls.get()) is not None:
+        """Until `close`, or until no tracker is left; waits for a call."""
+        while self._others and (call := self._calls.get()) is not None:
             for tracker in self._others:
                 self._called = type(tracker).__name__
                 try:

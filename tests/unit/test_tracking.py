@@ -127,6 +127,15 @@ def test_a_tracker_that_fails_is_switched_off(tmp_path, caplog):
     assert [r.message for r in caplog.records] == ["BrokenTracker is switched off"]
 
 
+def test_a_tracker_that_was_switched_off_is_not_waited_for(caplog):
+    trackers = Trackers([BrokenTracker()])
+    trackers.log({"x": 1.0}, 1)
+    block_until(lambda: caplog.records)
+    trackers.log({"x": 1.0}, 2)
+    trackers.close(wait_s=5.0)
+    assert [r.message for r in caplog.records] == ["BrokenTracker is switched off"]
+
+
 def test_tensorboard_gets_every_scalar(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
