@@ -1,5 +1,6 @@
 """Daemons started one by one: a learner that died, the same command again, and --resume."""
 
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -67,14 +68,17 @@ def test_a_learner_that_died_without_a_checkpoint_goes_on_only_with_resume(
     first.send_signal(signal.SIGKILL)
     first.wait()
     status = learner_file.read_bytes()
-    version = len(run.lines)
+    num_lines = len(run.lines)
 
     assert start("learner").wait(DEADLINE_S) == 2
     said = (tmp_path / "terminal").read_text().splitlines()[-1]
-    assert f"the buffer holds a run run at version {version} already" in said
+    # A step that the buffer knows may have died before its line was written.
+    version = re.search(r"the buffer holds a run run at version (\d+) already", said)
+    assert version, said
+    assert int(version[1]) - num_lines in (0, 1)
     assert f"goes on at version 0, since {run.folder} has no checkpoint" in said
     assert learner_file.read_bytes() == status
-    assert len(run.lines) == version
+    assert len(run.lines) == num_lines
 
     assert start("learner", "--resume").wait(DEADLINE_S) == 0
     assert buffer.wait(DEADLINE_S) == 0
