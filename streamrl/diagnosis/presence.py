@@ -16,6 +16,7 @@ from msgspec import Struct
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, Reading, reports
 
 _NAMED = 4
+_MAY_START = "; one may be starting"
 
 
 class Absence(Struct, frozen=True):
@@ -60,11 +61,10 @@ def _no_generator(reading: Reading) -> Iterator[Absence]:
     if not reading.needs_generators or stats is None or stats.generators:
         return
     absent_s = stats.last_heartbeat_age_s
-    yield Absence(
-        f"no generator reports to the buffer, for {_seconds(absent_s)}: start one, or see whether "
-        "it reaches buffer.url",
-        absent_s > reading.start_s or reading.stats_if_waiting is not None,
-    )
+    is_late = absent_s > reading.start_s or reading.stats_if_waiting is not None
+    remedy = ": start one, or see whether it reaches buffer.url" if is_late else _MAY_START
+    sentence = f"no generator reports to the buffer, for {_seconds(absent_s)}{remedy}"
+    yield Absence(sentence, is_late)
 
 
 def _silent_generator(reading: Reading) -> Iterator[Absence]:
@@ -109,10 +109,12 @@ def _no_validator(reading: Reading) -> Iterator[Absence]:
     absent_s = learner.no_validator_s
     if absent_s is None or absent_s <= HEARTBEAT_TIMEOUT_S:
         return
+    is_late = absent_s > reading.start_s
+    remedy = ": start one, or see whether it reaches weights.address" if is_late else _MAY_START
     yield Absence(
         f"no validator has reported for {_seconds(absent_s)}, and no version is validated "
-        "meanwhile: start one, or see whether it reaches weights.address",
-        absent_s > reading.start_s,
+        f"meanwhile{remedy}",
+        is_late,
     )
 
 

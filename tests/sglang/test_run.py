@@ -27,9 +27,14 @@ def servers_of(folder: Path) -> list[psutil.Process]:
     ]
 
 
-def start(launch: Callable[..., Launched], *overrides: str, num_steps: int = NUM_STEPS) -> Launched:
+def start(
+    launch: Callable[..., Launched],
+    *overrides: str,
+    num_steps: int = NUM_STEPS,
+    strict: bool = True,
+) -> Launched:
     words = (*SIZES, f"run.max_steps={num_steps}", *overrides)
-    return launch(*(word for override in words for word in ("--set", override)))
+    return launch(*(word for override in words for word in ("--set", override)), strict=strict)
 
 
 def assert_learned_from_the_newest_weights(run: Launched, num_steps: int = NUM_STEPS) -> None:
@@ -75,7 +80,8 @@ def test_a_server_elsewhere_that_is_started_again_samples_with_the_newest_weight
     launch, start_server
 ):
     server = start_server()
-    run = start(launch, f"generator.sglang.url={start_server.url}", "weights.bucket_bytes=4096")
+    where = (f"generator.sglang.url={start_server.url}", "weights.bucket_bytes=4096")
+    run = start(launch, *where, strict=False)
     run.until_step(3)
     server.close()
     server = start_server()
@@ -88,7 +94,7 @@ def test_two_generators_share_a_server_whose_owner_is_killed(launch, start_serve
     server, num_steps = start_server(), 5 * NUM_STEPS
     where = (f"generator.sglang.url={start_server.url}", "generator.count=2")
     own = ("buffer.lease_ttl_s=30", "weights.deadline_s=30")
-    run = start(launch, *where, *own, num_steps=num_steps)
+    run = start(launch, *where, *own, num_steps=num_steps, strict=False)
     run.until_step(5)
     run.child("generator-0").send_signal(signal.SIGKILL)
     assert_learned_from_the_newest_weights(run, num_steps)

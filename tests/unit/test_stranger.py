@@ -138,3 +138,27 @@ def test_lines_for_a_log_are_printed_once(tmp_path):
     lines = console.export_text().splitlines()
     assert [line.split()[0] for line in lines] == ["step", "1"]
     assert len(lines[0]) > 30, "a line of a log is not wrapped"
+
+
+def test_a_sentence_of_which_a_number_alone_is_new_is_said_once_a_minute(tmp_path, monkeypatch):
+    from rich.console import Console
+
+    console = Console(record=True, force_terminal=False)
+    printer = LinePrinter(make_run(tmp_path), console)
+    for now_s, waits_for in (
+        (5.0, "no generator reports, for 7 s"),
+        (10.0, "no generator reports, for 12 s"),
+        (70.0, "no generator reports, for 72 s"),
+        (75.0, "none of 2 generators asks"),
+        (80.0, "no generator reports, for 2 s"),
+    ):
+        make_run(tmp_path, waits_for=waits_for)
+        monkeypatch.setattr("streamrl.cli.display.view.time.monotonic", lambda now_s=now_s: now_s)
+        printer.print_now()
+    said = console.export_text().splitlines()[1:]
+    assert [line.removeprefix("no generator reports, for ") for line in said] == [
+        "7 s",
+        "72 s",
+        "none of 2 generators asks",
+        "2 s",
+    ]

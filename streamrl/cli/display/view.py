@@ -4,6 +4,8 @@ Reads the run folder and the children's states only, so it follows any run and d
 """
 
 import asyncio
+import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -39,6 +41,8 @@ from streamrl.types import LearnerActivity, LearnerStatus
 REFRESH_S = 0.5
 _RECENT = 20
 _LINE_S = 5.0
+_REPEAT_S = 60.0
+_NUMBER = re.compile(r"\d[\d,.]*")
 _SAMPLE_S = 4.0
 _NUM_SIBLINGS = 8
 _SAMPLE_CHARACTERS = 600
@@ -78,13 +82,14 @@ class ProgressView:
 
 
 class LinePrinter:
-    """Where the run is, in lines for a log or a pipe: every _LINE_S, and only what is new."""
+    """Where the run is, in lines for a log or a pipe: every _LINE_S, and only what is new. A
+    sentence of which numbers alone are new is said again after _REPEAT_S."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         self._config = config
         self._console = console
         self._metrics = FollowedMetrics(config.run.path / "metrics.jsonl")
-        self._printed: list[str] = []
+        self._said: dict[str, tuple[str, float]] = {}
         self._printed_s = -_LINE_S
 
     def print_if_due(self) -> None:
@@ -92,14 +97,16 @@ class LinePrinter:
             self.print_now()
 
     def print_now(self) -> None:
-        lines = self._metrics.read()
-        texts = [headline(self._config, lines)] if lines else []
-        texts += notes(self._config.run.path)
-        for text in texts:
-            if text not in self._printed:
+        now_s, lines = time.monotonic(), self._metrics.read()
+        texts = {text: text for text in [headline(self._config, lines)] if lines}
+        texts |= {_NUMBER.sub("", text): text for text in notes(self._config.run.path)}
+        # What is no longer so is new when it is so again.
+        self._said = {words: self._said[words] for words in texts if words in self._said}
+        for words, text in texts.items():
+            said, said_s = self._said.get(words, ("", -math.inf))
+            if text != said and now_s - said_s >= _REPEAT_S:
                 self._console.print(Text(printable(text)), soft_wrap=True)
-                self._printed_s = time.monotonic()
-        self._printed = texts
+                self._said[words], self._printed_s = (text, now_s), now_s
 
 
 def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
