@@ -48,10 +48,12 @@ def test_without_a_gpu_the_kernels_and_the_cache_are_those_of_a_cpu(monkeypatch)
     assert "--device cpu --attention-backend torch_native" in command()
     assert "--max-total-tokens 400" in command()
     assert "--max-total-tokens 9" in command(engine_kwargs={"max_total_tokens": 9})
+    assert "--sleep-on-idle" in command()
     environment = launch_environment(run_config(Path("m"), num_threads=2))
     assert environment == {"OMP_NUM_THREADS": "2", "SGLANG_USE_CPU_ENGINE": "1"}
     monkeypatch.setattr(arguments, "has_gpu", lambda: True)
     assert "--device" not in command()
+    assert "--sleep-on-idle" not in command()
     assert launch_environment(run_config(Path("m"))) == {}
 
 
