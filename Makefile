@@ -54,7 +54,7 @@ test-lowest: $(LOWEST)/lowest.stamp
 test-deploy: $(VENV)/dev.stamp
 	@$(MAKE) --no-print-directory $(SGLANG)/sglang.stamp || { \
 	  echo "NOT RUN: the tests of SGLang, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
-	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG)
+	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG) -n 2 --dist loadfile
 	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -m long
 	$(BIN)/pytest -m long -n 2 --dist worksteal
 	@[ ! -d tests/deploy ] || $(BIN)/pytest tests/deploy
