@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from streamrl.cli.verification.faults import (
     remove_all,
     remove_newest,
 )
+from streamrl.cli.verification.processes import family_of, process_table
 from streamrl.cli.verification.progress import Progress
 from streamrl.cli.verification.refused_start import refused_start
 from streamrl.cli.verification.run_audit import audit_run
@@ -153,16 +155,16 @@ class Killer:
             case FaultKind.RESUME:
                 what = await self._resume_from_an_older_checkpoint(child)
             case FaultKind.DAMAGE:
-                await self._kill(child)
+                await self._kill_learner(child)
                 what = damage_newest(self._run, self._random_numbers)
             case FaultKind.FULL_DISK:
                 what = await self._fill_disk(child)
             case FaultKind.REMOVAL:
-                await self._kill(child)
+                await self._kill_learner(child)
                 what = remove_newest(self._run)
                 _go_on_from_the_newest(child)
             case FaultKind.LOSS:
-                await self._kill(child)
+                await self._kill_learner(child)
                 what = remove_all(self._run)
                 _go_on_from_the_newest(child)
             case FaultKind.FRESH_START:
@@ -172,7 +174,7 @@ class Killer:
 
     async def _resume_from_an_older_checkpoint(self, child: Child) -> str:
         """`--resume` takes the checkpoint once, however often the learner is killed after that."""
-        await self._kill(child)
+        await self._kill_learner(child)
         path = older_checkpoint(self._run, self._random_numbers)
         child.restart_arguments = (*child.arguments, "--resume", "--set", f"run.resume={path}")
         return f"SIGKILL, and on from {path.name}"
@@ -181,11 +183,11 @@ class Killer:
         """Another learner, as of a person who types the first command again. The one at hand is
         frozen, so that no step and no restart comes before the refusal."""
         process = await self._progress.until_running(child)
-        process.send_signal(signal.SIGSTOP)
+        _signal_family(process.pid, signal.SIGSTOP)
         try:
             code, sentence = await refused_start(child.arguments, self._stall_timeout_s)
         finally:
-            process.kill()
+            _signal_family(process.pid, signal.SIGKILL)
             await process.wait()
         if code != EXIT_CONFIG:
             wrong = f"a start without --resume ended with {code}, not {EXIT_CONFIG}: {sentence}"
@@ -214,6 +216,18 @@ class Killer:
         process.kill()
         await process.wait()
         return "SIGKILL"
+
+    async def _kill_learner(self, child: Child) -> None:
+        """With its ranks, which would save, and remove an old checkpoint, before they notice."""
+        process = await self._progress.until_running(child)
+        _signal_family(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _signal_family(pid: int, number: signal.Signals) -> None:
+    for one in family_of(pid, process_table()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, number)
 
 
 def _go_on_from_the_newest(child: Child) -> None:

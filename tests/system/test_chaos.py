@@ -91,13 +91,13 @@ def test_a_run_under_fire_trains_every_prompt_once(
 
 
 @pytest.mark.long
-def test_a_run_goes_on_without_its_checkpoints_within_the_bound(tmp_path: Path, model: Path):
+def test_two_ranks_go_on_without_their_checkpoints_within_the_bound(tmp_path: Path, model: Path):
     """Groups of versions that the learner makes anew are of the future for it."""
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
     faults = ("--kills", "0", "--losses", "1", "--removals", "1", "--resumes", "1")
     command = [STREAMRL, "chaos", str(config), "--seed", "2", *faults]
-    for override in ("run.max_steps=24", "buffer.max_staleness=1"):
+    for override in ("run.max_steps=24", "buffer.max_staleness=1", "learner.num_ranks=2"):
         command += ["--set", override]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

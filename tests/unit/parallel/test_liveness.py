@@ -60,6 +60,26 @@ def test_a_process_that_ended_is_named_and_ends_this_one(exits):
     assert exits.code == EXIT_UNREACHABLE
 
 
+FAILS_AT_ONCE = """
+import os, sys
+from torch._C._distributed_c10d import TCPStore
+from learners.parallel.liveness import Liveness
+
+Liveness(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), 1, 2).start()
+os._exit(2)
+"""
+
+
+def test_a_rank_that_fails_as_soon_as_it_has_joined_is_named(exits):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = [sys.executable, "-c", FAILS_AT_ONCE, str(store.port)]
+    assert subprocess.run(words, check=False).returncode == 2
+    watched = watching(store, 0)
+    with pytest.raises(TransportError, match=r"^rank 1 of the learner .* has ended$"):
+        failed_collective(watched)
+    assert exits.called.wait(DEADLINE_S)
+
+
 async def test_a_rank_of_another_machine_is_lost_when_its_beat_stands_still(exits):
     store = dist.HashStore()
     store.set(liveness._key(1), "elsewhere 1 7")
