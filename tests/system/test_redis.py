@@ -52,4 +52,5 @@ def test_an_ended_run_is_resumed_by_a_learner_that_comes_after_its_generators(
     assert run.end() == 0, run.output
     assert_every_step_once(run, 4)
     assert run.books["balanced"]
-    assert read_validations(run.folder).keys() == {0, 2, 4}
+    # Which version the validator of the second launch gets first is a matter of time.
+    assert {0, 2, 4} <= read_validations(run.folder).keys() <= {0, 2, 3, 4}
