@@ -16,7 +16,7 @@ BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart recipe test test-lowest test-deploy test-vllm test-sglang long-on-sglang long-on-vllm check docs format bench bench-peers clean
+.PHONY: quickstart recipe test test-lowest test-deploy test-vllm test-sglang check docs format bench bench-peers clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/core.stamp
@@ -56,15 +56,10 @@ test-lowest: $(LOWEST)/lowest.stamp
 test-deploy: $(VENV)/dev.stamp
 	@$(MAKE) --no-print-directory $(SGLANG)/sglang.stamp || { \
 	  echo "NOT RUN: the tests of SGLang, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
-	@$(MAKE) --no-print-directory -j2 --output-sync=target long-on-sglang long-on-vllm
+	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG)
+	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -m long
 	$(BIN)/pytest $(BESIDE) -m long
 	@[ ! -d tests/deploy ] || $(BIN)/pytest tests/deploy
-
-long-on-sglang:
-	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG) -n 2 --dist loadfile
-
-long-on-vllm:
-	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -m long
 
 # The engine contract and whole runs on a real vLLM: in the process, by URL, and on two workers.
 test-vllm: $(VLLM)/vllm.stamp
