@@ -242,6 +242,17 @@ def test_what_does_not_stop_is_killed_in_time(launched: Launch, monkeypatch, rol
     launched.assert_no_process_is_left()
 
 
+def test_a_view_that_fails_is_said_and_the_run_goes_on(launched: Launch, caplog):
+    async def fail() -> None:
+        await launched.until("learner.ready")
+        raise IndexError("list index out of range")
+
+    assert launched.run({"learner": "time.sleep(1)"}, then=fail) is None
+    (record,) = caplog.records
+    assert record.message == "the view of the run has failed; the run goes on"
+    assert isinstance(record.exc_info[1], IndexError)
+
+
 def test_a_signal_at_the_very_start_stops_what_is_being_started(launched: Launch):
     async def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)

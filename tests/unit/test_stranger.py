@@ -162,3 +162,13 @@ def test_a_sentence_of_which_a_number_alone_is_new_is_said_once_a_minute(tmp_pat
         "none of 2 generators asks",
         "2 s",
     ]
+
+
+def test_before_the_first_step_a_log_has_what_the_learner_waits_for(tmp_path):
+    from rich.console import Console
+
+    config = make_run(tmp_path, waits_for="no generator reports")
+    (config.run.path / "metrics.jsonl").unlink()
+    console = Console(record=True, force_terminal=False)
+    LinePrinter(config, console).print_if_due()
+    assert console.export_text() == "no generator reports\n"

@@ -98,7 +98,8 @@ class LinePrinter:
 
     def print_now(self) -> None:
         now_s, lines = time.monotonic(), self._metrics.read()
-        texts = {text: text for text in [headline(self._config, lines)] if lines}
+        headlines = [headline(self._config, lines)] if lines else []
+        texts = {text: text for text in headlines}
         texts |= {_NUMBER.sub("", text): text for text in notes(self._config.run.path)}
         # What is no longer so is new when it is so again.
         self._said = {words: self._said[words] for words in texts if words in self._said}

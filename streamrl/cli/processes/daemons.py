@@ -5,6 +5,7 @@ starts them and reads the run folder, and takes no other part.
 """
 
 import asyncio
+import logging
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,8 @@ GRACE_PERIOD_S = 15.0
 # Before `stop_within_s` is over: the others are killed, the buffer is, and time is left to report.
 _OTHERS_S, _BUFFER_S = 6.0, 4.0
 _BUFFER_ENDS_S, _KILL_S = 3.0, 1.0
+
+log = logging.getLogger(__name__)
 
 BackgroundTask: TypeAlias = Callable[[Sequence[Child]], Awaitable[None]]
 
@@ -61,6 +64,7 @@ async def supervise(
         loop.add_signal_handler(number, _on_signal, number, interrupted, children)
     supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
     showing = asyncio.ensure_future(view(children))
+    showing.add_done_callback(_say_failure)
     beside = asyncio.create_task(_run_background(background, children))
     watched: tuple[asyncio.Task[Any], ...] = (*supervised.values(), beside)
     try:
@@ -121,6 +125,12 @@ def _on_signal(
         return
     for child in children:
         child.stop(signal.SIGKILL)
+
+
+def _say_failure(view: "asyncio.Future[None]") -> None:
+    """The run goes on without what shows it."""
+    if not view.cancelled() and (error := view.exception()) is not None:
+        log.error("the view of the run has failed; the run goes on", exc_info=error)
 
 
 def _failure(watched: "Sequence[asyncio.Task[Any]]") -> BaseException | None:
