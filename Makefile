@@ -9,9 +9,7 @@ ON_SGLANG := $(SGLANG)/bin/pytest tests/sglang tests/contract/test_engines.py
 LOWEST := .venv-lowest
 WHOLE_RUN := tests/system/test_launch.py::test_a_run_learns_asynchronously_within_its_staleness_bound
 INSTALL := $(BIN)/python deploy/install.py
-# One more than there are cores: what a test of daemons waits for leaves room.
-BESIDE := -n $(shell echo $$(($$(nproc) + 1))) --maxprocesses 5 --dist worksteal
-ON_CORES := $(BESIDE) -m "not long"
+ON_CORES := -n logical --maxprocesses 4 --dist worksteal -m "not long"
 BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
@@ -58,7 +56,7 @@ test-deploy: $(VENV)/dev.stamp
 	  echo "NOT RUN: the tests of SGLang, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
 	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG)
 	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -m long
-	$(BIN)/pytest $(BESIDE) -m long
+	$(BIN)/pytest -m long -n 2 --dist worksteal
 	@[ ! -d tests/deploy ] || $(BIN)/pytest tests/deploy
 
 # The engine contract and whole runs on a real vLLM: in the process, by URL, and on two workers.
