@@ -231,7 +231,8 @@ def test_a_launch_with_a_frozen_daemon(launch, role: str):
     processes = psutil.Process(run.process.pid).children(recursive=True)
     frozen.suspend()
     run.process.send_signal(signal.SIGTERM)
-    run.output = run.process.communicate(timeout=STOP_S)[0]
+    assert not psutil.wait_procs(processes, STOP_S)[1]
+    # The summary takes as long as the machine takes for it.
+    run.output = run.process.communicate(timeout=DEADLINE_S)[0]
     assert run.process.returncode == 128 + signal.SIGTERM, run.output
-    assert not any(process.is_running() for process in processes)
     assert "to continue: streamrl launch" in run.output
