@@ -30,6 +30,8 @@ SMALL_TASK = CONFIG.replace("num_heads: 2", "num_heads: 1")
 # Synchronous, so that every token is of staleness 0 and can be compared with the learner's.
 SIZES = (
     "buffer.max_staleness=0",
+    # Whoever serves first waits for the others, and then for the launch.
+    "buffer.deadline_s=300",
     "learner.groups_per_step=16",
     "generator.count=1",
     "generator.group_size=8",
