@@ -49,7 +49,7 @@ class CheckpointSaver:
         self._schedule = SaveSchedule(every, session.state.policy_version)
         self._save: asyncio.Future[Path] | None = None
         self._force_s = force_s
-        self._is_slow = False
+        self._has_warned = False
 
     @property
     def saved_version(self) -> int:
@@ -127,9 +127,9 @@ class CheckpointSaver:
     def _warn_if_slow(self, began_s: float, save: asyncio.Future[Path]) -> None:
         """Say it of the first that a signal would not leave the time for."""
         took_s = time.monotonic() - began_s
-        if self._is_slow or save.cancelled() or save.exception() or took_s <= self._force_s:
+        if self._has_warned or save.cancelled() or save.exception() or took_s <= self._force_s:
             return
-        self._is_slow = True
+        self._has_warned = True
         log.warning(
             "a checkpoint took %.0f s; a learner is ended by force %g s after a signal, and steps "
             "that it has not saved are trained again: set run.stop_s to %d",

@@ -63,7 +63,7 @@ class Liveness:
     def start(self) -> None:
         """With a first beat, so that a rank that ends at once is missed."""
         if self._store is not None and self._others:
-            self._set_beat(0)
+            self._store.set(_key(self._rank), _beat_of(0))
             threading.Thread(target=self._run, name="liveness", daemon=True).start()
 
     def stop(self) -> None:
@@ -126,7 +126,7 @@ class Liveness:
     def _beat(self, count: int) -> str:
         """Set this rank's beat and read the others'; why one of them is lost, or ""."""
         assert self._store is not None, "without a store nothing beats"
-        self._set_beat(count)
+        self._store.set(_key(self._rank), _beat_of(count))
         if self._is_ordered:
             self._store.set(_key("end"), str(self._rank))
         elif self._rank == 0 and self._store.check([_key("end")]):
@@ -138,10 +138,6 @@ class Liveness:
         beats = (value.decode() for value in self._store.multi_get(keys))
         sentences = [self._judge(*pair) for pair in zip(self._others, beats, strict=True)]
         return next((sentence for sentence in sentences if sentence), "")
-
-    def _set_beat(self, count: int) -> None:
-        assert self._store is not None, "without a store nothing beats"
-        self._store.set(_key(self._rank), f"{this_host()} {os.getpid()} {count}")
 
     def _judge(self, rank: int, beat: str) -> str:
         now_s = time.monotonic()
@@ -175,6 +171,11 @@ def this_host() -> str:
         return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+def _beat_of(count: int) -> str:
+    """Of this process."""
+    return f"{this_host()} {os.getpid()} {count}"
 
 
 def _key(rank: int | str) -> str:

@@ -16,7 +16,6 @@ from msgspec import Struct
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, Reading, reports
 
 _NAMED = 4
-_MAY_START = "; one may be starting"
 
 
 class Absence(Struct, frozen=True):
@@ -62,9 +61,8 @@ def _no_generator(reading: Reading) -> Iterator[Absence]:
         return
     absent_s = stats.last_heartbeat_age_s
     is_late = absent_s > reading.start_s or reading.stats_if_waiting is not None
-    remedy = ": start one, or see whether it reaches buffer.url" if is_late else _MAY_START
-    sentence = f"no generator reports to the buffer, for {_seconds(absent_s)}{remedy}"
-    yield Absence(sentence, is_late)
+    sentence = f"no generator reports to the buffer, for {_seconds(absent_s)}"
+    yield _none_reports(sentence, "buffer.url", is_late)
 
 
 def _silent_generator(reading: Reading) -> Iterator[Absence]:
@@ -109,13 +107,10 @@ def _no_validator(reading: Reading) -> Iterator[Absence]:
     absent_s = learner.no_validator_s
     if absent_s is None or absent_s <= HEARTBEAT_TIMEOUT_S:
         return
-    is_late = absent_s > reading.start_s
-    remedy = ": start one, or see whether it reaches weights.address" if is_late else _MAY_START
-    yield Absence(
-        f"no validator has reported for {_seconds(absent_s)}, and no version is validated "
-        f"meanwhile{remedy}",
-        is_late,
+    sentence = (
+        f"no validator has reported for {_seconds(absent_s)}, and no version is validated meanwhile"
     )
+    yield _none_reports(sentence, "weights.address", absent_s > reading.start_s)
 
 
 ABSENCES: Mapping[str, Callable[[Reading], Iterator[Absence]]] = {
@@ -148,6 +143,12 @@ def may_move(reading: Reading) -> bool:
     """Whether all that makes steps is there; steps are made without a validator."""
     needed = (find for cause, find in ABSENCES.items() if cause != "no_validator")
     return not any(absence for find in needed for absence in find(reading))
+
+
+def _none_reports(sentence: str, address: str, is_late: bool) -> Absence:
+    """`address` is the setting at which one would report."""
+    remedy = f": start one, or see whether it reaches {address}"
+    return Absence(sentence + (remedy if is_late else "; one may be starting"), is_late)
 
 
 def _seconds(value: float) -> str:

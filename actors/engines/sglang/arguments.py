@@ -59,8 +59,8 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
 
 def _on_cpu(config: RunConfig) -> dict[str, Any]:
     """SGLang's kernels for a plain CPU, a KV cache for the requests that run at a time (by default
-    it is half of the machine's memory), and no core for a server that waits: by
-    default it polls."""
+    it is half of the machine's memory), and no core for a server that waits: by default it polls.
+    """
     num_tokens = config.generator.max_num_seqs * (config.max_model_len + NUM_RESERVED)
     return {
         "device": "cpu",
