@@ -32,7 +32,6 @@ from learners.validations import Validations
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, TransportError, UnreachableBufferError
 from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
-from streamrl.service import force_s
 from streamrl.types import BufferStats, LearnerActivity, Loan, replace
 from streamrl.weights.sender import WeightSender
 
@@ -66,9 +65,7 @@ class Learner:
         self._scaling = ScalingWindow(lockstep.num_ranks)
         self._stopping = session.stopping
         every = config.learner.checkpoint.every
-        self._saver = CheckpointSaver(
-            every, force_s(config), session, reporter, self._stopping, self._save
-        )
+        self._saver = CheckpointSaver(every, session, reporter, self._stopping, self._save)
 
     def stop(self) -> None:
         """Finish the step at hand if its batch is complete and its gradient there in time, save,

@@ -9,11 +9,9 @@ are in no checkpoint and at the end: unblocked by the next attempt that succeeds
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,7 +19,6 @@ from learners.checkpoints.schedule import RETRY_S, SaveSchedule
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
 from streamrl.errors import CheckpointWriteError
-from streamrl.service import FORCED_S
 from streamrl.types import LearnerActivity
 
 log = logging.getLogger(__name__)
@@ -30,13 +27,11 @@ Begin: TypeAlias = Callable[[LearnerState], Awaitable[Future[Path]]]
 
 
 class CheckpointSaver:
-    """Of the session's learner; `begin` copies a state and writes it in a thread. The process is
-    ended by force `force_s` after a signal."""
+    """Of the session's learner; `begin` copies a state and writes it in a thread."""
 
     def __init__(
         self,
         every: int,
-        force_s: float,
         session: LearnerSession,
         reporter: StatusReporter,
         stopping: asyncio.Event,
@@ -48,8 +43,6 @@ class CheckpointSaver:
         self._begin_writing = begin
         self._schedule = SaveSchedule(every, session.state.policy_version)
         self._save: asyncio.Future[Path] | None = None
-        self._force_s = force_s
-        self._has_warned = False
 
     @property
     def saved_version(self) -> int:
@@ -105,9 +98,7 @@ class CheckpointSaver:
     async def _begin(self) -> None:
         self._reporter.set_activity(LearnerActivity.SAVING)
         self._schedule.began(self._version)
-        began_s = time.monotonic()
         self._save = asyncio.wrap_future(await self._begin_writing(self._session.state))
-        self._save.add_done_callback(partial(self._warn_if_slow, began_s))
 
     async def _end(self) -> None:
         """Wait until the save under way has ended."""
@@ -123,20 +114,6 @@ class CheckpointSaver:
             self._schedule.saved()
         self._save = None
         self._reporter.update(unsaved=self._schedule.sentence(self._version))
-
-    def _warn_if_slow(self, began_s: float, save: asyncio.Future[Path]) -> None:
-        """Say it of the first that a signal would not leave the time for."""
-        took_s = time.monotonic() - began_s
-        if self._has_warned or save.cancelled() or save.exception() or took_s <= self._force_s:
-            return
-        self._has_warned = True
-        log.warning(
-            "a checkpoint took %.0f s; a learner is ended by force %g s after a signal, and steps "
-            "that it has not saved are trained again: set run.stop_s to %d",
-            took_s,
-            self._force_s,
-            math.ceil(2 * took_s + FORCED_S),
-        )
 
     async def _acknowledge(self) -> None:
         if not self._schedule.failure:

@@ -18,6 +18,7 @@ checkpoint only. A rank that cannot write fails the save on all ranks.
 
 import json
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -44,6 +45,7 @@ from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.config import RunConfig
 from streamrl.durable_files import sync
 from streamrl.errors import CheckpointWriteError, FencedError, TransportError
+from streamrl.service import FORCED_S, force_s
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class CheckpointWriter:
         self._copies = _HostCopies()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[Path] | None = None
+        self._has_warned = False
 
     def save(
         self,
@@ -116,12 +119,26 @@ class CheckpointWriter:
         def write() -> Path:
             path = self._save(trainer.policy, copies, record, failure)
             if self._is_main:
-                took_s = time.perf_counter() - begun_s
-                log.info("saved %s in %.2f s; the step waited %.2f s", path, took_s, copy_s)
+                self._say_saved(path, time.perf_counter() - begun_s, copy_s)
             return path
 
         self._saving = self._thread.submit(write)
         return self._saving
+
+    def _say_saved(self, path: Path, took_s: float, copy_s: float) -> None:
+        """With a warning, once, if a signal would not leave a save so much time."""
+        log.info("saved %s in %.2f s; the step waited %.2f s", path, took_s, copy_s)
+        left_s = force_s(self._config)
+        if self._has_warned or took_s <= left_s:
+            return
+        self._has_warned = True
+        log.warning(
+            "a checkpoint took %.0f s; a learner is ended by force %g s after a signal, and steps "
+            "that it has not saved are trained again: set run.stop_s to %d",
+            took_s,
+            left_s,
+            math.ceil(2 * took_s + FORCED_S),
+        )
 
     def close(self) -> None:
         """Waits for the save under way."""

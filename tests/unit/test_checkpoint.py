@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import threading
 from collections.abc import Mapping
@@ -454,6 +455,20 @@ def test_one_writer_saves_each_state_as_it_is_then(tmp_path):
         for name, parameter in expected.items():
             assert torch.equal(saved[name], parameter), (step, name)
     writer.close()
+
+
+def test_a_save_that_a_signal_would_not_leave_the_time_for_is_said_once(
+    tmp_path, monkeypatch, caplog
+):
+    config = make_run(tmp_path)
+    trainer, writer = make_trainer(config), CheckpointWriter(config, HISTORY)
+    for step, left_s in ((1, 600.0), (2, 0.001), (3, 0.001)):
+        monkeypatch.setattr("learners.checkpoints.writer.force_s", lambda _, left_s=left_s: left_s)
+        writer.save(trainer, LearnerState(step)).result()
+        slow = [r.message for r in caplog.records if "a checkpoint took" in r.message]
+        assert len(slow) == min(step - 1, 1)
+    writer.close()
+    assert re.search(r"0\.001 s after a signal, .*: set run\.stop_s to \d+$", slow[0])
 
 
 def test_what_a_kill_has_left_behind_is_replaced(tmp_path):

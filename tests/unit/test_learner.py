@@ -1,7 +1,6 @@
 """The learner's loop over batches that are lent in parts, with a trainer on the tiny model."""
 
 import asyncio
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -385,23 +384,6 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_one_is_written_at_a
     run.records.writing[2].set_result(Path("checkpoint"))
     await run.end()
     assert (run.records.saved, run.buffer.acknowledged) == ([2, 6, 8], [2, 8])
-
-
-async def test_a_save_that_a_signal_would_not_leave_the_time_for_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr("learners.learner.force_s", lambda _: 0.2)
-    run = Run(configure(max_steps=3, every=1))
-    run.records.is_slow = True
-    for number in (1, 2):
-        await run.buffer.lend(*make_groups(number, 3))
-        await until(lambda count=number: len(run.records.writing) == count)
-        await asyncio.sleep(0.25)
-        run.records.writing[-1].set_result(Path("checkpoint"))
-    run.records.is_slow = False
-    await run.buffer.lend(*make_groups(3, 3))
-    await run.end()
-    slow = [r.message for r in caplog.records if "a checkpoint took" in r.message]
-    assert len(slow) == 1
-    assert re.search(r"0\.2 s after a signal, .*: set run\.stop_s to \d+$", slow[0])
 
 
 async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypatch):
