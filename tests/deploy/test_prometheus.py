@@ -98,7 +98,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Launched, S
     require("prometheus", program="prometheus")
     folder = tmp_path_factory.mktemp("live")
     text = (CONFIG + EXTRA).format(folder=folder, model=folder / "model")
-    text = text.replace("max_steps: 12", "max_steps: 100000")
+    text = text.replace("max_steps: 12", "max_steps: 100000").replace("count: 1", "count: 2")
     file = folder / "run.yaml"
     file.write_text(
         text.replace("source: copy", f"source: copy\n  reward: {slow_reward(folder, REWARD_S)}")

@@ -224,7 +224,7 @@ def assert_strangers_get_nothing(run: Run, stranger: Machine, learner: Machine) 
 def test_what_a_stopped_and_a_killed_launcher_leave_behind(net: Network):
     desk, a, b = (net.hosts[name] for name in ("desk", "a", "b"))
     write_config(net, "runs", SEPARATE)
-    settings = ("--set", "run.max_steps=100000", "--set", "generator.count=1")
+    settings = ("--set", "run.max_steps=100000")
     run = Run(desk, desk.home / "runs/run", *settings)
     run.until_step(2)
     assert_strangers_get_nothing(run, net.hosts["c"], a)

@@ -33,7 +33,6 @@ SIZES = (
     # Whoever serves first waits for the others, and then for the launch.
     "buffer.deadline_s=300",
     "learner.groups_per_step=16",
-    "generator.count=1",
     "generator.group_size=8",
     "generator.max_num_seqs=16",
     "run.max_steps=100000",

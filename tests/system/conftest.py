@@ -41,7 +41,7 @@ data:
   max_prompt_length: 8
   num_eval_prompts: 32
 generator:
-  count: 2
+  count: 1
   group_size: 4
   max_new_tokens: 6
   max_num_seqs: 16

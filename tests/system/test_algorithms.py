@@ -12,7 +12,6 @@ Launch = Callable[..., Launched]
 @pytest.mark.long
 def test_gae_trains_a_critic_beside_the_policy_and_resumes_it(launch: Launch):
     settings = (
-        "--set=generator.count=1",
         "--set=algorithm.advantage=gae",
         "--set=algorithm.kl_loss.coef=0.01",
         "--set=algorithm.kl_loss.kind=full",
@@ -36,7 +35,6 @@ def test_remax_samples_a_greedy_completion_per_prompt_and_each_batch_has_two_upd
     launch: Launch,
 ):
     settings = (
-        "--set=generator.count=1",
         "--set=algorithm.advantage=remax",
         "--set=learner.updates_per_batch=2",
         "--set=algorithm.loss_config.clip_ratio_high=0.28",

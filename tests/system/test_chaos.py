@@ -59,7 +59,7 @@ def test_a_run_under_fire_trains_every_prompt_once(
     command = [STREAMRL, "chaos", str(config), "--seed", "5", "--kills", "4"]
     others = ("resume", "damage", "full-disk", "removal", "fresh-start")
     command += [word for kind in others for word in (FaultKind(kind).option, "1")]
-    for override in ("run.max_steps=30", f"buffer.url={url}"):
+    for override in ("run.max_steps=30", "generator.count=2", f"buffer.url={url}"):
         command += ["--set", override]
     with ThreadPoolExecutor(max_workers=1) as threads:
         record = tmp_path / "run" / TRAINED_FILE
@@ -107,7 +107,7 @@ def test_two_ranks_go_on_without_their_checkpoints_within_the_bound(tmp_path: Pa
 
 
 def test_a_generator_frozen_past_its_leases_costs_those_only(launch: Callable[..., Launched]):
-    settings = ("run.max_steps=100000", "buffer.lease_ttl_s=1.5")
+    settings = ("run.max_steps=100000", "generator.count=2", "buffer.lease_ttl_s=1.5")
     run = launch(*(word for setting in settings for word in ("--set", setting)))
     run.until_generators(2)
     frozen = run.child("generator-1")

@@ -40,7 +40,6 @@ def test_gradients_that_stay_infinite_end_the_run_and_start_nothing_again(
 ):
     (tmp_path / "huge.py").write_text(HUGE)
     run = launch(
-        "--set=generator.count=1",
         f"--set=data.reward={tmp_path}/huge.py:score",
         "--set=algorithm.advantage=reinforce",
         "--set=learner.optimizer.max_skipped_updates=1",
@@ -57,7 +56,6 @@ def test_a_long_trajectory_is_trained_and_epochs_end_the_run(launch: Launch, tmp
     rows = [{"prompt": f"c{i}=", "answer": str(i)} for i in range(10, 16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = launch(
-        "--set=generator.count=1",
         f"--set=generator.environment={tmp_path}/tries.py:ThreeTries",
         "--set=generator.max_model_len=64",
         "--set=learner.max_tokens_per_micro_batch=14",

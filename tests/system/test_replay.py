@@ -23,7 +23,7 @@ def commands() -> tuple[str, ...]:
 @pytest.mark.long
 def test_a_run_whose_learner_was_killed_is_replayed_bit_for_bit(launch: Launch, tmp_path: Path):
     start, same, other = commands()
-    settings = ("--set=generator.count=1", "--set=learner.checkpoint.keep=9")
+    settings = ("--set=learner.checkpoint.keep=9",)
     run = launch("--new", *settings, *start.partition("--new")[2].split(), strict=False)
     run.until_step(5)
     run.child("learner").kill()
@@ -49,7 +49,7 @@ def test_a_run_whose_learner_was_killed_is_replayed_bit_for_bit(launch: Launch, 
 @pytest.mark.parametrize(("mesh", "num_shares"), [("shard", 2), ("sequence", 1), ("tensor", 1)])
 def test_a_run_of_two_ranks_is_replayed_by_one_but_for_rounding(launch: Launch, mesh, num_shares):
     ranks = ("--set=learner.num_ranks=2", f"--set=learner.mesh.{mesh}=2")
-    settings = ("--set=generator.count=1", "--set=run.max_steps=3", "--set=buffer.record=true")
+    settings = ("--set=run.max_steps=3", "--set=buffer.record=true")
     run = launch("--new", *ranks, *settings)
     assert run.end() == 0, run.output
     assert [len(files) for files in recorded_steps(run.folder).values()] == 3 * [num_shares]

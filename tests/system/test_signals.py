@@ -26,7 +26,7 @@ from tests.system.test_launch import (
 from tests.waiting import block_until
 
 STOP_S = RunConfig.model_fields["run"].default.stop_s
-ENDLESS = ("run.max_steps=100000", "generator.count=1", "learner.checkpoint.every=1000")
+ENDLESS = ("run.max_steps=100000", "learner.checkpoint.every=1000")
 
 
 class Daemons(RunFolder):

@@ -27,7 +27,7 @@ def soak(folder: Path, model: Path, *arguments: str) -> "subprocess.CompletedPro
     config = folder / "run.yaml"
     config.write_text(CONFIG.format(folder=folder, model=model))
     return subprocess.run(
-        [STREAMRL, "soak", str(config), "--set", "generator.count=1", *arguments],
+        [STREAMRL, "soak", str(config), *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

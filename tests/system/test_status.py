@@ -35,7 +35,6 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
     """Its reward lasts longer than a heartbeat, so it is frozen with leases it has reported."""
     settings = (
         f"data.reward={slow_reward(tmp_path, seconds=1.5)}",
-        "generator.count=1",
         "buffer.max_staleness=0",
         "buffer.lease_ttl_s=60",
         "run.stall_s=3",
@@ -101,7 +100,6 @@ def test_a_group_that_a_step_waits_for_is_named_while_others_are_finished(
     (tmp_path / "holding.py").write_text(HOLDING.format(hold=str(hold), held=str(held)))
     settings = (
         f"data.reward={tmp_path / 'holding.py'}:score",
-        "generator.count=1",
         "run.stall_s=4",
         "run.max_steps=100000",
     )

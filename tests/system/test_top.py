@@ -16,7 +16,7 @@ from tests.terminal import Terminal, is_put_back
 def test_a_live_run_is_followed_to_its_end_and_every_line_of_its_logs_is_json(
     launch: Callable[..., Launched], tmp_path: Path
 ):
-    settings = ("run.log_format=json", "run.max_steps=100000", "generator.count=1")
+    settings = ("run.log_format=json", "run.max_steps=100000")
     reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
     run = launch(*_set(*settings, reward), strict=False)
     run.until_step(5)
