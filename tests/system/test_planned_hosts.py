@@ -34,9 +34,8 @@ def plan(tmp_path: Path, model: Path) -> Plan:
     file = tmp_path / "run.yaml"
     text = CONFIG.format(folder=tmp_path, model=model)
     file.write_text(text + CLUSTER.format(port=free_port() // 2 + 1024))
-    settings = [f"buffer.curve={tmp_path / 'keys'}", "learner.num_ranks=2", "generator.count=2"]
-    settings.append("run.max_steps=3")
-    config = load_config(file, settings).config
+    settings = ("learner.num_ranks=2", "generator.count=2", "run.max_steps=3")
+    config = load_config(file, [f"buffer.curve={tmp_path / 'keys'}", *settings]).config
     return make_plan(config, hosts_of(config))
 
 

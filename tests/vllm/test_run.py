@@ -90,9 +90,7 @@ def test_a_run_with_a_vllm_and_an_hf_generator_learns_from_both(
     folder = config.parent / "run"
     run = Launched(generator, folder)
     until(lambda: "serves" in run.log("vllm-0"), explain=lambda: run.log("vllm-0")[-3000:])
-    launch = start(
-        "launch", str(config), "--no-view", *overrides(steps, *SIZES)
-    )
+    launch = start("launch", str(config), "--no-view", *overrides(steps, *SIZES))
     output = launch.communicate(timeout=DEADLINE_S)[0]
     assert launch.returncode == 0, output
     assert generator.wait(timeout=30) == 0, run.log("vllm-0")[-3000:]
