@@ -2,14 +2,19 @@
 
 A new backend implements `streamrl.interfaces.TrajectoryBuffer`, passes `tests/contract`, and has a
 case in `connect`.
+
+The stats of a buffer that may not answer, or the reason why there are none, within ANSWER_S.
+
+For callers that explain why a run stands still, and must not wait themselves.
 """
 
+import asyncio
 import importlib.util
 
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import OverduePolicy
+from streamrl.types import BufferStats, OverduePolicy
 
 
 def connect(config: RunConfig) -> TrajectoryBuffer:
@@ -63,3 +68,20 @@ def require_redis() -> None:
         raise ConfigError(
             "buffer.url redis:// needs the package redis: pip install streamrl[redis]"
         )
+
+
+ANSWER_S = 5.0
+
+
+async def try_stats(buffer: TrajectoryBuffer) -> tuple[BufferStats | None, str]:
+    """The stats and "", or None and the reason as a sentence. Waits ANSWER_S at most."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await buffer.stats(), ""
+    except TimeoutError:
+        return None, (
+            f"the buffer has not answered for {ANSWER_S:g} s: is it running, and is buffer.url "
+            "right?"
+        )
+    except StreamRLError as error:
+        return None, str(error)

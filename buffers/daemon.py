@@ -14,13 +14,11 @@ import threading
 import time
 from functools import partial
 
-from buffers.journal.journal import Journal
-from buffers.journal.schema import journal_path
+from buffers.journal.journal import Journal, journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.zmq.multipart import Frame
-from buffers.zmq.server import ZmqBufferServer
-from buffers.zmq.unopened import wait_for_journal
+from buffers.zmq.server import ZmqBufferServer, wait_for_journal
 from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from buffers.try_stats import try_stats
+from buffers.connect import try_stats
 from streamrl.config import RunConfig
 from streamrl.diagnosis import Reading, diagnose, waits_for
 from streamrl.diagnosis.due import SHOWN_AFTER_S

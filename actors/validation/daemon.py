@@ -17,8 +17,7 @@ from actors.environments.runner import make_runner
 from actors.environments.stream import open_held_out_stream
 from actors.rendering.renderer import ChatRenderer
 from actors.validation.validator import Validator
-from buffers.connect import connect
-from buffers.try_stats import try_stats
+from buffers.connect import connect, try_stats
 from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError

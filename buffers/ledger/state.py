@@ -4,23 +4,45 @@ Invariant: a payload is held exactly while the ledger has its group. Only a jour
 some: their groups are dropped and their prompts granted again, those that a learner has taken when
 they would be buffered again. Calls return at once and never wait; a backend (`buffers.memory`,
 `buffers.zmq.server`) waits and owns the clock.
+
+Whether a learner's books are in proportion to a ledger, before the ledger changes for them.
+
+Invariant: an attach that passes costs time and memory for MAX_REOPENED prompts at most, whatever
+numbers the books hold, and leaves books that close. Prompts that the books have finished and the
+ledger has never granted cost nothing, however many they are.
+
+The generator registry: which generators report to the buffer, and their scheduling states.
+
+Invariant: an id has one session, the newest; an older one that still reports is fenced. A
+`SchedulingState` belongs to the id, so it outlasts a generator's process; only DRAINING is removed
+when its generator leaves. `buffers/redis/lua/calls.lua` does the same in Redis.
+
+How many leases of a prompt ended without a group, so that a prompt that never gets one is seen.
+
+Such a prompt is granted again each time. One that ends the process of each generator has no other
+trace. Leases that a learner's books end are not counted.
+
+Invariant: only open prompts without a group are counted: a count is forgotten once the prompt has a
+group or ends.
 """
 
+import heapq
 import logging
 import math
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from buffers.ledger.entries import LedgerSnapshot
-from buffers.ledger.entry import Entry, State, lease_of
-from buffers.ledger.generator_registry import GeneratorRegistry
+from msgspec import Struct
+
+from buffers.ledger.entries import Entry, Event, LedgerSnapshot, State, lease_of
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.proportion import require_proportion
-from buffers.retries import RetryCounter
-from streamrl.errors import LedgerError, LostMemoryError
+from streamrl.errors import LedgerError, LostMemoryError, UnknownGeneratorError
 from streamrl.types import (
     MAX_AWAITED,
+    MAX_RETRIED,
+    MIN_RETRIED_LEASES,
     Books,
     BufferStats,
     DropReason,
@@ -29,14 +51,218 @@ from streamrl.types import (
     HeartbeatReply,
     Lease,
     Loan,
+    RetriedPrompt,
     SchedulingState,
+    replace,
 )
+
+MAX_REOPENED = 2**18
+
+# What a ledger may have lost of its counts; adding it stays far below the largest `Count`.
+MAX_LOST = 2**40
+
+
+def require_proportion(books: Books, known: Books) -> None:
+    """Refuse the `books` of a learner that attaches to the ledger with the books `known`.
+
+    Raises:
+        LedgerError: they are no books of a ledger, or of one that is too far from this one.
+    """
+    if not books.balanced:
+        columns = books.in_flight + books.trained + books.acknowledged + sum(books.dropped.values())
+        raise LedgerError(
+            f"books: do not close: {books.granted} leases were granted, {columns} are accounted for"
+        )
+    _require_ranges(books)
+    for name in ("granted", "next_prompt_index", "revision", "learner_term"):
+        was, here = getattr(books, name), getattr(known, name)
+        if was > here + MAX_LOST:
+            raise LedgerError(f"books.{name}: is {was}; this buffer has {here}")
+    num_open = sum(stop - start for start, stop in books.open_ranges)
+    num_reopened = num_open + max(0, known.next_prompt_index - books.next_prompt_index)
+    if num_reopened > MAX_REOPENED:
+        raise LedgerError(
+            f"books: {num_reopened} prompts would be granted again, from prompt "
+            f"{books.next_prompt_index} on and {num_open} before it; this buffer reopens at most "
+            f"{MAX_REOPENED}: move its journal away, and it starts from the learner's checkpoint"
+        )
+
+
+def _require_ranges(books: Books) -> None:
+    behind = -1
+    for start, stop in books.open_ranges:
+        if not behind < start < stop <= books.next_prompt_index:
+            raise LedgerError(
+                f"books.open_ranges: ({start}, {stop}) follows {behind}; ranges ascend, are apart "
+                f"and end at next_prompt_index {books.next_prompt_index}"
+            )
+        behind = stop
+
+
+# A process that was suspended may resume after several others of its id have run.
+MAX_REPLACED = 8
+
+MAX_GENERATORS = 16_384
+
+
+class _Report(Struct, frozen=True):
+    """The last heartbeat, and the earlier sessions that its session has replaced."""
+
+    status: GeneratorStatus
+    seen_s: float
+    replaced: tuple[str, ...]
+
+
+class GeneratorRegistry:
+    def __init__(self) -> None:
+        self._reports: dict[str, _Report] = {}
+        self.scheduling_states: dict[str, SchedulingState] = {}
+        self._next_timeout_s = 0.0
+        self._last_heartbeat_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    @property
+    def statuses(self) -> tuple[GeneratorStatus, ...]:
+        return tuple(report.status for report in self._reports.values())
+
+    def ages_s(self, now_s: float) -> tuple[float, ...]:
+        """The seconds since each of `statuses` was reported."""
+        return tuple(now_s - report.seen_s for report in self._reports.values())
+
+    def on_attach(self, now_s: float) -> None:
+        """A learner attached: from now on the run needs generators."""
+        self._last_heartbeat_s = now_s
+
+    def last_age_s(self, now_s: float) -> float:
+        """The seconds since any generator reported, or since `on_attach`."""
+        return 0.0 if self._last_heartbeat_s is None else now_s - self._last_heartbeat_s
+
+    def fences(self, status: GeneratorStatus) -> bool:
+        """Whether a newer session has replaced this one.
+
+        Raises:
+            LedgerError: it is one generator too many.
+        """
+        known = self._reports.get(status.generator_id)
+        if known is None and len(self._reports) >= MAX_GENERATORS:
+            raise LedgerError(
+                f"generator_id: {status.generator_id!r} is new, and {MAX_GENERATORS} generators "
+                "report to this buffer, which is all that it takes"
+            )
+        return known is not None and status.session in known.replaced
+
+    def session_before(self, status: GeneratorStatus) -> str | None:
+        """The session that this one replaces, if it is a new one of its generator."""
+        known = self._reports.get(status.generator_id)
+        if known is None or status.session in (known.status.session, *known.replaced):
+            return None
+        return known.status.session
+
+    def update(self, status: GeneratorStatus, now_s: float) -> str | None:
+        """Store the report; returns the session that it replaces, if there is one."""
+        known, older = self._reports.get(status.generator_id), self.session_before(status)
+        replaced = known.replaced if known else ()
+        if older is not None:
+            replaced = (*replaced, older)[-MAX_REPLACED:]
+        report = _Report(replace(status, held=()), now_s, replaced)
+        self._reports[status.generator_id] = report
+        self._last_heartbeat_s = now_s
+        return older
+
+    def remove(self, generator_id: str) -> None:
+        self._reports.pop(generator_id, None)
+        if self.scheduling_state(generator_id) is SchedulingState.DRAINING:
+            self.scheduling_states = _without(self.scheduling_states, generator_id)
+
+    def forget_silent(self, now_s: float, timeout_s: float) -> None:
+        """Remove the generators whose last report is older than `timeout_s`.
+
+        It is called after every request, so it reads the reports only if one may be that old.
+        """
+        if now_s <= self._next_timeout_s:
+            return
+        self._reports = {
+            generator_id: report
+            for generator_id, report in self._reports.items()
+            if now_s - report.seen_s <= timeout_s
+        }
+        oldest_s = min((report.seen_s for report in self._reports.values()), default=now_s)
+        self._next_timeout_s = oldest_s + timeout_s
+
+    def scheduling_state(self, generator_id: str) -> SchedulingState:
+        return self.scheduling_states.get(generator_id, SchedulingState.ACTIVE)
+
+    def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
+        """Set the state of this id.
+
+        Raises:
+            UnknownGeneratorError: no generator of this id reports or has a state.
+        """
+        known = self._reports.keys() | self.scheduling_states.keys()
+        if generator_id not in known:
+            raise UnknownGeneratorError.among(generator_id, known)
+        others = _without(self.scheduling_states, generator_id)
+        is_active = scheduling_state is SchedulingState.ACTIVE
+        self.scheduling_states = others if is_active else {**others, generator_id: scheduling_state}
+
+
+def _without(
+    scheduling_states: dict[str, SchedulingState], generator_id: str
+) -> dict[str, SchedulingState]:
+    return {
+        name: scheduling_state
+        for name, scheduling_state in scheduling_states.items()
+        if name != generator_id
+    }
+
+
+_RETURNS_PROMPT = frozenset(reason for reason in DropReason if reason.returns_prompt)
+
+_ENDS = ("buffered", "acknowledged", "dropped")
+
+
+def ends_without_group(event: Event) -> bool:
+    """Whether a lease ends here and its prompt is granted again."""
+    return bool(event.lease_id) and event.state == "dropped" and event.reason in _RETURNS_PROMPT
+
+
+class RetryCounter:
+    """The counts of one ledger, from its events."""
+
+    def __init__(self) -> None:
+        self._num_leases: Counter[int] = Counter()
+
+    def on_event(self, event: Event) -> None:
+        if ends_without_group(event):
+            self._num_leases[event.prompt_index] += 1
+        elif event.state in _ENDS and event.reason not in _RETURNS_PROMPT:
+            self._num_leases.pop(event.prompt_index, None)
+
+    def retried(self) -> tuple[RetriedPrompt, ...]:
+        """See `BufferStats.retried`; of as many leases, the later prompt first."""
+        return most_retried(self._num_leases)
+
+
+def most_retried(num_leases: Counter[int]) -> tuple[RetriedPrompt, ...]:
+    """Of these leases that ended without a group, by prompt."""
+    counts = ((count, prompt_index) for prompt_index, count in num_leases.items())
+    repeated = (count for count in counts if count[0] >= MIN_RETRIED_LEASES)
+    return tuple(
+        RetriedPrompt(prompt_index=prompt_index, num_leases=count)
+        for count, prompt_index in heapq.nlargest(MAX_RETRIED, repeated)
+    )
+
 
 log = logging.getLogger(__name__)
 
+
 Payload = TypeVar("Payload")
+
 # Longer than a large model takes to load.
 RESUMES_WITHIN_S = 600.0
+
 # Attaches whose repetition is recognized; a client repeats only its last one.
 MAX_REPEATED = 64
 

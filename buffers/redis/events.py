@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from buffers.ledger.entries import LedgerSnapshot
-from buffers.ledger.events import Event
+from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.redis import replies
 from buffers.redis.connection import SCHEMA, RedisConnection, namespace, other_schema
 from buffers.redis.topology import redacted

@@ -11,50 +11,302 @@ A lease or take that cannot be granted yet is pending; it is answered when the s
 
 No message ends the server. What fails is refused, and costs its sender: after a turn of many
 refusals the server rests, while the connections' queues are full and the others' messages are next;
-see `buffers.zmq.peers` for those that go on. An unexpected error is a refusal too, if the ledger is
+see `buffers.zmq.server` for those that go on. An unexpected error is a refusal too, if the ledger is
 as it was before the request. If not, the server ends, and continues from its journal.
+
+Who follows a run by its stats, such as a validator: nobody else tells them that it is over.
+
+Invariant: the server of a run that is over stays for those who asked within ASKED_WITHIN_S and have
+not been answered since. At most MAX_OBSERVERS are remembered, those who asked last.
+
+A buffer whose journal cannot be opened, for example on a full disk: it waits until it can.
+
+Invariant: until then every request is refused with the reason, so that clients wait and
+`streamrl status` shows it, and nothing is granted or taken in.
+
+The replies of one turn of a server, which are sent after its commit.
+
+Invariant: each request gets one reply; requests that shared a message get theirs in one message, in
+their order. So do the pending requests of one connection that are answered in one turn.
+
+What a server does for those who send what it refuses: less and less.
+
+Refusals of all connections have a budget for each turn of the server; when it is spent, the server
+rests, while the connections' queues fill and their senders wait.
+
+A connection is read until it has sent MAX_MALFORMED malformed messages within WINDOW_S. For
+IGNORED_S from then on its messages are discarded unread and unanswered; then it is read again. Good
+clients behind the same address have connections of their own.
+
+Invariant: a connection that sends no malformed message is never ignored, and at most MAX_PEERS are
+remembered, those with the latest malformed messages.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import zmq
+from msgspec import Struct
 
 from buffers import messages as m
 from buffers.journal.journal import Journal
 from buffers.ledger.state import BufferState
-from buffers.quarantine import Quarantine
-from buffers.sampling import Sampler
+from buffers.quarantine import Quarantine, Sampler
 from buffers.zmq import multipart
+from buffers.zmq.client import PendingRequest, PendingRequests
 from buffers.zmq.multipart import Frame
-from buffers.zmq.observers import Observers
-from buffers.zmq.peers import Peers, RefusalBudget
-from buffers.zmq.pending_requests import PendingRequest, PendingRequests
-from buffers.zmq.replies import Replies
 from streamrl import wire
 from streamrl.curve import CurveServer
 from streamrl.errors import StorageError, StreamRLError, WireError
 from streamrl.types import BufferStats, PackedGroup, RefusalReason
 
+ASKED_WITHIN_S = 3.0
+
+MAX_OBSERVERS = 1024
+
+
+class Observers:
+    """By routing id, who asked last at the end."""
+
+    def __init__(self) -> None:
+        self._asked_s: OrderedDict[bytes, float] = OrderedDict()
+
+    def note(self, peer: bytes, now_s: float, *, is_over: bool) -> None:
+        """This peer gets the stats now, or ends the run; `is_over` is what it knows of it then."""
+        self._asked_s.pop(peer, None)
+        if not is_over:
+            self._asked_s[peer] = now_s
+        if len(self._asked_s) > MAX_OBSERVERS:
+            self._asked_s.popitem(last=False)
+
+    def are_waiting(self, now_s: float) -> bool:
+        """Whether somebody is likely to ask again who does not know that the run is over."""
+        newest_s = next(reversed(self._asked_s.values()), float("-inf"))
+        return now_s - newest_s < ASKED_WITHIN_S
+
+
 log = logging.getLogger(__name__)
 
+
+RETRY_S = 1.0
+
+
+def wait_for_journal(
+    open_journal: Callable[[], Journal], url: str, curve: Path | None, stop: threading.Event
+) -> Journal | None:
+    """The journal; None once `stop` is set. Tries again every RETRY_S, and refuses meanwhile.
+
+    Raises:
+        ConfigError: the journal cannot be used at all.
+    """
+    try:
+        return open_journal()
+    except StorageError as error:
+        refusal = error
+    log.error("%s: this buffer waits until it can be", refusal)
+    with _listening(url, curve) as socket:
+        while not stop.is_set():
+            _refuse(socket, refusal)
+            try:
+                journal = open_journal()
+            except StorageError as error:
+                refusal = error
+            else:
+                log.warning("the journal is opened")
+                return journal
+    return None
+
+
+def _refuse(socket: "zmq.Socket[bytes]", refusal: StorageError) -> None:
+    """Answer with the refusal what arrives within RETRY_S."""
+    reply = wire.encode(m.ErrorReply.of(refusal))
+    end_s = time.monotonic() + RETRY_S
+    while (remaining_s := end_s - time.monotonic()) > 0:
+        if socket.poll(int(1000 * remaining_s)):
+            sender, *message = multipart.receive(socket)
+            parts = multipart.divided(message)
+            replies: list[list[Frame]] = [[request_id, reply] for request_id, *_ in parts]
+            multipart.send(socket, [sender.bytes, *multipart.joined(replies)])
+
+
+@contextmanager
+def _listening(url: str, curve: Path | None) -> Iterator["zmq.Socket[bytes]"]:
+    context = zmq.Context()
+    keys = CurveServer(context, url, curve)
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        keys.configure(socket)
+        socket.bind(url.replace("zmq://", "tcp://"))
+        yield socket
+    finally:
+        socket.close()
+        keys.close()
+        context.term()
+
+
+_PENDING = -1
+
+Key: TypeAlias = tuple[int, bytes]
+
+
+class _Reply(Struct, frozen=True):
+    """`is_reading`: the request changed nothing, so the reply needs no commit."""
+
+    frames: list[Frame]
+    is_reading: bool
+
+
+class Replies:
+    """By message and connection."""
+
+    def __init__(self) -> None:
+        self._replies: dict[Key, list[_Reply]] = {}
+        self._number = _PENDING
+
+    def begin_message(self) -> None:
+        """The next replies are to requests of another message."""
+        self._number += 1
+
+    def begin_pending(self) -> None:
+        """The next replies are to pending requests."""
+        self._number = _PENDING
+
+    def add(
+        self, sender: bytes, request_id: bytes, record: Any, *payloads: Frame, is_reading: bool
+    ) -> None:
+        frames = [request_id, wire.encode(record), *payloads]
+        self._replies.setdefault((self._number, sender), []).append(_Reply(frames, is_reading))
+
+    def send(self, socket: "zmq.Socket[bytes]", refusal: StorageError | None) -> None:
+        """After the commit, or after it failed with the refusal, which then is the reply."""
+        for (_, sender), replies in self._replies.items():
+            parts = [
+                reply.frames if refusal is None or reply.is_reading else _refused(reply, refusal)
+                for reply in replies
+            ]
+            multipart.send(socket, [sender, *multipart.joined(parts)])
+        self._replies.clear()
+
+
+def _refused(reply: _Reply, refusal: StorageError) -> list[Frame]:
+    return [reply.frames[0], wire.encode(m.ErrorReply.of(refusal))]
+
+
+MAX_MALFORMED = 20
+
+WINDOW_S = 10.0
+
+IGNORED_S = 10.0
+
+MAX_PEERS = 4096
+
+REPORT_S = 1.0
+
+# A turn's refusals: so many, or so many bytes of them, at a rate that leaves the cores to others.
+MAX_REFUSED = 8
+
+MAX_REFUSED_BYTES = 2**20
+
+
+class RefusalBudget:
+    """The refusals of one turn; `is_spent` when they are enough for it."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._num_messages = self._num_bytes = 0
+
+    def add(self, num_bytes: int = 0) -> None:
+        self._num_messages += 1
+        self._num_bytes += num_bytes
+
+    @property
+    def is_spent(self) -> bool:
+        return self._num_messages >= MAX_REFUSED or self._num_bytes >= MAX_REFUSED_BYTES
+
+
+class _Malformed(Struct, frozen=True):
+    """The malformed messages of one connection since `since_s`."""
+
+    since_s: float
+    count: int = 0
+    ignored_until_s: float = float("-inf")
+
+
+class Peers:
+    """By routing id, the connection with the latest malformed message last."""
+
+    def __init__(self) -> None:
+        self._malformed: OrderedDict[bytes, _Malformed] = OrderedDict()
+        self._num_ignored = 0
+        self._reported_s = float("-inf")
+        self._warnings = Sampler(burst=5, every_s=10.0)
+
+    def ignores(self, peer: bytes, now_s: float) -> bool:
+        """Whether this message of the connection is to be discarded; it is counted then."""
+        known = self._malformed.get(peer)
+        if known is None or now_s >= known.ignored_until_s:
+            return False
+        self._num_ignored += 1
+        return True
+
+    def take_num_ignored(self, now_s: float) -> int:
+        """The messages ignored since the last call, once in REPORT_S; else 0."""
+        if now_s - self._reported_s < REPORT_S:
+            return 0
+        num_ignored, self._num_ignored, self._reported_s = self._num_ignored, 0, now_s
+        return num_ignored
+
+    def note_malformed(self, sender: zmq.Frame, error: WireError, now_s: float) -> None:
+        """Count a malformed message; `sender` is the frame with the connection's routing id."""
+        peer = sender.bytes
+        known = self._malformed.pop(peer, None)
+        if known is None or now_s - known.since_s > WINDOW_S:
+            known = _Malformed(now_s)
+        is_over = known.count + 1 >= MAX_MALFORMED
+        until_s = now_s + IGNORED_S if is_over else known.ignored_until_s
+        self._malformed[peer] = _Malformed(known.since_s, known.count + 1, until_s)
+        if len(self._malformed) > MAX_PEERS:
+            self._malformed.popitem(last=False)
+        if is_over and self._warnings.admits(now_s):
+            log.warning(
+                "a connection from %s is ignored for %g s; of %d malformed messages the last: %s%s",
+                *(sender.get("Peer-Address"), IGNORED_S, MAX_MALFORMED, error),
+                self._warnings.take_omitted(),
+            )
+
+
 Frames: TypeAlias = Sequence[Frame]
+
 POLL_S = 0.2
+
 STATS_S = 1.0
+
 SHUTDOWN_GRACE_S = 0.5
+
 # One commit's worth: more would keep the first ones waiting.
 MAX_REQUESTS = 256
+
 MAX_BYTES = 64 * 2**20
+
 # Messages that wait in one connection, each way; behind them the sender waits.
 MAX_QUEUED = 128
+
 MAX_REPLIES = 1000
+
 # A larger frame ends its connection; a smaller one that is too large is refused.
 MAX_FRAME_BYTES = 2 * wire.MAX_MESSAGE_BYTES
+
 MAX_REQUEST_BYTES = 4 * 2**20
+
 REST_S = 0.0025
 
 

@@ -28,8 +28,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffers.connect import connect
-from buffers.try_stats import try_stats
+from buffers.connect import connect, try_stats
 from streamrl.cli.display.soak import WIDTH, soak_table
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from buffers.try_stats import try_stats
+from buffers.connect import try_stats
 from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder, require_url
 from streamrl.cli.display.books import balance, books_rows
 from streamrl.cli.display.generators import print_generators

@@ -20,8 +20,8 @@ import zmq.asyncio
 
 from buffers import messages as m
 from buffers.audit import audit_journal
-from buffers.journal.schema import journal_path
-from buffers.try_stats import try_stats
+from buffers.connect import try_stats
+from buffers.journal.journal import journal_path
 from buffers.zmq import multipart
 from buffers.zmq.client import ZmqBuffer
 from streamrl import wire

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from redis import Redis
 
-from buffers.ledger.events import Event
+from buffers.ledger.entries import Event
 from buffers.redis.events import forget, read_events, read_snapshot
 from streamrl.cli import books
 from streamrl.config import load_config

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from buffers.audit import audit_journal
-from buffers.journal.schema import journal_path
-from buffers.zmq.peers import MAX_MALFORMED, WINDOW_S
+from buffers.journal.journal import journal_path
+from buffers.zmq.server import MAX_MALFORMED, WINDOW_S
 from tests.ports import free_port
 from tests.system.conftest import Launched
 from tests.system.test_launch import assert_books_close

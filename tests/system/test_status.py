@@ -133,7 +133,7 @@ def test_a_run_without_daemons_is_reported_within_seconds(
 ):
     assert main(["status", "zmq://127.0.0.1:9"]) == 1
     assert "! nothing listens at zmq://127.0.0.1:9" in capsys.readouterr().out
-    monkeypatch.setattr("buffers.try_stats.ANSWER_S", 0.2)
+    monkeypatch.setattr("buffers.connect.ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert main(["status", f"zmq://127.0.0.1:{silent.getsockname()[1]}"]) == 1
     assert "! the buffer has not answered for 0.2 s" in capsys.readouterr().out

@@ -9,9 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from buffers.audit import audit, compare, findings
-from buffers.journal.schema import journal_path
-from buffers.ledger.entries import LedgerSnapshot
-from buffers.ledger.events import Event
+from buffers.journal.journal import journal_path
+from buffers.ledger.entries import Event, LedgerSnapshot
 from streamrl.cli.buffer.audit import main
 from streamrl.types import DropReason, LengthHistogram
 from tests.unit.test_journal import fill, header, open_journal

@@ -13,7 +13,7 @@ from hypothesis import given
 from actors.dynamic_sampling import UniformFilter
 from actors.episodes.rollout import unbuffered_lease
 from actors.episodes.surplus import first_finished, first_of_each
-from buffers.event_lengths import EventLengths
+from buffers.audit import EventLengths
 from streamrl.config.algorithm.dynamic_sampling import DynamicSamplingSettings
 from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.config.loading.load import load_config

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from buffers.audit import audit
-from buffers.ledger.events import Event
+from buffers.ledger.entries import Event
 from buffers.ledger.ledger import Ledger
 from streamrl.types import Books, DropReason, GroupHeader, Lease, OverduePolicy
 from tests.records import make_group

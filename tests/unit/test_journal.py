@@ -17,8 +17,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from buffers.audit import audit_journal
-from buffers.journal.journal import Journal
-from buffers.journal.schema import journal_path
+from buffers.journal.journal import Journal, journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from streamrl.cli.buffer.audit import main as run_audit

@@ -12,11 +12,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from buffers.ledger.entries import Entries
-from buffers.ledger.entry import State
+from buffers.ledger.entries import Entries, ReadyQueue, State
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.queues import ReadyQueue
-from buffers.retries import RetryCounter
+from buffers.ledger.state import RetryCounter
 from streamrl.types import Books, DropReason, GroupHeader, Lease, LengthHistogram, OverduePolicy
 from tests.records import make_group
 

@@ -5,7 +5,7 @@ import zmq
 from buffers import messages as m
 from buffers.zmq import multipart
 from buffers.zmq.multipart import divided, joined
-from buffers.zmq.replies import Replies
+from buffers.zmq.server import Replies
 from streamrl import wire
 from streamrl.errors import StorageError
 

@@ -4,11 +4,10 @@ import msgspec
 import pytest
 
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.proportion import MAX_REOPENED, require_proportion
-from buffers.quarantine import BURST, EVERY_S, Quarantine
-from buffers.sampling import Sampler
-from buffers.zmq import peers
-from buffers.zmq.peers import IGNORED_S, MAX_MALFORMED, WINDOW_S, Peers, RefusalBudget
+from buffers.ledger.state import MAX_REOPENED, require_proportion
+from buffers.quarantine import BURST, EVERY_S, Quarantine, Sampler
+from buffers.zmq import server as peers
+from buffers.zmq.server import IGNORED_S, MAX_MALFORMED, WINDOW_S, Peers, RefusalBudget
 from streamrl import wire
 from streamrl.errors import CorruptMessageError, LedgerError, WireError
 from streamrl.types import Books, DropReason, GeneratorStatus, OverduePolicy, PackedGroup

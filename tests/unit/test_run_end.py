@@ -6,8 +6,13 @@ from pathlib import Path
 from buffers.ledger.state import RESUMES_WITHIN_S, BufferState
 from buffers.redis.run_end import RunEnd
 from buffers.zmq.client import ZmqBuffer
-from buffers.zmq.observers import ASKED_WITHIN_S, MAX_OBSERVERS, Observers
-from buffers.zmq.server import SHUTDOWN_GRACE_S, ZmqBufferServer
+from buffers.zmq.server import (
+    ASKED_WITHIN_S,
+    MAX_OBSERVERS,
+    SHUTDOWN_GRACE_S,
+    Observers,
+    ZmqBufferServer,
+)
 from tests.unit.test_ledger import make_ledger
 
 DEADLINE_S = 30.0

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from buffers.audit import audit
-from buffers.ledger.events import Event
+from buffers.ledger.entries import Event
 from buffers.ledger.ledger import Ledger
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.start import choose, resumed

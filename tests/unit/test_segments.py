@@ -17,9 +17,8 @@ import pytest
 from buffers.audit import audit_journal
 from buffers.journal import journal as journal_module
 from buffers.journal import segments
-from buffers.journal.journal import Journal
-from buffers.journal.schema import journal_path
-from buffers.ledger.entry import State
+from buffers.journal.journal import Journal, journal_path
+from buffers.ledger.entries import State
 from buffers.ledger.state import BufferState
 from streamrl.errors import LostMemoryError, StorageError
 from streamrl.types import Books, DropReason

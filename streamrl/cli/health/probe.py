@@ -10,7 +10,7 @@ the buffer ANSWER_S at most.
 import argparse
 import asyncio
 
-from buffers.try_stats import try_stats
+from buffers.connect import try_stats
 from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder
 from streamrl.cli.display.generators import generator_rows
 from streamrl.config import RunConfig

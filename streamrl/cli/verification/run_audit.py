@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from buffers.audit import EventAudit, audit_journal, audit_redis, findings
-from buffers.journal.schema import journal_path
+from buffers.journal.journal import journal_path
 from streamrl.checkpoints.find import list_checkpoints
 from streamrl.cli.verification.run_folder import check_folder
 from streamrl.config import RunConfig
