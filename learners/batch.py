@@ -6,10 +6,33 @@ Invariant: a batch does not depend on how it is cut, nor on how it is divided am
 micro-batch says which rows of it it holds.
 Shapes: S trajectories, R response tokens of all of them, N tokens (prompts included) of a
 micro-batch.
+
+The sets of token ids beside recorded tokens, as tensors of a micro-batch.
+
+Shapes: R response tokens of the trajectories, M candidates of all of them.
+
+A micro-batch: the part of a step's trajectories that shares one forward pass, its tokens packed.
+
+Made by `learners.batch`; the network computes it, the objective selects its rows of the batch.
+Shapes: S trajectories, R response tokens, N tokens (prompts included) of the micro-batch.
+
+A batch by episodes: what credit is assigned to.
+
+An episode whose context was rewritten is several trajectories, its segments, which follow one
+another in the batch. What is recorded of an episode stands with each of them.
+
+Invariant: the response tokens of an episode are consecutive, so the estimators of advantages take
+episodes as they take trajectories; where no context was rewritten the two are the same.
+Called by: `learners.objective`. Shapes: E episodes, S trajectories, R response tokens.
+
+What environments recorded of their episodes, as means by environment.
+
+Invariant: an episode counts once, however many segments it has; the means do not depend on how the
+batch was divided among ranks or cut into parts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,16 +40,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from learners.episode_metrics import Sums, add_up, episode_sums
-from learners.episodes import Episodes
-from learners.micro_batch import MicroBatch
-from learners.packing.bins import pack
-from learners.packing.siblings import Beginnings, beside_each_other
-from learners.parallel.plan import owners_of
+from learners.packing import Beginnings, beside_each_other, owners_of, pack
 from learners.parallel.ranks import Ranks
-from learners.policy.candidates import sampling_mask, top_candidates
-from learners.policy.packed.shared_prompts import SharedPrompts
-from learners.policy.packed.stretches import Packing, offsets_within
+from learners.policy.packed import Packing, SharedPrompts, offsets_within
+from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError
 from streamrl.types import (
@@ -35,9 +52,207 @@ from streamrl.types import (
     FinishReason,
     GroupHeader,
     Media,
+    TokenSets,
+    TopLogprobs,
     Trajectory,
     TrajectoryGroup,
 )
+
+
+def sampling_mask(trajectories: Sequence[Trajectory]) -> Candidates | None:
+    """What each response token was sampled among; None if that was recorded of none."""
+    lengths = [t.num_tokens for t in trajectories]
+    sets = TokenSets.joined([t.sampling_mask for t in trajectories], lengths)
+    return None if sets is None else _candidates(sets, trajectories)
+
+
+def top_candidates(trajectories: Sequence[Trajectory], targets: torch.Tensor) -> Candidates | None:
+    """The likeliest candidates but the response token itself [R]; None if they were recorded of
+    none."""
+    lengths = [t.num_tokens for t in trajectories]
+    sets = TopLogprobs.joined([t.top_logprobs for t in trajectories], lengths)
+    if sets is None:
+        return None
+    logprobs = torch.from_numpy(sets.logprobs)
+    return _candidates(sets, trajectories, logprobs).without(targets)
+
+
+def _candidates(
+    sets: TokenSets, trajectories: Sequence[Trajectory], logprobs: torch.Tensor | None = None
+) -> Candidates:
+    is_response = np.concatenate([t.response_mask for t in trajectories])
+    rows = np.cumsum(is_response) - 1
+    return Candidates(
+        owners=torch.from_numpy(rows[sets.owners]),
+        token_ids=torch.from_numpy(sets.token_ids).long(),
+        num_rows=int(is_response.sum()),
+        behavior_logprobs=logprobs,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One forward pass: N tokens of some of the step's trajectories."""
+
+    token_ids: torch.Tensor
+    """[1, N] int64"""
+    packing: Packing
+    predictors: torch.Tensor
+    """[R] positions in N whose hidden states predict the response tokens."""
+    targets: torch.Tensor
+    """[R] int64, the response tokens."""
+    members: torch.Tensor
+    """[S] which of the step's trajectories these are."""
+    responses: torch.Tensor
+    """[R] which of the step's response tokens these are."""
+    sequences: Sequences
+    prompt_indices: tuple[int, ...]
+    """[S] places in the prompt stream."""
+    media: tuple[tuple[Media, ...], ...]
+    """Of each stretch of `packing`, in the order of their places."""
+    sampling_mask: Candidates | None = None
+    """What each response token was sampled among; no candidate for the whole vocabulary."""
+    top_candidates: Candidates | None = None
+    """The likeliest others beside each response token, as the behavior policy saw them."""
+
+    shared_prompts: SharedPrompts | None = None
+    """What is left to compute where trajectories begin alike; None if that is about everything."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no trajectory: it accompanies a micro-batch of another rank."""
+        return not len(self.members)
+
+    def select(self, is_kept: torch.Tensor) -> "MicroBatch":
+        """The trajectories for which [S] bool, on the CPU, is true; itself if that is each."""
+        if is_kept.all():
+            return self
+        chosen, responses = is_kept.nonzero()[:, 0].tolist(), self.sequences.expand(is_kept)
+        tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
+        device = self.token_ids.device
+        places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
+        predictors = places[self.predictors[responses.to(device)]]
+        lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
+        return MicroBatch(
+            # Not one of those that are left out, whose hidden states may be NaN.
+            token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
+            packing=Packing(lengths, device),
+            predictors=predictors,
+            targets=self.targets[responses.to(device)],
+            members=self.members[is_kept],
+            responses=self.responses[responses],
+            sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
+            prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
+            media=tuple(self.media[i] for i in chosen) or ((),),
+            sampling_mask=self.sampling_mask and self.sampling_mask.select(responses.to(device)),
+            top_candidates=self.top_candidates and self.top_candidates.select(responses.to(device)),
+            shared_prompts=self._shared(chosen, token_ids, lengths, predictors),
+        )
+
+    def _shared(
+        self,
+        chosen: Sequence[int],
+        token_ids: torch.Tensor,
+        lengths: tuple[int, ...],
+        predictors: torch.Tensor,
+    ) -> SharedPrompts | None:
+        """Of the chosen trajectories, if prompts are shared: all of their tokens may be too many
+        for the memory."""
+        if self.shared_prompts is None or not chosen:
+            return None
+        prompts = [self.shared_prompts.prompts[i] for i in chosen]
+        ids, at = token_ids[0].cpu().numpy(), predictors.cpu().numpy()
+        return SharedPrompts.of(ids, lengths, prompts, at, token_ids.device, most=1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Episodes:
+    """Build with `of`."""
+
+    first: torch.Tensor
+    """[E] int64, the first trajectory of each."""
+    of_trajectory: torch.Tensor
+    """[S] int64, which episode a trajectory is of."""
+    sequences: Sequences
+    """The response tokens of each."""
+
+    @classmethod
+    def of(cls, headers: Sequence[GroupHeader], trajectories: Sequences) -> "Episodes":
+        """Those of the groups with these headers, and with these response tokens."""
+        starts = [is_start for header in headers for is_start in _starts(header)]
+        is_first = torch.tensor(starts, dtype=torch.bool)
+        first, indices = is_first.nonzero()[:, 0], is_first.cumsum(0) - 1
+        lengths = torch.zeros(len(first), dtype=torch.int64)
+        lengths.index_add_(0, indices, trajectories.lengths)
+        return cls(first, indices, Sequences.from_lengths(lengths))
+
+    def __len__(self) -> int:
+        """E"""
+        return len(self.first)
+
+    def each(self, column: torch.Tensor) -> torch.Tensor:
+        """[S, ...] -> [E, ...]: what stands with the first trajectory of each."""
+        return column[self.first]
+
+    def to_trajectories(self, column: torch.Tensor) -> torch.Tensor:
+        """[E, ...] -> [S, ...]"""
+        return column[self.of_trajectory]
+
+    def members(self, chosen: torch.Tensor) -> list[int]:
+        """The trajectories of these episodes, in this order."""
+        ends = torch.cat([self.first[1:], torch.tensor([len(self.of_trajectory)])])
+        spans = [range(int(self.first[e]), int(ends[e])) for e in chosen]
+        return [i for span in spans for i in span]
+
+
+def _starts(header: GroupHeader) -> list[bool]:
+    """Of each trajectory, whether it is the first of its episode."""
+    indices = header.episode_indices or tuple(range(len(header.lengths)))
+    return [i == 0 or indices[i] != indices[i - 1] for i in range(len(indices))]
+
+
+Sums = Mapping[str, tuple[float, int]]
+
+"""Under `episode/ENVIRONMENT/NAME`, or NAME for `reward/...`: the sum of the metric NAME, and over
+how many episodes."""
+
+
+def episode_sums(groups: Sequence[TrajectoryGroup]) -> Sums:
+    """Of the groups' `Trajectory.metrics`; an environment of one's own is named without folders."""
+    return add_up(
+        {_name_of(name, group.environment): (value, 1)}
+        for group in groups
+        for metrics in _of_episodes(group)
+        for name, value in metrics.items()
+    )
+
+
+def _name_of(metric: str, environment: str) -> str:
+    """The values of the run's rewards are the same in every environment."""
+    if metric.startswith("reward/"):
+        return metric
+    return f"episode/{environment.rpartition('/')[2]}/{metric}"
+
+
+def add_up(parts: Iterable[Sums]) -> Sums:
+    """Of all parts together."""
+    totals: dict[str, tuple[float, int]] = {}
+    for part in parts:
+        for name, (value, count) in part.items():
+            total, number = totals.get(name, (0.0, 0))
+            totals[name] = (total + value, number + count)
+    return totals
+
+
+def means(sums: Sums) -> dict[str, float]:
+    return {name: total / count for name, (total, count) in sorted(sums.items())}
+
+
+def _of_episodes(group: TrajectoryGroup) -> Iterable[Mapping[str, float]]:
+    """Those of each episode's first segment, since every segment has them."""
+    indices = group.episode_indices or range(len(group.trajectories))
+    first = {i: t for i, t in reversed([*zip(indices, group.trajectories, strict=True)])}
+    return [trajectory.metrics for trajectory in first.values()]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,16 +16,14 @@ import torch
 
 from buffers.connect import connect
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.restore import load_trainer
-from learners.checkpoints.start import Start, choose, resumed
+from learners.checkpoints.restore import Start, choose, load_trainer, resumed
 from learners.checkpoints.writer import CheckpointWriter
 from learners.learner import Learner
-from learners.parallel.commands import End, FetchGroups, LearnerRank
-from learners.parallel.lockstep import Lockstep
+from learners.parallel.lockstep import End, FetchGroups, LearnerRank, Lockstep
 from learners.parallel.place import Place, join
 from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.policy import Policy
-from learners.replay.recorder import Recorder
+from learners.replay.record import Recorder
 from learners.samples import SampleWriter
 from learners.session import LearnerSession, LearnerState, unless_late, unless_set
 from learners.status_reporter import StatusReporter

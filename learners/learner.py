@@ -19,13 +19,11 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.saver import CheckpointSaver, wait_for_retry
-from learners.checkpoints.schedule import RETRY_S
+from learners.checkpoints.saver import RETRY_S, CheckpointSaver, wait_for_retry
 from learners.fairness import FairnessWindow
-from learners.parallel.commands import Accumulate, Discard, Save, Snapshot, Update
-from learners.parallel.lockstep import Lockstep
+from learners.parallel.lockstep import Accumulate, Discard, Lockstep, Save, Snapshot, Update
+from learners.profiling.profile import StepTimes
 from learners.profiling.scaling import ScalingWindow
-from learners.profiling.times import StepTimes
 from learners.session import LearnerSession, LearnerState, unless_set
 from learners.status_reporter import StatusReporter
 from learners.validations import Validations

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from learners.parallel.gradients import clip_gradients, split_by_mesh
+from learners.parallel.sharding import clip_gradients, split_by_mesh
 from streamrl.config.learner import OptimizerGroup, OptimizerSettings
 from streamrl.errors import ConfigError, DivergedError, did_you_mean
 

@@ -19,17 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from learners.batch import TrainingBatch
-from learners.micro_batch import MicroBatch
-from learners.objective.credit import CreditAssigner
-from learners.objective.facts import FactCollector, Facts
+from learners.batch import MicroBatch, TrainingBatch
+from learners.objective.credit import CreditAssigner, mini_batches
+from learners.objective.facts import FactCollector, Facts, PolicyPasses
 from learners.objective.gradient import Accumulated, Gradient
-from learners.objective.mini_batches import mini_batches
-from learners.objective.policy_passes import PolicyPasses
 from learners.objective.step_metrics import MASKED, Part, of_facts, of_updates, of_work
 from learners.optimizer import SkippedUpdates, learning_rate, make_optimizer, update
-from learners.parallel.offload import keep_state_on_host
 from learners.parallel.ranks import Ranks
+from learners.parallel.sharding import keep_state_on_host
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.profiling.profile import StepProfile

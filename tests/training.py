@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from learners.batch import TrainingBatch
-from learners.micro_batch import MicroBatch
+from learners.batch import MicroBatch, TrainingBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import assign, full
 from learners.policy.critic import Critic
-from learners.policy.distribute import distribute
+from learners.policy.loading import distribute
 from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
 from learners.policy.policy import Policy

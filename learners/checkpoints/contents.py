@@ -7,20 +7,144 @@
 Invariant: a tensor is saved under the name of its parameter, so that the optimizer may order and
 group parameters otherwise; what is loaded is written into the trainer's own tensors, which ranks
 may have sharded in another way.
+
+Tensors of a checkpoint on disk: one file of each rank, by torch.distributed.checkpoint.
+
+    shards/rank-00000.safetensors    the parts of tensors that this rank has written
+
+Invariant: every part of a tensor is in one file, with its place in the whole, so that ranks of any
+number load what they need of it. A tensor has one part a rank. No pickle.
 """
 
+import json
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from learners.checkpoints.shards import Tensors, load_shards, saved_tensors
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+Group: TypeAlias = dist.ProcessGroup | None
+
+
+SHARDS_FOLDER = "shards"
+
+
+# Said at each save and load of a world of one.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def shard_file(rank: int) -> str:
+    """The name, in the folder of a checkpoint, of what a rank has written."""
+    return f"{SHARDS_FOLDER}/rank-{rank:05d}.safetensors"
+
+
+def save_shards(checkpoint: Path, tensors: Tensors, group: Group) -> None:
+    """Write this rank's parts of tensors in host memory; each rank of the group calls it.
+
+    Without a group this process has the whole of every tensor.
+
+    Raises:
+        OSError, SafetensorError: a rank cannot write; every rank raises.
+    """
+    try:
+        save(
+            dict(tensors),
+            storage_writer=_ShardWriter(checkpoint),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        # It is no Exception, and says nothing but the tracebacks of all ranks.
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def load_shards(checkpoint: Path, tensors: Tensors) -> None:
+    """Copy saved tensors into these, each rank by itself; a DTensor gets the parts that it has."""
+    try:
+        load(dict(tensors), storage_reader=_reader(checkpoint), no_dist=True)
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What the shards hold, by name: tensors on the meta device."""
+    metadata: Metadata = _reader(checkpoint).read_metadata()
+    return {
+        name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+        for name, saved in metadata.state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
+
+
+def whole_tensors(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The saved tensors whose names begin with the prefix, without it, whole and in host memory."""
+    whole = {
+        name: torch.empty_like(saved, device="cpu")
+        for name, saved in saved_tensors(checkpoint).items()
+        if name.startswith(prefix)
+    }
+    load_shards(checkpoint, whole)
+    return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}
+
+
+def _reader(checkpoint: Path) -> HuggingFaceStorageReader:
+    return HuggingFaceStorageReader(str(checkpoint / SHARDS_FOLDER))
+
+
+class _ShardWriter(HuggingFaceStorageWriter):
+    """Names a file by its rank, and streams it to the disk.
+
+    The class of torch serializes a file as one `bytes` object first, during which no other thread
+    of the process runs.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(str(checkpoint / SHARDS_FOLDER), save_distributed=True)
+        self._checkpoint = checkpoint
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Of this rank's part of the plan."""
+        tensors: dict[str, torch.Tensor] = {}
+        offsets: dict[str, Any] = {}
+        for item in plan.items:
+            data, part = planner.resolve_data(item), item.tensor_data
+            assert isinstance(data, torch.Tensor), "there is nothing else in a checkpoint"
+            assert part is not None, "a tensor has a place"
+            tensors[item.index.fqn] = data.contiguous()
+            offsets[item.index.fqn] = {"saved_offsets": part.chunk.offsets}
+        if tensors:
+            file = self._checkpoint / shard_file(plan.storage_data["shard_index"] - 1)
+            # As the reader of torch expects it.
+            save_file(tensors, file, {"DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"})
+        written: Future[list[WriteResult]] = Future()
+        sizes = ((item.index, tensors[item.index.fqn].nbytes) for item in plan.items)
+        written.set_result([WriteResult(index, num_bytes, None) for index, num_bytes in sizes])
+        return written
+
+
 MODEL = "model/"
+
 """The names of the policy's tensors begin with it."""
 
 

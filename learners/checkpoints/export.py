@@ -3,6 +3,8 @@
 Reads what the ranks have saved, whatever their number, and needs no GPU; `model.path` for the base
 of an adapter alone, which is merged into it unless `--adapter` asks for it as it is.
 Invariant: the folder appears under its name once it is complete.
+
+A folder that `streamrl export` has written, uploaded to a repository of the Hugging Face hub.
 """
 
 import argparse
@@ -12,15 +14,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx2
 import torch
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
-from learners.checkpoints.contents import MODEL
-from learners.checkpoints.push import push, require_token
-from learners.checkpoints.shards import whole_tensors
-from learners.policy.hugging_face import save_model
+from learners.checkpoints.contents import MODEL, whole_tensors
+from learners.policy.loading import save_model
 from learners.policy.lora import merged_weights, save_adapter
 from streamrl.checkpoints.find import (
     Checkpoint,
@@ -33,8 +36,37 @@ from streamrl.checkpoints.find import (
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, TransportError
 from streamrl.run_folder import find_run
+
+
+def require_token() -> None:
+    """
+    Raises:
+        ConfigError: there is none, so nothing could be uploaded.
+    """
+    if not get_token():
+        raise ConfigError("--push: needs a token of the hub: set HF_TOKEN, or run `hf auth login`")
+
+
+def push(folder: Path, repository: str, *, is_public: bool) -> str:
+    """Upload the folder as one commit; the repository is made if it is not there. Its address.
+
+    Raises:
+        ConfigError: the name is no repository's, or the hub refuses.
+        TransportError: the hub does not answer.
+    """
+    hub = HfApi()
+    try:
+        hub.create_repo(repository, private=not is_public, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=f"StreamRL: {folder.name}"
+        )
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(f"--push: {repository}: {error}") from error
+    except (httpx2.HTTPError, OSError) as error:
+        raise TransportError(f"--push: the hub does not answer: {error}") from error
+    return str(commit.repo_url)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -13,10 +13,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from learners.checkpoints.start import Start
+from learners.checkpoints.restore import Start
 from learners.checkpoints.writer import CheckpointWriter
-from learners.replay.recorder import Recorder, forget
-from learners.replay.settings import keep_settings
+from learners.replay.record import Recorder, forget, keep_settings
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints import abandoned

@@ -1,20 +1,158 @@
-"""A trainer goes on from a checkpoint: everything that it needs to repeat the next step exactly."""
+"""A trainer goes on from a checkpoint: everything that it needs to repeat the next step exactly.
+
+What `run.resume` means: the checkpoint that a learner starts from, and its history.
+
+    never   the model of the configuration
+    auto    the newest complete checkpoint of the run's history
+    a path  that checkpoint, of this run or of another one; it must be complete
+
+Whatever is in the run's folder and does not belong to the history then is abandoned.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from learners.checkpoints.contents import load_tensors
-from learners.checkpoints.random_state import restore_random_state
-from learners.checkpoints.start import for_loading
+from learners.checkpoints.writer import restore_random_state
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
-from streamrl.checkpoints.find import Checkpoint
+from streamrl.checkpoints.find import (
+    Checkpoint,
+    Found,
+    checkpoints_of,
+    is_checkpoint,
+    is_taken,
+    newest,
+    read_checkpoint,
+)
+from streamrl.checkpoints.history import History, continued, finished, new_history, read_history
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """`checkpoint` is None for the model of the configuration.
+
+    `history` survives once the learner has attached; `reason` is why newer checkpoints are then
+    abandoned, if there are any. `lines_from` is the folder whose `metrics.jsonl` and
+    `trained.jsonl` have the steps of this history, None if they are nowhere.
+    """
+
+    checkpoint: Checkpoint | None
+    history: History
+    reason: str
+    lines_from: Path | None
+
+    @property
+    def policy_version(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.policy_version
+
+
+def choose(config: RunConfig) -> Start:
+    """What `run.resume` means. Nothing is changed.
+
+    Raises:
+        ConfigError: a path was given and holds no checkpoint, or none of the run's is complete.
+        DamagedCheckpointError: a path was given and its checkpoint is damaged.
+    """
+    match config.run.resume:
+        case "never":
+            return Start(None, new_history(), "run.resume is never", config.run.path)
+        case "auto":
+            return _newest(config.run.path)
+        case path:
+            return _named(config.run.path, Path(path))
+
+
+def resumed(config: RunConfig) -> RunConfig:
+    """The configuration with which a learner goes on that ended before, as `--resume` says.
+
+    A checkpoint that `run.resume` names is taken once; after that the run has newer ones.
+    """
+    resume = config.run.resume
+    if isinstance(resume, Path) and not is_taken(config.run.path, resume):
+        return config
+    run = config.run.model_copy(update={"resume": "auto"})
+    return config.model_copy(update={"run": run})
+
+
+def for_loading(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
+    """The configuration for loading this checkpoint: where `run.resume` names one, `load_contents`
+    is for that one, and those that the run has made since are loaded whole."""
+    resume, named = config.run.resume, ""
+    if resume not in ("never", "auto"):
+        named = str(resume)
+    elif (history := read_history(checkpoints_of(config.run.path))) is not None:
+        named = history.resume
+    if not named or Path(named).absolute() == checkpoint.path.absolute():
+        return config
+    contents = config.learner.checkpoint.model_copy(update={"load_contents": None})
+    learner = config.learner.model_copy(update={"checkpoint": contents})
+    return config.model_copy(update={"learner": learner})
+
+
+def _newest(run: Path) -> Start:
+    found, current = newest(run), read_history(checkpoints_of(run))
+    if found.checkpoint is None:
+        return Start(None, new_history(), "the run had no checkpoint", run)
+    _warn_of_damage(found)
+    reason = (
+        "; ".join(damage.sentence for damage in found.damaged) or "another learner had saved it"
+    )
+    return _after(found.checkpoint, run, "" if current is None else current.resume, reason)
+
+
+def _named(run: Path, path: Path) -> Start:
+    if not is_checkpoint(path):
+        raise ConfigError(f"run.resume: {path} is no checkpoint (it has no state.json)")
+    return _after(read_checkpoint(path), run, str(path), f"run.resume named {path}")
+
+
+def _after(checkpoint: Checkpoint, run: Path, resume: str, reason: str) -> Start:
+    path, version = checkpoint.path.absolute(), checkpoint.policy_version
+    history = continued(checkpoint.history, version, path, resume)
+    if path.parent == checkpoints_of(run).absolute():
+        return Start(checkpoint, history, reason, run)
+    lines_from = _lines_beside(path, history.first_step, version)
+    if lines_from is None:
+        books = finished(checkpoint.books)
+        history = replace(history, first_step=version + 1, finished_before=books)
+    return Start(checkpoint, history, reason, lines_from)
+
+
+def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:
+    """The folder of another run, or of what this one has abandoned, with the line of each step."""
+    for folder in (path.parent, path.parent.parent):
+        steps = {line["step"] for line in read_metrics(folder / TRAINED_FILE)}
+        if steps.issuperset(range(first_step, last_step + 1)):
+            return folder
+    return None
+
+
+def _warn_of_damage(found: Found) -> None:
+    assert found.checkpoint is not None, "what is damaged was passed over for another one"
+    version = found.checkpoint.policy_version
+    for damage in found.damaged:
+        log.warning(
+            "%s; going on from %s: the steps %d to %d, and any after them, are trained again",
+            damage.sentence,
+            found.checkpoint.path,
+            version + 1,
+            damage.policy_version,
+        )
 
 
 def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> LearnerState:

@@ -14,27 +14,47 @@ write, or by their end, since their connections then close.
 
 Invariant: a folder under its final name is complete and on disk; a kill before that costs this
 checkpoint only. A rank that cannot write fails the save on all ranks.
+
+All ranks of a learner that write one checkpoint, each its part.
+
+Invariant: they do it in lockstep, and an error of one rank is raised by all, so that none waits
+for another that has given up. Waits for the other ranks: unblocked by their part, or by their end,
+since their connections then close.
+
+The random generators of a learner's process: Python's, numpy's and torch's.
+
+Invariant: a rank that goes on in a world of the same size draws the numbers that it would have
+drawn; in another world every rank goes on with the state of rank 0.
 """
 
+import base64
 import json
 import logging
 import math
+import random
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from learners.checkpoints.contents import MODEL, tensors_of
-from learners.checkpoints.random_state import random_state
-from learners.checkpoints.ranks import WritingRanks
-from learners.checkpoints.shards import SHARDS_FOLDER, save_shards, shard_file, whole_tensors
+from learners.checkpoints.contents import (
+    MODEL,
+    SHARDS_FOLDER,
+    Group,
+    save_shards,
+    shard_file,
+    tensors_of,
+    whole_tensors,
+)
 from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
@@ -44,8 +64,77 @@ from streamrl.checkpoints.manifest import FileRecords, record_files, write_manif
 from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.config import RunConfig
 from streamrl.durable_files import sync
-from streamrl.errors import CheckpointWriteError, FencedError, TransportError
+from streamrl.errors import CheckpointWriteError, FencedError, StreamRLError, TransportError
 from streamrl.service import FORCED_S, force_s
+
+Result = TypeVar("Result")
+
+
+class WritingRanks:
+    """`group` is None for a world of one. All ranks make theirs together."""
+
+    def __init__(self) -> None:
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        # Of its own, since messages of a writing thread must not mix with those of a step.
+        self.group: Group = None if is_alone else dist.new_group(backend="gloo")
+        self.rank = 0 if is_alone else dist.get_rank()
+
+    def run(self, work: Callable[[], Result]) -> list[Result]:
+        """The result of each rank, in order.
+
+        Raises:
+            OSError, SafetensorError, StreamRLError: a rank's work has raised it.
+        """
+        mine: tuple[Result | None, Exception | None]
+        try:
+            mine = (work(), None)
+        except (OSError, SafetensorError, StreamRLError) as error:
+            mine = (None, error)
+        outcomes = [mine]
+        if self.group is not None:
+            outcomes = [mine] * dist.get_world_size(self.group)
+            dist.all_gather_object(outcomes, mine, group=self.group)
+        for _, failure in outcomes:
+            if failure is not None:
+                raise failure
+        results: list[Result] = [result for result, _ in outcomes]  # type: ignore[misc]
+        return results
+
+
+RandomState: TypeAlias = dict[str, Any]
+"""As it is in JSON."""
+
+
+def random_state() -> RandomState:
+    """Of this process and its CUDA device."""
+    name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached_gaussian],
+        "torch": _encoded(torch.get_rng_state()),
+        "cuda": _encoded(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+    }
+
+
+def restore_random_state(states: Sequence[RandomState], rank: int, world_size: int) -> None:
+    """From those of all ranks of the learner that saved them, in order."""
+    state = states[rank] if len(states) == world_size else states[0]
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_decoded(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_decoded(state["cuda"]))
+
+
+def _encoded(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decoded(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
 
 log = logging.getLogger(__name__)
 

@@ -6,25 +6,215 @@ Invariant: one row per response token (or trajectory) in every column, in the or
 every rank has all rows, so what compares trajectories is right however they are divided among the
 ranks. A pass that no setting uses is not made. A micro-batch gets its rows by `Facts.select` alone.
 Shapes: R response tokens, S trajectories.
+
+Correction for stale data: what `algorithm.rollout_is` makes of log-probabilities.
+
+Invariant: rejection and veto act under every `algorithm.proximal`; other weights than 0 and 1 do
+not where the ratio of the loss is the importance ratio itself. What tokens that are taken out count
+for in the denominators is said by `normalize_by` alone.
+Shapes: R response tokens.
+
+The policy's forward passes in a step: those with gradient, and what is asked of them before.
+
+Invariant: a micro-batch has the same numbers in every pass, and at most one graph exists. Where the
+log-probabilities are needed before the loss (ratios in the advantage, KL in the reward, corrections
+of a whole batch), the pass over the first micro-batch comes last and keeps its graph, which the
+gradient then begins with: what fits into one micro-batch is computed once. A sharded network keeps
+none, since its parameters stay gathered until the backward pass; nor does one with dropout, which
+acts in passes with gradient alone.
+Shapes: R response tokens.
+
+Sequences with a number that is not finite leave the batch, and the step is made of the others.
+
+A mask is not enough: in the backward pass such a row reaches the weights that all rows share, since
+0 * NaN is NaN. So the sequence is taken out of its micro-batch, and what was accumulated of the
+batch is computed anew without it, by all ranks together. As long as all are finite, this costs a
+comparison per number.
+
+Invariant: a batch of which no sequence is finite stays as it is; its gradient is not finite, and
+its update is skipped and counted.
+Shapes: R response tokens and S sequences of a micro-batch or of a batch.
 """
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from operator import or_
+from typing import Any, TypeVar
 
 import torch
 
-from learners.batch import TrainingBatch
-from learners.micro_batch import MicroBatch
-from learners.objective.correction import Correction, correct
+from learners.batch import MicroBatch, TrainingBatch
 from learners.objective.credit import CreditAssigner
-from learners.objective.nonfinite import finite_sequences
-from learners.objective.policy_passes import PolicyPasses
 from learners.parallel.ranks import Ranks
+from learners.parallel.sharding import has_shards
 from learners.policy.critic import Critic
+from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
+from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
+from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig
+from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Of a batch, a mini-batch or a micro-batch."""
+
+    weights: torch.Tensor | None
+    """[R] importance weights; None for 1."""
+    mask: torch.Tensor | None
+    """[R] bool, the tokens that stay in the loss; None keeps all."""
+    metrics: dict[str, float]
+    statistics: RolloutISStatistics | None
+    """What the metrics were computed from; None if it is off."""
+
+    def masked(self, loss_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The loss mask [R] without the tokens that the correction takes out."""
+        if self.mask is None or loss_mask is None:
+            return loss_mask if self.mask is None else self.mask
+        return loss_mask & self.mask
+
+
+def correct(
+    config: AlgorithmSettings,
+    logprobs: torch.Tensor,
+    behavior_logprobs: torch.Tensor,
+    staleness: torch.Tensor,
+    sequences: Sequences,
+    advantages: torch.Tensor | None = None,
+) -> Correction:
+    """The correction of these tokens [R].
+
+    Args:
+        logprobs: under the policy at the start of the batch for proximal `recompute`, else under
+            the current one.
+        advantages: 0 for tokens that are not trained; of a batch that is corrected as a whole.
+    """
+    proximal = logprobs
+    if config.proximal != "recompute":
+        proximal = proximal_logprobs(config.proximal, logprobs, behavior_logprobs, staleness)
+    train = weighed_logprobs(config, logprobs, proximal)
+    found = rollout_is_weights(
+        train,
+        behavior_logprobs,
+        sequences,
+        config.rollout_is,
+        staleness,
+        advantages=advantages,
+    )
+    if config.ratio_holds_correction:
+        found = replace(found, weights=None, keep=found.accepted)
+    weights, mask = found.loss_terms(config.rollout_is)
+    return Correction(weights, mask, found.metrics, found.statistics)
+
+
+class PolicyPasses:
+    """`FactCollector` asks for log-probabilities, `Gradient` for what the loss needs."""
+
+    def __init__(self, config: RunConfig, policy: Policy, reference: Policy | None) -> None:
+        algorithm = config.algorithm
+        self._policy = policy
+        self._exact_reference = reference if algorithm.kl_loss.is_exact else None
+        self._with_entropy = algorithm.entropy_coef > 0 or config.learner.report_entropy
+        self._trains_entropy = algorithm.entropy_coef != 0
+        self._num_top = config.num_top_logprobs
+        lora = config.learner.lora
+        self._has_dropout = lora is not None and lora.dropout > 0
+        self._kept: tuple[MicroBatch, NetworkOutput] | None = None
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
+        """[R of the whole batch] in nats, on the CPU; `num_tokens` is R. The gradient of the same
+        micro-batches comes next."""
+        self._kept = None
+        if self._has_dropout or has_shards(self._policy.network):
+            return self._policy.batch_logprobs(micro_batches, num_tokens)
+        first, *others = micro_batches
+        logprobs = self._policy.batch_logprobs(others, num_tokens)
+        output = self._with_gradient(first)
+        assert output.logprobs is not None, "they are asked for by default"
+        logprobs[first.responses] = output.logprobs.detach().float().cpu()
+        self._kept = (first, output)
+        return logprobs
+
+    def training(self, micro_batch: MicroBatch) -> NetworkOutput:
+        """The pass that the loss is computed from.
+
+        Raises:
+            ConfigError: a generator did not record the likeliest tokens.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] is micro_batch:
+            return kept[1]
+        del kept
+        return self._with_gradient(micro_batch)
+
+    def _with_gradient(self, micro_batch: MicroBatch) -> NetworkOutput:
+        return self._policy(
+            micro_batch,
+            with_entropy=self._with_entropy,
+            trains_entropy=self._trains_entropy,
+            with_top_logprobs=self._needs_top_logprobs(micro_batch),
+            reference=self._exact(micro_batch),
+        )
+
+    def _needs_top_logprobs(self, micro_batch: MicroBatch) -> bool:
+        if not self._num_top or micro_batch.is_empty:
+            return False
+        if micro_batch.top_candidates is None:
+            raise ConfigError(
+                f"algorithm.loss_config.divergence_topk: was {self._num_top}, and groups came "
+                "without the log-probabilities of the likeliest tokens: start every daemon of a "
+                "run with one configuration"
+            )
+        return True
+
+    def _exact(self, micro_batch: MicroBatch) -> NetworkOutput | None:
+        """Of the reference, where the KL to it is taken over the whole vocabulary."""
+        if self._exact_reference is None:
+            return None
+        with torch.no_grad():
+            return self._exact_reference(micro_batch, with_logprobs=False)
+
+
+log = logging.getLogger(__name__)
+
+
+Rest = TypeVar("Rest")
+
+
+def finite_sequences(sequences: Sequences, *columns: torch.Tensor | None) -> torch.Tensor:
+    """[S] bool, whether every number of a sequence is finite in the columns [R] that there are."""
+    nonfinite = [~column.detach().isfinite() for column in columns if column is not None]
+    if not nonfinite:
+        return torch.ones(len(sequences), dtype=torch.bool)
+    return sequences.max(reduce(or_, nonfinite).float()) == 0
+
+
+def without_nonfinite(
+    work: Sequence[tuple[MicroBatch, Rest]], is_finite: Sequence[torch.Tensor]
+) -> tuple[tuple[MicroBatch, Rest], ...]:
+    """As many micro-batches without the sequences for which [S] is false; each is logged."""
+    for (micro_batch, _), mask in zip(work, is_finite, strict=True):
+        for i in (~mask).nonzero()[:, 0].tolist():
+            log.warning(
+                "prompt %d: the log-probabilities of a trajectory of %d tokens are not finite; the "
+                "step is made without it",
+                micro_batch.prompt_indices[i],
+                micro_batch.packing.lengths[i],
+            )
+    return tuple(
+        (micro_batch.select(mask), rest)
+        for (micro_batch, rest), mask in zip(work, is_finite, strict=True)
+    )
+
+
+def num_sequences(work: Sequence[tuple[MicroBatch, Rest]]) -> int:
+    return sum(len(micro_batch.members) for micro_batch, _ in work)
+
 
 _PER_TRAJECTORY = frozenset({"rewards", "sample_weights", "is_finite"})
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from learners import episode_metrics
+from learners import batch as episode_metrics
 from learners.batch import TrainingBatch
 from learners.objective.facts import Facts
 from streamrl.types.rollouts import ALIKE_WITHIN

@@ -5,12 +5,34 @@ gradients are summed over the ranks in float32. Summed, not averaged, because a 
 denominators of the whole batch.
 
 Invariant: parameters keep their names; what gathers is called by all ranks in the same order.
+
+What a GPU does not need all the time, in the memory of the host (`learner.offload`).
+
+Invariant: results are those without; each option moves memory alone.
+
+Activation checkpointing: a decoder layer keeps its input and computes the rest a second time.
+
+Invariant: the gradients are the same bits; only memory and time change. The wrapping is inside
+the layer's hooks, so a layer that is sharded is gathered before it is computed again. Called by
+`load_network`, before sharding.
+
+Parameters that are sharded over different meshes, as tensor parallelism leaves them.
+
+Torch's operations on lists of tensors, which the optimizer and the gradient's norm are made of,
+take tensors of one mesh at a time.
+
+Invariant: the norm is that of the whole gradient, each element counted once; all ranks call it
+together and get the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,11 +43,43 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
 
 from learners.parallel.mesh import Mesh
 from learners.policy.decoding import decoder_of
 from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
+from streamrl.config.learner import OffloadSettings
+from streamrl.errors import ConfigError
+
+
+def require_gpu(settings: OffloadSettings, device: torch.device) -> None:
+    """Refuse to offload what is in the host's memory anyway.
+
+    Raises:
+        ConfigError: an option is on and `device` is the CPU.
+    """
+    if settings.chosen and device.type == "cpu":
+        raise ConfigError(
+            f"learner.offload.{settings.chosen[0]} moves memory from a GPU to the host, and the "
+            f"learner runs on {device}: leave it out"
+        )
+
+
+def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Its state is beside its parameters during a step, and in the host's memory otherwise."""
+    optimizer.register_step_pre_hook(lambda *_: _move(optimizer, to_host=False))
+    optimizer.register_step_post_hook(lambda *_: _move(optimizer, to_host=True))
+
+
+def _move(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
+    """The moments; the count of steps is one number and stays where the optimizer put it."""
+    for parameter, state in optimizer.state.items():
+        device = torch.device("cpu") if to_host else parameter.device
+        moments = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and t.ndim}
+        state.update({name: moment.to(device) for name, moment in moments.items()})
 
 
 def shard(
@@ -125,3 +179,47 @@ def layers(network: Network) -> Iterator[torch.nn.Module]:
     for child in decoder_of(network.model).children():
         if isinstance(child, torch.nn.ModuleList):
             yield from child
+
+
+def checkpoint_layers(network: Network, *, on_host: bool = False) -> None:
+    """Make each decoder layer keep its input alone, in the memory of the host if `on_host`."""
+    for layer in layers(network):
+        layer.forward = partial(_checkpointed, layer.forward, on_host)
+
+
+def _checkpointed(
+    forward: Callable[..., torch.Tensor], on_host: bool, *inputs: Any, **options: Any
+) -> torch.Tensor:
+    keeping = save_on_cpu(pin_memory=True) if on_host else nullcontext()
+    with keeping:
+        output: torch.Tensor = checkpoint(forward, *inputs, use_reentrant=False, **options)
+    return output
+
+
+def by_mesh(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+    """Those of one mesh together, in their order."""
+    ordered = list(parameters)
+    meshes = dict.fromkeys(_mesh(p) for p in ordered)
+    return [[p for p in ordered if _mesh(p) == mesh] for mesh in meshes]
+
+
+def split_by_mesh(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's parameter groups, each of one mesh."""
+    return [{**group, "params": one} for group in groups for one in by_mesh(group["params"])]
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> float:
+    """Scale the gradients so that their norm is at most `max_norm`; the norm before."""
+    parts = by_mesh(p for p in parameters if p.grad is not None)
+    norms = [full(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
+    total = norms[0] if len(norms) == 1 else torch.stack([torch.zeros(()), *norms]).norm()
+    if max_norm is not None:
+        for part in parts:
+            clip_grads_with_norm_(part, max_norm, total)
+    return float(total)
+
+
+def _mesh(parameter: Parameter) -> Any:
+    """None for a tensor that is not sharded."""
+    return getattr(parameter, "device_mesh", None)

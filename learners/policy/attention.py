@@ -9,26 +9,110 @@ Invariant: a token attends to tokens of its own trajectory only, itself and earl
 model asks for and this file does not compute is an error.
 Shapes: N tokens, Q query heads, H key-value heads, D head width, B trajectories of a bucket, L
 their longest.
+
+Variable-length attention on a GPU: one kernel call over all trajectories, no padding.
+
+flash-attn where it is installed (extra `flash`), else torch's own kernel. Both take half precision
+alone.
+
+Called by: attention.py, where the model asks for no more than scale and window.
+Shapes: N tokens, Q query heads, H key-value heads, D head width, S trajectories.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from learners.parallel.sequence_attention import over_slices
-from learners.policy.kernels import HALF, variable_length
-from learners.policy.packed.rows import rows
-from learners.policy.packed.stretches import Packing
+from learners.parallel.sequence import over_slices
+from learners.policy import packed as rows
+from learners.policy.packed import Packing
 from streamrl.errors import ConfigError
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def variable_length(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention within each trajectory: [N, Q, D] from [N, Q, D] and twice [N, H, D].
+
+    Args:
+        ends: [S + 1] int32 cumulative lengths, on the tensors' device; the longest is `longest`.
+        window: how many tokens a token attends to, itself included; None for all.
+    """
+    past = -1 if window is None else window - 1
+    if (flash := _flash_attention()) is not None:
+        attended: torch.Tensor = flash(
+            query,
+            key,
+            value,
+            ends,
+            ends,
+            longest,
+            longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(past, 0),
+        )
+        return attended
+    return _torch_attention(query, key, value, ends, longest, scale, past)
+
+
+def _torch_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    past: int,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = query.shape[1] // key.shape[1]
+    attended: torch.Tensor = varlen_attn(  # type: ignore[assignment]
+        query.contiguous(),
+        key.repeat_interleave(groups, dim=1),
+        value.repeat_interleave(groups, dim=1),
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(past, 0),
+    )
+    return attended
+
+
+@cache
+def _flash_attention() -> Any:
+    """flash-attn's function; None if it is not installed."""
+    if find_spec("flash_attn") is None:
+        return None
+    return import_module("flash_attn").flash_attn_varlen_func
+
 
 NAME = "streamrl_packed"
 
+
 SHORT = 32
+
 """Tokens of a row up to which plain matrix products take a CPU less time than torch's kernel, which
 begins anew for each head of each trajectory."""
+
 
 _KNOWN = {
     "cu_seq_lens_k",
@@ -39,6 +123,7 @@ _KNOWN = {
     "seq_idx",
     "sliding_window",
 }
+
 """Arguments of attention that say what `packing` and the mask say, or how it is computed."""
 
 
@@ -209,7 +294,10 @@ def layer_mask(local_size: int | None = None, **kwargs: Any) -> Any:
 
 
 attend = over_slices(packed_attention)
+
 """As transformers calls it."""
 
+
 AttentionInterface.register(NAME, attend)
+
 AttentionMaskInterface.register(NAME, layer_mask)

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from learners.micro_batch import MicroBatch
+from learners.batch import MicroBatch
 from learners.optimizer import learning_rate, make_optimizer, update
 from learners.parallel.mesh import Mesh
-from learners.parallel.offload import keep_state_on_host
-from learners.parallel.sharding import end_passes
+from learners.parallel.sharding import end_passes, keep_state_on_host
 from learners.policy.loading import load_network
 from learners.policy.master_weights import master_of
 from learners.policy.network import Network

@@ -22,7 +22,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from learners.parallel.sequence import TokenSlice
-from learners.policy.packed.stretches import Packing
+from learners.policy.packed import Packing
 from streamrl.errors import ConfigError
 from streamrl.types import Media
 from streamrl.vision.tower import VisionTower

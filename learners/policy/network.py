@@ -5,6 +5,12 @@ compilation) sees it; hidden states are gathered at response positions before th
 of the whole batch never exist. The computation has the dtype of the parameters that the modules
 hold; log-probabilities, entropy and values are float32 at least.
 Shapes: R response tokens, H hidden size.
+
+What a model does between hidden states @ LM head and the softmax: scaling and soft cap.
+
+Transformers does this inside each model's `forward`, which the learner does not call, so the rules
+stand here. A family that is missing is found by the comparison at start, see packing_check.py.
+Called by: network.py.
 """
 
 from dataclasses import dataclass
@@ -15,18 +21,52 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree
 from transformers import PreTrainedModel
 
-from learners.micro_batch import MicroBatch
-from learners.parallel.sequence import TokenSlice
-from learners.parallel.sequence_attention import SequenceBlock
+from learners.batch import MicroBatch
+from learners.parallel.sequence import SequenceBlock, TokenSlice
 from learners.policy import attention
+from learners.policy import packed as rows
 from learners.policy.decoding import decode, is_attention_only, may_share_prompts, own_attention
-from learners.policy.logits import logit_transform
-from learners.policy.packed.rows import rows
-from learners.policy.packed.shared_prompts import SharedPrompts
+from learners.policy.packed import SharedPrompts
 from streamrl.algorithms.candidates import candidate_logprobs, masked_logprobs
 from streamrl.algorithms.kl import full_kl
+from streamrl.algorithms.logit_transform import LogitTransform
 from streamrl.algorithms.logprobs import TokenLogprobs, token_logprobs
 from streamrl.vision.tower import VisionTower, set_attention
+
+
+def logit_transform(config: Any, temperature: float) -> LogitTransform:
+    """Of the model with this text configuration, when it is sampled at `temperature`."""
+    return LogitTransform(temperature=temperature, softcap=_softcap(config), scale=_scale(config))
+
+
+def _scale(config: Any) -> float:
+    match config.model_type:
+        case "cohere" | "cohere2" | "cohere2_moe" | "cohere_compass_text":
+            scale = config.logit_scale
+        case "falcon_h1":
+            scale = config.lm_head_multiplier
+        case "hyperclovax":
+            scale = config.logits_scaling
+        case "minicpm3":
+            scale = 1.0 / config.logits_scaling
+        case "inkling_text":
+            scale = 1.0 / config.logits_mup_width_multiplier
+        case family if family.startswith("granite"):
+            scale = 1.0 / (config.logits_scaling or 1.0)
+        case _:
+            scale = None
+    return 1.0 if scale is None else float(scale)
+
+
+def _softcap(config: Any) -> float | None:
+    match config.model_type:
+        case "recurrent_gemma":
+            softcap = config.logits_soft_cap
+        case "xlstm":
+            softcap = config.output_logit_soft_cap
+        case _:
+            softcap = getattr(config, "final_logit_softcapping", None)
+    return float(softcap) if softcap else None
 
 
 @dataclass(frozen=True, eq=False)

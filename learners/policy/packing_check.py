@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from learners.micro_batch import MicroBatch
+from learners.batch import MicroBatch
 from learners.policy.decoding import can_be_packed
 from learners.policy.network import Network
-from learners.policy.packed.shared_prompts import SharedPrompts
-from learners.policy.packed.stretches import Packing
+from learners.policy.packed import Packing, SharedPrompts
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.types import Media

@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from learners.micro_batch import MicroBatch
+from learners.batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.sharding import described, end_passes, full
-from learners.policy.hugging_face import save_model
-from learners.policy.loading import load_network
+from learners.policy.loading import load_network, save_model
 from learners.policy.lora import (
     Factors,
     MergedWeights,

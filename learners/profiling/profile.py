@@ -6,19 +6,303 @@ from the first gradient that reaches a network's output to the end of that backw
 
 Invariant: nothing here waits for a device before the end of a step, and nothing changes what is
 computed.
+
+Seconds of the phases of a step, summed under their names.
+
+On a GPU a phase is the time between two events of its stream, read at the end of the step: nothing
+waits for the device in between. On a CPU it is wall-clock time.
+
+Invariant: a phase that is open when the seconds are read is not lost, it counts in the next step.
+
+The model's own count of floating-point operations, and what a device can do at most.
+
+A forward pass costs two operations per token for each weight of a matrix product, and attention
+four per pair of tokens for each of its channels, in the layers that have it; a token sees itself
+and earlier ones, so a trajectory of n tokens has n (n + 1) / 2 pairs, fewer under a sliding window.
+A backward pass costs twice as much, half of it only for weights that are trained. The LM head
+counts for the response tokens alone, since no other logits are computed; of experts those that a
+token is routed to. A token that several trajectories share counts once, except in attention. What
+is recomputed to save memory does not count, nor do element-wise operations and the state of
+recurrent layers.
+
+Traces of chosen steps, for torch's profiler views, for its memory view, or for Nsight Systems.
+
+    <run>/profiler/step3-rank0.json.gz        chrome://tracing, Perfetto, HTA
+    <run>/profiler/step3-rank0.pickle         pytorch.org/memory_viz
+
+Invariant: a step that is not chosen costs one comparison. What cannot be written is logged; the
+step counts nevertheless.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from learners.policy.network import Network, NetworkOutput
-from learners.profiling.flops import NetworkFlops, peak_flops
-from learners.profiling.times import StepTimes
-from learners.profiling.trace import Tracer
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+
+Moment = float | torch.cuda.Event
+
+
+class StepTimes:
+    """Of one thread at a time, on one device."""
+
+    def __init__(self, device: torch.device | None = None, *, with_nvtx: bool = False) -> None:
+        self._has_events = device is not None and device.type == "cuda"
+        self._with_nvtx = with_nvtx
+        self._spans: list[tuple[str, Moment, Moment]] = []
+        self._open: dict[str, tuple[Moment, int | None]] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what runs inside under this name."""
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.end(name)
+
+    def begin(self, name: str) -> None:
+        mark = torch.cuda.nvtx.range_start(f"streamrl/{name}") if self._with_nvtx else None
+        self._open[name] = (self._now(), mark)
+
+    def end(self, name: str) -> None:
+        started, mark = self._open.pop(name)
+        if mark is not None:
+            torch.cuda.nvtx.range_end(mark)
+        self._spans.append((name, started, self._now()))
+
+    def is_open(self, name: str) -> bool:
+        return name in self._open
+
+    def take(self, *names: str) -> dict[str, float]:
+        """`learner/NAME_s` of each name, 0 where nothing ran under it; counting starts anew."""
+        seconds = dict.fromkeys(names, 0.0)
+        for name, started, ended in self._spans:
+            seconds[name] += _seconds(started, ended)
+        self._spans = []
+        return {f"learner/{name}_s": value for name, value in seconds.items()}
+
+    def _now(self) -> Moment:
+        if not self._has_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _seconds(started: Moment, ended: Moment) -> float:
+    if isinstance(started, float) and isinstance(ended, float):
+        return ended - started
+    assert isinstance(started, torch.cuda.Event)
+    assert isinstance(ended, torch.cuda.Event)
+    ended.synchronize()
+    return float(started.elapsed_time(ended)) / 1e3
+
+
+PEAK_TFLOPS: dict[str, dict[str, float]] = {
+    "NVIDIA B200": {"bfloat16": 2250.0, "float32": 80.0},
+    "NVIDIA H200": {"bfloat16": 989.5, "float32": 67.0},
+    "NVIDIA GH200": {"bfloat16": 989.5, "float32": 67.0},
+    "NVIDIA H100 PCIe": {"bfloat16": 756.0, "float32": 51.0},
+    "NVIDIA H100 NVL": {"bfloat16": 835.0, "float32": 60.0},
+    "NVIDIA H100": {"bfloat16": 989.5, "float32": 67.0},
+    "NVIDIA A100": {"bfloat16": 312.0, "float32": 19.5},
+    "NVIDIA L40S": {"bfloat16": 362.0, "float32": 91.6},
+    "NVIDIA L4": {"bfloat16": 121.0, "float32": 30.3},
+    "NVIDIA GeForce RTX 4090": {"bfloat16": 165.2, "float32": 82.6},
+    "AMD Instinct MI300X": {"bfloat16": 1307.4, "float32": 163.4},
+}
+
+"""Dense, by the beginning of `torch.cuda.get_device_name` and by compute dtype; the first that fits
+counts. From the vendors' data sheets; float32 without tensor cores."""
+
+
+def peak_flops(device: torch.device, dtype: str, given_tflops: float | None) -> float | None:
+    """Operations per second of one device, as given or as known by its name; None if neither."""
+    if given_tflops is not None:
+        return 1e12 * given_tflops
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = (peaks for prefix, peaks in PEAK_TFLOPS.items() if _is_named(name, prefix))
+    tflops = next(known, {}).get(dtype)
+    return None if tflops is None else 1e12 * tflops
+
+
+def _is_named(name: str, prefix: str) -> bool:
+    """Whether the name begins with these words; an L4 is no L40.
+
+    >>> _is_named("NVIDIA L40S", "NVIDIA L4"), _is_named("NVIDIA A100-SXM4-80GB", "NVIDIA A100")
+    (False, True)
+    """
+    return name.startswith(prefix) and not name[len(prefix) : len(prefix) + 1].isalnum()
+
+
+@dataclass(frozen=True)
+class NetworkFlops:
+    """What a pass of one network costs."""
+
+    num_weights: float
+    """Of the decoder's matrices, those that a token meets."""
+    num_trained: float
+    """Those of them that are trained."""
+    num_head_weights: int
+    attention_channels: tuple[tuple[int, int | None], ...]
+    """Per layer that attends: heads times their width, and the sliding window."""
+
+    @classmethod
+    def of(cls, network: Network) -> "NetworkFlops":
+        model: Any = network.model
+        config = model.config.get_text_config()
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        routed = _routed_share(config)
+        embeddings = {p for m in decoder.modules() if _is_embedding(m) for p in m.parameters()}
+        weights = [
+            (parameter.numel() * (routed if ".experts." in f".{name}" else 1.0), parameter)
+            for name, parameter in decoder.named_parameters()
+            if parameter.ndim > 1 and parameter not in embeddings
+        ]
+        return cls(
+            num_weights=sum(count for count, _ in weights),
+            num_trained=sum(count for count, parameter in weights if parameter.requires_grad),
+            num_head_weights=head.weight.numel(),
+            attention_channels=_attention(config),
+        )
+
+    def forward(
+        self, lengths: Sequence[int], num_logits: int, num_tokens: int | None = None
+    ) -> float:
+        """Of trajectories of these lengths, with logits for so many tokens; they have `num_tokens`
+        where they share some."""
+        num_tokens = sum(lengths) if num_tokens is None else num_tokens
+        linear = 2.0 * (self.num_weights * num_tokens + self.num_head_weights * num_logits)
+        return linear + self._attention(lengths)
+
+    def backward(
+        self, lengths: Sequence[int], num_logits: int, num_tokens: int | None = None
+    ) -> float:
+        num_tokens = sum(lengths) if num_tokens is None else num_tokens
+        heads = 4.0 * self.num_head_weights * num_logits
+        linear = 2.0 * (self.num_weights + self.num_trained) * num_tokens
+        return linear + heads + 2.0 * self._attention(lengths)
+
+    def _attention(self, lengths: Sequence[int]) -> float:
+        windows = {window for _, window in self.attention_channels}
+        pairs = {window: sum(_num_pairs(n, window) for n in lengths) for window in windows}
+        return sum(4.0 * channels * pairs[window] for channels, window in self.attention_channels)
+
+
+def _num_pairs(length: int, window: int | None) -> float:
+    """Of a token and one that it sees.
+
+    >>> _num_pairs(4, None), _num_pairs(4, 2)
+    (10.0, 7.0)
+    """
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) / 2 + (length - seen) * seen
+
+
+def _attention(config: Any) -> tuple[tuple[int, int | None], ...]:
+    num_heads = getattr(config, "num_attention_heads", 0)
+    if not num_heads:
+        return ()
+    width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    return tuple(
+        (num_heads * width, window if kind == "sliding_attention" else None)
+        for kind in kinds
+        if kind in ("full_attention", "sliding_attention", "chunked_attention")
+    )
+
+
+def _routed_share(config: Any) -> float:
+    """The part of the experts' weights that a token meets."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((n for n in (getattr(config, name, None) for name in names) if n), None)
+    return getattr(config, "num_experts_per_tok", num_experts) / num_experts if num_experts else 1.0
+
+
+def _is_embedding(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Embedding)
+
+
+log = logging.getLogger(__name__)
+
+
+MAX_ALLOCATIONS = 100_000
+
+
+class Tracer:
+    """Of one rank; `begin` and `end` stand around the steps, in the thread that computes them."""
+
+    def __init__(self, config: RunConfig, device: torch.device, rank: int) -> None:
+        self._settings = settings = config.learner.profiler
+        for name in ("memory", "nvtx"):
+            if getattr(settings, name) and device.type != "cuda":
+                raise ConfigError(
+                    f"learner.profiler.{name}: was true, and the learner runs on "
+                    f"{device.type}; it needs a GPU"
+                )
+        is_chosen = rank in settings.ranks or not settings.ranks
+        self._steps = frozenset(settings.steps) if is_chosen else frozenset()
+        self._folder = config.run.path / "profiler"
+        self._rank = rank
+        self._step: int | None = None
+        self._profile: torch.profiler.profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Record this step, if it is chosen."""
+        if step in self._steps:
+            self._step = step
+            self._start()
+
+    def end(self) -> None:
+        """Write what was recorded."""
+        if self._step is None:
+            return
+        path = self._folder / f"step{self._step}-rank{self._rank}"
+        self._stop()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._settings.memory:
+                torch.cuda.memory._dump_snapshot(f"{path}.pickle")
+                torch.cuda.memory._record_memory_history(enabled=None)
+            if self._profile is not None:
+                self._profile.export_chrome_trace(f"{path}.json.gz")
+        except OSError as error:
+            log.warning("the trace %s could not be written: %s", path.name, error)
+        else:
+            log.info("recorded %s", path)
+        self._step = self._profile = None
+
+    def _start(self) -> None:
+        if self._settings.memory:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+        if self._settings.nvtx:
+            # What `nsys profile --capture-range=cudaProfilerApi` waits for.
+            torch.cuda.profiler.start()
+        else:
+            self._profile = torch.profiler.profile(record_shapes=True)
+            self._profile.start()
+
+    def _stop(self) -> None:
+        if self._settings.nvtx:
+            torch.cuda.profiler.stop()
+        if self._profile is not None:
+            self._profile.stop()
+
 
 PHASES = ("plan", "score", "forward", "backward", "update")
 

@@ -4,8 +4,25 @@
 
 A file is one zstd frame with a checksum, around one message of `streamrl.wire`. Invariant: a file
 that has its name is whole; a step is recorded if each rank's file is there.
+
+By which settings each recorded step was made, and which ones a replay takes.
+
+    RUN/record/settings-00000012.yaml   of step 12 and those after it
+
+A learner that records writes its configuration where it begins, unless the steps before were made
+by the same. Invariant: it is there before the record of its first step. What was sampled stands in
+the records, so a replay takes settings of the learner's own computation.
+
+Writes the record of each step of one rank, and keeps it within `buffer.record_max_bytes`.
+
+Invariant: a checkpoint is saved only once the records of its steps are on disk, since `flush` comes
+before it. A learner forgets the steps that are not of its history, whether it records or not, and
+one that was taken over records no more. While the disk is full records wait in memory. The compute
+thread calls `add`, the loop the rest.
 """
 
+import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import dropwhile, groupby
 from operator import itemgetter
@@ -14,14 +31,26 @@ from pathlib import Path
 import zstandard
 from msgspec import Struct
 
+from learners.optimizer import learning_rate
 from streamrl import wire
+from streamrl.checkpoints.find import checkpoints_of
+from streamrl.checkpoints.history import History, survives
+from streamrl.config import RunConfig, load_config, to_yaml
+from streamrl.config.learner import ProfilerSettings
+from streamrl.config.loading.changed import with_overrides
+from streamrl.config.loading.similar import RESOLVED_FILE
+from streamrl.config.loading.values import values_of
+from streamrl.durable_files import sync, write_file
 from streamrl.errors import ConfigError, WireError
 from streamrl.types import GroupHeader, TrajectoryGroup
 from streamrl.types.packed import PackedGroup, pack
 
 RECORD_FOLDER = "record"
+
 _SUFFIX = ".zst"
+
 _LEVEL = 3
+
 _MAX_BYTES = 2**40
 
 
@@ -126,3 +155,228 @@ def _merged(parts: Sequence[RecordedPart]) -> Part:
     by_index = {one.prompt_index: one.group() for one in packed}
     headers = parts[0].headers
     return Part(headers, tuple(by_index[header.prompt_index] for header in headers))
+
+
+_TAKEN = ("algorithm.", "learner.")
+
+_RECORDED = ("learner.groups_per_step", "learner.num_ranks", "learner.mesh", "learner.checkpoint")
+
+# The temperature is that of the learner's log-probabilities, and a loss may be divided by the
+# longest response.
+_COMPUTES = (
+    "algorithm.",
+    "generator.max_new_tokens",
+    "generator.temperature",
+    "learner.",
+    "model.",
+)
+
+_COMPUTES_NOTHING = (
+    "learner.checkpoint.",
+    "learner.mesh.",
+    "learner.num_ranks",
+    "learner.peak_tflops",
+    "learner.profiler.",
+    "learner.rank_deadline_s",
+)
+
+
+def keep_settings(config: RunConfig, first_step: int) -> None:
+    """Write the configuration of this step and those after it.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    run, text = config.run.path, to_yaml(config)
+    before = _file_of(run, first_step)
+    if before is None or before.read_text() != text:
+        folder = run / RECORD_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / f"settings-{first_step:08d}.yaml", text)
+
+
+def settings_files(run: Path) -> Mapping[int, Path]:
+    """By the step from which each is valid, in order."""
+    found = (run / RECORD_FOLDER).glob("settings-*.yaml")
+    steps = ((path.stem.removeprefix("settings-"), path) for path in found)
+    return dict(sorted((int(step), path) for step, path in steps if step.isdigit()))
+
+
+def settings_of(run: RunConfig, step: int, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that this step of the run was made by, with these settings changed, for
+    one process that writes nothing into the run's folder.
+
+    Raises:
+        ConfigError: a setting that a replay does not read, or one that cannot be used.
+    """
+    for override in overrides:
+        name = override.partition("=")[0]
+        if not name.startswith(_TAKEN) or name.startswith(_RECORDED):
+            raise ConfigError(
+                f"--set {name}: a replay trains recorded batches in one process, so it takes "
+                "algorithm.* and learner.* alone, without groups_per_step, num_ranks, mesh and "
+                "checkpoint"
+            )
+    folder = run.run
+    path = _file_of(folder.path, step) or folder.path / RESOLVED_FILE
+    config = load_config(path, environment={}).config
+    config = with_overrides(config, overrides) if overrides else config
+    alone = {"num_ranks": 1, "profiler": ProfilerSettings()}
+    samples = config.tracking.samples.model_copy(update={"num_groups": 0})
+    own = config.run.model_copy(update={"folder": folder.folder, "name": folder.name})
+    return config.model_copy(
+        update={
+            "run": own,
+            "learner": config.learner.model_copy(update=alone),
+            "tracking": config.tracking.model_copy(update={"samples": samples}),
+        }
+    )
+
+
+def first_change(start: RunConfig, steps: range) -> tuple[int, str] | None:
+    """The first of these steps that was made by other settings than `start`, which are those of
+    the first one, and in words which; None if there is none."""
+    current, files = start, settings_files(start.run.path)
+    for step in steps[1:]:
+        if step in files:
+            current = settings_of(start, step)
+            if (difference := next(_differences(start, current), None)) is not None:
+                return step, difference
+        if _rate(start, step) != _rate(current, step):
+            return step, f"run.max_steps {current.run.max_steps}, not {start.run.max_steps}"
+    return None
+
+
+def _file_of(run: Path, step: int) -> Path | None:
+    """None for what a release recorded that kept none."""
+    valid = [path for first, path in settings_files(run).items() if first <= step]
+    return valid[-1] if valid else None
+
+
+def _differences(start: RunConfig, other: RunConfig) -> Iterator[str]:
+    before, after = values_of(start), values_of(other)
+    for name in {**before, **after}:
+        if name.startswith(_COMPUTES) and not name.startswith(_COMPUTES_NOTHING):
+            then, now = before.get(name), after.get(name)
+            if then != now:
+                yield f"{name} {now}, not {then}"
+
+
+def _rate(config: RunConfig, step: int) -> float:
+    """The schedule of a critic is the policy's."""
+    return learning_rate(step - 1, config.learner.optimizer, config.run.max_steps)
+
+
+log = logging.getLogger(__name__)
+
+
+def forget(run: Path, first_step: int) -> None:
+    """Remove what is recorded of this step and later ones, by whatever rank, and their settings.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for unfinished in (run / RECORD_FOLDER).glob(".*.unfinished"):
+        unfinished.unlink()
+    steps = [(step, path) for step, _, path in files_of(run)]
+    for step, path in (*steps, *settings_files(run).items()):
+        if step >= first_step:
+            path.unlink()
+
+
+class Recorder:
+    """Of one rank of so many, of the learner that makes this history."""
+
+    def __init__(
+        self, config: RunConfig, history: History, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        self._run = config.run.path
+        self._history = history
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._max_bytes = config.buffer.record_max_bytes // num_ranks
+        self._sizes: dict[Path, int] = {}
+        self._pending: tuple[tuple[Path, bytes], ...] = ()
+        self._unsynced: tuple[Path, ...] = ()
+        self._has_dropped = False
+
+    def add(
+        self,
+        step: int,
+        parts: Sequence[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]]],
+    ) -> None:
+        """The groups of this rank that made this version, in the parts they were trained in."""
+        if not self._sizes:
+            self._find_own()
+        recorded = tuple(RecordedPart.of(headers, groups) for headers, groups in parts)
+        data = encode(StepRecord(step, self._num_ranks, recorded))
+        was_pending = bool(self._pending)
+        self._pending = (*self._pending, (path_of(self._run, step, self._rank), data))
+        try:
+            self._write()
+        except OSError as error:
+            if not was_pending:
+                log.warning("the record of step %d waits in memory: %s", step, error)
+        self._drop_oldest(step)
+
+    def flush(self) -> None:
+        """Wait until the record of each step is on disk.
+
+        Raises:
+            OSError: it is full, for example.
+        """
+        self._write()
+        unsynced = self._unsynced
+        for path in unsynced:
+            if path in self._sizes:
+                sync(path)
+        if unsynced:
+            sync(self._run / RECORD_FOLDER)
+        self._unsynced = self._unsynced[len(unsynced) :]
+
+    def _find_own(self) -> None:
+        """Of the steps before; those of ranks that are gone are the first rank's."""
+        is_first = self._rank == 0
+        self._sizes = {
+            path: path.stat().st_size
+            for _, rank, path in files_of(self._run)
+            if rank == self._rank or (is_first and rank >= self._num_ranks)
+        }
+
+    def _write(self) -> None:
+        while self._pending:
+            path, data = self._pending[0]
+            if self._write_one(path, data):
+                self._sizes = {**self._sizes, path: len(data)}
+                self._unsynced = (*self._unsynced, path)
+            self._pending = self._pending[1:]
+
+    def _write_one(self, path: Path, data: bytes) -> bool:
+        """Whether it is written: not where another learner goes on with the run."""
+        # Ranks that share their trajectories write the same file.
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(data)
+            if survives(checkpoints_of(self._run), self._history):
+                unfinished.replace(path)
+                return True
+        finally:
+            unfinished.unlink(missing_ok=True)
+        log.warning("another learner goes on with %s; this one records no step", self._run)
+        return False
+
+    def _drop_oldest(self, newest: int) -> None:
+        total = sum(self._sizes.values())
+        while total > self._max_bytes and len(self._sizes) > 1:
+            oldest = min(self._sizes)
+            total -= self._sizes[oldest]
+            oldest.unlink(missing_ok=True)
+            self._sizes = {path: n for path, n in self._sizes.items() if path != oldest}
+            if not self._has_dropped:
+                self._has_dropped = True
+                log.warning(
+                    "record/ has reached buffer.record_max_bytes at step %d: from now on the "
+                    "oldest steps are dropped, and a replay begins at a later checkpoint",
+                    newest,
+                )

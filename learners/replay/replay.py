@@ -2,21 +2,189 @@
 
 Both policies begin with the same weights and see the same batches; each follows its own updates.
 The checkpoints of the run say whether the settings of the run make its weights again.
+
+Where a replay can begin: the model of the configuration, or a checkpoint of the run, if the step
+after it is recorded.
+
+One policy that is trained on recorded steps, as the learner trained them.
+
+Invariant: with the settings of the run each step is, bit for bit on a CPU, the step of the run: the
+same batches in the same parts, from the same state, with the same numbers of the same random
+generators, of which each replayed policy has its own. Shapes: P parameters.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
 import torch
 from msgspec import Struct
 
-from learners.replay.record import read_step, recorded_steps
-from learners.replay.replayed import Replayed, ReplayedStep
-from learners.replay.settings import first_change, settings_of
-from learners.replay.starts import choose_start, complete_checkpoints
-from streamrl.errors import ConfigError
+from learners.batch import TrainingBatch
+from learners.checkpoints.contents import tensors_of, whole_tensors
+from learners.checkpoints.restore import load_trainer
+from learners.checkpoints.writer import random_state, restore_random_state
+from learners.parallel.ranks import Ranks
+from learners.replay.record import Part, first_change, read_step, recorded_steps, settings_of
+from streamrl.algorithms.parts import accepts_parts
+from streamrl.checkpoints.find import Checkpoint, checkpoints_of, list_checkpoints, read_checkpoint
+from streamrl.checkpoints.history import read_history
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, DamagedCheckpointError
 from streamrl.run_folder import config_of
+
+
+def choose_start(run: Path, recorded: Collection[int], version: int | None) -> Checkpoint | None:
+    """The checkpoint of this version, or the oldest one that the records continue; None for the
+    model of the configuration.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not recorded:
+        raise ConfigError(f"{run}: nothing is recorded; set buffer.record: true before a run")
+    candidates = dict(_candidates(run))
+    possible = sorted(v for v in candidates if v + 1 in recorded)
+    chosen = possible[0] if version is None and possible else version
+    if chosen is None or chosen not in possible:
+        wanted = "" if version is None else f"--from {version}: "
+        where = f"from {', '.join(map(str, possible))}" if possible else "from nowhere"
+        raise ConfigError(
+            f"{wanted}the steps {min(recorded)} to {max(recorded)} of {run} are recorded, and "
+            f"complete checkpoints are at {', '.join(map(str, sorted(candidates)))}: a replay can "
+            f"begin {where}"
+        )
+    return candidates[chosen]
+
+
+def complete_checkpoints(run: Path) -> Iterator[Checkpoint]:
+    """Those of the run's folder, oldest first."""
+    return _complete(list_checkpoints(run))
+
+
+def _candidates(run: Path) -> Iterator[tuple[int, Checkpoint | None]]:
+    """With their versions; the model of the configuration is version 0."""
+    yield 0, None
+    history = read_history(checkpoints_of(run))
+    bases = [Path(history.base)] if history is not None and history.base else []
+    for checkpoint in _complete([*bases, *list_checkpoints(run)]):
+        yield checkpoint.policy_version, checkpoint
+
+
+def _complete(paths: Iterable[Path]) -> Iterator[Checkpoint]:
+    for path in paths:
+        try:
+            yield read_checkpoint(path)
+        except DamagedCheckpointError:
+            continue
+
+
+_LOG_BOUND = 20.0
+
+
+class RewardEstimate(Struct, frozen=True):
+    """Of the policy before the step, from the batch that others sampled."""
+
+    reward: float
+    """sum(w R) / sum(w) over the episodes, w the ratio of a whole episode."""
+    ess: float
+    """(sum w)^2 / sum w^2 / episodes: how far to trust it."""
+
+
+class ReplayedStep(Struct, frozen=True):
+    """`update` is what was added to the parameters [P]."""
+
+    metrics: Mapping[str, float]
+    estimate: RewardEstimate
+    update: torch.Tensor
+
+
+class Replayed:
+    """Starts from a checkpoint, or from `model.path` without one."""
+
+    def __init__(self, config: RunConfig, checkpoint: Checkpoint | None) -> None:
+        if config.learner.num_threads:
+            torch.set_num_threads(config.learner.num_threads)
+        self._trainer, state = load_trainer(config, checkpoint)
+        self._random = random_state()
+        self.policy_version = state.policy_version
+        self._takes_parts = accepts_parts(config.algorithm, config.learner.num_updates)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self._trainer.policy.device.type == "cpu"
+
+    def step(self, parts: Sequence[Part]) -> ReplayedStep:
+        """Train the next recorded step."""
+        restore_random_state([self._random], 0, 1)
+        whole = [_joined(parts)]
+        estimate = self._estimate(self._batch(whole[0]))
+        before = self.parameters()
+        for part in parts if self._takes_parts else whole:
+            self._trainer.accumulate(self._batch(part))
+        metrics = self._trainer.update()
+        self.policy_version += 1
+        self._random = random_state()
+        return ReplayedStep(metrics, estimate, self.parameters() - before)
+
+    def parameters(self) -> torch.Tensor:
+        """[P] a copy, in host memory."""
+        parameters = self._trainer.policy.parameters().values()
+        return torch.cat([p.detach().float().cpu().flatten() for p in parameters])
+
+    def difference(self, checkpoint: Path) -> float:
+        """The largest difference from any number of the saved state; 0 only if every bit of the
+        parameters and of the optimizer's state is the same."""
+        ours = tensors_of(self._trainer, ("model", "optimizer"))
+        largest = 0.0
+        for name, saved in whole_tensors(checkpoint, "").items():
+            mine = ours[name].detach().cpu()
+            if not _is_same(mine, saved):
+                gap = (mine.double() - saved.double()).abs().max()
+                largest = max(largest, float(gap) if gap > 0 else math.ulp(0.0))
+        return largest
+
+    def checksum(self) -> str:
+        """SHA-256 of the parameters, by name."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(tensors_of(self._trainer, ("model",)).items()):
+            digest.update(name.encode())
+            digest.update(_bytes(tensor.detach().cpu()).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _batch(self, part: Part) -> TrainingBatch:
+        return TrainingBatch.shared(part.headers, part.groups, self.policy_version, Ranks())
+
+    def _estimate(self, batch: TrainingBatch) -> RewardEstimate:
+        """By self-normalized importance sampling."""
+        log_ratios = self._trainer.logprobs(batch) - batch.behavior_logprobs
+        episodes = batch.episodes
+        sums = episodes.sequences.sum(log_ratios.double())
+        weights = sums.clamp(-_LOG_BOUND, _LOG_BOUND).exp()
+        rewards = episodes.each(batch.rewards).double()
+        total = weights.sum()
+        return RewardEstimate(
+            reward=float((weights * rewards).sum() / total),
+            ess=float(total.square() / weights.square().sum() / len(weights)),
+        )
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    return Part(
+        tuple(header for part in parts for header in part.headers),
+        tuple(group for part in parts for group in part.groups),
+    )
+
+
+def _is_same(ours: torch.Tensor, saved: torch.Tensor) -> bool:
+    return ours.shape == saved.shape and torch.equal(_bytes(ours), _bytes(saved))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
 
 MEASURES: Mapping[str, str] = {
     "loss": "actor/loss",
@@ -28,6 +196,7 @@ MEASURES: Mapping[str, str] = {
     "trained_token_frac": "actor/trained_token_frac",
     "reward": "reward/mean",
 }
+
 """What a report has of each step, by the metric it is."""
 
 

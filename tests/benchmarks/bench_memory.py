@@ -18,7 +18,7 @@ import torch
 from measure import measured
 from transformers import LlamaForCausalLM
 
-from learners.parallel.activations import checkpoint_layers
+from learners.parallel.sharding import checkpoint_layers
 from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
 from streamrl.config import RunConfig

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from learners.parallel.mesh import make_mesh  # noqa: E402
-from learners.policy.distribute import distribute  # noqa: E402
+from learners.policy.loading import distribute  # noqa: E402
 from learners.policy.network import Network  # noqa: E402
 from streamrl.config.learner import LearnerSettings, MeshSettings  # noqa: E402
 from tests.training import make_batch  # noqa: E402

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from learners.checkpoints.contents import tensors_of
-from learners.checkpoints.shards import whole_tensors
+from learners.checkpoints.contents import tensors_of, whole_tensors
 from learners.checkpoints.writer import CheckpointWriter
 from learners.session import LearnerState
 from learners.trainer import Trainer

@@ -15,8 +15,7 @@ import torch
 
 from actors.make_model import make_tokenizer
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.restore import restore
-from learners.checkpoints.start import choose
+from learners.checkpoints.restore import choose, restore
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerState

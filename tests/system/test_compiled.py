@@ -8,8 +8,7 @@ import torch
 
 from learners.parallel.mesh import make_mesh
 from learners.parallel.sequence import sequence_block
-from learners.policy.compiled import compile_layers
-from learners.policy.loading import load_network
+from learners.policy.loading import compile_layers, load_network
 from learners.policy.network import Network
 from streamrl.config.learner import MeshSettings
 from tests.ranks import run_ranks

@@ -14,9 +14,8 @@ import torch
 
 from actors.evaluation import named_model, newest_model
 from actors.make_model import make_tokenizer
-from learners.checkpoints.restore import restore
-from learners.checkpoints.shards import save_shards, whole_tensors
-from learners.checkpoints.start import choose
+from learners.checkpoints.contents import save_shards, whole_tensors
+from learners.checkpoints.restore import choose, restore
 from learners.checkpoints.writer import CheckpointWriter
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from actors.evaluation import named_model
+from learners.checkpoints.contents import saved_tensors
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.restore import restore
-from learners.checkpoints.shards import saved_tensors
-from learners.checkpoints.start import choose, for_loading, resumed
+from learners.checkpoints.restore import choose, for_loading, restore, resumed
 from learners.objective.credit import CreditAssigner
 from learners.session import LearnerState
 from streamrl.checkpoints.find import read_checkpoint

@@ -15,8 +15,7 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from learners.batch import TrainingBatch
 from learners.learner import Learner
-from learners.parallel.commands import LearnerRank
-from learners.parallel.lockstep import Lockstep
+from learners.parallel.lockstep import LearnerRank, Lockstep
 from learners.parallel.ranks import Ranks
 from learners.session import LearnerSession, LearnerState
 from learners.trainer import Trainer

@@ -19,7 +19,7 @@ from buffers.audit import audit
 from buffers.ledger.entries import Event
 from buffers.ledger.ledger import Ledger
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.start import choose, resumed
+from learners.checkpoints.restore import choose, resumed
 from learners.session import LearnerState
 from streamrl.checkpoints import abandoned
 from streamrl.checkpoints.abandoned import read_abandoned

@@ -17,7 +17,7 @@ from actors.make_model import make_tokenizer
 from learners.batch import TrainingBatch
 from learners.checkpoints.restore import restore
 from learners.objective import step_metrics
-from learners.objective.mini_batches import mini_batches
+from learners.objective.credit import mini_batches
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.trainer import Trainer

@@ -7,8 +7,7 @@ import pytest
 from msgspec import structs
 
 from actors.episodes.rollout import unbuffered_lease
-from learners.batch import TrainingBatch
-from learners.episode_metrics import add_up, episode_sums, means
+from learners.batch import TrainingBatch, add_up, episode_sums, means
 from learners.trainer import Trainer
 from streamrl.interfaces import Transition
 from streamrl.tracking.jsonl import JsonlTracker

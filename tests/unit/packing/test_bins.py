@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-import learners.packing.bins as packing
-from learners.packing.bins import longest_first, pack
-from learners.parallel.plan import owners
+import learners.packing as packing
+from learners.packing import longest_first, owners, pack
 from streamrl.errors import ConfigError
 
 MAX_TOKENS = 100

@@ -5,9 +5,8 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from learners.packing.bins import pack
-from learners.packing.siblings import Beginnings, beside_each_other
-from learners.policy.packed.shared_prompts import MOST
+from learners.packing import Beginnings, beside_each_other, pack
+from learners.policy.packed import MOST
 from tests.training import make_network, sibling_batch
 
 CPU = torch.device("cpu")

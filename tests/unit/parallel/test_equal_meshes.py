@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from learners.batch import TrainingBatch
+from learners.packing import share
 from learners.parallel.mesh import Mesh, make_mesh
 from learners.parallel.place import data_ranks
-from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
 from learners.parallel.sequence import sequence_block
 from learners.parallel.sharding import assign, full, shard

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from msgspec import structs
 
 from learners.batch import TrainingBatch
+from learners.packing import share
 from learners.parallel.mesh import make_mesh
-from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import full
 from learners.trainer import Trainer

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from learners.batch import TrainingBatch
+from learners.packing import share
 from learners.parallel.mesh import make_mesh
-from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import full
 from streamrl.config.learner import MeshSettings

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from learners.batch import TrainingBatch
+from learners.packing import share
 from learners.parallel.mesh import Mesh, make_mesh
-from learners.parallel.plan import share
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import full
 from learners.policy.policy import Policy

@@ -14,8 +14,7 @@ from learners.batch import TrainingBatch
 from learners.checkpoints.contents import tensors_of
 from learners.checkpoints.restore import restore
 from learners.checkpoints.writer import CheckpointWriter
-from learners.parallel.commands import Accumulate, LearnerRank, Save, Snapshot, Update
-from learners.parallel.lockstep import Lockstep
+from learners.parallel.lockstep import Accumulate, LearnerRank, Lockstep, Save, Snapshot, Update
 from learners.parallel.mesh import make_mesh
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import full

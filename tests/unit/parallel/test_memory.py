@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from learners.parallel import activations, offload
-from learners.parallel.activations import checkpoint_layers
-from learners.parallel.offload import keep_state_on_host, require_gpu
+from learners.parallel.sharding import checkpoint_layers, keep_state_on_host, require_gpu
 from learners.policy.loading import load_network
 from learners.policy.network import Network
 from learners.trainer import Trainer

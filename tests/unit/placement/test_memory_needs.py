@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learners.parallel.activations import checkpoint_layers
+from learners.parallel.sharding import checkpoint_layers
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from streamrl.config import RunConfig

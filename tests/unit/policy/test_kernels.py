@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from learners.policy import kernels
+from learners.policy import attention as kernels
 from learners.policy.attention import Scores, _bucketed
-from learners.policy.packed.stretches import Packing
+from learners.policy.packed import Packing
 
 LENGTHS = (5, 1, 12, 3)
 

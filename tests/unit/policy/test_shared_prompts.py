@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from learners.micro_batch import MicroBatch
+from learners.batch import MicroBatch
 from learners.policy import attention
+from learners.policy import packed as rows
 from learners.policy.network import Network
-from learners.policy.packed.rows import rows
-from learners.policy.packed.shared_prompts import SharedPrompts
+from learners.policy.packed import SharedPrompts
 from learners.policy.packing_check import choose_packing
-from learners.profiling.flops import NetworkFlops
+from learners.profiling.profile import NetworkFlops
 from tests.model_families import FAMILIES, WINDOW, make_model
 from tests.tiny_model import make_llama
 from tests.training import make_config, make_network, make_trainer, sibling_batch

@@ -6,8 +6,7 @@ import torch
 from msgspec import structs
 from torch import distributed
 
-from learners.batch import TrainingBatch
-from learners.micro_batch import MicroBatch
+from learners.batch import MicroBatch, TrainingBatch
 from learners.parallel.mesh import make_mesh
 from learners.parallel.sharding import full, shard
 from learners.policy import packing_check

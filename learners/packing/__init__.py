@@ -1,1 +1,0 @@
-"""Which of a step's trajectories share a micro-batch."""

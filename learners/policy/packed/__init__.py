@@ -1,1 +1,0 @@
-"""The tokens of a packed pass: where trajectories end, and what of them is computed once."""
