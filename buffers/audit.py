@@ -7,10 +7,9 @@ repeat the ledger's mistakes; then it compares its sums with the ledger's snapsh
 died makes groups wait again (taken or trained, then buffered); one that resumes from a checkpoint
 may free what steps after that checkpoint ended.
 
-The lengths of responses by outcome, summed from events, and the lines that `audit` prints.
-
-Invariant: sampled = trained + dropped + waiting, as a ledger counts them, but without rounding and
-without a ledger. What a learner's history lost and made again counts each time.
+`EventLengths`: the lengths of responses by outcome, summed from events. Sampled = trained + dropped
++ waiting, as a ledger counts them, but without rounding and without a ledger. What a learner's
+history lost and made again counts each time.
 """
 
 import sqlite3

@@ -4,7 +4,7 @@ Invariant: it holds the newest messages, at most `max_files` files and `max_byte
 it holds a sample, so that neither the disk nor the server's thread is busy with it; a message that
 cannot be written (a full disk) is only logged.
 
-A limit on what is written about events that may come without end.
+`Sampler` limits what is written about events that may come without end.
 """
 
 import logging

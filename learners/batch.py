@@ -5,30 +5,17 @@ it that shares one forward pass, its tokens packed.
 Invariant: a batch does not depend on how it is cut, nor on how it is divided among ranks; a
 micro-batch says which rows of it it holds.
 Shapes: S trajectories, R response tokens of all of them, N tokens (prompts included) of a
-micro-batch.
+micro-batch, M candidates of the response tokens, E episodes.
 
-The sets of token ids beside recorded tokens, as tensors of a micro-batch.
+`Episodes`: a batch by what credit is assigned to. An episode whose context was rewritten is several
+trajectories, its segments, which follow one another in the batch. What is recorded of an episode
+stands with each of them. The response tokens of an episode are consecutive, so the estimators of
+advantages take episodes as they take trajectories; where no context was rewritten the two are the
+same.
 
-Shapes: R response tokens of the trajectories, M candidates of all of them.
-
-A micro-batch: the part of a step's trajectories that shares one forward pass, its tokens packed.
-
-Made by `learners.batch`; the network computes it, the objective selects its rows of the batch.
-Shapes: S trajectories, R response tokens, N tokens (prompts included) of the micro-batch.
-
-A batch by episodes: what credit is assigned to.
-
-An episode whose context was rewritten is several trajectories, its segments, which follow one
-another in the batch. What is recorded of an episode stands with each of them.
-
-Invariant: the response tokens of an episode are consecutive, so the estimators of advantages take
-episodes as they take trajectories; where no context was rewritten the two are the same.
-Called by: `learners.objective`. Shapes: E episodes, S trajectories, R response tokens.
-
-What environments recorded of their episodes, as means by environment.
-
-Invariant: an episode counts once, however many segments it has; the means do not depend on how the
-batch was divided among ranks or cut into parts.
+`episode_sums`: what environments recorded of their episodes, as means by environment. An episode
+counts once, however many segments it has; the means do not depend on how the batch was divided
+among ranks or cut into parts.
 """
 
 import math
@@ -219,7 +206,7 @@ how many episodes."""
 
 def episode_sums(groups: Sequence[TrajectoryGroup]) -> Sums:
     """Of the groups' `Trajectory.metrics`; an environment of one's own is named without folders."""
-    return add_up(
+    return add_episode_sums(
         {_name_of(name, group.environment): (value, 1)}
         for group in groups
         for metrics in _of_episodes(group)
@@ -234,7 +221,7 @@ def _name_of(metric: str, environment: str) -> str:
     return f"episode/{environment.rpartition('/')[2]}/{metric}"
 
 
-def add_up(parts: Iterable[Sums]) -> Sums:
+def add_episode_sums(parts: Iterable[Sums]) -> Sums:
     """Of all parts together."""
     totals: dict[str, tuple[float, int]] = {}
     for part in parts:
@@ -244,7 +231,7 @@ def add_up(parts: Iterable[Sums]) -> Sums:
     return totals
 
 
-def means(sums: Sums) -> dict[str, float]:
+def episode_means(sums: Sums) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sorted(sums.items())}
 
 
@@ -340,7 +327,7 @@ class TrainingBatch:
             media={medium.id: medium for group in groups for medium in group.media},
             is_in_loss=judged[:, 0] > 0,
             turn_rewards=judged[:, 1],
-            environment_sums=add_up(
+            environment_sums=add_episode_sums(
                 ranks.gather(episode_sums(groups), dict[str, tuple[float, int]])
             ),
         )

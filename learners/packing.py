@@ -7,29 +7,24 @@ others' collectives waiting).
 A trajectory that is longer than the limit has a micro-batch of its own. It is not left out, since
 what is trained would then have other lengths than what was sampled.
 
-`learners.packing` may then put siblings together, in as many micro-batches.
-
 Longest first into the bin with most room. Karmarkar-Karp, which verl and ROLL use, balances without
 knowing the limit, and exceeds it where the bins are nearly full; this keeps the limit, comes close
 in balance, and takes a heap's time. A rank fills its own bins; of the others it needs to know how
 many they take, which follows from their lengths without filling where there is room enough. Which
-rank has which trajectories, `learners.packing` says.
+rank has which trajectories, `share` says.
 
-Siblings in one micro-batch: trajectories that begin alike, which then compute that once.
-
-`learners.packing` balances micro-batches without looking at what is in them, so the siblings
-of a group are spread over all. Here they are laid side by side, and the row is cut into as many
-parts.
+`beside_each_other`: siblings, which are trajectories that begin alike, in one micro-batch compute
+that once. Balanced micro-batches have the siblings of a group spread over all of them. Here they
+are laid side by side, and the row is cut into as many parts.
 
 Invariant: as many micro-batches, no trajectory in two, and none of several trajectories with more
 tokens to compute than the limit. The cut is taken only where the fullest micro-batch has fewer left
 than that of the balanced ones, so a rank that others wait for never gets slower.
-Called by: `learners.batch`, for a network that shares prompts. Shapes: S trajectories of the batch.
+Shapes: S trajectories of the batch.
 
-Who trains what: the groups of a batch, divided among the ranks by their headers.
-
-Invariant: a group belongs to one rank, which alone fetches its payload; the plan is a function of
-the headers and the number of ranks, so every rank makes the same one.
+`owners`: the groups of a batch, divided among the ranks by their headers. A group belongs to one
+rank, which alone fetches its payload; the plan is a function of the headers and the number of
+ranks, so every rank makes the same one.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """The journal: a buffer's state on disk, written as it changes.
 
-The ledger is in one SQLite file (`buffers.journal.journal`), the payloads are in append-only
-segments beside it (`buffers.journal.segments`).
+The ledger is in one SQLite file, the payloads are in append-only segments beside it
+(`buffers.journal.segments`).
 
 Invariant: after `commit` the disk holds exactly the ledger's state, however this process ends;
 after a failed commit it holds the state of the last success, and the next commit writes the same
@@ -12,7 +12,7 @@ row is gone: so a group without its payload was lost, and is sampled again.
 What ends is deleted, so there is no log to compact; only the events grow, by about sixty bytes a
 lease. Leases get a new time to live on recovery, because clocks differ between processes.
 
-The journal's ledger, one SQLite file: its tables, how it is opened, and how it is read.
+The SQLite file has these tables:
 
     settings  the format and the settings of the run (one row, JSON)
     snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
@@ -23,11 +23,8 @@ The journal's ledger, one SQLite file: its tables, how it is opened, and how it 
               responses that were put (msgpack); never deleted
 
 Invariant: every change is one transaction, and a failed one changes nothing. `Journal` writes the
-file; others may read it while the buffer runs.
-
-What a journal's file holds, read at once when a buffer starts with it.
-
-Invariant: reading changes nothing, so it can be repeated after an error.
+file; others may read it while the buffer runs. `read_content`, which a buffer begins with, changes
+nothing, so it can be repeated after an error.
 """
 
 import fcntl

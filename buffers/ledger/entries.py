@@ -3,31 +3,24 @@
 Invariant: the books close after every method here, because an entry enters and leaves a column in
 one place each, and `subscribers` are called there. `Ledger` decides; this module counts.
 
-One open prompt of the ledger, and the states it passes through.
-
-One transition of one lease, as a backend keeps it for an audit.
-
-Invariant: the events of a prompt are in the order in which they happened; replayed, they give its
+`Entry` is one open prompt. `Event` is one transition of one lease, as a backend keeps it for an
+audit: the events of a prompt are in the order in which they happened; replayed, they give its
 present column. `buffered` after `taken` or `trained` is a group that was given back when a learner
 attached. `lease_id` is empty where a learner's books decided instead of a lease: "dropped"
 (orphaned) then means that the prompt is free again, whatever its earlier events are;
 "acknowledged" that a checkpoint contains it, and all prompts before it that have no event yet.
 
-The ledger's columns: how many entries each state has, which versions may sample the leased, and
-which have sampled the buffered.
+`Columns`: how many entries each state has, which versions may sample the leased, and which have
+sampled the buffered. An entry is added when it enters a state and removed before it leaves it, so
+each is counted once.
 
-Invariant: an entry is added when it enters a state and removed before it leaves it, so each is
-counted once.
+`ResponseCounter`: the lengths of responses by outcome. Sampled = trained + dropped + those of the
+groups that the ledger holds and that are not trained. Lengths are rounded, so the counts stay few
+however many responses there are.
 
-The lengths of responses by outcome, as `Entries` counts them while groups change their state.
-
-Invariant: sampled = trained + dropped + those of the groups that the ledger holds and that are not
-trained. Lengths are rounded, so the counts stay few however many responses there are.
-
-Two orders over the ledger's entries: the ready queue, and the leases by expiry.
-
-Invariant: every BUFFERED entry is in the ready queue, every LEASED one in the expiries. Entries of
-other states may remain in the heaps and are skipped when they come up, so removal costs nothing.
+Two orders over the entries, the ready queue and the leases by expiry: every BUFFERED entry is in
+the ready queue, every LEASED one in the expiries. Entries of other states may remain in the heaps
+and are skipped when they come up, so removal costs nothing.
 """
 
 import heapq

@@ -15,12 +15,12 @@ Invariants, whatever is called in whatever order:
 Admission bounds the groups in flight to `streamrl.types.admission_capacity`, so one that is trained
 in order is never too old; a lease's `min_policy_version` states the same for the group at position
 p, which is trained p // groups_per_step versions from here. Groups that overtake others break that
-order; what `overdue` does then, and why it keeps the bound, is in `buffers.ledger.ledger`. Nothing
+order; what `overdue` does then, and why it keeps the bound, is said below. Nothing
 is granted before a learner attached, whose books give the position in the prompt stream.
 
 A learner that goes back to an earlier version gets the groups of the steps it has lost again, the
 oldest first, so that each comes up at the version that trained it; what comes up too early, because
-others were freed meanwhile, is dropped as abandoned (`buffers.ledger.ledger`).
+others were freed meanwhile, is dropped as abandoned.
 
 Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness.
 `drain_freed` returns the prompts whose payload a backend may delete.
@@ -32,10 +32,8 @@ divided by `groups_per_step`; admission bounds them so that it is not too old by
 
 The fence: a call of a learner is refused unless its term is the ledger's.
 
-The loans: which groups are lent for which version, and which version trained them.
-
-Invariant: these are exactly the ledger's TAKEN and TRAINED entries, each under the version that the
-entry has.
+Loans: which groups are lent for which version, and which version trained them. These are exactly
+the ledger's TAKEN and TRAINED entries, each under the version that the entry has.
 
 Batches: which finished groups are lent for the next step, and which are too far from it.
 

@@ -5,25 +5,20 @@ some: their groups are dropped and their prompts granted again, those that a lea
 they would be buffered again. Calls return at once and never wait; a backend (`buffers.memory`,
 `buffers.zmq.server`) waits and owns the clock.
 
-Whether a learner's books are in proportion to a ledger, before the ledger changes for them.
+`require_proportion`: whether a learner's books are in proportion to a ledger, before the ledger
+changes for them. An attach that passes costs time and memory for MAX_REOPENED prompts at most,
+whatever numbers the books hold, and leaves books that close. Prompts that the books have finished
+and the ledger has never granted cost nothing, however many they are.
 
-Invariant: an attach that passes costs time and memory for MAX_REOPENED prompts at most, whatever
-numbers the books hold, and leaves books that close. Prompts that the books have finished and the
-ledger has never granted cost nothing, however many they are.
+`GeneratorRegistry`: which generators report to the buffer, and their scheduling states. An id has
+one session, the newest; an older one that still reports is fenced. A `SchedulingState` belongs to
+the id, so it outlasts a generator's process; only DRAINING is removed when its generator leaves.
+`buffers/redis/lua/calls.lua` does the same in Redis.
 
-The generator registry: which generators report to the buffer, and their scheduling states.
-
-Invariant: an id has one session, the newest; an older one that still reports is fenced. A
-`SchedulingState` belongs to the id, so it outlasts a generator's process; only DRAINING is removed
-when its generator leaves. `buffers/redis/lua/calls.lua` does the same in Redis.
-
-How many leases of a prompt ended without a group, so that a prompt that never gets one is seen.
-
-Such a prompt is granted again each time. One that ends the process of each generator has no other
-trace. Leases that a learner's books end are not counted.
-
-Invariant: only open prompts without a group are counted: a count is forgotten once the prompt has a
-group or ends.
+`RetryCounter`: how many leases of a prompt ended without a group, so that a prompt that never gets
+one is seen. Such a prompt is granted again each time. One that ends the process of each generator
+has no other trace. Leases that a learner's books end are not counted. Only open prompts without a
+group are counted: a count is forgotten once the prompt has a group or ends.
 """
 
 import heapq

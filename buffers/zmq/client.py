@@ -5,25 +5,15 @@ TransportError at its deadline; it never hangs. A request without a reply is sen
 after a reconnection, else each time with twice the timeout. So is one that the server refused
 because its disk is full. The ledger answers a repeated request alike. At most MAX_PUTS payloads are
 sent at a time, so that a slow server does not receive one twice before it has read it.
-
-Pending requests: leases while admission is closed, takes while there are too few groups.
-
-Invariant: they are answered in the order of arrival, and a thousand of them cost no more than one
-until a lease can be granted. There are at most MAX_LEASES and MAX_TAKES, of MAX_BYTES together, and
-MAX_OF_SENDER of one connection. Nothing here waits; `next_deadline_s` is when the server must look.
 """
 
 import asyncio
-import heapq
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
-from msgspec import Struct
 from zmq.utils.monitor import recv_monitor_message
 
 from buffers import messages as m
@@ -34,133 +24,12 @@ from streamrl.curve import set_client_keys
 from streamrl.errors import StorageError, TransportError
 from streamrl.types import PackedGroup, TrajectoryGroup, pack
 
-MAX_LEASES = 2**14
-
-MAX_TAKES = 64
-
-MAX_OF_SENDER = 256
-
-MAX_BYTES = 32 * 2**20
-
-
-class PendingRequest(Struct, frozen=True):
-    """A request of `num_bytes` that cannot be answered yet; its deadline is `deadline_s`."""
-
-    sender: bytes
-    request_id: bytes
-    request: m.LeaseRequest | m.TakeRequest
-    deadline_s: float
-    num_bytes: int = 0
-
-
-class PendingRequests:
-    """By number, in the order of arrival; the heap of deadlines may contain answered ones."""
-
-    def __init__(self) -> None:
-        self._leases: dict[int, PendingRequest] = {}
-        self._takes: dict[int, PendingRequest] = {}
-        self._deadlines: list[tuple[float, int]] = []
-        self._numbers = itertools.count()
-        self._per_sender: Counter[bytes] = Counter()
-        self._num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._leases) + len(self._takes)
-
-    def add(self, pending: PendingRequest) -> bool:
-        """Whether there is room for it; if not, its answer is that there is nothing yet."""
-        waiting, limit = self._leases, MAX_LEASES
-        if isinstance(pending.request, m.TakeRequest):
-            waiting, limit = self._takes, MAX_TAKES
-        if (
-            len(waiting) >= limit
-            or self._per_sender[pending.sender] >= MAX_OF_SENDER
-            or self._num_bytes + pending.num_bytes > MAX_BYTES
-        ):
-            return False
-        number = next(self._numbers)
-        waiting[number] = pending
-        self._per_sender[pending.sender] += 1
-        self._num_bytes += pending.num_bytes
-        if len(self._deadlines) > 2 * len(self) + MAX_OF_SENDER:
-            kept = (item for item in self._deadlines if item[1] in self._leases | self._takes)
-            self._deadlines = sorted(kept)
-        heapq.heappush(self._deadlines, (pending.deadline_s, number))
-        return True
-
-    def next_deadline_s(self) -> float | None:
-        while self._deadlines:
-            deadline_s, number = self._deadlines[0]
-            if number in self._leases or number in self._takes:
-                return deadline_s
-            heapq.heappop(self._deadlines)
-        return None
-
-    def retry(self, attempt: Callable[[PendingRequest], bool], admits: Callable[[], bool]) -> None:
-        """Attempt all takes, and leases while `admits` is true.
-
-        `attempt` returns whether it answered; the others remain, in their order.
-        """
-        for pending in (
-            *_retry(self._takes, attempt, lambda: True),
-            *_retry(self._leases, attempt, admits),
-        ):
-            self._release(pending)
-
-    def overdue(self, now_s: float) -> Iterator[PendingRequest]:
-        """The requests whose deadline has passed, which are removed."""
-        while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
-            _, number = heapq.heappop(self._deadlines)
-            waiting = self._leases if number in self._leases else self._takes
-            pending = waiting.pop(number)
-            self._release(pending)
-            yield pending
-
-    def forget_leases(self, session: str) -> None:
-        """Remove those of a session that ends: a lease granted to it would have to expire."""
-        ended = [
-            number
-            for number, pending in self._leases.items()
-            if isinstance(pending.request, m.LeaseRequest)
-            and any(name.partition("/")[0] == session for name in pending.request.lease_ids)
-        ]
-        for number in ended:
-            self._release(self._leases.pop(number))
-
-    def _release(self, pending: PendingRequest) -> None:
-        """Count one that was removed no longer."""
-        self._num_bytes -= pending.num_bytes
-        self._per_sender[pending.sender] -= 1
-        if not self._per_sender[pending.sender]:
-            del self._per_sender[pending.sender]
-
-
-def _retry(
-    waiting: dict[int, PendingRequest],
-    attempt: Callable[[PendingRequest], bool],
-    is_open: Callable[[], bool],
-) -> list[PendingRequest]:
-    """Those that were answered, which are removed."""
-    answered = []
-    for number, pending in waiting.items():
-        if not is_open():
-            break
-        if attempt(pending):
-            answered.append(number)
-    return [waiting.pop(number) for number in answered]
-
-
 log = logging.getLogger(__name__)
 
-
 Reply = TypeVar("Reply")
-
 MAX_PUTS = 4
-
 MESSAGE_BYTES = 2**18
-
 REFUSED_S = 0.5
-
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

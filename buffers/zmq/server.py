@@ -10,35 +10,31 @@ A lease or take that cannot be granted yet is pending; it is answered when the s
 `serve`; nothing else accesses the state. `serve` waits for requests, expiries and deadlines.
 
 No message ends the server. What fails is refused, and costs its sender: after a turn of many
-refusals the server rests, while the connections' queues are full and the others' messages are next;
-see `buffers.zmq.server` for those that go on. An unexpected error is a refusal too, if the ledger is
-as it was before the request. If not, the server ends, and continues from its journal.
+refusals the server rests, while the connections' queues are full and the others' messages are next.
+An unexpected error is a refusal too, if the ledger is as it was before the request. If not, the
+server ends, and continues from its journal.
 
-Who follows a run by its stats, such as a validator: nobody else tells them that it is over.
-
-Invariant: the server of a run that is over stays for those who asked within ASKED_WITHIN_S and have
+`Observers` follow a run by its stats, as a validator does: nobody else tells them that it is over.
+The server of a run that is over stays for those who asked within ASKED_WITHIN_S and have
 not been answered since. At most MAX_OBSERVERS are remembered, those who asked last.
 
-A buffer whose journal cannot be opened, for example on a full disk: it waits until it can.
-
-Invariant: until then every request is refused with the reason, so that clients wait and
+`wait_for_journal`: a buffer whose journal cannot be opened, for example on a full disk, waits until
+it can. Until then every request is refused with the reason, so that clients wait and
 `streamrl status` shows it, and nothing is granted or taken in.
 
-The replies of one turn of a server, which are sent after its commit.
+`Replies` are those of one turn, sent after its commit. Each request gets one reply; requests that
+shared a message get theirs in one message, in their order. So do the pending requests of one
+connection that are answered in one turn.
 
-Invariant: each request gets one reply; requests that shared a message get theirs in one message, in
-their order. So do the pending requests of one connection that are answered in one turn.
-
-What a server does for those who send what it refuses: less and less.
-
-Refusals of all connections have a budget for each turn of the server; when it is spent, the server
-rests, while the connections' queues fill and their senders wait.
+`Peers`: what a server does for those who send what it refuses, which is less and less. Refusals of
+all connections have a budget for each turn of the server; when it is spent, the server rests, while
+the connections' queues fill and their senders wait.
 
 A connection is read until it has sent MAX_MALFORMED malformed messages within WINDOW_S. For
 IGNORED_S from then on its messages are discarded unread and unanswered; then it is read again. Good
 clients behind the same address have connections of their own.
 
-Invariant: a connection that sends no malformed message is never ignored, and at most MAX_PEERS are
+A connection that sends no malformed message is never ignored, and at most MAX_PEERS are
 remembered, those with the latest malformed messages.
 """
 
@@ -59,8 +55,8 @@ from buffers.journal.journal import Journal
 from buffers.ledger.state import BufferState
 from buffers.quarantine import Quarantine, Sampler
 from buffers.zmq import multipart
-from buffers.zmq.client import PendingRequest, PendingRequests
 from buffers.zmq.multipart import Frame
+from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 from streamrl import wire
 from streamrl.curve import CurveServer
 from streamrl.errors import StorageError, StreamRLError, WireError

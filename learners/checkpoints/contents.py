@@ -8,7 +8,7 @@ Invariant: a tensor is saved under the name of its parameter, so that the optimi
 group parameters otherwise; what is loaded is written into the trainer's own tensors, which ranks
 may have sharded in another way.
 
-Tensors of a checkpoint on disk: one file of each rank, by torch.distributed.checkpoint.
+On disk the tensors are in one file of each rank, by torch.distributed.checkpoint.
 
     shards/rank-00000.safetensors    the parts of tensors that this rank has written
 

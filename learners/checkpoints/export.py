@@ -4,7 +4,7 @@ Reads what the ranks have saved, whatever their number, and needs no GPU; `model
 of an adapter alone, which is merged into it unless `--adapter` asks for it as it is.
 Invariant: the folder appears under its name once it is complete.
 
-A folder that `streamrl export` has written, uploaded to a repository of the Hugging Face hub.
+`push` uploads it to a repository of the Hugging Face hub.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from learners.checkpoints.contents import MODEL, whole_tensors
-from learners.policy.loading import save_model
+from learners.policy.hugging_face import save_model
 from learners.policy.lora import merged_weights, save_adapter
 from streamrl.checkpoints.find import (
     Checkpoint,

@@ -1,6 +1,6 @@
 """A trainer goes on from a checkpoint: everything that it needs to repeat the next step exactly.
 
-What `run.resume` means: the checkpoint that a learner starts from, and its history.
+`choose`: what `run.resume` means, the checkpoint that a learner starts from, and its history.
 
     never   the model of the configuration
     auto    the newest complete checkpoint of the run's history

@@ -5,11 +5,10 @@ is under way at a time. The learner calls `keep_up` after each step, `settle` wh
 groups, and `finish` at its end. Waits for a disk that takes the run's files, where too many steps
 are in no checkpoint and at the end: unblocked by the next attempt that succeeds, or by `stopping`.
 
-When a learner saves: every `learner.checkpoint.every` steps, and after a failure again soon.
-
-Invariant: one save is under way at a time, and one that is due meanwhile begins after it; no more
-than MAX_UNSAVED intervals of steps are made without a checkpoint, since the buffer keeps the groups
-of each until one is durable. Pure; the caller reads the clock.
+`SaveSchedule`: when a learner saves, which is every `learner.checkpoint.every` steps, and after a
+failure again soon. One save is under way at a time, and one that is due meanwhile begins after it;
+no more than MAX_UNSAVED intervals of steps are made without a checkpoint, since the buffer keeps
+the groups of each until one is durable. Pure; the caller reads the clock.
 """
 
 import asyncio

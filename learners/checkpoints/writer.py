@@ -15,16 +15,12 @@ write, or by their end, since their connections then close.
 Invariant: a folder under its final name is complete and on disk; a kill before that costs this
 checkpoint only. A rank that cannot write fails the save on all ranks.
 
-All ranks of a learner that write one checkpoint, each its part.
+`WritingRanks`: an error of one rank is raised by all, so that none waits for another that has given
+up.
 
-Invariant: they do it in lockstep, and an error of one rank is raised by all, so that none waits
-for another that has given up. Waits for the other ranks: unblocked by their part, or by their end,
-since their connections then close.
-
-The random generators of a learner's process: Python's, numpy's and torch's.
-
-Invariant: a rank that goes on in a world of the same size draws the numbers that it would have
-drawn; in another world every rank goes on with the state of rank 0.
+`random_state` is that of Python's, numpy's and torch's generators. A rank that goes on in a world
+of the same size draws the numbers that it would have drawn; in another world every rank goes on
+with the state of rank 0.
 """
 
 import base64

@@ -3,14 +3,12 @@
     recorded reward -> shaping -> token rewards (less KL) -> advantage estimator
 
 Invariant: a function of the batch, the `algorithm:` section and the state below, which is part of a
-checkpoint.
-An episode of several segments is credited as one.
+checkpoint. An episode of several segments is credited as one.
 Shapes: R response tokens, E episodes, S trajectories.
 
-Mini-batches: which trajectories of a batch each of its updates trains.
-
-Invariant: a function of the batch, the `learner:` section, the seed and the policy version, so that
-a run that resumes repeats it. Groups are whole; an epoch trains each of them once.
+`mini_batches`: which trajectories of a batch each of its updates trains. A function of the batch,
+the `learner:` section, the seed and the policy version, so that a run that resumes repeats it.
+Groups are whole; an epoch trains each of them once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

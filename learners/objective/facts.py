@@ -7,33 +7,26 @@ every rank has all rows, so what compares trajectories is right however they are
 ranks. A pass that no setting uses is not made. A micro-batch gets its rows by `Facts.select` alone.
 Shapes: R response tokens, S trajectories.
 
-Correction for stale data: what `algorithm.rollout_is` makes of log-probabilities.
+`correct`: what `algorithm.rollout_is` makes of the log-probabilities of stale data. Rejection and
+veto act under every `algorithm.proximal`; other weights than 0 and 1 do not where the ratio of the
+loss is the importance ratio itself. What tokens that are taken out count for in the denominators is
+said by `normalize_by` alone.
 
-Invariant: rejection and veto act under every `algorithm.proximal`; other weights than 0 and 1 do
-not where the ratio of the loss is the importance ratio itself. What tokens that are taken out count
-for in the denominators is said by `normalize_by` alone.
-Shapes: R response tokens.
+`PolicyPasses`: the policy's forward passes in a step. A micro-batch has the same numbers in every
+pass, and at most one graph exists. Where the log-probabilities are needed before the loss (ratios
+in the advantage, KL in the reward, corrections of a whole batch), the pass over the first
+micro-batch comes last and keeps its graph, which the gradient then begins with: what fits into one
+micro-batch is computed once. A sharded network keeps none, since its parameters stay gathered until
+the backward pass; nor does one with dropout, which acts in passes with gradient alone.
 
-The policy's forward passes in a step: those with gradient, and what is asked of them before.
-
-Invariant: a micro-batch has the same numbers in every pass, and at most one graph exists. Where the
-log-probabilities are needed before the loss (ratios in the advantage, KL in the reward, corrections
-of a whole batch), the pass over the first micro-batch comes last and keeps its graph, which the
-gradient then begins with: what fits into one micro-batch is computed once. A sharded network keeps
-none, since its parameters stay gathered until the backward pass; nor does one with dropout, which
-acts in passes with gradient alone.
-Shapes: R response tokens.
-
-Sequences with a number that is not finite leave the batch, and the step is made of the others.
-
-A mask is not enough: in the backward pass such a row reaches the weights that all rows share, since
+Sequences with a number that is not finite leave the batch, and the step is made of the others. A
+mask is not enough: in the backward pass such a row reaches the weights that all rows share, since
 0 * NaN is NaN. So the sequence is taken out of its micro-batch, and what was accumulated of the
 batch is computed anew without it, by all ranks together. As long as all are finite, this costs a
 comparison per number.
 
-Invariant: a batch of which no sequence is finite stays as it is; its gradient is not finite, and
+A batch of which no sequence is finite stays as it is; its gradient is not finite, and
 its update is skipped and counted.
-Shapes: R response tokens and S sequences of a micro-batch or of a batch.
 """
 
 import logging

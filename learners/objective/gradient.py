@@ -6,9 +6,8 @@ comes in parts has the denominators of the parts so far; each further part scale
 accumulated. A sequence with a number that is not finite is in neither.
 Shapes: R response tokens of a micro-batch.
 
-The importance weights of each trajectory, as the loss has used them, for the samples of a step.
-
-Invariant: what is kept is a number a response token, on the device until they are asked for.
+`SeenWeights`: the importance weights of each trajectory, as the loss has used them, for the samples
+of a step. What is kept is a number a response token, on the device until they are asked for.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from learners import batch as episode_metrics
-from learners.batch import TrainingBatch
+from learners.batch import TrainingBatch, add_episode_sums, episode_means
 from learners.objective.facts import Facts
 from streamrl.types.rollouts import ALIKE_WITHIN
 
@@ -45,10 +44,10 @@ def of_facts(parts: Sequence[Part]) -> dict[str, float]:
     truncated = torch.cat([p.batch.episodes.each(p.batch.is_truncated) for p in parts])
     at_deadline = torch.cat([p.batch.episodes.each(p.batch.is_at_deadline) for p in parts])
     advantages = torch.cat([part.facts.advantages for part in parts])
-    episodes = episode_metrics.add_up(part.batch.environment_sums for part in parts)
+    episodes = add_episode_sums(part.batch.environment_sums for part in parts)
     return {
         **means,
-        **episode_metrics.means(episodes),
+        **episode_means(episodes),
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(unbiased=False)),
         "reward/min": float(rewards.min()),

@@ -7,9 +7,7 @@ Invariant: a command is sent only once the one before it was executed here, so n
 collective operation that the others do not reach. Computation has a thread of its own. `follow`
 waits for the next command, as long as the first rank lives.
 
-What the first rank of a learner decides, as commands that every rank executes in its order.
-
-Invariant: a command holds all that the other ranks do not have; what it does to a rank is
+A command holds all that the other ranks do not have; what it does to a rank is
 `LearnerRank.execute`.
 """
 

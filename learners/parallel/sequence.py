@@ -1,26 +1,24 @@
 """Sequence parallelism: the S ranks of a block share the tokens of one micro-batch.
 
 Rank i embeds and transforms the i-th stretch of the packed tokens; around attention the ranks
-exchange heads for tokens (`sequence_attention`). It computes log-probabilities, entropies and
-values of the response tokens that its stretch predicts, and the columns are put together again, so
-that the objective sees whole trajectories on every rank.
+exchange heads for tokens. It computes log-probabilities, entropies and values of the response
+tokens that its stretch predicts, and the columns are put together again, so that the objective sees
+whole trajectories on every rank.
 
 Invariant: gradients summed over the block are those of one rank: the objective is computed S times
 with equal results, and each rank passes back the gradient of its own rows alone.
 Shapes: N tokens of the micro-batch, n = ceil(N / S) of a rank, R response tokens, r of them
 predicted by this rank's tokens.
 
-Attention of a sequence-parallel block: heads exchanged for tokens, and back.
+`HeadExchange`: attention of a block. Each of the S ranks of a block holds 1/S of the tokens of a
+micro-batch with all heads. Before the attention call an all-to-all gives it all tokens with 1/S of
+the heads; after it another one turns the output back. Key-value heads that S does not divide are
+repeated until it does.
 
-Each of the S ranks of a block holds 1/S of the tokens of a micro-batch with all heads. Before the
-attention call an all-to-all gives it all tokens with 1/S of the heads; after it another one turns
-the output back. Key-value heads that S does not divide are repeated until it does.
-
-Invariant: a query head meets the key-value head that the model pairs it with; what a head computes
+A query head meets the key-value head that the model pairs it with; what a head computes
 is what one rank alone computes. Every rank of the block makes the same calls in the same order.
 Called through transformers' attention interface, by `learners.policy.attention`.
-Shapes: N tokens of the micro-batch, n = ceil(N / S) of a rank (the last ones may be padding), Q
-query heads, H key-value heads, D head width.
+Shapes: Q query heads, H key-value heads, D head width; the last tokens may be padding.
 """
 
 import math

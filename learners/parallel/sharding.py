@@ -6,23 +6,17 @@ denominators of the whole batch.
 
 Invariant: parameters keep their names; what gathers is called by all ranks in the same order.
 
-What a GPU does not need all the time, in the memory of the host (`learner.offload`).
+`learner.offload` keeps what a GPU does not need all the time in the memory of the host. Results are
+those without; each option moves memory alone.
 
-Invariant: results are those without; each option moves memory alone.
+`checkpoint_layers`: a decoder layer keeps its input and computes the rest a second time. The
+gradients are the same bits; only memory and time change. The wrapping is inside the layer's hooks,
+so a layer that is sharded is gathered before it is computed again. It comes before sharding.
 
-Activation checkpointing: a decoder layer keeps its input and computes the rest a second time.
-
-Invariant: the gradients are the same bits; only memory and time change. The wrapping is inside
-the layer's hooks, so a layer that is sharded is gathered before it is computed again. Called by
-`load_network`, before sharding.
-
-Parameters that are sharded over different meshes, as tensor parallelism leaves them.
-
-Torch's operations on lists of tensors, which the optimizer and the gradient's norm are made of,
-take tensors of one mesh at a time.
-
-Invariant: the norm is that of the whole gradient, each element counted once; all ranks call it
-together and get the same.
+`by_mesh`: tensor parallelism leaves parameters that are sharded over different meshes. Torch's
+operations on lists of tensors, which the optimizer and the gradient's norm are made of, take
+tensors of one mesh at a time. The norm is that of the whole gradient, each element counted once;
+all ranks call it together and get the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -10,13 +10,8 @@ model asks for and this file does not compute is an error.
 Shapes: N tokens, Q query heads, H key-value heads, D head width, B trajectories of a bucket, L
 their longest.
 
-Variable-length attention on a GPU: one kernel call over all trajectories, no padding.
-
-flash-attn where it is installed (extra `flash`), else torch's own kernel. Both take half precision
-alone.
-
-Called by: attention.py, where the model asks for no more than scale and window.
-Shapes: N tokens, Q query heads, H key-value heads, D head width, S trajectories.
+The variable-length kernel is flash-attn's where that is installed (extra `flash`), else torch's
+own. Both take half precision alone, and no more than scale and window.
 """
 
 from dataclasses import dataclass
@@ -30,8 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from learners.parallel.sequence import over_slices
-from learners.policy import packed as rows
-from learners.policy.packed import Packing
+from learners.policy.packed import Packing, rows
 from streamrl.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)

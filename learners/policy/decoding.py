@@ -8,7 +8,7 @@ equal length where even padding might change it.
 Invariant: a token's hidden state depends on its own trajectory alone, whatever shares its call.
 Padding follows a trajectory's tokens, where a causal model does not look. Ranks that share a
 model's parameters make the same number of calls.
-Called by: network.py. Shapes: N tokens, H hidden size, B trajectories of a call, L their longest.
+Shapes: N tokens, H hidden size, B trajectories of a call, L their longest.
 """
 
 import inspect

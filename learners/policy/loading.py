@@ -7,29 +7,21 @@ allocates its own shards, and gets their content from the first one, a tensor at
 Invariant: parameters, buffers and the random state are those of a load by one rank, bit for bit.
 All ranks call it together; the others wait for the first one, until it ends.
 
-A folder that transformers, vLLM and SGLang load: configuration, tokenizer and weights.
+`compile_layers`: torch.compile of a decoder's layers, one by one, so that a model's depth costs
+nothing. Attention over packed trajectories stays as it is: its buckets differ with every
+micro-batch. What is compiled are the pieces around it (norms, projections, rotary positions, the
+MLP), for any number of tokens. Parameters keep their names, and activation checkpointing stays
+around the layers.
 
-Invariant: weights are written under the names that public models have, from tensors in host memory
-alone, so that the model that trains is not touched.
-
-torch.compile of a decoder's layers, one by one, so that a model's depth costs nothing.
-
-Attention over packed trajectories stays as it is: its buckets differ with every micro-batch. What
-is compiled are the pieces around it (norms, projections, rotary positions, the MLP), for any number
-of tokens.
-
-Invariant: parameters keep their names, and activation checkpointing stays around the layers.
-
-A network over the ranks of a mesh, in the order that its parts need.
+`distribute`: a network over the ranks of a mesh, in the order that its parts need.
 
     matrices (tensor) -> tokens (sequence) -> recomputed layers -> shards
 
-Invariant: what a network computes does not depend on it. Called by `load_network`, on every rank,
-before an optimizer takes the parameters.
+What a network computes does not depend on it. Every rank calls it before an optimizer takes the
+parameters.
 """
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -43,9 +35,6 @@ from torch.nn import Parameter
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -62,70 +51,16 @@ from learners.parallel.sharding import (
 )
 from learners.parallel.tensor import split_matrices
 from learners.policy import attention
+from learners.policy.hugging_face import make_skeleton
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
-from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError
-from streamrl.vision.families import auto_model, has_vision, load_pretrained
+from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
-from streamrl.vision.processor_files import copy_processor_files
 from streamrl.vision.tower import VisionTower, vision_tower
-
-
-def save_model(
-    folder: Path,
-    model_config: PretrainedConfig,
-    settings: ModelSettings,
-    weights: Mapping[str, torch.Tensor],
-    max_shard_size: str = "50GB",
-) -> None:
-    """Write the folder; without weights, what describes the model alone.
-
-    Args:
-        settings: where the tokenizer and the generation settings come from.
-        weights: by name of parameter, whole, all of one dtype, on the CPU.
-
-    Raises:
-        OSError, SafetensorError: it cannot be written.
-    """
-    dtype = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
-    model = make_skeleton(model_config, settings, dtype)
-    if weights:
-        model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=max_shard_size)
-    else:
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-    _save_tokenizer(folder, settings)
-    if has_vision(model_config):
-        copy_processor_files(settings.path, folder)
-
-
-def make_skeleton(
-    model_config: PretrainedConfig, settings: ModelSettings, dtype: torch.dtype
-) -> PreTrainedModel:
-    """The model on the device `meta`: names and shapes, and no memory."""
-    with torch.device("meta"):
-        model: PreTrainedModel = auto_model(model_config).from_config(
-            copy.deepcopy(model_config), dtype=dtype, trust_remote_code=settings.trust_remote_code
-        )
-    if (Path(settings.path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(settings.path)
-    return model
-
-
-def _save_tokenizer(folder: Path, settings: ModelSettings) -> None:
-    trust = settings.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path, trust_remote_code=trust)
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        # The tokenizers library has no class of its own for a file that it cannot write.
-        if type(error) is Exception:
-            raise OSError(str(error)) from error
-        raise
 
 
 def compile_layers(network: Network) -> None:

@@ -6,11 +6,10 @@ of the whole batch never exist. The computation has the dtype of the parameters 
 hold; log-probabilities, entropy and values are float32 at least.
 Shapes: R response tokens, H hidden size.
 
-What a model does between hidden states @ LM head and the softmax: scaling and soft cap.
-
-Transformers does this inside each model's `forward`, which the learner does not call, so the rules
-stand here. A family that is missing is found by the comparison at start, see packing_check.py.
-Called by: network.py.
+`logit_transform`: what a model does between hidden states @ LM head and the softmax, scaling and
+soft cap. Transformers does this inside each model's `forward`, which the learner does not call, so
+the rules stand here. A family that is missing is found by the comparison at start, see
+packing_check.py.
 """
 
 from dataclasses import dataclass
@@ -24,9 +23,8 @@ from transformers import PreTrainedModel
 from learners.batch import MicroBatch
 from learners.parallel.sequence import SequenceBlock, TokenSlice
 from learners.policy import attention
-from learners.policy import packed as rows
 from learners.policy.decoding import decode, is_attention_only, may_share_prompts, own_attention
-from learners.policy.packed import SharedPrompts
+from learners.policy.packed import SharedPrompts, rows
 from streamrl.algorithms.candidates import candidate_logprobs, masked_logprobs
 from streamrl.algorithms.kl import full_kl
 from streamrl.algorithms.logit_transform import LogitTransform

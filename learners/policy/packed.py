@@ -1,23 +1,19 @@
-"""Rows of a tensor by their indices, some of them repeatedly.
+"""A packed row of tokens: trajectories one after the other, without padding.
 
-Invariant: the gradient of a row is summed in one order, whatever runs beside it.
+`Packing`: where the trajectories end, and which of them are alike in length. `rows` takes rows of a
+tensor by their indices, some of them repeatedly; the gradient of a row is summed in one order,
+whatever runs beside it.
 
-Where the trajectories of a packed row of tokens end, and which of them are alike in length.
-
-A token may be in several trajectories that begin alike.
-
-Shapes: N tokens, S trajectories, B of them in a bucket, L the longest of a bucket.
-
-Prompts that several trajectories of a micro-batch begin with: their tokens are computed once.
-
+`SharedPrompts`: prompts that several trajectories of a micro-batch begin with are computed once.
 Where attention alone connects tokens, a token's states depend on the tokens up to it and on nothing
 else, so trajectories that begin alike have the same ones there. What follows the last token that
 predicts one is left out, too.
 
 Invariant: log-probabilities and gradients are those of the micro-batch without sharing, up to the
 order of sums. A trajectory that is not finite may make those that begin like it so, too.
-Called by: `learners.batch`; the network decides whether it may share.
-Shapes: N tokens of the micro-batch, n of them computed, S trajectories, R response tokens.
+The network decides whether it may share.
+Shapes: N tokens of the micro-batch, n of them computed, S trajectories, B of them in a bucket, L
+the longest of a bucket, R response tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from learners.batch import MicroBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.sharding import described, end_passes, full
-from learners.policy.loading import load_network, save_model
+from learners.policy.hugging_face import save_model
+from learners.policy.loading import load_network
 from learners.policy.lora import (
     Factors,
     MergedWeights,

@@ -7,30 +7,27 @@ from the first gradient that reaches a network's output to the end of that backw
 Invariant: nothing here waits for a device before the end of a step, and nothing changes what is
 computed.
 
-Seconds of the phases of a step, summed under their names.
+`StepTimes`: seconds of the phases of a step, summed under their names. On a GPU a phase is the time
+between two events of its stream, read at the end of the step: nothing waits for the device in
+between. On a CPU it is wall-clock time. A phase that is open when the seconds are read is not lost,
+it counts in the next step.
 
-On a GPU a phase is the time between two events of its stream, read at the end of the step: nothing
-waits for the device in between. On a CPU it is wall-clock time.
+`NetworkFlops`: the model's own count of floating-point operations. A forward pass costs two
+operations per token for each weight of a matrix product, and attention four per pair of tokens for
+each of its channels, in the layers that have it; a token sees itself and earlier ones, so a
+trajectory of n tokens has n (n + 1) / 2 pairs, fewer under a sliding window. A backward pass costs
+twice as much, half of it only for weights that are trained. The LM head counts for the response
+tokens alone, since no other logits are computed; of experts those that a token is routed to. A
+token that several trajectories share counts once, except in attention. What is recomputed to save
+memory does not count, nor do element-wise operations and the state of recurrent layers.
 
-Invariant: a phase that is open when the seconds are read is not lost, it counts in the next step.
-
-The model's own count of floating-point operations, and what a device can do at most.
-
-A forward pass costs two operations per token for each weight of a matrix product, and attention
-four per pair of tokens for each of its channels, in the layers that have it; a token sees itself
-and earlier ones, so a trajectory of n tokens has n (n + 1) / 2 pairs, fewer under a sliding window.
-A backward pass costs twice as much, half of it only for weights that are trained. The LM head
-counts for the response tokens alone, since no other logits are computed; of experts those that a
-token is routed to. A token that several trajectories share counts once, except in attention. What
-is recomputed to save memory does not count, nor do element-wise operations and the state of
-recurrent layers.
-
-Traces of chosen steps, for torch's profiler views, for its memory view, or for Nsight Systems.
+`Tracer`: traces of chosen steps, for torch's profiler views, for its memory view, or for Nsight
+Systems.
 
     <run>/profiler/step3-rank0.json.gz        chrome://tracing, Perfetto, HTA
     <run>/profiler/step3-rank0.pickle         pytorch.org/memory_viz
 
-Invariant: a step that is not chosen costs one comparison. What cannot be written is logged; the
+A step that is not chosen costs one comparison. What cannot be written is logged; the
 step counts nevertheless.
 """
 

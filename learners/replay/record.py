@@ -5,20 +5,19 @@
 A file is one zstd frame with a checksum, around one message of `streamrl.wire`. Invariant: a file
 that has its name is whole; a step is recorded if each rank's file is there.
 
-By which settings each recorded step was made, and which ones a replay takes.
+`keep_settings`: by which settings each recorded step was made.
 
     RUN/record/settings-00000012.yaml   of step 12 and those after it
 
 A learner that records writes its configuration where it begins, unless the steps before were made
-by the same. Invariant: it is there before the record of its first step. What was sampled stands in
+by the same. It is there before the record of its first step. What was sampled stands in
 the records, so a replay takes settings of the learner's own computation.
 
-Writes the record of each step of one rank, and keeps it within `buffer.record_max_bytes`.
-
-Invariant: a checkpoint is saved only once the records of its steps are on disk, since `flush` comes
-before it. A learner forgets the steps that are not of its history, whether it records or not, and
-one that was taken over records no more. While the disk is full records wait in memory. The compute
-thread calls `add`, the loop the rest.
+`Recorder` writes the record of each step of one rank, and keeps it within
+`buffer.record_max_bytes`. A checkpoint is saved only once the records of its steps are on disk,
+since `flush` comes before it. A learner forgets the steps that are not of its history, whether it
+records or not, and one that was taken over records no more. While the disk is full records wait in
+memory. The compute thread calls `add`, the loop the rest.
 """
 
 import logging

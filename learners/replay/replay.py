@@ -3,12 +3,11 @@
 Both policies begin with the same weights and see the same batches; each follows its own updates.
 The checkpoints of the run say whether the settings of the run make its weights again.
 
-Where a replay can begin: the model of the configuration, or a checkpoint of the run, if the step
+A replay can begin with the model of the configuration, or with a checkpoint of the run, if the step
 after it is recorded.
 
-One policy that is trained on recorded steps, as the learner trained them.
-
-Invariant: with the settings of the run each step is, bit for bit on a CPU, the step of the run: the
+`Replayed` is one policy that is trained on recorded steps, as the learner trained them. With the
+settings of the run each step is, bit for bit on a CPU, the step of the run: the
 same batches in the same parts, from the same state, with the same numbers of the same random
 generators, of which each replayed policy has its own. Shapes: P parameters.
 """

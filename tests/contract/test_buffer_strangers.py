@@ -17,7 +17,7 @@ import zmq.asyncio
 from buffers import messages as m
 from buffers.audit import audit_journal
 from buffers.journal.journal import journal_path
-from buffers.zmq import peers, server
+from buffers.zmq import server
 from streamrl import wire
 from streamrl.errors import LedgerError, TransportError, WireError
 from streamrl.types import Books, GeneratorStatus, Lease, RefusalReason, SchedulingState, replace
@@ -220,19 +220,19 @@ async def test_a_connection_that_sends_on_is_ignored_and_one_beside_it_served(tm
         stranger, good = Stranger(served.url), Stranger(served.url)
         for _ in range(1000):
             await stranger.send(b"nonsense")
-        replies = [await stranger.call(b"nonsense") for _ in range(peers.MAX_MALFORMED - 1)]
-        assert len(replies) == peers.MAX_MALFORMED - 1
+        replies = [await stranger.call(b"nonsense") for _ in range(server.MAX_MALFORMED - 1)]
+        assert len(replies) == server.MAX_MALFORMED - 1
         async with asyncio.timeout(20.0):
             refused: dict[RefusalReason, int] = {}
             while sum(refused.values()) < 1000 + len(replies):
                 reply = await good.call(wire.encode(m.StatsRequest()))
                 refused = reply.stats.refused
-        assert refused[RefusalReason.MALFORMED] == peers.MAX_MALFORMED
+        assert refused[RefusalReason.MALFORMED] == server.MAX_MALFORMED
         again = Stranger(served.url)
         assert isinstance(await again.call(wire.encode(m.StatsRequest())), m.StatsReply)
         for socket in (stranger, good, again):
             socket.close()
-    assert len(list((tmp_path / "quarantine").iterdir())) <= peers.MAX_MALFORMED
+    assert len(list((tmp_path / "quarantine").iterdir())) <= server.MAX_MALFORMED
 
 
 async def test_one_connection_parks_a_bounded_number_of_requests(tmp_path: Path):

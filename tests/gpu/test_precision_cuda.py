@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from learners.policy import kernels  # noqa: E402
+from learners.policy import attention  # noqa: E402
 from learners.policy.attention import Scores, _bucketed  # noqa: E402
 from learners.policy.master_weights import compute_in  # noqa: E402
 from learners.policy.network import Network  # noqa: E402
@@ -27,14 +27,14 @@ def test_kernels_attend_as_the_buckets_do(is_flash, window, monkeypatch) -> None
     if is_flash and not find_spec("flash_attn"):
         pytest.skip("needs flash-attn")
     if not is_flash:
-        monkeypatch.setattr(kernels, "_flash_attention", lambda: None)
+        monkeypatch.setattr(attention, "_flash_attention", lambda: None)
     torch.manual_seed(0)
     packing = Packing(LENGTHS, CUDA)
     q, k, v = (
         torch.randn(sum(LENGTHS), heads, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
         for heads in (8, 2, 2)
     )
-    attended = kernels.variable_length(
+    attended = attention.variable_length(
         q, k, v, packing.ends, packing.longest, scale=None, window=window
     )
     expected = _bucketed(q.float(), k.float(), v.float(), packing, Scores(None, window, None, None))

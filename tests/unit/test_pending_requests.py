@@ -1,7 +1,7 @@
 """Requests that wait at a buffer: in order, on time, and at no cost while nothing is granted."""
 
 from buffers import messages as m
-from buffers.zmq.client import PendingRequest, PendingRequests
+from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 
 FAR_S = 1e9
 

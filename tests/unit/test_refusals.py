@@ -6,7 +6,7 @@ import pytest
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import MAX_REOPENED, require_proportion
 from buffers.quarantine import BURST, EVERY_S, Quarantine, Sampler
-from buffers.zmq import server as peers
+from buffers.zmq import server
 from buffers.zmq.server import IGNORED_S, MAX_MALFORMED, WINDOW_S, Peers, RefusalBudget
 from streamrl import wire
 from streamrl.errors import CorruptMessageError, LedgerError, WireError
@@ -52,7 +52,7 @@ def test_a_malformed_message_now_and_then_is_forgiven():
 
 
 def test_connections_without_number_are_not_remembered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peers, "MAX_PEERS", 3)
+    monkeypatch.setattr(server, "MAX_PEERS", 3)
     known = Peers()
     for name in (b"a", b"b", b"c", b"d"):
         flood(known, name, MAX_MALFORMED, 0.0)
@@ -62,13 +62,13 @@ def test_connections_without_number_are_not_remembered(monkeypatch: pytest.Monke
 
 def test_a_turn_ends_after_many_refusals_or_large_ones():
     budget = RefusalBudget()
-    for _ in range(peers.MAX_REFUSED):
+    for _ in range(server.MAX_REFUSED):
         assert not budget.is_spent
         budget.add(10)
     assert budget.is_spent
     budget.start()
     assert not budget.is_spent
-    budget.add(peers.MAX_REFUSED_BYTES)
+    budget.add(server.MAX_REFUSED_BYTES)
     assert budget.is_spent
 
 

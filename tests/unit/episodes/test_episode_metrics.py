@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from actors.episodes.rollout import unbuffered_lease
-from learners.batch import TrainingBatch, add_up, episode_sums, means
+from learners.batch import TrainingBatch, add_episode_sums, episode_means, episode_sums
 from learners.trainer import Trainer
 from streamrl.interfaces import Transition
 from streamrl.tracking.jsonl import JsonlTracker
@@ -30,7 +30,7 @@ def group(environment: str, *num_turns: float, indices: tuple[int, ...] = ()) ->
 
 def test_the_means_are_those_of_each_environment():
     groups = [group("sokoban", 1, 3), group("folder/own.py:Maze", 8), group("sokoban", 5)]
-    assert means(episode_sums(groups)) == {
+    assert episode_means(episode_sums(groups)) == {
         "episode/own.py:Maze/num_turns": 8,
         "episode/sokoban/num_turns": 3,
     }
@@ -38,15 +38,15 @@ def test_the_means_are_those_of_each_environment():
 
 def test_an_episode_counts_once_whatever_the_number_of_its_segments():
     segments = group("a", 6, 6, 6, 2, indices=(0, 0, 0, 1))
-    assert means(episode_sums([segments])) == {"episode/a/num_turns": 4}
+    assert episode_means(episode_sums([segments])) == {"episode/a/num_turns": 4}
 
 
 def test_parts_and_ranks_add_up():
     groups = [group("a", 1, 2), group("b", 3), group("a", 9)]
-    apart = add_up(episode_sums([one]) for one in groups)
+    apart = add_episode_sums(episode_sums([one]) for one in groups)
     assert (
-        means(apart)
-        == means(episode_sums(groups))
+        episode_means(apart)
+        == episode_means(episode_sums(groups))
         == {
             "episode/a/num_turns": 4,
             "episode/b/num_turns": 3,

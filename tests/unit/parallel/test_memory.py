@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from learners.parallel import activations, offload
+from learners.parallel import sharding
 from learners.parallel.sharding import checkpoint_layers, keep_state_on_host, require_gpu
 from learners.policy.loading import load_network
 from learners.policy.network import Network
@@ -72,7 +72,7 @@ def test_inputs_of_recomputed_layers_go_to_the_host(monkeypatch):
             pack = self.pack_hook
             self.pack_hook = lambda tensor: moved.append(tensor.shape) or pack(tensor)
 
-    monkeypatch.setattr(activations, "save_on_cpu", Spy)
+    monkeypatch.setattr(sharding, "save_on_cpu", Spy)
     network = make_network()
     checkpoint_layers(network, on_host=True)
     (micro_batch,) = make_batch().pack(10_000, CPU)
@@ -84,7 +84,7 @@ def test_inputs_of_recomputed_layers_go_to_the_host(monkeypatch):
 def test_an_optimizers_state_comes_for_a_step_and_leaves_after_it(monkeypatch):
     events: list[str] = []
     monkeypatch.setattr(
-        offload, "_move", lambda _, to_host: events.append("leaves" if to_host else "comes")
+        sharding, "_move", lambda _, to_host: events.append("leaves" if to_host else "comes")
     )
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.register_hook(lambda gradient: events.append("backward"))
@@ -102,7 +102,7 @@ def test_moments_come_to_the_device_of_their_parameter():
     optimizer = torch.optim.AdamW([parameter])
     names = ("exp_avg", "exp_avg_sq")
     optimizer.state[parameter] = {"step": torch.tensor(1.0)} | {n: torch.zeros(3) for n in names}
-    offload._move(optimizer, to_host=False)
+    sharding._move(optimizer, to_host=False)
     assert {n: t.device.type for n, t in optimizer.state[parameter].items()} == {
         "step": "cpu",
         "exp_avg": "meta",

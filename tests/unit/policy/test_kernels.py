@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from learners.policy import attention as kernels
+from learners.policy import attention
 from learners.policy.attention import Scores, _bucketed
 from learners.policy.packed import Packing
 
@@ -51,7 +51,7 @@ def kernel(request, monkeypatch):
         return plainly(q, k, v, ends_q, window_size[0], scale)
 
     is_flash = request.param == "flash-attn"
-    monkeypatch.setattr(kernels, "_flash_attention", lambda: flash if is_flash else None)
+    monkeypatch.setattr(attention, "_flash_attention", lambda: flash if is_flash else None)
     monkeypatch.setattr(varlen, "varlen_attn", by_torch)
     yield calls
     assert ("causal" in calls[0]) == is_flash
@@ -64,7 +64,7 @@ def test_a_kernel_attends_as_the_buckets_do(kernel, window, scale):
     num_tokens = sum(LENGTHS)
     query, key, value = (torch.randn(num_tokens, heads, 8) for heads in (4, 2, 2))
     packing = Packing(LENGTHS, torch.device("cpu"))
-    attended = kernels.variable_length(
+    attended = attention.variable_length(
         query, key, value, packing.ends, packing.longest, scale=scale, window=window
     )
     expected = _bucketed(query, key, value, packing, Scores(scale, window, None, None))
@@ -73,4 +73,4 @@ def test_a_kernel_attends_as_the_buckets_do(kernel, window, scale):
 
 
 def test_without_flash_attn_there_is_torch():
-    assert kernels._flash_attention() is None
+    assert attention._flash_attention() is None

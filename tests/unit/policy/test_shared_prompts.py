@@ -9,9 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from learners.batch import MicroBatch
 from learners.policy import attention
-from learners.policy import packed as rows
 from learners.policy.network import Network
-from learners.policy.packed import SharedPrompts
+from learners.policy.packed import SharedPrompts, rows
 from learners.policy.packing_check import choose_packing
 from learners.profiling.profile import NetworkFlops
 from tests.model_families import FAMILIES, WINDOW, make_model

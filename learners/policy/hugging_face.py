@@ -1,0 +1,74 @@
+"""A folder that transformers, vLLM and SGLang load: configuration, tokenizer and weights.
+
+Invariant: weights are written under the names that public models have, from tensors in host memory
+alone, so that the model that trains is not touched.
+"""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from streamrl.config.model import ModelSettings
+from streamrl.vision.families import auto_model, has_vision
+from streamrl.vision.processor_files import copy_processor_files
+
+
+def save_model(
+    folder: Path,
+    model_config: PretrainedConfig,
+    settings: ModelSettings,
+    weights: Mapping[str, torch.Tensor],
+    max_shard_size: str = "50GB",
+) -> None:
+    """Write the folder; without weights, what describes the model alone.
+
+    Args:
+        settings: where the tokenizer and the generation settings come from.
+        weights: by name of parameter, whole, all of one dtype, on the CPU.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    dtype = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
+    model = make_skeleton(model_config, settings, dtype)
+    if weights:
+        model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=max_shard_size)
+    else:
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+    _save_tokenizer(folder, settings)
+    if has_vision(model_config):
+        copy_processor_files(settings.path, folder)
+
+
+def make_skeleton(
+    model_config: PretrainedConfig, settings: ModelSettings, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model on the device `meta`: names and shapes, and no memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_model(model_config).from_config(
+            copy.deepcopy(model_config), dtype=dtype, trust_remote_code=settings.trust_remote_code
+        )
+    if (Path(settings.path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(settings.path)
+    return model
+
+
+def _save_tokenizer(folder: Path, settings: ModelSettings) -> None:
+    trust = settings.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path, trust_remote_code=trust)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # The tokenizers library has no class of its own for a file that it cannot write.
+        if type(error) is Exception:
+            raise OSError(str(error)) from error
+        raise
