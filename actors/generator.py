@@ -20,14 +20,11 @@ from functools import partial
 from actors.dynamic_sampling import UniformFilter
 from actors.engines.targets import WeightTarget, receiver_of, weight_targets
 from actors.environments.runner import MixedRunner
-from actors.episodes.progress import GroupProgress
-from actors.episodes.rollout import GroupRunner, TruncatedGroupError
-from actors.failure_limit import FailureLimit
-from actors.failures import FailureRecord
+from actors.episodes.rollout import GroupProgress, GroupRunner, TruncatedGroupError
+from actors.failures import FailureLimit, FailureRecord
 from actors.leased_group import LeasedGroup, due_of, next_groups, num_free_groups
-from actors.occupancy import Occupancy
 from actors.rendering.renderer import PromptTooLongError
-from actors.status_report import StatusReport
+from actors.status_report import Occupancy, StatusReport
 from actors.version_gate import StarvedLeases, VersionGate
 from streamrl.config import RunConfig
 from streamrl.errors import (

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from actors.episodes.progress import GroupProgress
+from actors.episodes.rollout import GroupProgress
 from streamrl.config.generator import GeneratorSettings
 from streamrl.types import Lease
 

@@ -97,9 +97,7 @@ def _summary(lengths: LengthHistogram) -> str:
 
 
 _WAITING = ("leased", "buffered", "taken", "trained")
-
 _ENDED = ("acknowledged", "dropped")
-
 _FOLLOWS = {
     "leased": ("buffered", "dropped"),
     "buffered": ("taken", "dropped"),
@@ -330,7 +328,6 @@ def _compare_rows(result: EventAudit, db: sqlite3.Connection) -> Iterator[str]:
 
 
 _ENTRIES = "SELECT prompt_index, lease_id, state FROM entry"
-
 _WITHOUT_PAYLOAD = (
     "SELECT prompt_index, lease_id FROM entry WHERE header IS NOT NULL "
     "AND prompt_index NOT IN (SELECT prompt_index FROM payload)"

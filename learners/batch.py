@@ -199,7 +199,6 @@ def _starts(header: GroupHeader) -> list[bool]:
 
 
 Sums = Mapping[str, tuple[float, int]]
-
 """Under `episode/ENVIRONMENT/NAME`, or NAME for `reward/...`: the sum of the metric NAME, and over
 how many episodes."""
 

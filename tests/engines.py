@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
 from actors.engines.sglang.arguments import launch_command
-from actors.engines.vllm.start import serve_options
+from actors.engines.vllm.server import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, FilesEndpoint, WeightUpdate

@@ -1,7 +1,7 @@
 """Trajectories of a rollout alone."""
 
-from actors.episodes.assembly import ScoredRollout, assembled
 from actors.episodes.record import Rollout
+from actors.episodes.rollout import ScoredRollout, assembled
 from streamrl.types import Trajectory
 
 

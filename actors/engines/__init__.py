@@ -57,13 +57,13 @@ def _make_hf(config: RunConfig, seed: int, is_shared: bool) -> Engine:
 
 
 def _make_sglang(config: RunConfig, seed: int, is_shared: bool) -> Engine:
-    from actors.engines.sglang.start import open_sglang
+    from actors.engines.sglang.server import open_sglang
 
     return open_sglang(config, seed=seed, is_shared=is_shared)
 
 
 def _open_vllm(config: RunConfig, seed: int, is_shared: bool) -> Engine:
-    from actors.engines.vllm.start import open_vllm
+    from actors.engines.vllm.server import open_vllm
 
     return open_vllm(config, is_shared=is_shared)
 

@@ -1,21 +1,81 @@
-"""Facts of a model, read from its folder."""
+"""Facts of a model, read from its folder.
+
+Checks of a prompt that all engines share, and the end-of-sequence tokens of a model.
+
+Whether an announced update fits the engine's model, checked before it is received.
+"""
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from actors.engines.manifest import Shapes
-from actors.engines.prompt import eos_set
 from streamrl.config.model import ModelSettings
+from streamrl.errors import RolloutError, WeightTransferError
+from streamrl.types import TensorSpec
 from streamrl.vision.families import auto_model, has_vision
 from streamrl.vision.places import Placeholders
+from streamrl.weights.codecs import lora
+
+
+def room_for(prompt_token_ids: Sequence[int], max_model_len: int) -> int:
+    """The longest completion of this prompt, in tokens, at least one.
+
+    Raises:
+        RolloutError: the prompt is empty, or fills the context.
+    """
+    room = max_model_len - len(prompt_token_ids)
+    if not 0 < room < max_model_len:
+        raise RolloutError(
+            f"a prompt of {len(prompt_token_ids)} tokens leaves no room for a completion: "
+            f"generator.max_model_len is {max_model_len}"
+        )
+    return room
+
+
+def require_known_tokens(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses ids outside the vocabulary, which would be read outside the embedding's memory."""
+    lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
+    if lowest < 0 or highest >= vocab_size:
+        raise RolloutError(
+            f"a prompt has token ids from {lowest} to {highest}; "
+            f"the model's vocabulary has {vocab_size}"
+        )
+
+
+def eos_set(eos_token_id: int | list[int] | None) -> frozenset[int]:
+    """The end-of-sequence tokens, in each form that a model's folder may have."""
+    if eos_token_id is None:
+        return frozenset()
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def require_same_parameters(manifest: tuple[TensorSpec, ...], own: Shapes) -> None:
+    """Refuses a manifest of another model; `own` is the engine's shapes by name. One of LoRA's
+    factors names some of the matrices only.
+
+    Raises:
+        WeightTransferError: naming the first parameter that only one end has, or whose shapes
+            differ.
+    """
+    if lora.is_of_factors(manifest):
+        lora.require_fitting_factors(manifest, own)
+        return
+    offered = {spec.name: spec.shape for spec in manifest}
+    for name in offered.keys() ^ own.keys():
+        where = "the learner" if name in offered else "the engine"
+        raise WeightTransferError(f"only {where}'s model has a parameter {name}")
+    for name, shape in own.items():
+        if offered[name] != shape:
+            raise WeightTransferError(
+                f"parameter {name}: the learner's is {offered[name]}, the engine's {shape}"
+            )
+
 
 log = logging.getLogger(__name__)
 

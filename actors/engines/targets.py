@@ -6,7 +6,7 @@ Called by `actors.generator`, which runs a `WeightReceiver` for each.
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from actors.engines.served.attach import server_id
+from actors.engines.served.open import server_id
 from actors.engines.served.replicas import ReplicatedEngine
 from actors.locality import weight_locality
 from streamrl.config import RunConfig

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from actors.environments.arguments import check_arguments
 from actors.environments.single_turn import SingleTurn
-from actors.environments.user import UserEnvironment
+from actors.environments.user import UserEnvironment, check_arguments
 from actors.tools.environment import TOOLS, ToolEnvironment
 from actors.tools.toolset import Toolset
 from streamrl.config.environments import EnvironmentEntry

@@ -1,17 +1,26 @@
-"""Runs each group in the environment that plays its prompt."""
+"""Runs each group in the environment that plays its prompt.
+
+What the siblings of a group share: an environment's own `open_group`, if it has one.
+
+A class method that takes the context and returns an asynchronous context manager; what that yields
+is `context.shared` of each sibling.
+
+Invariant: it is opened once before the first sibling starts and closed once after the last one was
+closed, however they ended.
+"""
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from actors.environments import environment_maker
-from actors.environments.shared import open_group
 from actors.environments.stream import HeldOutStream, Stream
-from actors.episodes.progress import GroupProgress
-from actors.episodes.rollout import GroupRunner, unbuffered_lease
+from actors.episodes.deadline import ClosedAfter, Deadline, DeadlineError
+from actors.episodes.rollout import GroupProgress, GroupRunner, unbuffered_lease
 from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from actors.rewards import make_reward
@@ -20,8 +29,44 @@ from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.config.generator.oversample import OversampleSettings
 from streamrl.errors import RolloutError
-from streamrl.interfaces import Engine
+from streamrl.interfaces import Engine, EnvironmentContext
 from streamrl.types import Lease, SamplingParams, TrajectoryGroup
+from streamrl.user_code import attributed_to, is_user_code, load_user_code
+
+
+@asynccontextmanager
+async def open_group(
+    entry: EnvironmentEntry, context: EnvironmentContext, *, deadline_s: float
+) -> AsyncIterator[object]:
+    """Around a group of the entry. Waits until it is open; `generator.group_deadline_s` unblocks.
+
+    Raises:
+        RolloutError: it cannot be opened or closed.
+    """
+    name = entry.environment
+    own = load_user_code(entry.setting, name) if is_user_code(name) else None
+    opened = getattr(own, "open_group", None)
+    if opened is None:
+        yield None
+        return
+    attributed = partial(attributed_to, f"environment {name}: open_group", RolloutError)
+    try:
+        with Deadline(deadline_s), attributed():
+            manager = opened(context)
+            shared = await manager.__aenter__()
+    except DeadlineError as error:
+        raise RolloutError(
+            f"environment {name}: open_group has not opened within generator.group_deadline_s, "
+            f"which is {deadline_s:g} s"
+        ) from error
+
+    async def close() -> None:
+        with attributed():
+            await manager.__aexit__(None, None, None)
+
+    async with ClosedAfter(close):
+        yield shared
+
 
 log = logging.getLogger(__name__)
 

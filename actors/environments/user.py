@@ -1,16 +1,41 @@
 """A user's own environment, named as PATH.py:CLASS.
 
 Invariant: one that fails costs its group (RolloutError, counted as `failed`), never the daemon.
+
+Whether an environment takes the arguments that its entry gives it.
 """
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
-from actors.environments.arguments import check_arguments
 from streamrl.config.environments import EnvironmentEntry
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
 from streamrl.types import Completion
 from streamrl.user_code import attributed_to, load_user_code
+
+
+def check_arguments(entry: EnvironmentEntry, make: Callable[..., Any]) -> None:
+    """
+    Raises:
+        ConfigError: an argument is unknown, or one that has no default is missing.
+    """
+    parameters = inspect.signature(make).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    allowed = [p.name for p in named]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for key in entry.kwargs:
+        if key not in allowed and not takes_any:
+            hint = did_you_mean(key, allowed) if allowed else "it takes none"
+            raise ConfigError(
+                f"{entry.kwargs_setting}: {entry.environment} takes no {key!r}; {hint}"
+            )
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in entry.kwargs:
+            raise ConfigError(
+                f"{entry.kwargs_setting}: {entry.environment} needs {parameter.name!r}"
+            )
 
 
 class UserEnvironment:

@@ -4,10 +4,19 @@ Invariant: `stop` is set at the deadline and not before; a block that ends in ti
 and a cancellation from elsewhere stays one.
 Called by: episode.py and closing.py, several times for every episode, so it is one timer, without
 the coroutines of `asyncio.timeout`.
+
+What is closed after an episode or a group, however it ends.
+
+Invariant: a close that fails hides no earlier error and no cancellation, and one that hangs holds
+nobody up for longer than CLOSE_S.
 """
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from types import TracebackType
+
+from streamrl.errors import RolloutError
 
 # An engine may be loading an update at the deadline, and an environment has to see the last turn.
 _GRACE_S = 30.0
@@ -61,3 +70,44 @@ class Deadline:
     def _cancel(self) -> None:
         self._is_over = True
         self._task.cancel()
+
+
+log = logging.getLogger(__name__)
+
+
+CLOSE_S = 10.0
+
+
+class ClosedAfter:
+    """Calls `close` once after the block, also if the block was canceled.
+
+    Raises:
+        RolloutError: `close` failed, and the block did not.
+    """
+
+    def __init__(self, close: Callable[[], Awaitable[None]]) -> None:
+        self._close = close
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self._close_in_time()
+        except RolloutError as failure:
+            if error is None:
+                raise
+            log.warning("%s", failure)
+
+    async def _close_in_time(self) -> None:
+        """Waits for `close`; the limit unblocks."""
+        try:
+            with Deadline(CLOSE_S):
+                await self._close()
+        except DeadlineError:
+            log.warning("close of an environment is given up after %g s", CLOSE_S)

@@ -7,21 +7,28 @@ Both for the episode and for each turn of it.
 
 Invariant: a completion that was sampled is part of the rollout, however the episode ended; the
 environment is closed, however it ended.
+
+What an environment returned, checked before anything is made of it.
+
+Invariant: what passes can be recorded and sent: its types and its numbers are right.
+
+The messages of an episode, as its reward reads them.
+
+Invariant: they are for people and rewards alone; the ids that are trained are those of the record.
 """
 
 import asyncio
+import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from actors.environments.single_turn import SingleTurn
-from actors.episodes.answers import checked_observation, checked_transition
-from actors.episodes.closing import ClosedAfter
-from actors.episodes.context import Context, generate
-from actors.episodes.conversation import Conversation
-from actors.episodes.deadline import Deadline, DeadlineError
-from actors.episodes.record import EpisodeRecord, Rollout
+from actors.episodes.deadline import ClosedAfter, Deadline, DeadlineError
+from actors.episodes.record import Context, EpisodeRecord, Rollout, generate
 from actors.gateway.agent import Agent, is_agent, play
 from actors.gateway.session import Session
 from streamrl.config.generator.episode import EpisodeSettings
@@ -31,9 +38,106 @@ from streamrl.interfaces import (
     Engine,
     Environment,
     EnvironmentContext,
+    Message,
+    Observation,
+    ToolSchema,
     Transition,
 )
 from streamrl.types import INVALID_TURNS, Completion, FinishReason, Media, SamplingParams
+from streamrl.user_code import is_finite_number
+
+_INT_LIMIT = 2**31
+_PARTS: Mapping[str, tuple[type, str]] = {
+    "media": (Media, "a Media"),
+    "messages": (Mapping, "a mapping"),
+    "tools": (Mapping, "a mapping"),
+}
+
+
+def checked_observation(observation: Any, method: str = "start") -> Observation:
+    """
+    Raises:
+        RolloutError: it is none, or holds what cannot be encoded.
+    """
+    if not isinstance(observation, Observation):
+        raise _wrong(f"{method} returned", observation, "an Observation")
+    ids = observation.token_ids
+    if not isinstance(ids, tuple | list):
+        raise _wrong(f"{method}: observation.token_ids was", ids, "a tuple of ints")
+    for token in ids:
+        if not _is_natural(token):
+            raise _wrong(f"{method}: one of observation.token_ids was", token, "a token id")
+    for name, (kind, expected) in _PARTS.items():
+        if not isinstance(parts := getattr(observation, name), tuple | list):
+            raise _wrong(f"{method}: observation.{name} was", parts, "a tuple")
+        for part in parts:
+            if not isinstance(part, kind):
+                raise _wrong(f"{method}: one of observation.{name} was", part, expected)
+    return observation
+
+
+def checked_transition(transition: Any) -> Transition:
+    """
+    Raises:
+        RolloutError: it is none, or one of its numbers is none or not finite.
+    """
+    if not isinstance(transition, Transition):
+        raise _wrong("step returned", transition, "a Transition")
+    checked_observation(transition.observation, "step")
+    if not isinstance(transition.metrics, Mapping):
+        raise _wrong("step: metrics was", transition.metrics, "a mapping of numbers")
+    for name in ("done", "in_loss", "is_valid"):
+        if not isinstance(value := getattr(transition, name), bool | np.bool_):
+            raise _wrong(f"step: {name} was", value, "a bool")
+    for name in transition.metrics:
+        if not isinstance(name, str):
+            raise _wrong("step: the name of a metric was", name, "a string")
+    if not _is_natural(calls := transition.num_tool_calls):
+        raise _wrong("step: num_tool_calls was", calls, "a count")
+    for name, value in {"reward": transition.reward, **transition.metrics}.items():
+        if not is_finite_number(value):
+            raise _wrong(f"step: {name} was", value, "a finite number")
+    return transition
+
+
+def _is_natural(value: Any) -> bool:
+    """Whether it is an integer that an array of int32 can hold, from 0 on."""
+    try:
+        return 0 <= operator.index(value) < _INT_LIMIT
+    except (TypeError, ValueError, RuntimeError):
+        # An array or a tensor of several numbers.
+        return False
+
+
+def _wrong(place: str, value: object, expected: str) -> RolloutError:
+    kind = type(value).__name__
+    return RolloutError(f"the environment's {place} {kind} {value!r:.60}; it must be {expected}")
+
+
+class Conversation:
+    """Of one episode, while it runs; contexts that were rewritten follow one another."""
+
+    def __init__(self, start: EnvironmentContext) -> None:
+        self._renderer = start.renderer
+        self._prompt_token_ids = start.prompt_token_ids
+        self._prompt_messages = start.prompt_messages
+        self._tools: Sequence[ToolSchema] = ()
+        self.messages: tuple[Message, ...] = ()
+
+    def observe(self, observation: Observation) -> None:
+        """What the policy reads next; token ids become the message of a user."""
+        self._tools = observation.tools or self._tools
+        if observation.token_ids == self._prompt_token_ids and not self.messages:
+            self.messages = self._prompt_messages
+        elif observation.token_ids:
+            text = self._renderer.decode(observation.token_ids)
+            self.messages = (*self.messages, {"role": "user", "content": text})
+        self.messages = (*self.messages, *observation.messages)
+
+    def answer(self, token_ids: tuple[int, ...]) -> None:
+        """A completion."""
+        self.messages = (*self.messages, self._renderer.parse(token_ids, self._tools))
+
 
 Answer = TypeVar("Answer")
 

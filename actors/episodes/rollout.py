@@ -2,20 +2,33 @@
 
 Invariant: a group holds facts of what was sampled and nothing derived; if a sibling fails, the
 whole group fails (RolloutError). A sibling that a limit cuts has not failed.
+
+A group while it is sampled, as its generator reads it: tokens, and slots that it needs.
+
+Siblings that are sampled beyond `generator.group_size`: which of them are kept.
+
+Invariant: what is not kept is counted, with the tokens that were sampled in it, so that the learner
+can compare the lengths of what it trains with those of what was sampled.
+
+The record of a group, from the rollouts of its siblings.
+
+Invariant: each segment is one trajectory, its tokens in the order in which they were read and
+sampled. Arrays are joined and checked once for the whole group, as the buffer does.
+Called by: rollout.py, once the group is scored.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from msgspec import structs
 
-from actors.episodes.assembly import ScoredRollout, assembled
 from actors.episodes.episode import EpisodeRun
-from actors.episodes.progress import GroupProgress
-from actors.episodes.record import Rollout
-from actors.episodes.surplus import first_finished, first_of_each
+from actors.episodes.record import Rollout, Segment, Span
 from actors.gateway.agent import Agent
 from actors.prompts.seeds import seed_of
 from actors.rendering.renderer import ChatRenderer
@@ -36,11 +49,139 @@ from streamrl.interfaces import (
 )
 from streamrl.types import (
     GREEDY_REWARD,
+    BoolArray,
+    Facts,
     Lease,
+    PackedGroup,
     SamplingParams,
+    TokenSets,
+    TopLogprobs,
     TrajectoryGroup,
+    episode_indices,
 )
+from streamrl.types.media import distinct
 from streamrl.user_code import is_finite_number
+
+
+def _nobody() -> None:
+    """Is told that a slot is free."""
+
+
+@dataclass(eq=False)
+class GroupProgress:
+    """The episodes of a group that is being sampled; none before it begins."""
+
+    episodes: Sequence[EpisodeRun] = ()
+    on_slot_free: Callable[[], None] = _nobody
+    """Called when an episode begins to wait for its environment, or ends."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the longest sibling has sampled so far, as far as the engine has reported
+        them; -1 if it has reported none."""
+        return max((episode.num_tokens for episode in self.episodes), default=-1)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the engine that its episodes have, or wait for."""
+        return sum([episode.num_slots for episode in self.episodes])
+
+    @property
+    def num_running(self) -> int:
+        return sum(not episode.is_over for episode in self.episodes)
+
+
+Result = TypeVar("Result")
+
+
+async def first_finished(
+    siblings: Iterable[Coroutine[Any, Any, Result]], count: int
+) -> list[Result | None]:
+    """The results of the first `count` that finish, None for the others, which are canceled.
+
+    Waits for that many. The first error before that cancels all and is raised.
+    """
+    tasks = [asyncio.ensure_future(sibling) for sibling in siblings]
+    finished: list[asyncio.Future[Result]] = []
+    running = set(tasks)
+    try:
+        while len(finished) < count:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            finished += [task for task in tasks if task in done]
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    kept = finished[:count]
+    return [task.result() if task in kept else None for task in tasks]
+
+
+def first_of_each(rewards: Sequence[float], count: int) -> list[int]:
+    """The places of `count` rewards: the first of each value, then the second of each, and so on.
+
+    Ascending. Those of one round that does not fit as a whole are taken in their order.
+    """
+    seen: Counter[float] = Counter()
+    rounds = []
+    for place, reward in enumerate(rewards):
+        rounds.append((seen[reward], place))
+        seen[reward] += 1
+    return sorted(place for _, place in sorted(rounds)[:count])
+
+
+class ScoredRollout(NamedTuple):
+    """`metrics` stand beside the rollout's own."""
+
+    rollout: Rollout
+    reward: float
+    metrics: Mapping[str, float]
+
+    def facts(self, segment: Segment) -> Facts:
+        rollout = self.rollout
+        return Facts(
+            num_tokens=sum(len(span.token_ids) for span in segment.spans),
+            reward=self.reward,
+            finish_reason=rollout.finish_reason,
+            turns=segment.turns,
+            metrics={**self.metrics, **rollout.metrics},
+            media=tuple(medium.id for medium in segment.media),
+        )
+
+
+def assembled(siblings: Sequence[ScoredRollout], **fields: Any) -> TrajectoryGroup:
+    """The group of these siblings; `fields` are its further ones.
+
+    Raises:
+        ValueError: an engine or an environment has recorded what no trajectory may hold.
+    """
+    spans = [span for s in siblings for part in s.rollout.segments for span in part.spans]
+    lengths = [len(span.token_ids) for span in spans]
+    policy_versions = np.concatenate([span.policy_versions for span in spans])
+    response_mask = policy_versions >= 0
+    packed = PackedGroup(
+        facts=tuple(s.facts(segment) for s in siblings for segment in s.rollout.segments),
+        token_ids=np.concatenate([span.token_ids for span in spans]),
+        response_mask=response_mask,
+        behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
+        policy_versions=policy_versions,
+        loss_mask=_loss_mask(spans, response_mask),
+        episode_indices=episode_indices(len(s.rollout.segments) for s in siblings),
+        media=distinct(medium for s in siblings for medium in s.rollout.media),
+        sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
+        top_logprobs=TopLogprobs.joined([span.top_logprobs for span in spans], lengths),
+        **fields,
+    )
+    return packed.group()
+
+
+def _loss_mask(spans: Sequence[Span], response_mask: BoolArray) -> BoolArray | None:
+    if all(span.in_loss for span in spans):
+        return None
+    in_loss = [np.full(len(span.token_ids), span.in_loss) for span in spans]
+    mask: BoolArray = response_mask & np.concatenate(in_loss)
+    return mask
 
 
 class TruncatedGroupError(Exception):

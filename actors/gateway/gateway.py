@@ -19,10 +19,9 @@ from actors.gateway.apis.requests import Json
 from actors.gateway.command_agent import CommandAgent
 from actors.gateway.function_agent import FunctionAgent
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
-from actors.gateway.server import GatewayServer
+from actors.gateway.server import GatewayServer, TaskRoutes
 from actors.gateway.session import Session
 from actors.gateway.start import AGENT
-from actors.gateway.task_routes import TaskRoutes
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry

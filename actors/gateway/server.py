@@ -2,30 +2,333 @@
 
     POST /v1/chat/completions, /v1/responses, /v1/messages, GET /v1/models
                           with an episode's key as the API's key
-    /sessions...          see `actors.gateway.task_routes`
+    /sessions...          see `actors.gateway.server`
 
 Every route of an API is also below /sessions/KEY, for clients whose key cannot be set. A request
 whose client goes away is canceled, and its slot in the engine is free.
+
+One HTTP exchange of the gateway: the body of a request, and answers and refusals as JSON.
+
+Invariant: whatever a client sends is answered, in the form of the API that it speaks.
+
+What the gateway logs of bytes that are no HTTP request.
+
+Invariant: whoever reaches the port can send them without end, so there is a line each LOG_S at
+most, without a traceback and without the bytes, which may hold an episode's key. What else the
+server logs stays as it is.
+
+What a request may say about sampling: less tokens, and nothing else.
+
+What is recorded with a token is its log-probability under the distribution that it was sampled
+from, and the learner computes its own at `generator.temperature`: a completion of another
+temperature would be off-policy from the first step on.
+
+How an agent of any language gets a task and closes its episode.
+
+POST /sessions              take a task: {"agent": name, "wait_s": 30}; 204 if there is none
+GET /sessions/KEY           the task
+DELETE /sessions/KEY        give it up: its group fails
+POST /sessions/KEY/reward   close the episode: {"reward": 1.0, "metrics": {}}
 """
 
 import errno
+import hmac
+import json
+import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any, Literal
 
+import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Struct, structs
 
+from actors.gateway.agent import AgentResult
 from actors.gateway.apis.anthropic_messages import MESSAGES
 from actors.gateway.apis.chat import CHAT, write_error
-from actors.gateway.apis.requests import Answer, Api, RequestError
+from actors.gateway.apis.requests import Answer, Api, Json, Request, RequestError, converted
 from actors.gateway.apis.responses import RESPONSES
-from actors.gateway.exchange import answering, event_stream, json_answer, read_object
-from actors.gateway.open_episodes import OpenEpisodes
-from actors.gateway.sampling import RequestSampling
-from actors.gateway.stranger_log import server_log
-from actors.gateway.task_routes import find
+from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
+from actors.gateway.session import ContextTooLongError, SessionEndedError
 from streamrl.config.generator.agent import AgentSettings
-from streamrl.errors import ConfigError, TransportError
+from streamrl.errors import ConfigError, LostAgentError, RolloutError, StreamRLError, TransportError
+from streamrl.types import SamplingParams
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+# 409 would say it better, and the clients of both APIs repeat what gets that.
+_GONE = 410
+
+
+def answering(handler: Handler, write_error: Callable[[RequestError], Json]) -> Handler:
+    """The handler, whose refusals are answered in this form."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPRequestEntityTooLarge as error:
+            refusal = RequestError(f"the body is larger than {error.text}", 413)
+        except RequestError as error:
+            refusal = error
+        except StreamRLError as error:
+            refusal = _refusal(error)
+        except RecursionError:
+            refusal = RequestError("the body is nested too deeply")
+        return json_answer(write_error(refusal), refusal.status)
+
+    return answer
+
+
+def _refusal(error: StreamRLError) -> RequestError:
+    """
+    Raises:
+        StreamRLError: it is none that a request leads to.
+    """
+    match error:
+        case SessionEndedError():
+            return RequestError(str(error), _GONE, "episode_over")
+        case ContextTooLongError():
+            return RequestError(str(error), code="context_length_exceeded")
+        case ConfigError():
+            return RequestError(str(error))
+        case RolloutError():
+            return RequestError(str(error), 500)
+    raise error
+
+
+def json_answer(content: Any, status: int = 200) -> web.Response:
+    """Also of what a prompt's row may hold beside JSON's types, as text."""
+    body = msgspec.json.encode(content, enc_hook=str)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+async def event_stream(
+    request: web.Request, events: Iterable[tuple[str, Json]], end: str
+) -> web.StreamResponse:
+    """Server-sent events, then the line that ends them. Waits for the client to take them."""
+    response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
+    response.content_type = "text/event-stream"
+    await response.prepare(request)
+    for name, data in events:
+        line = f"event: {name}\n" if name else ""
+        await response.write(f"{line}data: {json.dumps(data, default=str)}\n\n".encode())
+    await response.write(end.encode())
+    await response.write_eof()
+    return response
+
+
+async def read_object(request: web.Request) -> Json:
+    """The JSON object that is the body; {} where there is no body.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    # A page in a browser may post any other type to this machine without asking.
+    if request.content_type != "application/json":
+        raise RequestError(
+            f"Content-Type: was {request.content_type!r}; it must be application/json", 415
+        )
+    try:
+        # Unlike Python's own, this reads no NaN and no half of a surrogate pair.
+        body = msgspec.json.decode(await request.read() or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is a {type(body).__name__}; it must be an object")
+    return body
+
+
+def key_of(request: web.Request) -> str:
+    """The key or token that the request carries, in its path or in the headers of either API."""
+    if key := request.match_info.get("key"):
+        return key
+    scheme, _, credential = request.headers.get("Authorization", "").partition(" ")
+    return credential if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+LOG_S = 10.0
+
+
+class StrangerFilter(logging.Filter):
+    """Of aiohttp's server logger, which writes a traceback for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged_s = -LOG_S
+        self._num_refused = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        self._num_refused += 1
+        now_s = time.monotonic()
+        if now_s - self._logged_s < LOG_S:
+            return False
+        self._logged_s = now_s
+        reason = error.message.partition("\n")[0].rstrip(":")
+        record.msg = f"refused a request that is no HTTP: {reason} ({self._num_refused} so far)"
+        record.args = ()
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+def server_log() -> logging.Logger:
+    """For one server."""
+    log = logging.Logger(__name__)
+    log.parent = logging.getLogger("actors.gateway")
+    log.addFilter(StrangerFilter())
+    return log
+
+
+log = logging.getLogger(__name__)
+
+
+class RequestSampling:
+    """Of one generator; every kind of request that is overridden is named once in its log."""
+
+    def __init__(self, on_other: Literal["override", "refuse"]) -> None:
+        self._on_other = on_other
+        self._named: frozenset[str] = frozenset()
+
+    def of(self, request: Request, run: SamplingParams) -> SamplingParams:
+        """How the request is sampled.
+
+        Raises:
+            RequestError: it asks for another distribution, and that is refused.
+        """
+        for name, asked in request.sampling.items():
+            if asked is not None and asked != getattr(run, name):
+                self._on_another(name, asked, getattr(run, name))
+        asked_tokens = (
+            run.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        )
+        if asked_tokens < 1:
+            raise RequestError(f"max_tokens: was {asked_tokens}; it must be 1 or more")
+        return structs.replace(run, max_new_tokens=min(asked_tokens, run.max_new_tokens))
+
+    def _on_another(self, name: str, asked: float, own: float) -> None:
+        if self._on_other == "refuse":
+            raise RequestError(
+                f"{name}: was {asked:g}, and generator.{name} is {own:g}; leave it out, or set "
+                "generator.agent.request_sampling to override"
+            )
+        if name not in self._named:
+            self._named |= {name}
+            log.warning(
+                "an agent asks for %s %g; all are sampled with generator.%s, which is %g",
+                *(name, asked, name, own),
+            )
+
+
+_MAX_WAIT_S = 300.0
+
+
+class _Take(Struct, forbid_unknown_fields=True):
+    agent: str = "an agent"
+    wait_s: float = 30.0
+
+
+class _Close(Struct, forbid_unknown_fields=True):
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+
+
+class TaskRoutes:
+    """Of one gateway."""
+
+    def __init__(
+        self,
+        episodes: OpenEpisodes,
+        task_of: Callable[[OpenEpisode], Json],
+        *,
+        token: str | None,
+        is_pulled: bool,
+    ) -> None:
+        """
+        Args:
+            task_of: what an agent is told of its episode.
+            token: what an agent must know to take a task; None: nothing.
+            is_pulled: whether agents ask for tasks, instead of being started with one.
+        """
+        self._episodes = episodes
+        self._task_of = task_of
+        self._token = token
+        self._is_pulled = is_pulled
+
+    @property
+    def routes(self) -> list[web.RouteDef]:
+        handlers: Mapping[tuple[str, str], Handler] = {
+            ("POST", "/sessions"): self._take,
+            ("GET", "/sessions/{key}"): self._read,
+            ("DELETE", "/sessions/{key}"): self._give_up,
+            ("POST", "/sessions/{key}/reward"): self._close,
+        }
+        return [
+            web.route(method, path, answering(handler, write_error))
+            for (method, path), handler in handlers.items()
+        ]
+
+    async def _take(self, request: web.Request) -> web.Response:
+        """Waits for a task, as long as the agent asks for."""
+        # A header may hold bytes that are no text.
+        key = key_of(request).encode(errors="surrogateescape")
+        if self._token and not hmac.compare_digest(key, self._token.encode()):
+            raise RequestError("a task needs the token: Authorization: Bearer TOKEN", 401)
+        if not self._is_pulled:
+            raise RequestError(
+                "generator.agent starts its agents itself: without function and command, agents "
+                "ask for tasks"
+            )
+        asked = converted(await read_object(request), _Take, {})
+        if not 0 <= asked.wait_s <= _MAX_WAIT_S:
+            raise RequestError(
+                f"wait_s: was {asked.wait_s:g}; it must be from 0 to {_MAX_WAIT_S:g}"
+            )
+        episode = await self._episodes.take(f"agent {asked.agent!r}", asked.wait_s)
+        return web.Response(status=204) if episode is None else json_answer(self._task_of(episode))
+
+    async def _read(self, request: web.Request) -> web.Response:
+        return json_answer(self._task_of(self._find(request)))
+
+    async def _give_up(self, request: web.Request) -> web.Response:
+        episode = self._find(request)
+        episode.fail(LostAgentError(f"{episode.agent} gave up ({episode.place})"))
+        return json_answer({})
+
+    async def _close(self, request: web.Request) -> web.Response:
+        episode = self._find(request)
+        closed = converted(await read_object(request), _Close, {})
+        if closed.reward is None and episode.needs_reward:
+            raise RequestError("reward: is missing, and data.reward is environment")
+        values = {"reward": closed.reward or 0.0, **closed.metrics}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise RequestError(f"{name}: was {value}; it must be finite")
+        episode.close(AgentResult(closed.reward, closed.metrics))
+        return json_answer({})
+
+    def _find(self, request: web.Request) -> OpenEpisode:
+        return find(self._episodes, request)
+
+
+def find(episodes: OpenEpisodes, request: web.Request) -> OpenEpisode:
+    """The episode whose key the request carries.
+
+    Raises:
+        RequestError: no episode has it.
+        SessionEndedError: the episode is over.
+    """
+    try:
+        return episodes.find(key_of(request))
+    except KeyError:
+        raise RequestError("no episode has this API key", 401, "invalid_api_key") from None
+
 
 _APIS: Mapping[str, Api] = {
     "/v1/chat/completions": CHAT,

@@ -14,13 +14,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.prompts.epochs import Epochs
-from actors.prompts.levels import LevelPrompts
-from actors.prompts.mixture import Mixture
 from actors.prompts.rows import Columns, ConcatenatedPrompts, PromptRows, RowPrompts
 from actors.prompts.seeds import HELD_OUT_RUN_SEED
-from actors.prompts.streams import FirstPrompts, NamedPrompts
-from actors.prompts.tasks import TASKS, HeldOutTaskPrompts, TaskPrompts
+from actors.prompts.streams import Epochs, FirstPrompts, Mixture, NamedPrompts
+from actors.prompts.tasks import TASKS, HeldOutTaskPrompts, LevelPrompts, TaskPrompts
 from actors.prompts.user import open_user_source
 from streamrl.config.data import DataSettings
 from streamrl.config.data.source import SourceSettings

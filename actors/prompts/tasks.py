@@ -2,6 +2,13 @@
 
 Invariant: a prompt is a pure function of (seed, prompt index), one that is held out of its index
 alone, and it never appears in training. A new task is a function and a line in `TASKS`.
+
+A procedural task for a vision-language model: an image of one color, and its name.
+
+The prompts of an environment that makes up its own task: nothing but the seed of a level.
+
+Invariant: a level of training is a pure function of (seed, prompt index), a held-out one of its
+index alone, and no seed is both.
 """
 
 import inspect
@@ -10,10 +17,39 @@ from typing import Any
 
 import numpy as np
 
-from actors.prompts.colors import colors
+from actors.prompts.seeds import seed_of
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Message, Prompt
+from streamrl.types import Media
 from streamrl.user_code import attributed_to
+from streamrl.vision.pixels import encode_png, pillow
+
+COLORS = {
+    "r": (220, 30, 30),
+    "g": (30, 180, 60),
+    "b": (40, 60, 220),
+    "y": (230, 220, 40),
+    "w": (240, 240, 240),
+    "k": (20, 20, 20),
+}
+"""By the letter that is the answer."""
+
+
+def colors(
+    rng: np.random.Generator, *, largest: int = 48, noise: float = 20.0
+) -> tuple[tuple[Message, ...], str]:
+    """A noisy image of a random size up to `largest` pixels a side, and the first letter of its
+    color (k for black)."""
+    name = list(COLORS)[int(rng.integers(len(COLORS)))]
+    height, width = (int(side) for side in rng.integers(16, largest + 1, 2))
+    pixels = np.array(COLORS[name]) + rng.normal(0.0, noise, (height, width, 3))
+    image = pillow("data.source colors").fromarray(pixels.clip(0, 255).astype(np.uint8))
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": Media.image(encode_png(image))},
+        {"type": "text", "text": "?"},
+    ]
+    return ({"role": "user", "content": parts},), name
+
 
 Content = str | tuple[Message, ...]
 Task = Callable[..., tuple[Content, str]]
@@ -134,3 +170,14 @@ def _digits(rng: np.random.Generator, shortest: int, longest: int, tail: float) 
     else:
         length = int(rng.integers(shortest, longest + 1))
     return "".join(str(digit) for digit in rng.integers(0, 10, length))
+
+
+class LevelPrompts:
+    """Empty prompts whose rows have a seed; `run_seed` None: the held-out ones."""
+
+    def __init__(self, run_seed: int | None) -> None:
+        self._run_seed = run_seed
+
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        seed = seed_of(self._run_seed, prompt_index)
+        return Prompt("", "", {"seed": seed}, f"level {prompt_index}")

@@ -1,6 +1,8 @@
 """Whether a reward can be made of its settings: each refusal is one sentence that names the field.
 
 Called when a generator starts and by `streamrl check`.
+
+Whether a built-in reward can score a row at all; `streamrl check` asks it of the first ones.
 """
 
 import inspect
@@ -11,10 +13,13 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from actors.rewards.builtin import expression_to_match, number_to_match, text_to_match
 from actors.rewards.forms import OWN, OWN_GROUP, TRL, VERL_NAMES, form_of
+from streamrl.config.data import RewardSettings
 from streamrl.config.loading.explain import explain
 from streamrl.config.section import Section
 from streamrl.errors import ConfigError, did_you_mean
+from streamrl.interfaces import Prompt
 
 Settings = TypeVar("Settings", bound=Section)
 
@@ -97,3 +102,30 @@ def _arguments(
         }
     taken = [name for name in signature.parameters if name in known and name not in kwargs]
     return (), dict.fromkeys(taken, object())
+
+
+def check_row(settings: RewardSettings, prompt: Prompt, kwargs_field: str) -> None:
+    """Asks what the reward itself asks before it scores.
+
+    Args:
+        kwargs_field: the setting that has its arguments.
+
+    Raises:
+        RolloutError: whatever a response is, its group would fail.
+        ConfigError: the arguments are not those of the reward.
+    """
+    match settings.reward:
+        case "exact_match":
+            text_to_match(prompt)
+        case "numeric_answer":
+            number_to_match(prompt)
+        case "math":
+            expression_to_match(prompt)
+        case "code" | "sandbox_fusion":
+            # Not above: other rewards do without a sandbox.
+            from actors.rewards.code.reward import Code, SandboxFusion, check_tests
+
+            is_local = settings.reward == "code"
+            section = Code.Settings if is_local else SandboxFusion.Settings
+            arguments = checked(kwargs_field, section, settings.kwargs)
+            check_tests(arguments, prompt, is_local=is_local)

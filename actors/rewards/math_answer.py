@@ -8,7 +8,7 @@ import logging
 
 from math_verify import parse, verify
 
-from actors.rewards.gold import expression_to_match, no_gold
+from actors.rewards.builtin import expression_to_match, no_gold
 from streamrl.interfaces import Episode
 
 # It warns of being called without a limit.

@@ -1,15 +1,35 @@
 """What a validation says of the responses to its prompts: mean@k, pass@k and majority@k.
 
 Invariant: pure, and each prompt counts alike, whatever its data source.
+
+The answer that a response gives, as text: responses with the same one vote together.
+
+A reward that reads an answer out of the response compares that; of any other one the whole response
+is the answer.
 """
 
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from actors.rewards.builtin import extract_number
 from streamrl.types.validation import MAX_METRICS
+
+AnswerOf: TypeAlias = Callable[[str], str]
+
+
+def answer_of(rewards: Collection[str]) -> AnswerOf:
+    """That of the rewards of a prompt, by their names."""
+    return _number if "numeric_answer" in rewards else str.strip
+
+
+def _number(response: str) -> str:
+    number = extract_number(response)
+    return response.strip() if number is None else str(number.normalize())
+
 
 PREFIX = "validation"
 

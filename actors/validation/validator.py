@@ -24,8 +24,7 @@ from actors.environments.runner import MixedRunner
 from actors.episodes.rollout import unbuffered_lease
 from actors.locality import weight_locality
 from actors.rendering.renderer import PromptTooLongError
-from actors.validation.answers import answer_of
-from actors.validation.scores import PREFIX, PromptResult, scores
+from actors.validation.scores import PREFIX, PromptResult, answer_of, scores
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.samples.files import validation_file, write_validation

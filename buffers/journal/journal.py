@@ -47,11 +47,8 @@ from streamrl.errors import ConfigError, OtherReleaseError, StorageError
 from streamrl.types import DropReason, GroupHeader, SchedulingState
 
 FORMAT = 7
-
 MAX_LOG_BYTES = 4 * 2**20
-
 FREE = "free"
-
 LETTERS = {
     "leased": "L",
     "buffered": "B",
@@ -69,7 +66,6 @@ LETTERS = {
     DropReason.ORPHANED: "o",
     DropReason.ABANDONED: "a",
 }
-
 _WORDS = {letter: word for word, letter in LETTERS.items()}
 
 
@@ -246,7 +242,6 @@ log = logging.getLogger(__name__)
 
 
 _PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?)"
-
 _PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?, ?)
     ON CONFLICT (number) DO UPDATE SET states = states || excluded.states,
     response_lengths = coalesce(excluded.response_lengths, response_lengths)"""

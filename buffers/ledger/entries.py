@@ -87,7 +87,6 @@ def response_lengths(entry: Entry) -> tuple[int, ...]:
 
 
 BY_BOOKS = "books"
-
 """The reason of an "acknowledged" that a learner's books decided, not a training here."""
 
 

@@ -52,7 +52,6 @@ from streamrl.types import (
 )
 
 MAX_REOPENED = 2**18
-
 # What a ledger may have lost of its counts; adding it stays far below the largest `Count`.
 MAX_LOST = 2**40
 
@@ -96,7 +95,6 @@ def _require_ranges(books: Books) -> None:
 
 # A process that was suspended may resume after several others of its id have run.
 MAX_REPLACED = 8
-
 MAX_GENERATORS = 16_384
 
 
@@ -214,7 +212,6 @@ def _without(
 
 
 _RETURNS_PROMPT = frozenset(reason for reason in DropReason if reason.returns_prompt)
-
 _ENDS = ("buffered", "acknowledged", "dropped")
 
 
@@ -254,10 +251,8 @@ log = logging.getLogger(__name__)
 
 
 Payload = TypeVar("Payload")
-
 # Longer than a large model takes to load.
 RESUMES_WITHIN_S = 600.0
-
 # Attaches whose repetition is recognized; a client repeats only its last one.
 MAX_REPEATED = 64
 

@@ -63,7 +63,6 @@ from streamrl.errors import StorageError, StreamRLError, WireError
 from streamrl.types import BufferStats, PackedGroup, RefusalReason
 
 ASKED_WITHIN_S = 3.0
-
 MAX_OBSERVERS = 1024
 
 
@@ -148,7 +147,6 @@ def _listening(url: str, curve: Path | None) -> Iterator["zmq.Socket[bytes]"]:
 
 
 _PENDING = -1
-
 Key: TypeAlias = tuple[int, bytes]
 
 
@@ -196,18 +194,12 @@ def _refused(reply: _Reply, refusal: StorageError) -> list[Frame]:
 
 
 MAX_MALFORMED = 20
-
 WINDOW_S = 10.0
-
 IGNORED_S = 10.0
-
 MAX_PEERS = 4096
-
 REPORT_S = 1.0
-
 # A turn's refusals: so many, or so many bytes of them, at a rate that leaves the cores to others.
 MAX_REFUSED = 8
-
 MAX_REFUSED_BYTES = 2**20
 
 
@@ -281,28 +273,18 @@ class Peers:
 
 
 Frames: TypeAlias = Sequence[Frame]
-
 POLL_S = 0.2
-
 STATS_S = 1.0
-
 SHUTDOWN_GRACE_S = 0.5
-
 # One commit's worth: more would keep the first ones waiting.
 MAX_REQUESTS = 256
-
 MAX_BYTES = 64 * 2**20
-
 # Messages that wait in one connection, each way; behind them the sender waits.
 MAX_QUEUED = 128
-
 MAX_REPLIES = 1000
-
 # A larger frame ends its connection; a smaller one that is too large is refused.
 MAX_FRAME_BYTES = 2 * wire.MAX_MESSAGE_BYTES
-
 MAX_REQUEST_BYTES = 4 * 2**20
-
 REST_S = 0.0025
 
 

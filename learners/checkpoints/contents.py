@@ -43,7 +43,6 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
-
 Group: TypeAlias = dist.ProcessGroup | None
 
 
@@ -144,7 +143,6 @@ class _ShardWriter(HuggingFaceStorageWriter):
 
 
 MODEL = "model/"
-
 """The names of the policy's tensors begin with it."""
 
 

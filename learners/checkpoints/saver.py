@@ -26,7 +26,6 @@ from streamrl.errors import CheckpointWriteError
 from streamrl.types import LearnerActivity
 
 RETRY_S = 20.0
-
 MAX_UNSAVED = 3
 
 

@@ -79,7 +79,6 @@ class SeenWeights:
 
 
 Term = TypeVar("Term", float, torch.Tensor)
-
 Work: TypeAlias = tuple[tuple[MicroBatch, Facts], ...]
 
 

@@ -70,17 +70,12 @@ class End(Struct, frozen=True, tag="end"):
 
 
 Computation: TypeAlias = Accumulate | Update | Discard | Snapshot | Save
-
 Command: TypeAlias = Fetch | Computation | End
-
 FetchGroups: TypeAlias = Callable[[Sequence[int]], Awaitable[tuple[TrajectoryGroup, ...]]]
-
 """(prompt indices)"""
-
 Record: TypeAlias = Callable[
     [int, Sequence[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]]]], None
 ]
-
 """(version that was made, the headers and this rank's groups of each part)"""
 
 
@@ -174,7 +169,6 @@ class Gathered(Mapping[str, torch.Tensor]):
 
 
 Result = TypeVar("Result")
-
 GIVE_UP_S = 4.0
 
 

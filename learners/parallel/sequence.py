@@ -133,9 +133,7 @@ def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
-
 _ROPES_OF_THE_ROW = frozenset({"longrope", "dynamic"})
-
 """Position embeddings that depend on the longest trajectory of a row, not on the token's place."""
 
 

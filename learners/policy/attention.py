@@ -103,7 +103,6 @@ NAME = "streamrl_packed"
 
 
 SHORT = 32
-
 """Tokens of a row up to which plain matrix products take a CPU less time than torch's kernel, which
 begins anew for each head of each trajectory."""
 
@@ -117,7 +116,6 @@ _KNOWN = {
     "seq_idx",
     "sliding_window",
 }
-
 """Arguments of attention that say what `packing` and the mask say, or how it is computed."""
 
 
@@ -288,10 +286,8 @@ def layer_mask(local_size: int | None = None, **kwargs: Any) -> Any:
 
 
 attend = over_slices(packed_attention)
-
 """As transformers calls it."""
 
 
 AttentionInterface.register(NAME, attend)
-
 AttentionMaskInterface.register(NAME, layer_mask)

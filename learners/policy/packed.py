@@ -36,7 +36,6 @@ def rows(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 NARROWEST = 16
-
 """Columns of attention's rows, at least: a CPU's softmax takes fewer numbers than fill a register
 one by one."""
 
@@ -149,7 +148,6 @@ def _first_of(places: torch.Tensor) -> torch.Tensor:
 
 
 MOST = 0.9
-
 """Share of the tokens from which on leaving out the others is not worth it."""
 
 

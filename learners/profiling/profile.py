@@ -116,7 +116,6 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "NVIDIA GeForce RTX 4090": {"bfloat16": 165.2, "float32": 82.6},
     "AMD Instinct MI300X": {"bfloat16": 1307.4, "float32": 163.4},
 }
-
 """Dense, by the beginning of `torch.cuda.get_device_name` and by compute dtype; the first that fits
 counts. From the vendors' data sheets; float32 without tensor cores."""
 

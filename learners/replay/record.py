@@ -45,11 +45,8 @@ from streamrl.types import GroupHeader, TrajectoryGroup
 from streamrl.types.packed import PackedGroup, pack
 
 RECORD_FOLDER = "record"
-
 _SUFFIX = ".zst"
-
 _LEVEL = 3
-
 _MAX_BYTES = 2**40
 
 
@@ -157,9 +154,7 @@ def _merged(parts: Sequence[RecordedPart]) -> Part:
 
 
 _TAKEN = ("algorithm.", "learner.")
-
 _RECORDED = ("learner.groups_per_step", "learner.num_ranks", "learner.mesh", "learner.checkpoint")
-
 # The temperature is that of the learner's log-probabilities, and a loss may be divided by the
 # longest response.
 _COMPUTES = (
@@ -169,7 +164,6 @@ _COMPUTES = (
     "learner.",
     "model.",
 )
-
 _COMPUTES_NOTHING = (
     "learner.checkpoint.",
     "learner.mesh.",

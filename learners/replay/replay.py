@@ -195,7 +195,6 @@ MEASURES: Mapping[str, str] = {
     "trained_token_frac": "actor/trained_token_frac",
     "reward": "reward/mean",
 }
-
 """What a report has of each step, by the metric it is."""
 
 

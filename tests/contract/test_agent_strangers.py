@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from actors.gateway.gateway import Gateway
-from actors.gateway.stranger_log import server_log
+from actors.gateway.server import server_log
 from tests.contract.test_agent_apis import QUESTION, Played, config, playing
 from tests.unit.gateway.parts import PlainRenderer
 

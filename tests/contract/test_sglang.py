@@ -14,7 +14,7 @@ from msgspec import structs
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import Request
-from actors.engines.sglang.candidates import sets_of
+from actors.engines.sglang.arguments import sets_of
 from actors.engines.sglang.messages import FinishReason, GenerateMetaInfo
 from streamrl.errors import ConfigError, RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import Engine

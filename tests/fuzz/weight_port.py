@@ -26,7 +26,7 @@ import psutil
 import zmq
 import zmq.asyncio
 
-from actors.engines.manifest import require_same_parameters
+from actors.engines.model import require_same_parameters
 from streamrl import wire
 from streamrl.types import FilesEndpoint, HostMemory, LoadReport, SharedEndpoint, WeightUpdate
 from streamrl.weights import connections

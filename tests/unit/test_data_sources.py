@@ -15,9 +15,7 @@ import zstandard
 from hypothesis import given
 
 from actors.prompts import num_held_out, open_held_out, open_prompts
-from actors.prompts.epochs import Epochs
-from actors.prompts.mixture import Mixture
-from actors.prompts.streams import FirstPrompts
+from actors.prompts.streams import Epochs, FirstPrompts, Mixture
 from streamrl.config.data import DataSettings
 from streamrl.config.data.curriculum import CurriculumSettings
 from streamrl.config.loading.load import load_config

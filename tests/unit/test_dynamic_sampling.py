@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 
 from actors.dynamic_sampling import UniformFilter
-from actors.episodes.rollout import unbuffered_lease
-from actors.episodes.surplus import first_finished, first_of_each
+from actors.episodes.rollout import first_finished, first_of_each, unbuffered_lease
 from buffers.audit import EventLengths
 from streamrl.config.algorithm.dynamic_sampling import DynamicSamplingSettings
 from streamrl.config.generator.oversample import OversampleSettings

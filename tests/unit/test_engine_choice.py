@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from actors import engines
-from actors.engines.vllm.start import serve_command
+from actors.engines.vllm.server import serve_command
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 

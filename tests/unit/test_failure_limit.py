@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.failure_limit import MAX_FAILURES, MAX_FAILURES_AT_START, FailureLimit
+from actors.failures import MAX_FAILURES, MAX_FAILURES_AT_START, FailureLimit
 from streamrl.errors import CorruptMessageError, RolloutError
 from streamrl.user_code import attributed_to, load_user_code
 

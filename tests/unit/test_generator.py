@@ -14,8 +14,7 @@ import pytest
 from actors import version_gate
 from actors.engines.targets import WeightTarget
 from actors.environments.single_turn import SingleTurn
-from actors.episodes.progress import GroupProgress
-from actors.episodes.rollout import GroupRunner
+from actors.episodes.rollout import GroupProgress, GroupRunner
 from actors.generator import Generator
 from actors.leased_group import LeasedGroup
 from actors.version_gate import StarvedLeases, VersionGate

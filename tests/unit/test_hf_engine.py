@@ -11,7 +11,7 @@ from hypothesis import given
 
 from actors.engines.hf import engine as hf
 from actors.engines.hf.batch import Request, RunningBatch
-from actors.engines.hf.compaction import Compaction
+from actors.engines.hf.cache import Compaction
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import FinishReason, SamplingParams

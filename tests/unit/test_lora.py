@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from actors.engines.hf.weights import SpareWeights
-from actors.engines.manifest import require_same_parameters
+from actors.engines.model import require_same_parameters
 from learners.parallel import sharding
 from learners.policy.lora import (
     Factors,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.engines.hf.loading import load_model
+from actors.engines.hf.engine import load_model
 from learners.policy.loading import load_network
 from streamrl.errors import ConfigError
 from streamrl.vision.families import load_pretrained

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from actors.leased_group import LeasedGroup
-from actors.occupancy import Occupancy
+from actors.status_report import Occupancy
 from learners.profiling.scaling import ScalingWindow
 from streamrl.config.generator import GeneratorSettings
 from streamrl.diagnosis.scaling import (

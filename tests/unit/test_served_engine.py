@@ -19,8 +19,14 @@ from actors.engines import requests
 from actors.engines.model import ModelFacts
 from actors.engines.served import http as http_module
 from actors.engines.served.engine import ServedEngine
-from actors.engines.served.http import ConnectionLostError, Http, RefusedError, SlowAnswerError
-from actors.engines.served.metrics import readings
+from actors.engines.served.http import (
+    ConnectionLostError,
+    Http,
+    RefusedError,
+    SlowAnswerError,
+    readings,
+)
+from actors.engines.served.open import probe, wait_until_up
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import (
     Check,
@@ -31,8 +37,7 @@ from actors.engines.served.server import (
     completion,
     versions_of,
 )
-from actors.engines.served.start import probe, wait_until_up
-from actors.engines.vllm.start import VllmKind, open_vllm
+from actors.engines.vllm.server import VllmKind, open_vllm
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.validation.answers import answer_of
-from actors.validation.scores import PromptResult, majority, pass_at, scores, sizes
+from actors.validation.scores import PromptResult, answer_of, majority, pass_at, scores, sizes
 from streamrl.types.validation import MAX_METRICS
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from actors.engines.model import ModelFacts
-from actors.engines.vllm import cpu
-from actors.engines.vllm.start import open_vllm
+from actors.engines.vllm import arguments as cpu
+from actors.engines.vllm.server import open_vllm
 from streamrl.errors import ConfigError
 from tests.engines import run_config
 from tests.ports import free_port
@@ -49,9 +49,9 @@ def test_a_vllm_elsewhere_is_refused_for_this_cpu_only_if_it_runs_on_it(tmp_path
     url = f"http://127.0.0.1:{free_port()}"
     server = {"url": url, "start_timeout_s": 0.1}
     config = run_config(save_llama(tmp_path), vllm=server)
-    monkeypatch.setattr("actors.engines.vllm.start.has_gpu", lambda: False)
+    monkeypatch.setattr("actors.engines.vllm.server.has_gpu", lambda: False)
     with pytest.raises(ConfigError, match="attention heads of width 8"):
         open_vllm(config)
-    monkeypatch.setattr("actors.engines.vllm.start.has_gpu", lambda: True)
+    monkeypatch.setattr("actors.engines.vllm.server.has_gpu", lambda: True)
     with pytest.raises(ConfigError, match=f"no inference server at {url}"):
         open_vllm(config)

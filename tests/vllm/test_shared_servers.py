@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
 from actors.engines.vllm.arguments import IN_ONE_PROCESS
-from actors.engines.vllm.start import serve_options
+from actors.engines.vllm.server import serve_options
 from streamrl.cli.main import main
 from streamrl.cli.verification.run_audit import audit_run
 from streamrl.run_folder import config_of

@@ -15,8 +15,7 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from actors.engines.hf.cache import SlotCache
-from actors.engines.hf.compaction import Compaction
+from actors.engines.hf.cache import Compaction, SlotCache
 from actors.engines.hf.families import cache_argument, require_exact, why_not_slots
 from actors.engines.hf.model_cache import ModelCache
 from actors.engines.hf.records import Records

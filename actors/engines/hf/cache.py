@@ -3,16 +3,75 @@
 Invariant: rows 0..n-1 are running, so attention reads views and gathers nothing. Rows at the end
 move into the slots of those that leave. The mask excludes stale values beyond a row's length.
 Shapes: n running rows, P prefilled rows, H key-value heads, L positions, D head width.
+
+Which rows move when some of them leave the running batch.
+
+Invariant: running rows are the first ones, without a gap. Only rows behind the new end move, each
+into the place of one that leaves, so no place is read after it was written.
+
+What a forward pass takes of several prompts at once, and where their last logits are.
+
+Shapes: P prompts, L tokens of the longest.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from actors.engines.hf.compaction import Compaction
-from actors.engines.hf.prefill import Prefill, right_padded
+
+class Compaction(NamedTuple):
+    """Row `sources[i]` moves to `targets[i]` [k]; `size` rows stay."""
+
+    size: int
+    targets: NDArray[np.int64]
+    sources: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, leaves: NDArray[np.bool_]) -> "Compaction":
+        """For `leaves` [n], true where a running row leaves."""
+        size = len(leaves) - int(np.count_nonzero(leaves))
+        return cls(size, np.flatnonzero(leaves[:size]), size + np.flatnonzero(~leaves[size:]))
+
+    def apply(self, rows: list[Any]) -> None:
+        """Moves the entries of a list with one for each row."""
+        for target, source in zip(self.targets.tolist(), self.sources.tolist(), strict=True):
+            rows[target] = rows[source]
+        del rows[self.size :]
+
+
+class Prefill(NamedTuple):
+    """`inputs` of the model; `last` [P] is the index of each prompt's last kept logits."""
+
+    inputs: dict[str, Any]
+    last: torch.Tensor
+
+
+def right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> Prefill:
+    """Padding on the right, where causal attention does not read it."""
+    longest = max(map(len, prompts))
+    rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+    ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+    kept, last = torch.unique(ends, return_inverse=True)
+    token_ids = torch.tensor(rows, device=device)
+    return Prefill({"input_ids": token_ids, "logits_to_keep": kept}, last)
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> Prefill:
+    """Padding on the left, under a mask; prompts of one length have neither."""
+    longest = max(map(len, prompts))
+    rows = [[*[0] * (longest - len(prompt)), *prompt] for prompt in prompts]
+    inputs: dict[str, Any] = {"input_ids": torch.tensor(rows, device=device)}
+    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    if padding.any():
+        positions = torch.arange(longest, device=device) - padding[:, None]
+        inputs["attention_mask"] = (positions >= 0).long()
+        inputs["position_ids"] = positions.clamp_min(0)
+    return Prefill(inputs, torch.full((len(prompts),), -1, device=device))
+
 
 # Short slots are read faster, and copying all of them every so many positions costs less than one
 # step's attention.

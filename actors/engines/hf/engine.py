@@ -6,6 +6,10 @@ the longest completion, and an update interrupts none.
 
 Invariant: every request gets one answer: a completion, a RolloutError of its own, or, if the thread
 has ended with an error, that error.
+
+The model of an HF engine, as transformers loads it. Called when the engine starts.
+
+Invariant: `generator.engine_kwargs` add to what the settings say, and contradict none of it.
 """
 
 import asyncio
@@ -20,21 +24,52 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engines.hf.batch import Request, RunningBatch
-from actors.engines.hf.loading import load_model
 from actors.engines.hf.weights import SpareWeights
-from actors.engines.model import eos_token_ids
-from actors.engines.prompt import require_known_tokens, room_for
+from actors.engines.model import eos_token_ids, require_known_tokens, room_for
 from actors.engines.requests import nothing_sampled
 from actors.engines.updates import UpdatableEngine
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, Media, SamplingParams, WeightUpdate
+from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import vision_tower
 from streamrl.weights.transports.receive import TransferReceiver
 
+_FIXED = {"dtype", "torch_dtype", "trust_remote_code"}
+
+
+def load_model(config: RunConfig) -> PreTrainedModel:
+    """The model at `model.path` in `generator.dtype`, on the CPU.
+
+    Raises:
+        ConfigError: there is none, or not all of it, or it cannot be made with
+            `generator.engine_kwargs`.
+    """
+    path, trust = config.model.path, config.model.trust_remote_code
+    kwargs = config.generator.engine_kwargs
+    if clash := sorted(_FIXED & kwargs.keys()):
+        raise ConfigError(f"generator.engine_kwargs.{clash[0]}: is set by StreamRL; leave it out")
+    try:
+        dtype = getattr(torch, config.generator.dtype)
+        model: PreTrainedModel = load_pretrained(
+            path, dtype=dtype, trust_remote_code=trust, **kwargs
+        )
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        if kwargs:
+            names = ", ".join(kwargs)
+            raise ConfigError(
+                f"model.path {path!r} with generator.engine_kwargs ({names}): {error}"
+            ) from error
+        if isinstance(error, TypeError | ImportError):
+            raise
+        raise ConfigError(f"model.path: no model at {path!r}: {error}") from error
+    return model
+
+
 log = logging.getLogger(__name__)
+
 
 Future = asyncio.Future[Completion]
 CLOSE_S = 4.0

@@ -21,8 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from actors.engines.hf.compaction import Compaction
-from actors.engines.hf.prefill import Prefill, left_padded
+from actors.engines.hf.cache import Compaction, Prefill, left_padded
 
 Rows = tuple[DynamicCache, torch.Tensor]
 """A cache, and the indices [k] of rows in it."""

@@ -11,6 +11,10 @@ that this engine loaded (`Labels`) ends the generator as well.
 
 Other generators of the run may use the server, too (`actors.engines.served.weights`). Prompts of
 two engines share no prefixes.
+
+The last gauges of a server, for an engine that reads them again and again.
+
+Invariant: the total of tokens never falls, and that the gauges cannot be read is logged once.
 """
 
 import asyncio
@@ -21,8 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import structs
 
-from actors.engines.model import ModelFacts
-from actors.engines.prompt import require_known_tokens, room_for
+from actors.engines.model import ModelFacts, require_known_tokens, room_for
 from actors.engines.requests import InFlightRequests, aborted_on, nothing_sampled, slot_or_stop
 from actors.engines.served.http import (
     BrokenAnswerError,
@@ -33,13 +36,7 @@ from actors.engines.served.http import (
     retry_lost,
 )
 from actors.engines.served.process import ServerProcess
-from actors.engines.served.readings import Readings
-from actors.engines.served.server import (
-    ForeignWeightsError,
-    Request,
-    Server,
-    require_sound,
-)
+from actors.engines.served.server import ForeignWeightsError, Request, Server, require_sound
 from actors.engines.served.weights import ServerWeights
 from actors.engines.updates import UpdatableEngine
 from streamrl.errors import RolloutError, TransportError
@@ -47,6 +44,26 @@ from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
 
 log = logging.getLogger(__name__)
+
+
+class Readings:
+    """Of the server `name`; what cannot be read is 0."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.is_readable = True
+        self.last: Mapping[str, float] = {}
+
+    def on_readings(self, readings: Mapping[str, float], error: str = "") -> None:
+        """`error` is why there are none."""
+        if self.is_readable and error:
+            log.warning("%s's gauges cannot be read: %s", self._name, error)
+        elif not (self.is_readable or error):
+            log.info("%s's gauges can be read again", self._name)
+        total = max(readings.get("num_tokens", 0.0), self.last.get("num_tokens", 0.0))
+        self.last, self.is_readable = {**readings, "num_tokens": total}, not error
+
+
 _READINGS_S, _READINGS_PER_LABEL = 0.25, 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 

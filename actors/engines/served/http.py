@@ -9,14 +9,20 @@
 Invariant: every call ends by its deadline, which counts from the first byte sent to the last one
 read, and reads no more than its limit; nothing of an answer is decompressed, followed or kept.
 Calls that may be repeated go through `retry_lost`.
+
+Gauges of a server from its Prometheus page; the names are each server's own.
+
+A page has one `name{label="value",...} number` per line; comments begin with #.
+
+Invariant: a reading is finite and not negative, whatever the page holds.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import httpx2
 import msgspec
@@ -267,3 +273,35 @@ def _shown(text: str) -> str:
     """On one line, cut, with nothing that a terminal would obey."""
     printable = "".join(c if c.isprintable() else " " for c in text[: 4 * _MAX_MESSAGE])
     return " ".join(printable.split())[:_MAX_MESSAGE]
+
+
+# Our gauge: the server's name, and a label that has to be in the braces ("" for any).
+Names: TypeAlias = Mapping[str, tuple[str, str]]
+LARGEST = 2.0**53
+"""The largest reading: beyond it floats are not exact, and a status has integers of 64 bits."""
+
+
+def readings(page: str, names: Names) -> dict[str, float]:
+    """Our gauges, each the sum over the lines that match its name; 0 without such a line.
+
+    >>> page = 'vllm:num_requests_running{engine="0"} 3.0'
+    >>> readings(page, {"num_active": ("vllm:num_requests_running", "")})
+    {'num_active': 3.0}
+    """
+    sums = dict.fromkeys(names, 0.0)
+    for line in page.splitlines():
+        series, _, value = line.rpartition(" ")
+        name, _, labels = series.partition("{")
+        for gauge, (wanted, label) in names.items():
+            if name == wanted and label in labels:
+                sums[gauge] += _number(value)
+    return {gauge: min(total, LARGEST) for gauge, total in sums.items()}
+
+
+def _number(text: str) -> float:
+    """0 for what is no number that a gauge can have."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return min(value, LARGEST) if value > 0 else 0.0

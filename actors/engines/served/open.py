@@ -1,26 +1,294 @@
 """How an engine starts on inference servers that are up, or come up in time.
 
-Invariant: a server is attached (`actors.engines.served.attach`) before it gets a request.
+Invariant: a server is attached (`actors.engines.served.open`) before it gets a request.
+
+What an engine asks of an inference server before it starts: that it is up, and fits.
+
+Blocking, since a generator has nothing else to do before its engine is up.
+
+Whose a server is when a generator attaches: its label of its weights says so.
+
+    the label of           a generator of the run       an engine by itself
+    this run               uses the server as it is     -
+    another run, in use    ends with a sentence         ends with a sentence
+    another run, unused    takes it                     restores the model folder's weights
+    somebody else, or none takes it                     restores the model folder's weights
+
+The learner sends the weights to a generator that takes a server, before it leases. Generators look
+at the label again and again, so a server whose looks are counted up is in use.
+
+Invariant: a server with the label of this run is not touched, since a generator may be loading
+weights there.
 """
 
 import asyncio
+import math
+import socket
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Protocol
+from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct
 
 from actors.engines.candidates import most_asked
-from actors.engines.served.attach import attach, labels_of_run
+from actors.engines.model import ModelFacts
 from actors.engines.served.engine import ServedEngine
-from actors.engines.served.http import Http, RefusedError
+from actors.engines.served.http import Http, RefusedError, readings
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.replicas import Replica, ReplicatedEngine
-from actors.engines.served.server import Labels
-from actors.engines.served.start import ServerKind, engine_on, model_id, wait_until_up
+from actors.engines.served.server import AnyLabels, Labels, Request, Server, is_of_a_run
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.config.addresses import is_loopback
+from streamrl.config.engines.server import ServerSettings
+from streamrl.errors import ConfigError, RolloutError, TransportError
+from streamrl.types import Completion, SamplingParams
+
+_CHECK_S = 0.5
+_ANSWER_S = 60.0
+
+
+class Model(Struct, frozen=True):
+    max_model_len: int
+    id: str = ""
+
+
+class Models(Struct, frozen=True):
+    """Both libraries' answer to /v1/models: the fields that we read."""
+
+    data: Annotated[list[Model], Meta(min_length=1)]
+
+
+class ServerKind(Protocol):
+    """One library's server before its first request.
+
+    All but `server` make blocking requests, and raise RefusedError or TransportError for those that
+    fail.
+    """
+
+    @property
+    def settings(self) -> ServerSettings: ...
+
+    @property
+    def keeps_old_kv(self) -> bool:
+        """Whether what old weights have computed is there after an update."""
+        ...
+
+    def require_up(self, http: Http) -> None:
+        """Returns if the server takes requests."""
+        ...
+
+    def require_settings(self, http: Http) -> None:
+        """
+        Raises:
+            ConfigError: the server was not started as the configuration needs it.
+        """
+        ...
+
+    @property
+    def looks(self) -> tuple[str, str]:
+        """The gauge, as in `metrics.Names`, that counts requests for the label of the weights."""
+        ...
+
+    def label(self, http: Http) -> str:
+        """The server's label of its weights."""
+        ...
+
+    def take(self, http: Http, labels: Labels) -> None:
+        """Labels the server as taken; it samples, whatever state it was left in."""
+        ...
+
+    def restore(self, http: Http, labels: Labels) -> None:
+        """Loads the model folder's weights, whatever an earlier generator has loaded, and labels
+        them as version 0."""
+        ...
+
+    def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
+        """Whatever the weights are called."""
+        ...
+
+    def refusal(self, http: Http, error: RefusedError) -> ConfigError:
+        """The error for a server that refuses one of these requests."""
+        ...
+
+    def server(self, http: Http, labels: Labels) -> Server: ...
+
+
+def engine_on(
+    kind: ServerKind,
+    config: RunConfig,
+    http: Http,
+    labels: Labels,
+    *,
+    retry_timeout_s: float | None = None,
+    process: ServerProcess | None = None,
+) -> ServedEngine:
+    """The engine on a server that is attached; call it in the event loop."""
+    return ServedEngine(
+        kind.server(http, labels),
+        ModelFacts.of(config.model),
+        max_num_seqs=config.generator.max_num_seqs,
+        max_model_len=config.max_model_len,
+        retry_timeout_s=retry_timeout_s or kind.settings.retry_timeout_s,
+        keeps_old_kv=kind.keeps_old_kv,
+        process=process,
+    )
+
+
+def host_of(url: str) -> str:
+    return urlsplit(url).hostname or "127.0.0.1"
+
+
+def wait_until_up(
+    kind: ServerKind,
+    http: Http,
+    require_alive: Callable[[], None] = lambda: None,
+    timeout_s: float | None = None,
+) -> None:
+    """Waits until the server takes requests; unblocked by it, by `require_alive`, which raises when
+    the server's process has ended, or by the timeout (else `start_timeout_s`)."""
+    timeout_s = kind.settings.start_timeout_s if timeout_s is None else timeout_s
+    until_s = time.monotonic() + timeout_s
+    while True:
+        require_alive()
+        try:
+            return kind.require_up(http)
+        except RefusedError as error:
+            if error.status in (401, 403):
+                raise ConfigError(
+                    f"generator: {http.url} wants another key (api_key_variable): {error}"
+                ) from error
+            message = str(error)
+        except TransportError as error:
+            message = str(error)
+        if time.monotonic() > until_s:
+            raise ConfigError(f"no inference server at {http.url} in {timeout_s:g} s: {message}")
+        time.sleep(_CHECK_S)
+
+
+def require_length(http: Http, config: RunConfig, num_reserved: int = 0) -> None:
+    """Refuses a server whose context is too short; it keeps `num_reserved` positions of it."""
+    models = http.request_sync("GET", "/v1/models", answer=Models)
+    longest = models.data[0].max_model_len - num_reserved
+    if longest < config.max_model_len:
+        raise ConfigError(
+            f"the server at {http.url} takes {longest} tokens of prompt and completion, and "
+            f"generator.max_model_len is {config.max_model_len}"
+        )
+
+
+def model_id(http: Http) -> str:
+    """The name of the model that the server serves."""
+    answer: Models = http.request_sync("GET", "/v1/models", answer=Models)
+    return answer.data[0].id
+
+
+def request_timeout_s(config: RunConfig) -> float:
+    """Longest wait for one completion, which fails then; its episode's deadline ends it before,
+    unless the server does not answer."""
+    return config.generator.group_deadline_s + _ANSWER_S
+
+
+def probe(sample: Callable[[Request], Completion], num_candidates: int = 0) -> None:
+    """Samples one token with top_k 1: under the truncated distribution its log-probability is 0.
+    A server that does not give as many candidates of a token as the run asks for refuses it.
+
+    Raises:
+        ConfigError: the server reports log-probabilities of another distribution.
+    """
+    request = Request(
+        # A server refuses two requests of one id, and several generators may start at once.
+        id=f"probe-{uuid.uuid4().hex}",
+        # Not 0 alone: a padding token without an embedding makes all candidates alike.
+        prompt_token_ids=[1, 2, 3],
+        sampling=SamplingParams(
+            max_new_tokens=1, top_k=1, num_top_logprobs=max(0, num_candidates - 1)
+        ),
+        max_new_tokens=1,
+        stops=frozenset(),
+        cache_salt="probe",
+    )
+    try:
+        answer = sample(request)
+    except RolloutError as error:
+        raise ConfigError(f"the inference server fails at its first token: {error}") from error
+    logprob = float(answer.logprobs[0]) if len(answer.logprobs) else math.nan
+    if not abs(logprob) <= 1e-3:
+        raise ConfigError(
+            "the inference server does not report log-probabilities of the distribution it samples "
+            f"from: that of the only candidate was {logprob:.3f} instead of 0"
+        )
+
+
+# Longer than the time between two looks at the label, on a busy machine too.
+_WINDOW_S, _NUM_WINDOWS = 2.0, 3
+
+
+def labels_of_run(config: RunConfig) -> Labels:
+    """Those of the generators that have one learner and the same way to load its weights."""
+    address, served = config.weights.address, config.generator.served
+    host = socket.gethostname() if is_loopback(address) else ""
+    pause = f"{served.pause_mode} {served.recompute_kv}"
+    return Labels.of_run(f"{config.run.name} {host} {address} {pause}")
+
+
+def server_id(url: str) -> str:
+    """The same for two generators of one server, if both reach it by one address."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = host
+    if address.startswith("127."):
+        address = socket.gethostname()
+    return f"{address}:{parts.port or parts.scheme}"
+
+
+def attach(kind: ServerKind, http: Http, labels: Labels, num_candidates: int = 0) -> None:
+    """Returns once the server may be used under these labels, or with its first weights, by a run
+    that asks for so many candidates of a token at most.
+
+    Raises:
+        ConfigError: it is in use by others, or does not report what it samples.
+        RefusedError, TransportError: a request failed.
+    """
+    kind.require_settings(http)
+    label = kind.label(http)
+    if labels.is_shared and labels.is_own(label):
+        return
+    if is_of_a_run(label) and _is_in_use(kind, http):
+        raise ConfigError(
+            f"generator: the server at {http.url} is in use by generators of another run, or of "
+            "this one with another weights.address, run.name, pause_mode or recompute_kv (its "
+            f"weights are called {label[:100]!r}); give each run a server of its own"
+        )
+    if not labels.is_shared:
+        kind.restore(http, labels)
+    elif not labels.is_own(kind.label(http)):
+        kind.take(http, labels)
+    else:
+        return
+    probe(lambda request: kind.sample(http, AnyLabels(labels.owner), request), num_candidates)
+
+
+def _is_in_use(kind: ServerKind, http: Http) -> bool:
+    """Whether others look at the server's label all the time. Waits for as long as it takes."""
+    for _ in range(_NUM_WINDOWS):
+        before = _num_looks(kind, http)
+        time.sleep(_WINDOW_S)
+        if _num_looks(kind, http) <= before:
+            return False
+    return True
+
+
+def _num_looks(kind: ServerKind, http: Http) -> float:
+    return readings(http.text_sync("/metrics"), {"looks": kind.looks})["looks"]
+
 
 # A request on a server that is gone is soon sampled again on another one.
 _RETRY_S = 1.0
-_CHECK_S = 0.5
 
 
 def open_served(

@@ -1,4 +1,9 @@
-"""A server process that its engine starts; it ends with the engine (see `process_guard`)."""
+"""A server process that its engine starts; it ends with the engine (see `process_guard`).
+
+What an inference server that is started on this machine may run on.
+
+Read by the engines that start one, before anything of the inference library is imported.
+"""
 
 import contextlib
 import os
@@ -65,3 +70,11 @@ def death(name: str, exit_code: int | None, log_file: Path) -> TransportError:
         case _:
             ended = f"ended with {exit_code}"
     return TransportError(f"{name} {ended}: {last_log_line(log_file)} (see {log_file})")
+
+
+_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def has_gpu() -> bool:
+    """Whether a server on this machine may run on a GPU, whichever torch is installed here."""
+    return any(path.exists() for path in _GPU_DEVICES)

@@ -1,6 +1,6 @@
 """The interface of an inference server to `actors.engines.served.engine`, and its records.
 
-A new kind implements `Server`, and `actors.engines.served.start.ServerKind` for its start, in a
+A new kind implements `Server`, and `actors.engines.served.open.ServerKind` for its start, in a
 folder of its own; see `actors.engines.sglang`.
 """
 

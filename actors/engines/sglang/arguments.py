@@ -1,19 +1,77 @@
 """From a run's configuration to SGLang's command line, and from our request to SGLang's.
 
 Invariant: `generator.engine_kwargs` overrides every argument but those that correctness needs.
+
+What SGLang reports of the tokens that it did not sample.
+
+Its sampling mask has the ids alone, and its top log-probabilities are those before truncation: a
+token and its candidates have the same difference between the two distributions.
 """
 
+import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from actors.engines.devices import has_gpu
+from actors.engines.candidates import candidates, keeps_mask, top_of
+from actors.engines.served.process import has_gpu
 from actors.engines.served.server import Request
-from actors.engines.sglang.candidates import is_truncated
-from actors.engines.sglang.messages import GenerateReqInput, SamplingParams
+from actors.engines.sglang.messages import GenerateMetaInfo, GenerateReqInput, SglangSampling
 from streamrl.config import RunConfig
 from streamrl.config.engines.sglang import OURS
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.types import SamplingParams, TokenSets, TopLogprobs
+
+
+def is_truncated(request: Request) -> bool:
+    """Whether top-k or top-p excludes candidates; greedy sampling reports the full distribution."""
+    sampling = request.sampling
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+
+
+def sets_of(
+    meta: GenerateMetaInfo, request: Request, num_tokens: int
+) -> tuple[TokenSets | None, TopLogprobs | None]:
+    """The mask and the likeliest tokens of the first `num_tokens`, each if it was asked for.
+
+    Raises:
+        RolloutError: they are not in the answer.
+    """
+    sampling = request.sampling
+    masks = (meta.output_token_sampling_mask or [])[:num_tokens]
+    found = (meta.output_top_logprobs or [])[:num_tokens]
+    _require(masks, "sampling mask", num_tokens, is_asked=is_truncated(request))
+    _require(found, "top log-probabilities", num_tokens, is_asked=sampling.num_top_logprobs > 0)
+    mask = None
+    if keeps_mask(sampling):
+        mask = TokenSets.of([candidates(ids, [0.0] * len(ids))[0] for ids in masks])
+    if not sampling.num_top_logprobs:
+        return mask, None
+    return mask, _top(meta, sampling, masks if is_truncated(request) else None, num_tokens)
+
+
+def _top(
+    meta: GenerateMetaInfo, sampling: SamplingParams, masks: list[list[int]] | None, num_tokens: int
+) -> TopLogprobs:
+    each = []
+    for i, entries in enumerate((meta.output_top_logprobs or [])[:num_tokens]):
+        rise, kept = 0.0, None
+        if masks is not None and meta.output_token_sampling_logprobs is not None:
+            plain = meta.output_token_logprobs[i][0]
+            rise = meta.output_token_sampling_logprobs[i] - (math.nan if plain is None else plain)
+            kept = frozenset(masks[i])
+        pairs = [(e[1], e[0]) for e in entries or [] if kept is None or e[1] in kept]
+        logprobs = [math.nan if logprob is None else logprob + rise for _, logprob in pairs]
+        if not all(map(math.isfinite, logprobs)):
+            raise RolloutError("the answer is inconsistent: a log-probability is not finite")
+        each.append(candidates([token_id for token_id, _ in pairs], logprobs))
+    return top_of(each, sampling.num_top_logprobs)
+
+
+def _require(found: Sequence[object], name: str, num_tokens: int, *, is_asked: bool) -> None:
+    if is_asked and len(found) != num_tokens:
+        raise RolloutError(f"the answer has no {name} for {num_tokens - len(found)} of its tokens")
+
 
 # SGLang leaves two positions of its context unused, and takes no prompt within six of its end.
 NUM_RESERVED = 6
@@ -98,7 +156,7 @@ def wire_request(request: Request, seed: int) -> GenerateReqInput:
     return GenerateReqInput(
         rid=request.id,
         input_ids=list(request.prompt_token_ids),
-        sampling_params=SamplingParams(
+        sampling_params=SglangSampling(
             max_new_tokens=request.max_new_tokens,
             min_new_tokens=request.min_new_tokens,
             temperature=sampling.temperature,

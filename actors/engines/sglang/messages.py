@@ -13,7 +13,7 @@ from actors.engines.served.server import TokenId, VersionSpan
 __all__ = ["VersionSpan"]
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True):
+class SglangSampling(Struct, frozen=True, kw_only=True):
     """SGLang uses `sampling_seed` only under enable_deterministic_inference, where siblings without
     one would all be the same."""
 
@@ -33,7 +33,7 @@ class GenerateReqInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     rid: str
     input_ids: list[int]
-    sampling_params: SamplingParams
+    sampling_params: SglangSampling
     cache_salt: str
     return_sampling_mask: bool = False
     return_logprob: bool | None = None

@@ -35,7 +35,7 @@ from actors.engines.sglang.messages import (
     PauseGenerationReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
-from actors.engines.staging import StagedWeights, WholeModel
+from actors.engines.updates import StagedWeights, WholeModel
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.errors import StreamRLError, WeightTransferError
 from streamrl.types import WeightUpdate

@@ -14,42 +14,214 @@ which changes only while vLLM is paused. Which version the KV cache is of depend
 
 Invariant: every request gets one answer: a completion, a RolloutError of its own, or, if vLLM has
 ended, a TransportError with the last line of vLLM's errors.
+
+Gauges of a vLLM engine, collected by vLLM's own interface for statistics.
+
+vLLM calls `record` after each step, in the event loop. It may rename the fields of its records from
+one release to the next; only this file reads them.
+
+The processes that vLLM starts for an engine in this process: why they ended.
+
+vLLM's own exceptions only name a stack trace printed elsewhere. So vLLM's processes also write
+their errors to a file (`actors.engines.vllm.plugin`), whose last line goes into our error. A
+process killed by a signal writes nothing; its exit code names the signal.
+
+A prompt as vLLM takes it: token ids, and the images in them.
+
+vLLM puts the placeholders of an image in by its own processor, so it is given one for each image,
+and its token ids are compared with ours afterwards: a completion to other ids is refused.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt, tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from actors.engines.candidates import candidates, num_asked, sets_of
-from actors.engines.model import ModelFacts
-from actors.engines.prompt import require_known_tokens, room_for
-from actors.engines.requests import (
-    InFlightRequests,
-    aborted_on,
-    finish_reason,
-    nothing_sampled,
-)
+from actors.engines.model import ModelFacts, require_known_tokens, room_for
+from actors.engines.requests import InFlightRequests, aborted_on, finish_reason, nothing_sampled
+from actors.engines.served.process import death
 from actors.engines.served.server import UNLABELED
 from actors.engines.updates import UpdatableEngine
 from actors.engines.vllm.arguments import engine_arguments, vllm_sampling
-from actors.engines.vllm.gauges import Gauges
-from actors.engines.vllm.processes import VllmProcesses
-from actors.engines.vllm.prompts import VllmPrompt, VllmVision
+from actors.engines.vllm.plugin import ERROR_LOG_VARIABLE
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
 from streamrl.config.engines.vllm import VllmSettings
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.config.model import ModelSettings
+from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
+from streamrl.vision.patches import PatchReader
+from streamrl.vision.pixels import decode
+from streamrl.vision.places import Placeholders
+
+
+class Gauges(StatLoggerBase):
+    """The last reading of the scheduler, and totals since the start."""
+
+    def __init__(self) -> None:
+        self.num_active = 0
+        self.num_waiting = 0
+        self.kv_usage = 0.0
+        self.num_tokens = 0
+        self.num_preemptions = 0
+
+    def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> "Gauges":
+        """vLLM expects a factory; there is one engine, so one object."""
+        return self
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self.num_active = scheduler_stats.num_running_reqs
+            self.num_waiting = (
+                scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            )
+            self.kv_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.num_tokens += iteration_stats.num_generation_tokens
+            self.num_preemptions += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: the generator's log names the engine."""
+
+
+_END_S = 2.0
+
+
+class VllmProcesses:
+    """`folder` gets the file of errors, which is empty as long as there are none."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log_file = folder.absolute() / f"vllm-{os.getpid()}.log"
+        self._processes: tuple[BaseProcess, ...] = ()
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Around the call that starts vLLM's processes.
+
+        Raises:
+            TransportError: vLLM did not start, with the last line of its errors.
+        """
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._log_file.write_text("")
+        os.environ[ERROR_LOG_VARIABLE] = str(self._log_file)
+        before = multiprocessing.active_children()
+        try:
+            yield
+        except Exception as error:
+            raise TransportError(f"{error}; {self.death()}") from error
+        self._processes = tuple(p for p in multiprocessing.active_children() if p not in before)
+
+    def death(self) -> TransportError:
+        """The error for vLLM's end. Waits for the end of its processes, `_END_S` at most."""
+        for process in self._processes:
+            process.join(_END_S)
+        return death("vLLM", _exit_code(self._processes), self._log_file)
+
+
+def _exit_code(processes: tuple[BaseProcess, ...]) -> int | None:
+    """That of the process which failed first, as far as it can be known: vLLM ends the others by
+    SIGTERM or SIGKILL."""
+    codes = [process.exitcode for process in processes if process.exitcode]
+    is_own = [code for code in codes if code not in (-signal.SIGTERM, -signal.SIGKILL)]
+    return next(iter([*is_own, *codes]), None)
+
+
+@dataclass(frozen=True)
+class VllmPrompt:
+    """Token ids as the model reads them; those that vLLM is given, if it has images."""
+
+    token_ids: list[int]
+    collapsed: list[int] = field(default_factory=list)
+    images: tuple[Any, ...] = ()
+
+    def salted(self, cache_salt: str) -> Any:
+        """What vLLM's `generate` takes; only prompts of one salt share prefixes."""
+        if not self.images:
+            return tokens_input(self.token_ids, cache_salt=cache_salt)
+        return TokensPrompt(
+            prompt_token_ids=self.collapsed,
+            multi_modal_data={"image": list(self.images)},
+            cache_salt=cache_salt,
+        )
+
+    def require_same(self, read: Sequence[int] | None) -> None:
+        """
+        Raises:
+            RolloutError: vLLM's model has read other token ids than those that are recorded.
+        """
+        if self.images and list(read or ()) != self.token_ids:
+            raise RolloutError(
+                f"vLLM read {len(read or ())} tokens of a prompt that has {len(self.token_ids)}: "
+                "its image processor has other settings than that of model.path"
+            )
+
+
+@dataclass(frozen=True)
+class VllmVision:
+    """Of a model that sees images."""
+
+    reader: PatchReader
+    placeholders: Placeholders
+
+    @classmethod
+    def of(cls, model: ModelSettings, facts: ModelFacts) -> "VllmVision | None":
+        """
+        Raises:
+            ConfigError: torchvision, which vLLM's processors need, is not installed.
+        """
+        if facts.placeholders is None:
+            return None
+        if find_spec("torchvision") is None:
+            raise ConfigError(
+                f"generator.engine vllm: {model.path} sees images, for which vLLM needs "
+                "torchvision, and it is not installed: use generator.engine hf"
+            )
+        reader = PatchReader.of(model.path, trust_remote_code=model.trust_remote_code)
+        assert reader is not None, "the facts say that it sees images"
+        return cls(reader, facts.placeholders)
+
+    def prompt(self, token_ids: list[int], media: Sequence[Media]) -> VllmPrompt:
+        """
+        Raises:
+            RolloutError: a medium is malformed, has no place, or is a video.
+        """
+        if any(medium.kind == "video" for medium in media):
+            raise RolloutError(
+                "a prompt has a video, which vLLM would cut into frames of its own: use "
+                "generator.engine hf"
+            )
+        sizes = [self.reader.size(medium) for medium in media]
+        images = tuple(decode(medium.parts[0], "a medium") for medium in media)
+        return VllmPrompt(token_ids, self.placeholders.collapse(token_ids, sizes), images)
+
 
 # After it vLLM's processes are killed; they hold no state.
 _SHUTDOWN_S = 1.0

@@ -20,7 +20,7 @@ from actors.engines.served.server import (
 from streamrl.types import Completion
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True):
+class VllmSampling(Struct, frozen=True, kw_only=True):
     """The fields of vLLM's class of this name that we set."""
 
     max_tokens: int
@@ -41,7 +41,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int]
-    sampling_params: SamplingParams
+    sampling_params: VllmSampling
     cache_salt: str
 
 
@@ -89,7 +89,7 @@ def wire_request(request: Request) -> GenerateRequest:
     return GenerateRequest(
         request_id=request.id,
         token_ids=list(request.prompt_token_ids),
-        sampling_params=SamplingParams(
+        sampling_params=VllmSampling(
             max_tokens=request.max_new_tokens,
             min_tokens=request.min_new_tokens,
             temperature=sampling.temperature,

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from actors.engines.staging import StagedWeights, WholeModel
+from actors.engines.updates import StagedWeights, WholeModel
 from actors.engines.vllm.weights import Report
 from streamrl.curve import use_key
 from streamrl.errors import WeightTransferError

@@ -13,8 +13,7 @@ from msgspec import Struct
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.code.harness import is_installed
 from actors.rewards.code.programs import Program, outcome_of, program_of, solution_of
-from actors.rewards.code.python_tests import PythonTest
-from actors.rewards.code.syntax import beginning
+from actors.rewards.code.python_tests import PythonTest, beginning
 from actors.rewards.code.tests import ProgramTest, Test, read_tests
 from actors.rewards.remote.requests import Service, ServiceSettings
 from actors.sandbox.isolation import IsolationChoice

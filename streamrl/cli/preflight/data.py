@@ -17,7 +17,7 @@ from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.prompts.media import text_of
 from actors.prompts.reasoning import check_scorer
 from actors.rewards import make_reward
-from actors.rewards.rows import check_row
+from actors.rewards.checks import check_row
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.cli.preflight.overlap import check_overlap
 from streamrl.config import RunConfig

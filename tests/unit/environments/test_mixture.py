@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.environments.mixture import Mixture
+from actors.environments.stream import Mixture
 
 weights = st.lists(st.floats(0.05, 10), min_size=1, max_size=5)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from actors.environments import make_environment
-from actors.environments.shared import open_group
+from actors.environments.runner import open_group
 from actors.environments.single_turn import SingleTurn
-from actors.episodes import closing
+from actors.episodes import deadline as closing
 from actors.episodes.deadline import Deadline, DeadlineError
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import unbuffered_lease

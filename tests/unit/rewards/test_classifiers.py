@@ -11,7 +11,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from actors.rewards.classifiers import PADDED, check_family, logits_of, may_be_padded
+from actors.rewards.reward_model import PADDED, check_family, logits_of, may_be_padded
 from streamrl.errors import ConfigError
 from tests.model_families import _SETTINGS, FAMILIES
 

@@ -8,10 +8,10 @@ import zlib
 
 import pytest
 
+from actors.rewards.checks import check_row
 from actors.rewards.code.encodings import decoded
 from actors.rewards.code.python_tests import PythonTest, defined_functions, python_test
 from actors.rewards.code.tests import CallTest, ProgramTest, read_tests
-from actors.rewards.rows import check_row
 from actors.sandbox.isolation import find_isolation
 from streamrl.config.data import RewardSettings
 from streamrl.errors import RewardError, RolloutError
