@@ -7,7 +7,7 @@ first step's beforehand. So a generator whose groups are all alike neither stand
 import logging
 from collections.abc import Iterable
 
-from streamrl.config.algorithm.dynamic_sampling import DynamicSamplingSettings
+from streamrl.config.algorithm.settings import DynamicSamplingSettings
 from streamrl.types import TrajectoryGroup
 from streamrl.types.rollouts import ALIKE_WITHIN
 

@@ -19,7 +19,7 @@ from streamrl.error_record import ErrorRecord
 from streamrl.errors import LostAgentError, RewardError, RolloutError, StreamRLError, WireError
 from streamrl.service import user_code_details
 from streamrl.types import MAX_FAILED_ROWS, FailedReward, FailedRow, GroupFailure
-from streamrl.types.failures import shortened
+from streamrl.types.reasons import shortened
 
 
 class FailureRecord:

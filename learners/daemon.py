@@ -31,8 +31,7 @@ from learners.trainer import Trainer
 from learners.validations import Validations
 from streamrl import service
 from streamrl.algorithms.objective import require_algorithm
-from streamrl.checkpoints.new_run import require_new_run
-from streamrl.checkpoints.steps_left import require_steps_left
+from streamrl.checkpoints.find import require_new_run, require_steps_left
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, UnreachableBufferError
 from streamrl.interfaces import TrajectoryBuffer

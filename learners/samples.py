@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from streamrl.config import RunConfig
 from streamrl.samples import Sample, sample_of
-from streamrl.samples.decoding import open_decoder
 from streamrl.samples.files import SampleFile
-from streamrl.samples.record import Decode, as_json
+from streamrl.samples.record import Decode, as_json, open_decoder
 from streamrl.types import Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from streamrl.interfaces import Engine
 from streamrl.types import Completion, FilesEndpoint, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transports.file_formats import write_whole
+from streamrl.weights.transports.files import write_whole
 from tests.ports import free_port
 from tests.tiny_model import EOS, make_llama, make_tokenizer
 

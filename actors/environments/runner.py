@@ -27,7 +27,7 @@ from actors.rewards import make_reward
 from actors.tools.toolset import Toolset
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
-from streamrl.config.generator.oversample import OversampleSettings
+from streamrl.config.generator import OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Engine, EnvironmentContext
 from streamrl.types import Lease, SamplingParams, TrajectoryGroup

@@ -31,7 +31,7 @@ from actors.episodes.deadline import ClosedAfter, Deadline, DeadlineError
 from actors.episodes.record import Context, EpisodeRecord, Rollout, generate
 from actors.gateway.agent import Agent, is_agent, play
 from actors.gateway.session import Session
-from streamrl.config.generator.episode import EpisodeSettings
+from streamrl.config.generator import EpisodeSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import (
     CompletionHandle,

@@ -34,8 +34,7 @@ from actors.prompts.seeds import seed_of
 from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import load_media, sees_media
 from actors.together import together
-from streamrl.config.generator.episode import EpisodeSettings
-from streamrl.config.generator.oversample import OversampleSettings
+from streamrl.config.generator import EpisodeSettings, OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     Engine,

@@ -25,7 +25,7 @@ from actors.gateway.start import AGENT
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
-from streamrl.config.generator.agent import AgentSettings
+from streamrl.config.generator import AgentSettings
 from streamrl.errors import LostAgentError, RolloutError
 from streamrl.interfaces import EnvironmentContext
 from streamrl.user_code import attributed_to

@@ -53,7 +53,7 @@ from actors.gateway.apis.requests import Answer, Api, Json, Request, RequestErro
 from actors.gateway.apis.responses import RESPONSES
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.session import ContextTooLongError, SessionEndedError
-from streamrl.config.generator.agent import AgentSettings
+from streamrl.config.generator import AgentSettings
 from streamrl.errors import ConfigError, LostAgentError, RolloutError, StreamRLError, TransportError
 from streamrl.types import SamplingParams
 

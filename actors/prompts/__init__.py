@@ -19,8 +19,7 @@ from actors.prompts.seeds import HELD_OUT_RUN_SEED
 from actors.prompts.streams import Epochs, FirstPrompts, Mixture, NamedPrompts
 from actors.prompts.tasks import TASKS, HeldOutTaskPrompts, LevelPrompts, TaskPrompts
 from actors.prompts.user import open_user_source
-from streamrl.config.data import DataSettings
-from streamrl.config.data.source import SourceSettings
+from streamrl.config.data import DataSettings, SourceSettings
 from streamrl.data_files import SUFFIXES, has_rows, open_rows
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import PromptSource

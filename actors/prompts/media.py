@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.data import DataSettings
-from streamrl.config.data.source import SourceSettings
+from streamrl.config.data import DataSettings, SourceSettings
 from streamrl.data_files import shown
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Message, Prompt

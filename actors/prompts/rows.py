@@ -16,9 +16,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.prompts.media import MediaColumns, is_content, text_of
-from streamrl.config.data import DataSettings
-from streamrl.config.data.source import SourceSettings
-from streamrl.config.data.template import MessageTemplate
+from streamrl.config.data import DataSettings, MessageTemplate, SourceSettings
 from streamrl.data_files import Row, Rows, shown
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Message, Prompt

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.prompts.rows import PromptRows, column
-from streamrl.config.data.curriculum import CurriculumSettings
+from streamrl.config.data import CurriculumSettings
 from streamrl.data_files import shown
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt, PromptSource

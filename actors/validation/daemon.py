@@ -22,7 +22,7 @@ from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.samples.decoding import open_decoder
+from streamrl.samples.record import open_decoder
 from streamrl.shutdown import Shutdown
 from streamrl.tracking.prometheus import exporting
 from streamrl.tracking.prometheus.readings import of_validator

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.logit_transform import PLAIN_LOGITS, LogitTransform
-from streamrl.config.algorithm.kl import KL_KINDS, KlRewardSettings
+from streamrl.config.algorithm.settings import KL_KINDS, KlRewardSettings
 from streamrl.errors import did_you_mean
 
 _LOG_RATIO_BOUND = 20.0

@@ -7,17 +7,70 @@ they are few enough to be kept. On a GPU with liger-kernel installed its fused k
 Invariant: the results are those of log_softmax in float32 over whole logits.
 
 Letters: R response tokens, H hidden size, V vocabulary, B tokens of the vocabulary in a block.
+
+Liger's fused log-probabilities, where they can be used and the installed version is right.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamrl.algorithms import liger
 from streamrl.algorithms.logit_transform import PLAIN_LOGITS, LogitTransform
+from streamrl.errors import ConfigError
+
+WRONG_LIGER = ("0.8.0", "0.8.1")
+
+
+def takes_liger(device: torch.device, trains_entropy: bool) -> bool:
+    """Liger's kernels run on a GPU, and give log-probabilities alone."""
+    return device.type == "cuda" and not trains_entropy and has_liger()
+
+
+@cache
+def has_liger() -> bool:
+    """Whether liger-kernel is there.
+
+    Raises:
+        ConfigError: it is a version with wrong gradients.
+    """
+    if find_spec("liger_kernel") is None:
+        return False
+    if (installed := version("liger-kernel")) in WRONG_LIGER:
+        raise ConfigError(
+            f"liger-kernel {installed} is installed, which scales all gradients by that of the "
+            "first token; install 0.8.2 or later, or remove it"
+        )
+    return True
+
+
+def fused_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, transform: LogitTransform
+) -> Tensor | None:
+    """Minus Liger's per-token cross-entropy; None where it cannot express the transform."""
+    if transform.softcap is not None and transform.temperature != 1.0:
+        return None
+    liger = import_module("liger_kernel.transformers.functional")
+    if transform.slope != 1.0:
+        hidden = hidden * transform.slope
+        bias = None if bias is None else bias * transform.slope
+    losses: Tensor = liger.liger_fused_linear_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        reduction="none",
+        softcap=transform.softcap,
+        accum_dtype=torch.float32,
+    )
+    return -losses
+
 
 CPU_BLOCK_ELEMENTS = 1 << 20
 """[R, B] logits that stay near a core's caches."""
@@ -62,8 +115,8 @@ def token_logprobs(
     """
     _check(hidden, weight, targets)
     trains_entropy = with_entropy and trains_entropy
-    if allow_liger and liger.takes_liger(hidden.device, trains_entropy):
-        logprobs = liger.fused_logprobs(hidden, weight, targets, bias, transform)
+    if allow_liger and takes_liger(hidden.device, trains_entropy):
+        logprobs = fused_logprobs(hidden, weight, targets, bias, transform)
         if logprobs is not None:
             # Liger has no entropy; without gradient it takes one more matrix product.
             measured = _entropy(hidden, weight, targets, bias, transform) if with_entropy else None

@@ -2,6 +2,18 @@
 
 Invariant: a checkpoint is returned only after each of its files has been compared with its manifest
 (`contents=False`: their sizes), and only if the run's history contains it.
+
+Whether a run that goes on from a checkpoint has steps left to make.
+
+A launch asks before it writes anything, and reads no more than sizes; the learner asks again of the
+checkpoint that it has chosen, whose contents it has compared.
+
+Whether the buffer at hand lets a run begin at its first step.
+
+A learner that begins anew on the buffer of a run abandons all of that run's steps, which whoever
+typed the same command again did not mean. Invariant: this is asked before anything is changed, by
+the learner before it attaches, however it was started; a launch asks it earlier, of a server that
+outlives its runs. Where `run.resume` is auto or a checkpoint, that is the choice.
 """
 
 import json
@@ -14,8 +26,9 @@ import msgspec
 
 from streamrl.checkpoints.history import History, read_history
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DamagedCheckpointError, OtherReleaseError
-from streamrl.types import Books
+from streamrl.types import Books, BufferStats
 
 PREFIX = "step-"
 STATE_FILE = "state.json"
@@ -173,3 +186,67 @@ def _require_format(path: Path) -> None:
     if written != FORMAT:
         what, remedy = f"run.resume: the checkpoint {path}", "start the run anew with --new"
         raise OtherReleaseError.of(what, written, FORMAT, remedy)
+
+
+def require_steps_left(checkpoint: Checkpoint, max_steps: int) -> None:
+    """
+    Raises:
+        ConfigError: the checkpoint is beyond the run's last step.
+    """
+    step = checkpoint.policy_version
+    if step > max_steps:
+        raise ConfigError(
+            f"run.max_steps: was {max_steps}, and {checkpoint.path} is of step {step}: it must be "
+            f"above {step} to go on"
+        )
+
+
+def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> None:
+    """Of the checkpoint that a launch with these flags goes on from, if any.
+
+    Raises:
+        ConfigError: see `require_steps_left`, `newest` and `read_checkpoint`.
+    """
+    match config.run.resume:
+        case Path() as named if not (resume and is_taken(config.run.path, named)):
+            checkpoint: Checkpoint | None = read_checkpoint(named, contents=False)
+        case setting if resume or (setting == "auto" and not new):
+            checkpoint = newest(config.run.path, contents=False).checkpoint
+        case _:
+            checkpoint = None
+    if checkpoint is not None:
+        require_steps_left(checkpoint, config.run.max_steps)
+
+
+def require_new_run(config: RunConfig, stats: BufferStats) -> None:
+    """
+    Raises:
+        ConfigError: a learner has attached to the buffer before.
+    """
+    if not stats.books.learner_term:
+        return
+    folder = config.run.path
+    remedy = (
+        f"stop the buffer and move {folder} aside, as launch --new does"
+        if config.buffer.has_daemon
+        else "delete it there with launch --new or streamrl books --forget"
+    )
+    raise ConfigError(
+        f"run.name: the buffer holds a run {config.run.name} at version {stats.policy_version} "
+        f"already: --resume goes on {_from(config)}. To start anew, {remedy}, or choose another "
+        "run.name"
+    )
+
+
+def _from(config: RunConfig) -> str:
+    """Where `--resume` goes on."""
+    try:
+        checkpoint = newest(config.run.path, contents=False).checkpoint
+    except ConfigError:
+        return "from the checkpoint that run.resume has to name, since none is complete"
+    if checkpoint is None:
+        return (
+            f"at version 0, since {config.run.path} has no checkpoint; the run's prompts are "
+            "trained again, and none is lost"
+        )
+    return f"from its newest checkpoint, {checkpoint.path}"

@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import contextlib
 
-from streamrl.checkpoints.new_run import require_new_run
+from streamrl.checkpoints.find import require_new_run
 from streamrl.cli.buffer.target import open_buffer
 from streamrl.config import RunConfig
 from streamrl.config.arguments import configuration

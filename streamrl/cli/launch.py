@@ -9,7 +9,7 @@ import asyncio
 
 from rich.console import Console
 
-from streamrl.checkpoints.steps_left import require_steps_to_launch
+from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.display.summary import restart_rows, summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import chosen, launcher, require_launcher, starts_here

@@ -36,7 +36,7 @@ from streamrl.diagnosis.presence import may_move
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
 from streamrl.run_folder import find_config, read_books
-from streamrl.samples.text import printable
+from streamrl.samples.record import printable
 from streamrl.tracking.jsonl import read_last
 from streamrl.types import Books, BufferStats, LearnerStatus, replace
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from streamrl.config.numbers import NotNegative, Positive, Seconds
 from streamrl.config.section import Section
-from streamrl.types.ids import ID_PATTERN
+from streamrl.types.ranges import ID_PATTERN
 
 
 class RunSettings(Section):

@@ -8,10 +8,8 @@ and sizes tell.
 from collections.abc import Iterator, Sequence
 
 from streamrl.config import RunConfig
-from streamrl.placement.addresses import with_addresses
-from streamrl.placement.commands import Commands
-from streamrl.placement.memory.fit import Fit
-from streamrl.placement.memory.shape import ModelShape
+from streamrl.placement.commands import Commands, with_addresses
+from streamrl.placement.memory import Fit, ModelShape
 from streamrl.placement.plan import Host, Plan, PlannedProcess
 from streamrl.placement.seats import seats
 

@@ -2,9 +2,19 @@
 
 Invariant: the text is that of the very tokens that the engine read and sampled, special ones
 included, so a template that went wrong is seen.
+
+Texts that a model wrote, safe to show: a terminal obeys control characters, a person does not
+see them.
+
+Which characters of a text are whose token's.
+
+Invariant: the pieces of the tokens, one after the other, are the beginning of the text.
+
+Token ids to the text that a person reads: special tokens stay.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -12,8 +22,60 @@ import numpy as np
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 
-from streamrl.samples.pieces import piece_lengths
+from streamrl.config.model import ModelSettings
 from streamrl.types import Trajectory
+
+# C0 and C1 controls, DEL, line separators, marks that turn the direction of text, lone surrogates.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
+
+
+def printable(text: str) -> str:
+    r"""The text with its control characters as escapes, but for line ends and tabs.
+
+    >>> printable("red: \x1b[31m, bell: \x07")
+    'red: \\x1b[31m, bell: \\x07'
+    """
+    return _UNSAFE.sub(lambda found: _escape(found.group()), text)
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+
+MAX_TOKENS = 1024
+"""Of one message; decoding costs a call or two for each token."""
+_INCOMPLETE = "\ufffd"
+
+
+def piece_lengths(
+    token_ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]
+) -> tuple[int, ...]:
+    """How many characters of `text`, which the tokens decode to, each of the first MAX_TOKENS adds.
+
+    0 for a token that is a part of a character, whose last token has it. Empty if the tokens do not
+    add up to the text, as with a tokenizer that cleans up spaces.
+    """
+    lengths: list[int] = []
+    begin = end = position = 0
+    before = ""
+    for number in range(1, min(len(token_ids), MAX_TOKENS) + 1):
+        # From a token before, since some tokenizers drop the space at the beginning of a text.
+        window = decode(token_ids[begin:number])
+        piece = window[len(before) :]
+        if not piece or window.endswith(_INCOMPLETE):
+            lengths.append(0)
+            continue
+        if text[position : position + len(piece)] != piece:
+            return ()
+        lengths.append(len(piece))
+        position += len(piece)
+        begin, end = end, number
+        before = decode(token_ids[begin:end])
+    return tuple(lengths)
+
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 POLICY, ENVIRONMENT = "assistant", "environment"
@@ -137,3 +199,17 @@ def _spans(trajectory: Trajectory) -> Iterator[tuple[str, tuple[int, ...]]]:
     for start, end in itertools.pairwise(starts):
         ids = tuple(trajectory.token_ids[start:end].tolist())
         yield (POLICY if mask[start] else ENVIRONMENT), ids
+
+
+def open_decoder(model: ModelSettings) -> Decode:
+    """That of the model's tokenizer.
+
+    Raises:
+        OSError, ValueError: the model has none.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model.tokenizer_path, trust_remote_code=model.trust_remote_code
+    )
+    return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False))

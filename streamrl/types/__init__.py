@@ -23,7 +23,6 @@ from streamrl.types.buffer import (
     SchedulingState,
     admission_capacity,
 )
-from streamrl.types.failures import MAX_FAILED_ROWS, FailedReward, FailedRow, GroupFailure
 from streamrl.types.index_ranges import IndexRanges, ranges_of
 from streamrl.types.lengths import (
     LengthHistogram,
@@ -47,7 +46,14 @@ from streamrl.types.ranges import (
     Text,
     WaitSeconds,
 )
-from streamrl.types.reasons import DropReason, RefusalReason
+from streamrl.types.reasons import (
+    MAX_FAILED_ROWS,
+    DropReason,
+    FailedReward,
+    FailedRow,
+    GroupFailure,
+    RefusalReason,
+)
 from streamrl.types.rollouts import (
     GREEDY_REWARD,
     INVALID_TURNS,
@@ -60,8 +66,7 @@ from streamrl.types.rollouts import (
     Turn,
     episode_indices,
 )
-from streamrl.types.tokens.checks import BoolArray, Float32Array, Int32Array
-from streamrl.types.tokens.sets import TokenSets, TopLogprobs
+from streamrl.types.tokens import BoolArray, Float32Array, Int32Array, TokenSets, TopLogprobs
 from streamrl.types.validation import ValidationReport, ValidatorStatus
 from streamrl.types.weights import (
     BroadcastEndpoint,

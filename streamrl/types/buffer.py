@@ -5,7 +5,6 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from streamrl.types.failures import FailedReward, FailedRow, GroupFailure
 from streamrl.types.index_ranges import IndexRanges, members
 from streamrl.types.lengths import ResponseLengths
 from streamrl.types.ranges import (
@@ -18,7 +17,7 @@ from streamrl.types.ranges import (
     PolicyVersion,
     PromptIndex,
 )
-from streamrl.types.reasons import DropReason, RefusalReason
+from streamrl.types.reasons import DropReason, FailedReward, FailedRow, GroupFailure, RefusalReason
 from streamrl.types.rollouts import GroupHeader, TrajectoryGroup
 
 

@@ -14,17 +14,19 @@ from msgspec import Struct
 from streamrl.types.media import Media, check_media
 from streamrl.types.ranges import Count, Name, PromptIndex, Text
 from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, TrajectoryGroup, Turn
-from streamrl.types.tokens.checks import (
+from streamrl.types.tokens import (
     BoolArray,
     Float32Array,
     Int32Array,
+    TokenSets,
+    TopLogprobs,
     check_group,
     check_reward,
+    check_token_sets,
     check_tokens,
     newest_version,
     oldest_version,
 )
-from streamrl.types.tokens.sets import TokenSets, TopLogprobs, check_token_sets
 
 
 def pack(group: TrajectoryGroup) -> tuple[Any, ...]:

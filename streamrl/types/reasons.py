@@ -1,6 +1,15 @@
-"""Why a lease or group was dropped, and why a put was refused."""
+"""Why a lease or group was dropped, and why a put was refused.
+
+Why groups failed, as a generator reports it with its heartbeats.
+
+Invariant: a report is short, however long the message of an exception is.
+"""
 
 from enum import StrEnum
+
+from msgspec import Struct
+
+from streamrl.types.ranges import Count, Name, PromptIndex
 
 
 class DropReason(StrEnum):
@@ -44,3 +53,46 @@ class RefusalReason(StrEnum):
     UNKNOWN_LEASE = "unknown_lease"
     MALFORMED = "malformed"
     IGNORED = "ignored"
+
+
+MAX_FAILURE_CHARACTERS = 300
+MAX_FAILED_ROWS = 8
+
+
+class GroupFailure(Struct, frozen=True, kw_only=True):
+    """The failure of one group; `sentence` is the error's, shortened."""
+
+    prompt_index: PromptIndex
+    sentence: str
+
+    def __post_init__(self) -> None:
+        _check_length("sentence", self.sentence)
+
+
+class FailedRow(Struct, frozen=True, kw_only=True):
+    """A row of the data whose groups failed; `row` is its place, such as "line 3 of a.jsonl"."""
+
+    row: str
+    num_failures: Count
+
+    def __post_init__(self) -> None:
+        _check_length("row", self.row)
+
+
+class FailedReward(Struct, frozen=True, kw_only=True):
+    """A reward, by its name in metrics, that has not scored groups."""
+
+    reward: Name
+    num_failures: Count
+
+
+def shortened(text: str) -> str:
+    """The text on one line, with at most MAX_FAILURE_CHARACTERS."""
+    line = " ".join(text.split())
+    is_short = len(line) <= MAX_FAILURE_CHARACTERS
+    return line if is_short else line[: MAX_FAILURE_CHARACTERS - 3] + "..."
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > MAX_FAILURE_CHARACTERS:
+        raise ValueError(f"{name}: has {len(text)} characters; at most {MAX_FAILURE_CHARACTERS}")

@@ -11,18 +11,20 @@ from msgspec import Struct
 
 from streamrl.types.media import Media, check_media
 from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, Text
-from streamrl.types.tokens.checks import (
+from streamrl.types.tokens import (
     BoolArray,
     Float32Array,
     Int32Array,
+    TokenSets,
+    TopLogprobs,
     check_group,
     check_reward,
+    check_token_sets,
     check_tokens,
     newest_version,
     oldest_version,
     require_one_length,
 )
-from streamrl.types.tokens.sets import TokenSets, TopLogprobs, check_token_sets
 
 ALIKE_WITHIN = 1e-6
 """Rewards of a group that differ by no more are alike: sums of equal parts differ by rounding."""

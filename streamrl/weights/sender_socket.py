@@ -3,12 +3,24 @@
 Invariant: every answer is waited for with a deadline, and one from a process that has ended or was
 replaced is not waited for. No message ends the learner or costs it more than READING_SHARE of its
 time: what is malformed, or in the name of another connection's receiver, is refused and counted
-(`streamrl.weights.connections`), and senders that go on wait in their own queues.
+(`streamrl.weights.sender_socket`), and senders that go on wait in their own queues.
+
+How much each connection to the weight port may send, and what was refused.
+
+A connection has a budget of messages, which refills with time. A refused message costs as much as
+REFUSED_COST others, a message above the budget is dropped unread and costs too: a connection that
+goes on is ignored until it has been quiet.
+
+Invariant: one connection has at most BURST + MESSAGES_PER_S * seconds of its messages decoded. What
+is kept of connections is bounded; the one that was silent for longest is forgotten.
 """
 
 import asyncio
+import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -18,9 +30,7 @@ from streamrl import wire
 from streamrl.curve import CurveServer
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import WeightUpdate
-from streamrl.weights.connections import Connections
-from streamrl.weights.membership import Membership
-from streamrl.weights.peers import Peer
+from streamrl.weights.membership import Membership, Peer
 from streamrl.weights.protocol import (
     Announce,
     Answer,
@@ -33,6 +43,61 @@ from streamrl.weights.protocol import (
     Ready,
     Transfer,
 )
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_S = 100.0
+BURST = 200.0
+REFUSED_COST = 25.0
+MAX_CONNECTIONS = 8192
+LOG_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """Messages left at `at_s`; below 0 the connection is ignored."""
+
+    messages: float
+    at_s: float
+
+
+class Connections:
+    """The connections of one socket, by routing id. Runs in one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._budgets: OrderedDict[bytes, _Budget] = OrderedDict()
+        self._logged_s = -LOG_S
+        self.num_refused = 0
+        self.num_ignored = 0
+
+    def admits(self, connection: bytes) -> bool:
+        """Whether to read a message that has arrived; it counts in any case."""
+        is_admitted = self._spend(connection, 1.0) >= 0
+        self.num_ignored += not is_admitted
+        return is_admitted
+
+    def refuse(self, connection: bytes, origin: str, reason: str) -> None:
+        """Count a message that was read in vain; log it, if none was logged for LOG_S."""
+        self.num_refused += 1
+        self._spend(connection, REFUSED_COST)
+        if self._clock() - self._logged_s >= LOG_S:
+            self._logged_s = self._clock()
+            log.warning(
+                "refused a message to the weight port from %s: %s (%d refused so far, %d ignored)",
+                *(origin, reason, self.num_refused, self.num_ignored),
+            )
+
+    def _spend(self, connection: bytes, cost: float) -> float:
+        now_s = self._clock()
+        budget = self._budgets.pop(connection, _Budget(BURST, now_s))
+        refilled = min(BURST, budget.messages + (now_s - budget.at_s) * MESSAGES_PER_S)
+        left = max(-BURST, refilled - cost)
+        self._budgets[connection] = _Budget(left, now_s)
+        if len(self._budgets) > MAX_CONNECTIONS:
+            self._budgets.popitem(last=False)
+        return left
+
 
 READING_SHARE = 0.2
 BATCH = 64

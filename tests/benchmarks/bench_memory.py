@@ -22,8 +22,7 @@ from learners.parallel.sharding import checkpoint_layers
 from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
 from streamrl.config import RunConfig
-from streamrl.placement.memory.learner import LearnerMemory
-from streamrl.placement.memory.shape import ModelShape
+from streamrl.placement.memory import LearnerMemory, ModelShape
 from tests.benchmarks.learner_runs.passes import SMOLLM2_135M, Load, make_batch, make_model
 
 CASES = {

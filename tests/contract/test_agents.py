@@ -18,7 +18,7 @@ from actors.episodes.episode import EpisodeRun
 from actors.episodes.record import Rollout
 from actors.gateway.gateway import Gateway
 from streamrl.config import RunConfig
-from streamrl.config.generator.episode import EpisodeSettings
+from streamrl.config.generator import EpisodeSettings
 from streamrl.errors import ConfigError, LostAgentError, RolloutError, TransportError
 from streamrl.interfaces import EnvironmentContext, Prompt
 from streamrl.types import FinishReason

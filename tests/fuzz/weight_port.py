@@ -4,9 +4,9 @@
 
 Messages come from `tests.fuzz.hostile`: every record of the protocol in the name of a receiver that
 is there, mutated bytes, any number of frames, frames that are too large. No budget of a connection
-(`streamrl.weights.connections`) holds here, so that each is decoded. Beside them a receiver of ours
-gets version after version. What must hold: the sender lives, the receiver misses no version, and
-memory stays. Prints one JSON line. `tests/system/test_weight_fuzz.py` does the same with a small
+(`streamrl.weights.sender_socket`) holds here, so that each is decoded. Beside them a receiver of
+ours gets version after version. What must hold: the sender lives, the receiver misses no version,
+and memory stays. Prints one JSON line. `tests/system/test_weight_fuzz.py` does the same with a small
 budget.
 """
 
@@ -29,7 +29,7 @@ import zmq.asyncio
 from actors.engines.model import require_same_parameters
 from streamrl import wire
 from streamrl.types import FilesEndpoint, HostMemory, LoadReport, SharedEndpoint, WeightUpdate
-from streamrl.weights import connections
+from streamrl.weights import sender_socket
 from streamrl.weights.layout import manifest_of
 from streamrl.weights.locality import locality_of
 from streamrl.weights.protocol import Announce, FromReceiver, FromSender, Transfer
@@ -71,7 +71,7 @@ async def fuzz(folder: Path, num_messages: int, seed: int, *, num_drawn: int = 5
     counts = Fuzzed()
     source = endless(corpus(hostile_messages, num_drawn, seed), seed)
     unbounded = {"BURST": 1e12, "MESSAGES_PER_S": 1e12}
-    with mock.patch.multiple(connections, **unbounded):
+    with mock.patch.multiple(sender_socket, **unbounded):
         async with run(folder, deadline_s=4) as started:
             good, _ = started.join(GOOD, locality_of("cpu"))
             await until(lambda: started.sender.gauges()["num_receivers"] >= 1)

@@ -21,9 +21,9 @@ from streamrl.algorithms.rollout_is import (  # noqa: E402
 )
 from streamrl.algorithms.sequences import Sequences  # noqa: E402
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS  # noqa: E402
-from streamrl.config.algorithm.kl import KL_ESTIMATORS  # noqa: E402
 from streamrl.config.algorithm.losses import LOSS_SETTINGS  # noqa: E402
 from streamrl.config.algorithm.rewards import SampleWeightSettings  # noqa: E402
+from streamrl.config.algorithm.settings import KL_ESTIMATORS  # noqa: E402
 
 LENGTHS = [7, 0, 300, 41, 1]
 NUM_TOKENS = sum(LENGTHS)

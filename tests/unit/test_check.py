@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from streamrl import wire
+from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.checkpoints.history import write_history
-from streamrl.checkpoints.steps_left import require_steps_to_launch
 from streamrl.cli.doctor.machine import Machine
 from streamrl.cli.main import main
 from streamrl.cli.preflight import limits, model

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from streamrl.checkpoints.steps_left import require_steps_to_launch
+from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.display.numbers import sparkline, wait_shares
 from streamrl.cli.display.summary import summary_rows

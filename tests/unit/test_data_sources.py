@@ -16,8 +16,7 @@ from hypothesis import given
 
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.prompts.streams import Epochs, FirstPrompts, Mixture
-from streamrl.config.data import DataSettings
-from streamrl.config.data.curriculum import CurriculumSettings
+from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config
 from streamrl.config.loading.rendering import to_yaml
 from streamrl.data_files import count_rows

@@ -13,8 +13,8 @@ from hypothesis import given
 from actors.dynamic_sampling import UniformFilter
 from actors.episodes.rollout import first_finished, first_of_each, unbuffered_lease
 from buffers.audit import EventLengths
-from streamrl.config.algorithm.dynamic_sampling import DynamicSamplingSettings
-from streamrl.config.generator.oversample import OversampleSettings
+from streamrl.config.algorithm.settings import DynamicSamplingSettings
+from streamrl.config.generator import OversampleSettings
 from streamrl.config.loading.load import load_config
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.cli.main import main
-from streamrl.types.ids import check_id, named_after_host
+from streamrl.types.ranges import check_id, named_after_host
 from tests.unit.test_cli import QUICKSTART
 
 BAD = ["../../../escape", "", ".", "..", "a/b", "/etc", "a\n", "a b", "-x", "a" * 129, "ü", "a\x00"]

@@ -11,8 +11,12 @@ from streamrl.config.addresses import url_host
 from streamrl.curve import CurveServer, make_keys, set_client_keys
 from streamrl.placement import hosts
 from streamrl.run_folder import prepare
-from streamrl.weights.transports.groups import OpenStore, address_towards
-from streamrl.weights.transports.rendezvous import RendezvousServer, RendezvousStore
+from streamrl.weights.transports.groups import (
+    OpenStore,
+    RendezvousServer,
+    RendezvousStore,
+    address_towards,
+)
 
 HOST = "::1"
 

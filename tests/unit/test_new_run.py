@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.checkpoints.find import path_of
-from streamrl.checkpoints.new_run import require_new_run
+from streamrl.checkpoints.find import path_of, require_new_run
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.types import Books, BufferStats, OverduePolicy

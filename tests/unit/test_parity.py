@@ -15,8 +15,7 @@ from learners.parity import statistics_of
 from streamrl.cli import launch
 from streamrl.cli.main import main
 from streamrl.cli.parity import compare
-from streamrl.cli.parity.compare import require_parity
-from streamrl.cli.parity.gaps import complaints
+from streamrl.cli.parity.compare import complaints, require_parity
 from streamrl.cli.processes import run_commands
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import StreamRLError

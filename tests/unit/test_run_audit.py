@@ -14,9 +14,9 @@ import pytest
 from buffers.audit import audit as audit_events
 from streamrl.checkpoints.find import list_checkpoints, newest, path_of
 from streamrl.cli.main import main
-from streamrl.cli.verification.events import event_faults
 from streamrl.cli.verification.faults import FaultKind, plan, remove_all, remove_newest
 from streamrl.cli.verification.run_audit import RunAudit, audit_run
+from streamrl.cli.verification.run_folder import event_faults
 from streamrl.config import RunConfig, to_yaml
 from streamrl.types import Books, DropReason, ranges_of
 from tests.checkpoints import write_checkpoint

@@ -24,9 +24,8 @@ from learners.session import LearnerState
 from streamrl.checkpoints import abandoned
 from streamrl.checkpoints.abandoned import read_abandoned
 from streamrl.checkpoints.find import list_checkpoints, newest, path_of
-from streamrl.cli.verification.events import event_faults
 from streamrl.cli.verification.faults import remove_all, remove_newest
-from streamrl.cli.verification.run_folder import check_folder
+from streamrl.cli.verification.run_folder import check_folder, event_faults
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, FencedError
 from streamrl.samples.files import validation_files, write_validation

@@ -15,11 +15,8 @@ from streamrl.cli.page.write import write_page
 from streamrl.cli.samples.render import rendered
 from streamrl.config import to_yaml
 from streamrl.samples import Message, Sample, sample_of
-from streamrl.samples.choose import Choice
-from streamrl.samples.files import SampleFile, newest_first, read_samples, write_validation
-from streamrl.samples.pieces import MAX_TOKENS, piece_lengths
-from streamrl.samples.record import as_json
-from streamrl.samples.text import printable
+from streamrl.samples.files import Choice, SampleFile, newest_first, read_samples, write_validation
+from streamrl.samples.record import MAX_TOKENS, as_json, piece_lengths, printable
 from streamrl.tracking.tables import COLUMNS, markdown_table, rows
 from streamrl.types import FinishReason, Trajectory
 from tests.training import make_config, make_groups

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from actors.engines.model import ModelFacts
-from actors.engines.vllm import arguments as cpu
+from actors.engines.vllm import cpu
 from actors.engines.vllm.server import open_vllm
 from streamrl.errors import ConfigError
 from tests.engines import run_config

@@ -19,7 +19,7 @@ from streamrl.algorithms.losses.aggregation import (
     token_mean,
 )
 from streamrl.algorithms.losses.input import LossInput, LossOutput
-from streamrl.algorithms.losses.table import POLICY_LOSSES, LossConfig, PolicyLoss, policy_loss
+from streamrl.algorithms.losses.policy import POLICY_LOSSES, LossConfig, PolicyLoss, policy_loss
 from streamrl.algorithms.losses.terms import entropy_bonus, kl_loss, sft_loss, value_loss
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
 

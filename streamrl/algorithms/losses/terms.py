@@ -11,7 +11,7 @@ from streamrl.algorithms.losses.aggregation import BatchTotals, aggregate, token
 from streamrl.algorithms.losses.input import LossInput, LossOutput
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.losses import LossSettings
-from streamrl.config.algorithm.value import ValueSettings
+from streamrl.config.algorithm.settings import ValueSettings
 
 
 def entropy_bonus(entropy: Tensor, batch: LossInput, config: LossSettings) -> Tensor:

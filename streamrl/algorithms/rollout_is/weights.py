@@ -1,21 +1,207 @@
-"""Weights, kept tokens and metrics of one batch: the entry of rollout importance sampling."""
+"""Weights, kept tokens and metrics of one batch: the entry of rollout importance sampling.
 
+The second moment of log-ratios, kept small by masking the largest of them: M2PO.
+
+A token is harmful if its update moves the policy further from the behavior policy: A > 0 and
+d > 0, or A < 0 and d < 0, with d = log(train / behavior). Of the harmful tokens of a batch those
+with the largest d^2 are masked until the mean of d^2 over the remaining ones is within the limit.
+Masked tokens still count in the denominators of the loss, under `normalize_by: all`. Source: M2PO
+(Zheng, Zhao, Chen, arXiv 2510.01161, algorithm 1; github.com/Infini-AI-Lab/M2PO, which has the
+same tokens and mean, and clips where the paper masks).
+
+Invariant: the mask does not depend on the order of the tokens; of equally large ones all are
+masked or none. A batch without harmful tokens, such as one on policy, keeps all.
+
+One shard of rollout importance sampling: its weights, and the statistics of its metrics.
+
+Invariant: everything is computed in float64, over sequences that are finite and not empty.
+"""
+
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.rollout_is.second_moment import SecondMoment, bound_second_moment
-from streamrl.algorithms.rollout_is.shard import Shard, measure_shard
+from streamrl.algorithms.moments import Moments
+from streamrl.algorithms.rollout_is.rejection import reject
 from streamrl.algorithms.rollout_is.statistics import (
+    SAFETY_BOUND,
+    Level,
     Reduce,
     RolloutISStatistics,
+    clip_sums,
+    finite_exp,
+    largest,
+    log_ratio_histogram,
+    mismatch_sums,
+    raw_sums,
+    staleness_sums,
+    veto,
     weight_percentiles,
 )
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
+
+
+@dataclass(frozen=True, eq=False)
+class SecondMoment:
+    keep: Tensor
+    """[R] bool."""
+    metrics: dict[str, float]
+    """Under `mismatch/`: the mean of d^2 over harmful tokens before the masking, and the share of
+    all tokens that is masked."""
+
+
+def bound_second_moment(
+    log_ratio: Tensor, advantages: Tensor, counted: Tensor, limit: float
+) -> SecondMoment:
+    """The mask for a whole batch.
+
+    Args:
+        log_ratio: [R] d; may be non-finite where `counted` is false.
+        advantages: [R]; 0 for tokens that are not trained.
+        counted: [R] bool, false for tokens that are taken out already.
+        limit: on the mean of d^2.
+    """
+    is_harmful = counted & (advantages.sign() * log_ratio > 0)
+    squares = log_ratio[is_harmful].double().square()
+    keep = torch.ones_like(counted)
+    keep[is_harmful] = squares < _smallest_masked(squares, limit)
+    return SecondMoment(
+        keep,
+        {
+            "mismatch/second_moment": float(squares.mean()) if len(squares) else 0.0,
+            "mismatch/second_moment_masked_fraction": float((~keep).double().mean())
+            if len(keep)
+            else 0.0,
+        },
+    )
+
+
+def _smallest_masked(squares: Tensor, limit: float) -> float:
+    """The smallest of these [N] that has to go; infinity if all may stay."""
+    ascending = squares.sort().values
+    counts = torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)
+    # Means of the smallest 1, 2, ... N: they never fall.
+    too_large = (ascending.cumsum(0) / counts > limit).nonzero()
+    return float(ascending[too_large[0]]) if len(too_large) else torch.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """`log_weights` are [R] at token level, else [S] with `counts` [S] tokens each."""
+
+    weights: Tensor
+    keep: Tensor
+    vetoed: Tensor
+    log_weights: Tensor
+    counts: Tensor | None
+    statistics: RolloutISStatistics
+
+
+def measure_shard(
+    train: Tensor,
+    behavior: Tensor,
+    sequences: Sequences,
+    config: RolloutISSettings,
+    staleness: Tensor | None,
+) -> Shard:
+    """Measure the sequences of finite tokens; the others weigh 0 and are in no statistic."""
+    dtype = torch.promote_types(train.dtype, torch.float32)
+    train = train.double()
+    log_ratio = train - behavior
+    sums = sequences.sum(log_ratio), sequences.sum(train)
+    finite = sums[0].isfinite() & sums[1].isfinite()
+    used = finite & (sequences.lengths > 0)
+    measured = Sequences.from_lengths(sequences.lengths[used])
+    rows = sums[0][used], sums[1][used]
+    if bool(finite.all()):
+        return _measure(log_ratio, *rows, measured, config, staleness, dtype)
+    tokens = sequences.expand(finite)
+    staleness = None if staleness is None else staleness[tokens]
+    shard = _measure(log_ratio[tokens], *rows, measured, config, staleness, dtype)
+    names, sums_ = shard.statistics.sum_names, shard.statistics.sums.clone()
+    sums_[names.index("num_nonfinite")] = (~finite).sum()
+    return replace(
+        shard,
+        weights=shard.weights.new_zeros(len(tokens)).masked_scatter_(tokens, shard.weights),
+        keep=tokens.masked_scatter(tokens, shard.keep),
+        vetoed=torch.zeros_like(tokens).masked_scatter_(tokens, shard.vetoed),
+        statistics=replace(shard.statistics, sums=sums_),
+    )
+
+
+def _measure(
+    log_ratio: Tensor,
+    log_ratio_sums: Tensor,
+    train_sums: Tensor,
+    sequences: Sequences,
+    config: RolloutISSettings,
+    staleness: Tensor | None,
+    dtype: torch.dtype,
+) -> Shard:
+    """All of one shard whose sequences are finite and not empty. Inputs are float64."""
+    level = Level(config, sequences)
+    ratio = finite_exp(log_ratio)
+    mismatch = mismatch_sums(log_ratio, ratio, log_ratio_sums, train_sums, sequences)
+    log_weights = level.aggregate(log_ratio, log_ratio_sums)
+    bound = math.exp(SAFETY_BOUND)
+    raw = (ratio if level.by_token else finite_exp(log_weights)).clamp_(1 / bound, bound)
+    upper = math.inf if config.threshold is None else config.threshold
+    clipped = raw.clamp(config.lower, upper)
+    changed = raw != clipped if config.zeroes_outside else raw > upper
+    vetoed, veto_sums = veto(log_ratio, sequences, config)
+    weights = torch.where(changed, 0.0 if config.zeroes_outside else upper, raw)
+    weights.masked_fill_(level.of_sequence(vetoed), 0.0)
+    rejection = reject(log_ratio, sequences, config.rejection)
+    per_sequence = level.sequence_mean(raw)
+    sums = (
+        mismatch
+        | raw_sums(raw, log_weights, per_sequence, level, config)
+        | veto_sums
+        | (clip_sums(changed, level) if config.zeroes_outside else {})
+        | {"token/rollout_is_applied_zero_fraction": level.total(weights == 0)}
+        | rejection.sums
+    )
+    behind = -log_ratio_sums / sequences.lengths
+    maxima = rejection.maxima | _maxima(behind, log_weights, per_sequence)
+    statistics = RolloutISStatistics(
+        sum_names=tuple(sums),
+        sums=torch.stack([value.double() for value in sums.values()]),
+        max_names=tuple(maxima),
+        maxima=torch.stack([value.double() for value in maxima.values()]),
+        bounded=Moments.of(clipped, level.counts),
+        applied=Moments.of(weights, level.counts),
+        applied_units=Moments.of(weights),
+        per_sequence=Moments.of(per_sequence),
+        sequence_ratios=Moments.of(log_ratio_sums.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()),
+        histogram=log_ratio_histogram(log_weights, level.counts),
+        staleness=staleness_sums(staleness, log_ratio, clipped, changed, level),
+    )
+    return Shard(
+        weights=level.to_tokens(weights.to(dtype)),
+        keep=rejection.keep,
+        vetoed=sequences.expand(vetoed),
+        log_weights=log_weights.to(dtype),
+        counts=None if level.by_token else sequences.lengths,
+        statistics=statistics,
+    )
+
+
+def _maxima(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
+    """Extremes, as `RolloutISStatistics.max_names` says."""
+    return {
+        "mismatch_log_ppl_diff_max": largest(behind),
+        "-mismatch_log_ppl_diff_min": largest(-behind),
+        "_log_max": largest(log_weights),
+        "-_log_min": largest(-log_weights),
+        "_seq_max": largest(per_sequence),
+        "-_seq_min": largest(-per_sequence),
+    }
+
 
 _CPU_CHUNK_TOKENS = 1 << 16
 """So many float64 scratch values stay in a core's second-level cache."""

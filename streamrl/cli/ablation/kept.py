@@ -2,7 +2,7 @@
 
 from streamrl.cli.ablation.lag import LAG_FILE
 from streamrl.config import RunConfig
-from streamrl.config.loading.values import values_of
+from streamrl.config.loading.rendering import values_of
 from streamrl.errors import ConfigError
 from streamrl.run_folder import config_of
 

@@ -7,10 +7,8 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from streamrl.cli.arguments import options, training_options, watching_options
-from streamrl.cli.arguments.launch_options import launch
-from streamrl.cli.arguments.plan_options import plan
-from streamrl.cli.arguments.sample_options import samples
+from streamrl.cli.arguments import options
+from streamrl.cli.arguments.options import launch, plan, samples
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ _RUN = {
     "doctor": Command(
         "streamrl.cli.doctor.command:main",
         "what is wrong with this machine, and how to mend it",
-        watching_options.doctor,
+        options.doctor,
     ),
     "check": Command(
         "streamrl.cli.check:main",
@@ -86,12 +84,12 @@ _LOOK = {
     "status": Command(
         "streamrl.cli.status:main",
         "what a run does, and what is wrong with it",
-        watching_options.status,
+        options.status,
     ),
     "top": Command(
         "streamrl.cli.top.command:main",
         "the live screen of a run: time, groups, generators, staleness, what limits it",
-        watching_options.top,
+        options.top,
     ),
     "healthy": Command(
         "streamrl.cli.health.probe:main",
@@ -191,7 +189,7 @@ _VERIFY = {
     "replay": Command(
         "streamrl.cli.replay.command:main",
         "train what a run has recorded again, by its own settings or by others",
-        training_options.replay,
+        options.replay,
     ),
     "chaos": Command(
         "streamrl.cli.chaos:main",
@@ -206,7 +204,7 @@ _VERIFY = {
     "ablate": Command(
         "streamrl.cli.ablate:main",
         "compare one run per value of a setting and seed",
-        training_options.ablate,
+        options.ablate,
     ),
 }
 

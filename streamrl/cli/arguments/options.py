@@ -1,4 +1,15 @@
-"""The arguments of each command: one function for each set, which adds it to a parser."""
+"""The arguments of each command: one function for each set, which adds it to a parser.
+
+The arguments of `streamrl launch`: what is started, and where.
+
+The arguments of `streamrl plan`.
+
+The arguments of `streamrl samples`: the filters of its pager.
+
+The arguments of the commands that train several times: ablate and replay.
+
+The arguments of the commands that watch a run, or look at a machine.
+"""
 
 import math
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, _ActionsContainer
@@ -298,3 +309,172 @@ def _stall_timeout(parser: ArgumentParser) -> None:
 def _deadline(parser: ArgumentParser) -> None:
     help_text = "seconds to wait; default: 600"
     parser.add_argument("--deadline", type=seconds, default=600.0, help=help_text)
+
+
+def launch(parser: ArgumentParser) -> None:
+    config(parser)
+    existing = parser.add_mutually_exclusive_group()
+    resume(existing)
+    existing.add_argument("--new", action="store_true", help="move an existing run folder aside")
+    parser.add_argument(
+        "--no-view", action="store_true", help="print progress lines instead of the live view"
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="end with the reason when a daemon fails, instead of starting it again",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--hosts",
+        metavar="[USER@]HOST[:DEVICES],...",
+        help="start the run on these machines, over ssh; short for cluster.hosts",
+    )
+    where.add_argument(
+        "--slurm",
+        action="store_true",
+        help="submit a job to Slurm; within a job or an allocation: start the run on its nodes",
+    )
+    where.add_argument(
+        "--k8s",
+        dest="kubernetes",
+        action="store_true",
+        help="start the run on Kubernetes, by kubectl",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be started, and where"
+    )
+    _slurm(parser)
+    _kubernetes(parser)
+
+
+def _slurm(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("with --slurm")
+    group.add_argument(
+        "--nodes", type=_positive, help="nodes of the job; default: those of cluster.hosts, or 1"
+    )
+    group.add_argument(
+        "--sbatch",
+        metavar="OPTION[=VALUE]",
+        action="append",
+        default=[],
+        help="option of sbatch, such as partition=gpu or time=8:00:00; can be repeated",
+    )
+
+
+def _kubernetes(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("with --k8s")
+    group.add_argument("--namespace", help="of all objects; default: default")
+    group.add_argument(
+        "--image",
+        metavar="[ROLE=]IMAGE",
+        action="append",
+        default=[],
+        help="image of all pods or of those of a role; can be repeated; default: those of deploy/",
+    )
+    group.add_argument(
+        "--gpus-per-node", type=_count, help="GPUs that one pod can have; default: 8"
+    )
+    group.add_argument("--storage", help="size of the volume with the run; default: 200Gi")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"must be a whole number from 0, was {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ArgumentTypeError(f"must be a whole number from 1, was {text!r}")
+    return int(text)
+
+
+def plan(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument(
+        "--hosts",
+        metavar="[USER@]HOST[:DEVICES],...",
+        help="the machines of the run; short for cluster.hosts",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def samples(parser: ArgumentParser) -> None:
+    run_folder(parser)
+    parser.add_argument("--step", metavar="N[-M]", help="of this step, or of these")
+    parser.add_argument(
+        "--validation",
+        metavar="VERSION",
+        nargs="?",
+        const="newest",
+        help="of the validation of this version, or of the newest, instead of training",
+    )
+    parser.add_argument("--min-reward", type=float, metavar="R", help="with this reward or more")
+    parser.add_argument("--max-reward", type=float, metavar="R", help="with this reward or less")
+    parser.add_argument("--environment", metavar="NAME", help="of this environment")
+    parser.add_argument("--data-source", metavar="NAME", help="of this data source")
+    parser.add_argument("--grep", metavar="REGEX", help="with a text that this matches")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="highest rewards first, not the newest")
+    order.add_argument("--worst", action="store_true", help="lowest rewards first")
+    parser.add_argument("--limit", type=count, default=20, metavar="N", help="default: 20")
+    parser.add_argument("--json", action="store_true", help="print JSON Lines")
+
+
+def ablate(parser: ArgumentParser) -> None:
+    config(parser)
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=A,B,...",
+        help="a setting and its values; can be repeated, for every combination",
+    )
+    parser.add_argument(
+        "--variants", metavar="FILE", help="YAML file of named sets of settings, as another axis"
+    )
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
+    parser.add_argument(
+        "--lag",
+        choices=("even", "uneven"),
+        help="run each in one process, with groups that are exactly buffer.max_staleness versions "
+        "old, or each of them 0 to twice as many; without, each is a launch",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="of --lag, so many at once; default: 1"
+    )
+
+
+def replay(parser: ArgumentParser) -> None:
+    run_folder(parser)
+    overrides(parser)
+    parser.add_argument(
+        "--from",
+        dest="start",
+        type=int,
+        metavar="VERSION",
+        help="the checkpoint to begin with; default: the oldest that the records continue",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="so many; default: all recorded")
+    parser.add_argument("--out", metavar="FOLDER", help="for the report; default: RUN/replay")
+
+
+def status(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="RUN", help="configuration, run folder, or zmq://host:port of its buffer"
+    )
+    json_output(parser)
+
+
+def top(parser: ArgumentParser) -> None:
+    status(parser)
+    parser.add_argument("--once", action="store_true", help="print one reading and end")
+    parser.add_argument(
+        "--interval", type=seconds, default=1.0, help="seconds between readings; default: 1"
+    )
+
+
+def doctor(parser: ArgumentParser) -> None:
+    config(parser)
+    json_output(parser)

@@ -13,7 +13,7 @@ from streamrl.cli.display.numbers import duration, metric_mean, rate, reward_cha
 from streamrl.config import RunConfig
 from streamrl.diagnosis.scaling import scaling_hint
 from streamrl.run_folder import read_books, read_json, read_learner, read_restarts
-from streamrl.samples.text import printable
+from streamrl.samples.record import printable
 from streamrl.tracking.jsonl import read_metrics
 from streamrl.tracking.validation import best_of, read_validations
 

@@ -17,7 +17,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.run_folder import find_config
 from streamrl.types import BufferStats
-from streamrl.types.ids import named_after_host
+from streamrl.types.ranges import named_after_host
 
 
 def main(arguments: argparse.Namespace) -> int:

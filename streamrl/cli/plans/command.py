@@ -2,18 +2,104 @@
 
 Invariant: what is printed is what a launch starts, but for ports given as 0 on one machine, which
 are chosen when it starts.
+
+A plan as text for a person and as JSON for a program.
 """
 
 import argparse
+import json
+import shlex
+from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 
 from streamrl.cli.launchers.hosts import with_hosts
-from streamrl.cli.plans.view import as_json, tables
 from streamrl.config.arguments import configuration
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import hosts_of
-from streamrl.placement.plan import Plan
+from streamrl.placement.plan import Host, Plan, PlannedProcess, gib
+
+
+def tables(plan: Plan) -> Iterator[str]:
+    """Lines for each host: what it has, and each process with its devices and command.
+
+    The command stands on a line of its own, so that it can be copied.
+    """
+    yield f"{plan.config_file}: buffer.url {plan.config.buffer.url}, weights.address " + (
+        plan.config.weights.address
+    )
+    for host in plan.hosts:
+        yield f"\n{_described(host)}"
+        processes = plan.on(host.name)
+        if not processes:
+            yield "  nothing"
+        for process in processes:
+            yield from _lines(plan, process)
+
+
+def as_json(plan: Plan) -> str:
+    """Processes with all that a launcher starts them with; addresses, hosts and notes."""
+    content = {
+        "config_file": str(plan.config_file),
+        "buffer_url": plan.config.buffer.url,
+        "weights_address": plan.config.weights.address,
+        "hosts": [_host(host) for host in plan.hosts],
+        "processes": [_process(process) for process in plan.processes],
+        "notes": list(plan.notes),
+    }
+    return json.dumps(content, indent=2)
+
+
+def _described(host: Host) -> str:
+    place = "" if host.name == host.address or host.name == "here" else f" at {host.address}"
+    devices = [f"GPU {d.index}{_size(d.memory_bytes)}" for d in host.devices]
+    has = ", ".join(devices) if host.is_counted else "GPUs that are not counted"
+    cores = f"{host.num_cores} cores" if host.num_cores else "cores not known"
+    return f"{host.name}{place}: {has or 'no GPU'}, {cores}"
+
+
+def _size(num_bytes: int) -> str:
+    return f" of {gib(num_bytes)}" if num_bytes else ""
+
+
+def _lines(plan: Plan, process: PlannedProcess) -> Iterator[str]:
+    ranks = f", {process.num_ranks} ranks" if process.num_ranks > 1 else ""
+    devices = ", ".join(map(str, process.devices))
+    plural = "s" if len(process.devices) > 1 else ""
+    yield f"  {process.name:<14}{f'GPU{plural} {devices}' if devices else 'CPU'}{ranks}"
+    if process.memory is not None:
+        each = " on each" if plural else ""
+        yield f"    about {gib(process.memory.num_bytes)}{each}: {process.memory.describe()}"
+    variables = (f"{name}={shlex.quote(value)}" for name, value in process.environment.items())
+    yield f"    {' '.join((*variables, shlex.join(process.command)))}"
+
+
+def _host(host: Host) -> dict[str, Any]:
+    return {
+        "name": host.name,
+        "address": host.address,
+        "devices": [{"index": d.index, "memory_bytes": d.memory_bytes} for d in host.devices],
+        "num_cores": host.num_cores,
+        "roles": list(host.roles),
+    }
+
+
+def _process(process: PlannedProcess) -> dict[str, Any]:
+    memory = process.memory
+    parts = {part.name: part.num_bytes for part in memory.parts} if memory else None
+    return {
+        "name": process.name,
+        "role": process.role,
+        "host": process.host,
+        "devices": list(process.devices),
+        "num_ranks": process.num_ranks,
+        "memory_bytes": parts,
+        "environment": dict(process.environment),
+        "command": list(process.command),
+        "restart_command": list(process.restart_command),
+        "is_optional": process.is_optional,
+    }
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -2,10 +2,16 @@
 
 Runs the user's files, as the generators do; those of `algorithm` are read and not run, since they
 import torch.
+
+Held-out prompts that are trained, too: their scores tell nothing about new ones.
+
+Counted for what users bring. Sources that make up their prompts keep theirs apart themselves.
+
+Whether the tools of `generator` can be made, and are used.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,23 +22,80 @@ from actors.environments.stream import shares
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.prompts.media import text_of
 from actors.prompts.reasoning import check_scorer
+from actors.prompts.rows import PromptRows
+from actors.prompts.tasks import TASKS
 from actors.rewards import make_reward
 from actors.rewards.checks import check_row
+from actors.tools.environment import TOOLS
+from actors.tools.toolset import make_sources
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
-from streamrl.cli.preflight.overlap import check_overlap
 from streamrl.config import RunConfig
-from streamrl.config.data import DataSettings, RewardSettings
-from streamrl.config.data.source import SourceSettings
+from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
+from streamrl.data_files import has_rows, shown
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Prompt, PromptSource
 from streamrl.model_folder import local_folder
-from streamrl.user_code import (
-    attributed_to,
-    find_user_code,
-    is_finite_number,
-    is_user_code,
-)
+from streamrl.user_code import attributed_to, find_user_code, is_finite_number, is_user_code
+
+_MOST_COMPARED = 2000
+"""Prompts of a user's own code, which may take any time."""
+
+
+def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]:
+    """A warning if prompts of `data.source` are held out, whatever their answers are."""
+    own = [source for source in data.sources if _is_own(source.path)]
+    by_content = {_key(prompt): prompt for prompt in held_out if prompt.content} if own else {}
+    trained: dict[str, Prompt] = {}
+    try:
+        for prompt in (prompt for source in own for prompt in _prompts(data, source)):
+            if (key := _key(prompt)) in by_content:
+                trained.setdefault(key, prompt)
+    except ConfigError as error:
+        yield problem(str(error))
+        return
+    if not trained:
+        return
+    count = sum(_key(prompt) in trained for prompt in held_out)
+    key, example = next(iter(trained.items()))
+    places = " and ".join(p.origin for p in (example, by_content[key]) if p.origin)
+    yield warning(
+        f"data.eval_source: {count} of the {len(held_out)} held-out prompts are also in "
+        f"data.source, such as {shown(example.content)}{f' ({places})' if places else ''}: their "
+        "scores tell nothing about new prompts"
+    )
+
+
+def _is_own(path: str) -> bool:
+    return path not in TASKS and (has_rows(path) or is_user_code(path))
+
+
+def _prompts(data: DataSettings, source: SourceSettings) -> Iterator[Prompt]:
+    """Each once, in the source's own order."""
+    changes = {"source": (source,), "source_kwargs": {}, "shuffle": False, "curriculum": None}
+    prompts = open_prompts(data.model_copy(update=changes), seed=0)
+    size = len(prompts) if isinstance(prompts, Sized) else _MOST_COMPARED
+    numbers = range(min(size, _MOST_COMPARED) if is_user_code(source.path) else size)
+    return map(prompts.__getitem__, numbers)
+
+
+def _key(prompt: Prompt) -> str:
+    return prompt.content if isinstance(prompt.content, str) else repr(prompt.content)
+
+
+def check_tools(config: RunConfig) -> Iterator[Finding]:
+    """Starts no server."""
+    generator = config.generator
+    given = [name for name in ("tools", "mcp_servers") if getattr(generator, name)]
+    is_used = any(entry.environment == TOOLS for entry in config.entries)
+    if is_used and not given:
+        yield problem("generator.tools: environment tools has none, and no generator.mcp_servers")
+    if given and not is_used:
+        yield problem(
+            f"generator.{given[0]}: nothing reads them; generator.environment: tools does"
+        )
+    yield from refusal(lambda: make_sources(generator))
+
 
 _SCANNED, _LARGEST_SCAN, _SCORED = 256, 2000, 16
 _GYM = "reasoning_gym:"

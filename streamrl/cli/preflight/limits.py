@@ -2,6 +2,10 @@
 
 Invariant: refused is only what cannot work. The speed of a copy and the memory are this machine's;
 no network and no device of another machine is faster than `_GPU_BYTES_PER_S`.
+
+Settings that can work and often will not: groups that do not fit, leases that are short.
+
+Whether a setting that was given can act in this run: nothing else tells that it does not.
 """
 
 import time
@@ -15,7 +19,64 @@ from streamrl.cli.preflight.findings import Finding, fact, problem, warning
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
 from streamrl.placement.devices import torch_has_cuda
-from streamrl.placement.memory.shape import ModelShape
+from streamrl.placement.memory import ModelShape
+
+_SAFE_LEASE_S = 3.0
+
+
+def check_sizes(config: RunConfig) -> Iterator[Finding]:
+    buffer, longest = config.buffer, config.max_model_len
+    largest = config.group_bytes(longest, num_kept=config.generator.top_k)
+    if largest > buffer.max_group_bytes:
+        fitting = buffer.max_group_bytes * longest // largest
+        yield warning(
+            f"buffer.max_group_bytes: {buffer.max_group_bytes} refuses groups whose trajectories "
+            f"have more than about {fitting} tokens each, and generator.max_model_len allows "
+            f"{longest}; set {largest + largest // 8}"
+        )
+    if buffer.lease_ttl_s < _SAFE_LEASE_S:
+        yield warning(
+            f"buffer.lease_ttl_s: {buffer.lease_ttl_s:g} s: a generator that pauses for so long "
+            "loses its groups"
+        )
+    yield from _long_trajectories(config)
+    yield fact(f"buffer.max_group_bytes: a group has at most {largest / 1e6:.3g} MB")
+
+
+def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
+    """Of several turns; those of one turn are bounded by the prompt and one completion."""
+    limit = config.learner.max_tokens_per_micro_batch
+    environments = {entry.environment for entry in config.entries}
+    if environments != {"single_turn"} and config.max_model_len > limit:
+        yield warning(
+            f"learner.max_tokens_per_micro_batch: was {limit}, and generator.max_model_len allows "
+            f"trajectories of {config.max_model_len} tokens: those above the limit are trained "
+            "each in a micro-batch of its own, which needs more memory"
+        )
+
+
+def check_effects(config: RunConfig) -> Iterator[Finding]:
+    """Settings that nothing reads beside the others of this configuration."""
+    generator, reward = config.generator, config.algorithm.reward
+    if generator.device != "auto" and generator.engine != "hf" and not generator.vllm.url:
+        yield problem(
+            f"generator.device: was {generator.device!r}, and {generator.engine} takes the devices "
+            "that it finds; CUDA_VISIBLE_DEVICES limits them"
+        )
+    environments = {entry.environment for entry in config.entries}
+    if reward.format_penalty and environments == {"single_turn"}:
+        yield problem(
+            f"algorithm.reward.format_penalty: was {reward.format_penalty:g}, and environment "
+            "single_turn has no form that a turn could break, so it counts no invalid turns; the "
+            "others do"
+        )
+    is_alone = len(config.entries) == 1
+    if is_alone and reward.agentic is not None and reward.agentic.grouping == "inductive":
+        yield problem(
+            "algorithm.reward.agentic.grouping: was 'inductive', which compares the episodes of "
+            "one environment, and this run has one: batch does the same"
+        )
+
 
 ANSWER_S = 0.05
 """What a daemon takes at least to answer beside its work."""

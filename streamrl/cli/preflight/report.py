@@ -8,21 +8,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from streamrl.cli.preflight.data import check_prompts, check_user_code
-from streamrl.cli.preflight.effects import check_effects
+from streamrl.cli.preflight.data import check_prompts, check_tools, check_user_code
 from streamrl.cli.preflight.findings import Finding, Kind, problem
-from streamrl.cli.preflight.limits import check_limits
+from streamrl.cli.preflight.limits import check_effects, check_limits, check_sizes
 from streamrl.cli.preflight.machine import (
     check_devices,
     check_folder,
     check_packages,
+    check_sandbox,
     check_versions,
 )
 from streamrl.cli.preflight.model import check_model
 from streamrl.cli.preflight.network import check_addresses, check_secrets, check_servers
-from streamrl.cli.preflight.sandbox import check_sandbox
-from streamrl.cli.preflight.sizes import check_sizes
-from streamrl.cli.preflight.tools import check_tools
 from streamrl.config import LoadedConfig, RunConfig
 from streamrl.errors import ConfigError
 

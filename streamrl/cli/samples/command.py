@@ -17,8 +17,9 @@ from rich.console import Console
 from streamrl.cli.samples.render import rendered
 from streamrl.errors import ConfigError
 from streamrl.run_folder import find_run
-from streamrl.samples.choose import Choice, Order
 from streamrl.samples.files import (
+    Choice,
+    Order,
     newest_first,
     read_samples,
     validation_file,

@@ -6,8 +6,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from streamrl.samples.record import POLICY, Sample
-from streamrl.samples.text import printable
+from streamrl.samples.record import POLICY, Sample, printable
 
 
 def rendered(sample: Sample, longest: int | None = None) -> Panel:

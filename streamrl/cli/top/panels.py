@@ -13,7 +13,7 @@ from rich.text import Text
 from streamrl.cli.display.generators import generator_table
 from streamrl.cli.display.numbers import duration, short, sparkline
 from streamrl.cli.top.snapshot import Snapshot, StepTime
-from streamrl.samples.text import printable
+from streamrl.samples.record import printable
 
 WIDE = 120
 _NARROW_BAR, _MAX_FINDINGS, _FEW_GENERATORS = 24, 4, 6

@@ -6,6 +6,16 @@ step), open (the checkpoint's books list it), or dropped for good (they count it
 after the newest checkpoint are of a learner that runs or was killed: none of their prompts is in
 the checkpoint. Where the buffer keeps events, they are compared with all of that. No trained token
 was further from the version of its step than `buffer.max_staleness`, either way.
+
+What the buffer's events say, against the steps and the newest checkpoint of the run's folder.
+
+The events are read before the folder, so that a checkpoint that the buffer has heard of is found.
+
+How far the tokens that a step trained were from its version, by the lines of trained.jsonl.
+
+Step s trains version s - 1. Each line has the oldest and the newest version of the step's tokens,
+and the bound that held for it: a run may be resumed with another one. Lines of a release that wrote
+no versions are left out.
 """
 
 from collections import Counter
@@ -18,13 +28,69 @@ from buffers.audit import EventAudit
 from streamrl.checkpoints.abandoned import read_abandoned
 from streamrl.checkpoints.find import Checkpoint, Found, newest
 from streamrl.checkpoints.history import finished
-from streamrl.cli.verification.events import event_faults
-from streamrl.cli.verification.staleness import staleness_faults, staleness_finding
 from streamrl.errors import ConfigError
 from streamrl.run_folder import BOOKS_FILE, read_json
 from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, read_metrics
-from streamrl.types import Books
+from streamrl.types import Books, OverduePolicy
 from streamrl.types.index_ranges import members
+
+
+def event_faults(
+    events: EventAudit,
+    steps: Mapping[int, Sequence[int]],
+    checkpoint: Checkpoint | None,
+    *,
+    has_ended: bool,
+) -> Iterator[str]:
+    """`steps` are the prompts that each step of the surviving history has trained."""
+    contained: set[int] = set()
+    before: set[int] = set()
+    newest = "there is none"
+    if checkpoint is not None:
+        contained = set(members(finished(checkpoint.books)))
+        before = set(members(checkpoint.history.finished_before))
+        newest = f"version {checkpoint.policy_version}"
+    acknowledged = {i for i, prompt in events.prompts.items() if prompt.is_acknowledged}
+    if beyond := sorted(acknowledged - contained):
+        yield f"acknowledged beyond the newest checkpoint ({newest}): {beyond}"
+    trained = {prompt_index for prompts in steps.values() for prompt_index in prompts}
+    by_training = {i for i in acknowledged if not events.prompts[i].by_books}
+    if missing := sorted(by_training - trained - before - set(beyond)):
+        yield f"acknowledged, and no line of {TRAINED_FILE} has trained them: {missing}"
+    waiting = {i for i, prompt in events.prompts.items() if prompt.may_be_trained}
+    if has_ended and (again := sorted(contained & waiting)):
+        yield f"finished in the newest checkpoint, and the buffer would lend them again: {again}"
+
+
+def staleness_faults(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for each step with a token that the bound excludes."""
+    for line in _known(lines):
+        version, bound = line["step"] - 1, line["max_staleness"]
+        oldest, newest = line["oldest_version"], line["newest_version"]
+        of = f"step {line['step']} trained version {version} with tokens of version"
+        if version - oldest > bound and line["overdue"] != OverduePolicy.TRAIN:
+            yield f"{of} {oldest}, {version - oldest} behind; buffer.max_staleness was {bound}"
+        if newest - version > bound:
+            yield f"{of} {newest}, {newest - version} ahead; buffer.max_staleness was {bound}"
+
+
+def staleness_finding(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The furthest tokens of all steps, either way, in a line; none without versions."""
+    known = list(_known(lines))
+    if not known:
+        return
+    behind = max(line["step"] - 1 - line["oldest_version"] for line in known)
+    ahead = max(line["newest_version"] - line["step"] + 1 for line in known)
+    bounds = ", ".join(str(bound) for bound in sorted({line["max_staleness"] for line in known}))
+    yield (
+        f"tokens were at most {max(0, behind)} versions behind the one that trained them and "
+        f"{max(0, ahead)} ahead of it, in {len(known)} steps; buffer.max_staleness {bounds}"
+    )
+
+
+def _known(lines: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    return (line for line in lines if "newest_version" in line)
+
 
 Line: TypeAlias = Mapping[str, Any]
 

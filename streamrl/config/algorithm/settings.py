@@ -2,43 +2,239 @@
 
 Invariant: every name in it is a name that `streamrl.algorithms` knows, checked without importing
 torch.
+
+Settings that depend on a choice beside them: the record of the loss, of the advantage.
+
+Invariant: the record is that of the choice, so a number that the choice does not read is refused.
+
+`algorithm.kl_loss` and `algorithm.kl_reward`: the divergence from the reference policy.
+
+`algorithm.value`: the critic.
+
+`algorithm.dynamic_sampling`: groups that teach nothing make room for the next prompts.
+
+Names of algorithms that are given to one setting, and are here another one or several.
+
+A published algorithm is an advantage and a loss with their numbers: GRPO names the advantage, and
+its loss is PPO's.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     SerializeAsAny,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from streamrl.config.algorithm.advantages import (
     ADVANTAGE_SETTINGS,
     AdvantageSettings,
     UserAdvantageSettings,
 )
-from streamrl.config.algorithm.choice import check_choice, choose_record
-from streamrl.config.algorithm.dynamic_sampling import DynamicSamplingSettings
-from streamrl.config.algorithm.kl import KlLossSettings, KlRewardSettings
 from streamrl.config.algorithm.losses import (
     LOSS_SETTINGS,
     RATIO_FREE_LOSSES,
+    AggregationMode,
     LossSettings,
     UserLossSettings,
 )
 from streamrl.config.algorithm.presets import DEFAULT_PRESET, with_preset
-from streamrl.config.algorithm.recipes import NOT_ADVANTAGES, NOT_LOSSES
 from streamrl.config.algorithm.rewards import PfPpoSettings, RewardSettings, SampleWeightSettings
 from streamrl.config.algorithm.rollout_is import (
     ROLLOUT_IS_PRESETS,
     RolloutISSettings,
     rollout_is_preset,
 )
-from streamrl.config.algorithm.value import ValueSettings
+from streamrl.config.numbers import LearningRate
 from streamrl.config.section import Section
+from streamrl.errors import did_you_mean
+from streamrl.user_code import check_user_code, is_user_code
+
+Record = TypeVar("Record", bound=Section)
+
+
+def check_choice(
+    name: str, known: Mapping[str, object], elsewhere: Mapping[str, str] | None = None
+) -> str:
+    """The name, if it is built in or has the form of a user's own.
+
+    Args:
+        elsewhere: what to set instead, for names that people give to this choice by mistake.
+
+    Raises:
+        ValueError: neither; pydantic makes it a refusal of the field.
+    """
+    if is_user_code(name):
+        check_user_code(name)
+    elif name not in known and name.lower() in (elsewhere or {}):
+        raise ValueError(f"was {name!r}; {(elsewhere or {})[name.lower()]}")
+    elif name not in known:
+        raise ValueError(f"{name!r} is unknown; {did_you_mean(name, known)}")
+    return name
+
+
+def choose_record(
+    kind: str, name: str, records: Mapping[str, type[Record]], own: type[Record], value: object
+) -> Record:
+    """The value as the record of the choice.
+
+    Args:
+        kind: what is chosen: loss or advantage.
+        own: the record of a user's own, which keeps every key.
+        value: a mapping of the file, or a record.
+
+    Raises:
+        ValidationError: a key that the record does not have, or a number out of range.
+    """
+    record = own if is_user_code(name) else records[name]
+    if isinstance(value, Mapping) and record is not own:
+        refusals = [
+            _refusal(str(key), value[key], kind, name, records)
+            for key in value
+            if key not in record.model_fields
+        ]
+        if refusals:
+            raise ValidationError.from_exception_data(record.__name__, refusals)
+    return record.model_validate(value)
+
+
+def _refusal(
+    key: str, value: object, kind: str, name: str, records: Mapping[str, type[Record]]
+) -> InitErrorDetails:
+    allowed = records[name].model_fields
+    owners = [other for other, record in records.items() if key in record.model_fields]
+    known = f"{name} has {', '.join(allowed)}"
+    if owners:
+        hint = f"it belongs to {kind} {' and '.join(owners)} ({known})"
+    elif close := get_close_matches(key, allowed, n=1):
+        hint = f"did you mean {close[0]!r}? ({known})"
+    else:
+        hint = known
+    context: dict[str, Any] = {"sentence": f"unknown key for {kind} {name}; {hint}"}
+    return InitErrorDetails(
+        type=PydanticCustomError("unknown_key", "{sentence}", context), loc=(key,), input=value
+    )
+
+
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_KINDS = (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full")
+
+
+def _known_kl(kind: str) -> str:
+    if kind not in KL_KINDS:
+        raise ValueError(f"{kind!r} is unknown; {did_you_mean(kind, KL_KINDS)}")
+    return kind
+
+
+KlKind = Annotated[str, AfterValidator(_known_kl)]
+
+
+class KlLossSettings(Section):
+    """KL to the reference policy as a term of the loss; `coef` 0 switches it off."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Weight of the term; 0.001 is usual."""
+    kind: KlKind = "low_var_kl"
+    """Estimator; a trailing + keeps its value and takes the gradient of k2."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.coef > 0 and self.kind == "full"
+
+
+class KlRewardSettings(Section):
+    """KL to the reference policy, subtracted from the reward of each token; `coef` 0 is off."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Weight, or with the adaptive controller its first value."""
+    kind: KlKind = "kl"
+    """Estimator of the per-token KL; `full` exists in the loss only."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """Whether the weight follows the measured KL."""
+    target: float = Field(default=0.1, gt=0)
+    """adaptive: the KL aimed for."""
+    horizon: int = Field(default=10_000, gt=0)
+    """adaptive: trajectories over which the weight may change by a fifth."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_an_estimator(cls, kind: str) -> str:
+        if kind == "full":
+            raise ValueError(
+                f"was 'full', which kl_loss alone computes; use one of {KL_ESTIMATORS}"
+            )
+        return kind
+
+
+class ValueSettings(Section):
+    """The critic's loss; used by advantage gae."""
+
+    clip_range: float | None = Field(default=0.5, gt=0)
+    """How far a value may move from the old one before its loss stops falling; null: no limit."""
+    coef: float = Field(default=1.0, ge=0)
+    """Weight of the value loss."""
+    loss_agg_mode: AggregationMode = "token-mean"
+    """How per-token value losses become one number."""
+    lr: LearningRate | None = None
+    """Learning rate of the critic; null: that of the policy."""
+    critic_warmup: int = Field(default=0, ge=0)
+    """First steps in which only the critic is trained."""
+
+
+class DynamicSamplingSettings(Section):
+    """Groups whose siblings all have one reward are left out, and the prompts that follow are
+    sampled in their place (DAPO, arXiv 2503.14476); they are counted as dropped, `uniform`."""
+
+    metric: str = "reward"
+    """What must differ among the siblings: reward, before any shaping, or the name of a metric
+    that the environment records."""
+    max_refills: float = Field(default=9.0, gt=0)
+    """Groups that may be left out for each one that is kept, at most; beyond that, groups are
+    trained although they are alike."""
+
+
+_PUBLISHED = {
+    "dapo": (
+        "DAPO is algorithm.advantage: grpo and algorithm.loss: ppo with "
+        "algorithm.loss_config.clip_ratio_high: 0.28, learner.updates_per_batch: 16, "
+        "algorithm.dynamic_sampling.metric: reward and algorithm.reward.truncated: mask"
+    ),
+    "dr.grpo": (
+        "Dr. GRPO is algorithm.advantage: dr_grpo and algorithm.loss: ppo with "
+        "algorithm.loss_config.loss_agg_mode: seq-mean-token-sum-norm"
+    ),
+    "reinforce++": "REINFORCE++ is algorithm.advantage: reinforce_plus_plus",
+    "m2po": "M2PO is algorithm.rollout_is: m2po",
+    "vcpo": "VCPO is algorithm.rollout_is: vcpo with algorithm.advantage: opob",
+    "dppo": (
+        "DPPO is algorithm.loss: dppo_tv or dppo_kl with algorithm.proximal: behavior, and over "
+        "the likeliest tokens with algorithm.loss_config.divergence_topk: 20"
+    ),
+    "a2c": "it is algorithm.advantage: gae with algorithm.loss: reinforce",
+    "vtrace": "off-policy correction is algorithm.rollout_is",
+    "impala": "off-policy correction is algorithm.rollout_is",
+}
+
+NOT_LOSSES = _PUBLISHED | {
+    name: f"{name} is an advantage here: set algorithm.advantage: {name} and algorithm.loss: ppo"
+    for name in ADVANTAGE_SETTINGS.keys() - LOSS_SETTINGS.keys()
+}
+
+NOT_ADVANTAGES = _PUBLISHED | {
+    name: f"{name} is a loss here: set algorithm.loss: {name}"
+    + ("; PPO's advantage is gae" if name == "ppo" else "")
+    for name in LOSS_SETTINGS.keys() - ADVANTAGE_SETTINGS.keys()
+}
+"""By name, what to set instead."""
 
 
 def _preset_or_record(value: object) -> object:

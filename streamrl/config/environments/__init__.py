@@ -1,6 +1,5 @@
 """`environments`: several in one run, or the one that `generator` names."""
 
-from streamrl.config.environments.entries import EnvironmentEntry, entries_of
-from streamrl.config.environments.settings import EnvironmentSettings
+from streamrl.config.environments.entries import EnvironmentEntry, EnvironmentSettings, entries_of
 
 __all__ = ["EnvironmentEntry", "EnvironmentSettings", "entries_of"]

@@ -16,7 +16,7 @@ from streamrl.types import BroadcastEndpoint, replace
 from streamrl.weights.codecs.checksums import SIZE, checksums, require_equal
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports import groups
-from streamrl.weights.transports.rendezvous import RendezvousServer
+from streamrl.weights.transports.groups import RendezvousServer
 
 
 class BroadcastSender:

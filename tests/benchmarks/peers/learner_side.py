@@ -72,8 +72,8 @@ def largest_gap(verl: Path) -> float:
 
 def ours() -> Work:
     from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages
-    from streamrl.algorithms.losses.clipped import ppo
     from streamrl.algorithms.losses.input import LossInput
+    from streamrl.algorithms.losses.policy import ppo
     from streamrl.algorithms.sequences import Sequences
     from streamrl.config.algorithm.advantages import GroupNormSettings
     from streamrl.config.algorithm.losses import PpoSettings

@@ -29,7 +29,7 @@ from streamrl.algorithms.rewards import (
 from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rewards import RewardSettings, SampleWeightSettings
-from streamrl.config.algorithm.value import ValueSettings
+from streamrl.config.algorithm.settings import ValueSettings
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
 Pairs = dict[str, tuple[Any, Any]]

@@ -11,7 +11,7 @@ from streamrl.algorithms.kl import (
     kl_penalty,
 )
 from streamrl.algorithms.logit_transform import LogitTransform
-from streamrl.config.algorithm.kl import KL_ESTIMATORS, KL_KINDS, KlRewardSettings
+from streamrl.config.algorithm.settings import KL_ESTIMATORS, KL_KINDS, KlRewardSettings
 
 
 @pytest.mark.parametrize("kind", [name for name in KL_KINDS if name.endswith("+")])

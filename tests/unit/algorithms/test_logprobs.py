@@ -8,7 +8,6 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from streamrl.algorithms import liger
 from streamrl.algorithms import logprobs as module
 from streamrl.algorithms.logit_transform import LogitTransform
 from streamrl.algorithms.logprobs import token_logprobs
@@ -140,11 +139,11 @@ def test_liger_is_used_on_a_gpu_unless_the_entropy_is_trained(
         calls.append(targets)
         return _plainly(hidden, weight, targets, bias, transform)[0]
 
-    decide = liger.takes_liger
-    monkeypatch.setattr(liger, "has_liger", lambda: True)
-    monkeypatch.setattr(liger, "fused_logprobs", fused)
+    decide = module.takes_liger
+    monkeypatch.setattr(module, "has_liger", lambda: True)
+    monkeypatch.setattr(module, "fused_logprobs", fused)
     monkeypatch.setattr(
-        liger, "takes_liger", lambda _, trains: decide(torch.device("cuda"), trains)
+        module, "takes_liger", lambda _, trains: decide(torch.device("cuda"), trains)
     )
     options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
     result = token_logprobs(hidden, weight, targets, **options)
@@ -159,8 +158,8 @@ def test_liger_is_used_on_a_gpu_unless_the_entropy_is_trained(
 
 
 def test_liger_is_not_used_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger, "has_liger", lambda: True)
-    assert not liger.takes_liger(torch.device("cpu"), trains_entropy=False)
+    monkeypatch.setattr(module, "has_liger", lambda: True)
+    assert not module.takes_liger(torch.device("cpu"), trains_entropy=False)
 
 
 @pytest.mark.parametrize(
@@ -169,20 +168,20 @@ def test_liger_is_not_used_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_liger_with_wrong_gradients_is_refused(
     installed: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liger, "find_spec", lambda name: object())
-    monkeypatch.setattr(liger, "version", lambda name: installed)
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "version", lambda name: installed)
     if is_wrong:
         with pytest.raises(ConfigError, match=f"liger-kernel {installed} is installed, which"):
-            liger.has_liger.__wrapped__()
+            module.has_liger.__wrapped__()
     else:
-        assert liger.has_liger.__wrapped__()
+        assert module.has_liger.__wrapped__()
 
 
 def test_the_extra_admits_no_liger_with_wrong_gradients() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     (requirement,) = project["project"]["optional-dependencies"]["liger"]
     admitted = Requirement(requirement).specifier
-    assert not any(admitted.contains(wrong) for wrong in liger.WRONG_LIGER)
+    assert not any(admitted.contains(wrong) for wrong in module.WRONG_LIGER)
 
 
 def test_no_tokens_give_no_logprobs() -> None:

@@ -23,7 +23,7 @@ from streamrl.algorithms.losses import (
 )
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
-from streamrl.config.algorithm.value import ValueSettings
+from streamrl.config.algorithm.settings import ValueSettings
 from tests.unit.algorithms.strategies import for_any
 
 MODES = (

@@ -13,8 +13,8 @@ from streamrl.algorithms.rollout_is import (
     RolloutISConfig,
     rollout_is_weights,
 )
-from streamrl.algorithms.rollout_is.second_moment import bound_second_moment
 from streamrl.algorithms.rollout_is.statistics import Reduce
+from streamrl.algorithms.rollout_is.weights import bound_second_moment
 from streamrl.algorithms.sequences import Sequences
 from tests.unit.algorithms.strategies import for_any
 

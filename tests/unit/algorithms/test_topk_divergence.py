@@ -11,7 +11,7 @@ from torch import Tensor
 from streamrl.algorithms.candidates import Candidates, candidate_logprobs, masked_logprobs
 from streamrl.algorithms.logit_transform import LogitTransform
 from streamrl.algorithms.losses import LossInput, policy_loss
-from streamrl.algorithms.losses.trust_region import topk_kl, topk_tv
+from streamrl.algorithms.losses.policy import topk_kl, topk_tv
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.losses import DppoSettings
 from tests.unit.algorithms.strategies import for_any

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config import load_config
-from streamrl.config.algorithm.recipes import NOT_ADVANTAGES, NOT_LOSSES
+from streamrl.config.algorithm.settings import NOT_ADVANTAGES, NOT_LOSSES
 from streamrl.config.loading.foreign_names import FOREIGN_NAMES
 from streamrl.config.loading.foreign_names.usual import USUAL
 from streamrl.errors import ConfigError

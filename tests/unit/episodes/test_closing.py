@@ -13,7 +13,7 @@ import torch
 from actors.environments import make_environment
 from actors.environments.runner import open_group
 from actors.environments.single_turn import SingleTurn
-from actors.episodes import deadline as closing
+from actors.episodes import deadline
 from actors.episodes.deadline import Deadline, DeadlineError
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import unbuffered_lease
@@ -151,7 +151,7 @@ async def test_what_one_episode_cannot_do_costs_its_group(environment, sentence)
 
 
 async def test_a_close_that_hangs_holds_nobody_up(monkeypatch, caplog):
-    monkeypatch.setattr(closing, "CLOSE_S", 0.05)
+    monkeypatch.setattr(deadline, "CLOSE_S", 0.05)
 
     async def hanging_close(self) -> None:
         await asyncio.Event().wait()

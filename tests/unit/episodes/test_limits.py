@@ -9,7 +9,7 @@ import pytest
 from actors.environments.runner import MixedRunner
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import TruncatedGroupError, unbuffered_lease
-from streamrl.config.generator.episode import EpisodeSettings
+from streamrl.config.generator import EpisodeSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Transition
 from streamrl.types import Completion, DropReason, FinishReason, SamplingParams

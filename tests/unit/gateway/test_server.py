@@ -8,7 +8,7 @@ from aiohttp import web
 from actors.gateway import server
 from actors.gateway.open_episodes import OpenEpisodes
 from actors.gateway.server import GatewayServer
-from streamrl.config.generator.agent import AgentSettings
+from streamrl.config.generator import AgentSettings
 
 
 async def test_an_agent_that_waits_for_a_task_does_not_hold_the_close_up(monkeypatch):

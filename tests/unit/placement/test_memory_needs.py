@@ -13,13 +13,17 @@ from learners.parallel.sharding import checkpoint_layers
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from streamrl.config import RunConfig
-from streamrl.config.learner.lora import LoraSettings
+from streamrl.config.learner import LoraSettings
 from streamrl.errors import ConfigError
 from streamrl.model_folder import ModelFolder
 from streamrl.placement.assign import make_plan
-from streamrl.placement.memory.engine import EngineMemory
-from streamrl.placement.memory.learner import LearnerMemory, activation_bytes, adapter_size
-from streamrl.placement.memory.shape import ModelShape
+from streamrl.placement.memory import (
+    EngineMemory,
+    LearnerMemory,
+    ModelShape,
+    activation_bytes,
+    adapter_size,
+)
 from streamrl.placement.plan import Plan, PlannedProcess
 from tests.training import make_batch
 from tests.unit.placement.plans import GIB, configured, one_host, several

@@ -8,7 +8,7 @@ import pytest
 from actors.sandbox import isolation as isolations
 from streamrl.cli.doctor.findings import Level
 from streamrl.cli.doctor.sandbox import check_sandbox as check_machine
-from streamrl.cli.preflight import sandbox
+from streamrl.cli.preflight import machine
 from streamrl.cli.preflight.findings import Kind
 from streamrl.config import RunConfig
 
@@ -41,11 +41,11 @@ def found(
             "environments": environments,
         }
     )
-    return [(finding.kind, finding.sentence) for finding in sandbox.check_sandbox(config)]
+    return [(finding.kind, finding.sentence) for finding in machine.check_sandbox(config)]
 
 
 def lacks(monkeypatch: pytest.MonkeyPatch, reasons: dict[str, str]) -> None:
-    for module in (isolations, sandbox):
+    for module in (isolations, machine):
         monkeypatch.setattr(module, "why_not", lambda kind: reasons.get(kind, ""))
 
 

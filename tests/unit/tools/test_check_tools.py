@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.preflight import tools
+from streamrl.cli.preflight import data
 from streamrl.cli.preflight.findings import Kind
 from streamrl.config import RunConfig
 
@@ -19,7 +19,7 @@ def found(tmp_path: Path, **generator: Any) -> list[tuple[Kind, str]]:
             "generator": generator,
         }
     )
-    return [(finding.kind, finding.sentence) for finding in tools.check_tools(config)]
+    return [(finding.kind, finding.sentence) for finding in data.check_tools(config)]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from streamrl.tracking.prometheus import Exported, exporting
 from streamrl.tracking.prometheus.endpoint import RENDER_S, SHARE, Endpoint
 from streamrl.tracking.prometheus.families import ROWS, family_of
 from streamrl.tracking.prometheus.readings import of_buffer, of_generator, of_learner, of_validator
-from streamrl.tracking.prometheus.targets import port_of
+from streamrl.tracking.prometheus.start import port_of
 from streamrl.types import (
     Books,
     BufferStats,

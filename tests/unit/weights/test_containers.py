@@ -12,7 +12,7 @@ import torch
 from streamrl.types import Locality, SharedEndpoint
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import locality_of
-from streamrl.weights.routes import can_share
+from streamrl.weights.rounds import can_share
 from streamrl.weights.send_buffers import SendBuffers
 
 LAYOUT = Layout(manifest_of({"w": torch.zeros(1000)}), 600)

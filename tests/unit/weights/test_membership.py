@@ -6,8 +6,14 @@ from msgspec.structs import replace
 from streamrl.errors import WeightTransferError
 from streamrl.types import ValidatorStatus
 from streamrl.weights import membership as module
-from streamrl.weights.membership import ALIVE_S, Membership
-from streamrl.weights.peers import FREE_MISSES, LATE_FACTOR, MAX_WAIT_S, Peer
+from streamrl.weights.membership import (
+    ALIVE_S,
+    FREE_MISSES,
+    LATE_FACTOR,
+    MAX_WAIT_S,
+    Membership,
+    Peer,
+)
 from streamrl.weights.protocol import NO_LEARNER, Hello
 
 

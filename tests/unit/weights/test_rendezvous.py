@@ -14,7 +14,7 @@ from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, replace
 from streamrl.weights.transports import groups
 from streamrl.weights.transports.broadcast import BroadcastSender
-from streamrl.weights.transports.rendezvous import RendezvousServer, RendezvousStore
+from streamrl.weights.transports.groups import RendezvousServer, RendezvousStore
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from streamrl.types import Locality
 from streamrl.weights.locality import locality_of, this_host
 from streamrl.weights.membership import Peer
 from streamrl.weights.protocol import Hello
-from streamrl.weights.routes import Routes
+from streamrl.weights.rounds import Routes
 
 
 def cpu(host: str = "here") -> Locality:

@@ -22,7 +22,7 @@ from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import this_host
 from streamrl.weights.send_buffers import SendBuffers
 from streamrl.weights.transports import descriptors, memory
-from streamrl.weights.transports.descriptors import receive_descriptor
+from streamrl.weights.transports.memory import receive_descriptor
 from streamrl.weights.transports.shared_memory import SharedReader
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,), "wide": (3000,)}

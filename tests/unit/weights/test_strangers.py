@@ -13,12 +13,17 @@ from streamrl import wire
 from streamrl.curve import make_keys, set_client_keys
 from streamrl.errors import ConfigError
 from streamrl.types import LoadReport
-from streamrl.weights.connections import BURST, MESSAGES_PER_S, REFUSED_COST, Connections
 from streamrl.weights.locality import locality_of
 from streamrl.weights.membership import Membership
 from streamrl.weights.protocol import Failed, FromReceiver, Hello, Leave, Loaded, Ready
 from streamrl.weights.receiver import WeightReceiver
-from streamrl.weights.sender_socket import SenderSocket
+from streamrl.weights.sender_socket import (
+    BURST,
+    MESSAGES_PER_S,
+    REFUSED_COST,
+    Connections,
+    SenderSocket,
+)
 from tests.fuzz.hostile import enveloped
 from tests.unit.weights.update_run import Generator, Run, run
 from tests.waiting import until

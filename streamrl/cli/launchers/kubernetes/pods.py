@@ -17,7 +17,7 @@ from streamrl.config import RunConfig
 from streamrl.config.cluster import HostRole
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Device, Host
-from streamrl.placement.seats.engines import devices_per_engine
+from streamrl.placement.seats import devices_per_engine
 
 CORES_PER_DEVICE = 8
 CORES_WITHOUT_DEVICE = 2

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.checkpoints.steps_left import require_steps_to_launch
+from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.display.summary import summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers.slurm.keys import make_missing_keys, with_keys

@@ -9,7 +9,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from streamrl.checkpoints.steps_left import require_steps_to_launch
+from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.cli.launchers.slurm.job import run_in_job
 from streamrl.cli.launchers.slurm.keys import make_missing_keys, with_keys

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.checkpoints.steps_left import require_steps_to_launch
+from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.display.summary import summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers.ssh.child import RemoteChild

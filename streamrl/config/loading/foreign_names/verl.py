@@ -1,8 +1,114 @@
-"""Names of verl's configuration. A setting in parentheses says what holds here without one."""
+"""Names of verl's configuration. A setting in parentheses says what holds here without one.
 
-from streamrl.config.loading.foreign_names.verl_system import VERL_SYSTEM
+Names of verl's configuration: ranks and memory, the run as a whole, profiling.
+"""
 
 _ACTOR = "actor_rollout_ref.actor"
+_BY_LAYER = "(each decoder layer is sharded on its own)"
+_RESHARD = "(a layer is always freed behind its forward pass)"
+_PREFETCH = "(FSDP2 prefetches by itself)"
+_SAME_TRACE = "(traces of the learner have all of its models)"
+_NSYS = "(an option of nsys profile, which starts the learner)"
+_NPU = "(there is no profiler of NPUs)"
+_MEMORY = "(learner.profiler.memory keeps 100,000 allocations with their whole stacks)"
+_CAPTURES = "(each step that is recorded is a capture of its own)"
+_WHOLE_STEPS = "(a step is recorded as a whole)"
+
+VERL_SYSTEM = {
+    # Ranks and memory.
+    f"{_ACTOR}.strategy": "learner.mesh, always by FSDP2",
+    "actor_rollout_ref.ref.strategy": "(the reference policy is sharded as the policy is)",
+    "critic.strategy": "(the critic is sharded as the policy is)",
+    "actor_rollout_ref.hybrid_engine": "(learner and generators are separate processes)",
+    f"{_ACTOR}.fsdp_config.wrap_policy.min_num_params": _BY_LAYER,
+    f"{_ACTOR}.fsdp_config.reshard_after_forward": _RESHARD,
+    f"{_ACTOR}.fsdp_config.forward_prefetch": _PREFETCH,
+    "actor_rollout_ref.ref.fsdp_config.wrap_policy.min_num_params": _BY_LAYER,
+    "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": _RESHARD,
+    "actor_rollout_ref.ref.fsdp_config.forward_prefetch": _PREFETCH,
+    f"{_ACTOR}.ulysses_sequence_parallel_size": "learner.mesh.sequence",
+    f"{_ACTOR}.fsdp_config.fsdp_size": "learner.mesh.shard",
+    f"{_ACTOR}.fsdp_config.param_offload": "learner.offload.parameters",
+    f"{_ACTOR}.fsdp_config.optimizer_offload": "learner.offload.optimizer",
+    f"{_ACTOR}.fsdp_config.offload_policy": "learner.offload.parameters",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "learner.offload.reference",
+    "critic.ulysses_sequence_parallel_size": "learner.mesh.sequence",
+    "critic.model.enable_gradient_checkpointing": "learner.gradient_checkpointing",
+    "critic.model.fsdp_config.param_offload": "learner.offload.parameters",
+    "critic.model.fsdp_config.optimizer_offload": "learner.offload.optimizer",
+    # The run.
+    "trainer.total_epochs": "run.total_epochs",
+    "trainer.total_training_steps": "run.max_steps",
+    "trainer.project_name": "tracking.project",
+    "trainer.experiment_name": "run.name",
+    "trainer.default_local_dir": "run.folder",
+    "af_output_dir": "run.folder",
+    "trainer.logger": "tracking.wandb and tracking.tensorboard",
+    "trainer.nnodes": "cluster.hosts",
+    "trainer.n_gpus_per_node": "cluster.hosts, where it is devices of a host",
+    "trainer.default_hdfs_dir": "(run.folder may be on a mounted file system)",
+    "trainer.ray_wait_register_center_timeout": "(there is no Ray)",
+    "ray_init.num_cpus": "(there is no Ray)",
+    "ray_init.timeline_json_file": "(there is no Ray)",
+    "trainer.val_only": "(`streamrl evaluate` scores a checkpoint)",
+    "trainer.test_freq": "validation.every",
+    "trainer.val_before_train": "validation.at_start",
+    "trainer.log_val_generations": "validation.keep",
+    "trainer.validation_data_dir": "validation.keep",
+    "trainer.rollout_data_dir": "tracking.samples.num_groups",
+    f"{_ACTOR}.checkpoint.save_contents": "learner.checkpoint.contents",
+    f"{_ACTOR}.checkpoint.load_contents": "learner.checkpoint.load_contents",
+    f"{_ACTOR}.checkpoint.async_save": "(a thread writes; the step waits for the copy alone)",
+    "trainer.del_local_ckpt_after_load": "(the newest learner.checkpoint.keep are kept)",
+    "trainer.save_freq": "learner.checkpoint.every",
+    "trainer.max_actor_ckpt_to_keep": "learner.checkpoint.keep",
+    "trainer.max_critic_ckpt_to_keep": "learner.checkpoint.keep",
+    "trainer.resume_mode": "run.resume",
+    "trainer.resume_from_path": "run.resume: PATH",
+    "trainer.critic_warmup": "algorithm.value.critic_warmup",
+    "trainer.device": "learner.device",
+    "trainer.balance_batch": "(micro-batches are always balanced by tokens)",
+    "async_training.staleness_threshold": "buffer.max_staleness, in versions, not a share",
+    "async_training.trigger_parameter_sync_step": "weights.publish_every",
+    # Profiling.
+    f"{_ACTOR}.profiler.enable": "learner.profiler.steps",
+    f"{_ACTOR}.profiler.tool": "learner.profiler.nvtx, else torch's profiler",
+    f"{_ACTOR}.profiler.all_ranks": "learner.profiler.ranks, where [] is all",
+    f"{_ACTOR}.profiler.ranks": "learner.profiler.ranks",
+    f"{_ACTOR}.profiler.save_path": "(traces are in profiler/ of the run's folder)",
+    f"{_ACTOR}.profiler.discrete": _CAPTURES,
+    "profiler.tool_config.nsys.discrete": _CAPTURES,
+    "profiler.tool_config.torch.step_start": _WHOLE_STEPS,
+    "profiler.tool_config.torch.step_end": _WHOLE_STEPS,
+    "profiler.tool_config.torch_memory.trace_alloc_max_entries": _MEMORY,
+    "profiler.tool_config.torch_memory.stack_depth": _MEMORY,
+    "profiler.tool_config.npu.contents": _NPU,
+    "profiler.tool_config.npu.level": _NPU,
+    "profiler.tool_config.npu.analysis": _NPU,
+    "profiler.tool_config.npu.discrete": _NPU,
+    "actor_rollout_ref.ref.profiler.discrete": _SAME_TRACE,
+    "actor_rollout_ref.ref.profiler.all_ranks": _SAME_TRACE,
+    "actor_rollout_ref.ref.profiler.ranks": _SAME_TRACE,
+    "global_profiler.tool": "learner.profiler.nvtx, else torch's profiler",
+    "global_profiler.steps": "learner.profiler.steps",
+    "global_profiler.save_path": "(traces are in profiler/ of the run's folder)",
+    "global_profiler.global_tool_config.nsys.discrete": _CAPTURES,
+    "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": _MEMORY,
+    "global_profiler.global_tool_config.torch_memory.stack_depth": _MEMORY,
+    "trainer.profile_steps": "learner.profiler.steps",
+    "trainer.controller_nsight_options.trace": _NSYS,
+    "trainer.controller_nsight_options.cuda-memory-usage": _NSYS,
+    "trainer.controller_nsight_options.cuda-graph-trace": _NSYS,
+    "trainer.worker_nsight_options.trace": _NSYS,
+    "trainer.worker_nsight_options.cuda-memory-usage": _NSYS,
+    "trainer.worker_nsight_options.cuda-graph-trace": _NSYS,
+    "trainer.worker_nsight_options.capture-range": _NSYS,
+    "trainer.worker_nsight_options.capture-range-end": _NSYS,
+    "trainer.worker_nsight_options.kill": _NSYS,
+    "_target_": "(a section is known by its name)",
+}
+
+
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _MINI_BATCH = "learner.groups_per_step, divided by learner.updates_per_batch"

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from streamrl.config.numbers import NotNegative, Positive, Seconds
 from streamrl.config.section import Section
-from streamrl.types.ids import ID_PATTERN
+from streamrl.types.ranges import ID_PATTERN
 
 HostRole: TypeAlias = Literal["buffer", "learner", "generator", "validator"]
 _ROLES: tuple[HostRole, ...] = ("buffer", "learner", "generator", "validator")

@@ -1,0 +1,245 @@
+"""`data.curriculum`: easy rows first.
+
+`data.rewards`: what scores the responses, each with its weight, its rows and its limits.
+
+`data.prompt_template`: a prompt made from the columns of its row.
+
+`data.source` and `data.eval_source`: one source of prompts, or several.
+
+`data`: prompts, how they are rendered, and the reward of a response.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from streamrl.config.numbers import NotNegative, Positive, Seconds
+from streamrl.config.section import Section
+from streamrl.user_code import is_user_code
+
+
+class CurriculumSettings(Section):
+    """The order of the rows within an epoch follows a column instead of chance alone."""
+
+    column: str = "difficulty"
+    """Column of a number; a dot reaches into a record."""
+    order: Literal["ascending", "descending"] = "ascending"
+    """Which rows come first: those with small numbers, or with large ones."""
+    window: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """How far chance moves a row, as a share of all rows; 0 sorts strictly."""
+    num_epochs: Positive = 1
+    """Epochs in this order; those that follow are shuffled as `data.shuffle` says."""
+
+
+# Metrics of all rewards together have these names.
+_TAKEN = frozenset({"mean", "std", "min", "max", "groups_alike_frac"})
+
+
+class RewardSettings(Section):
+    """One of several rewards. A string is short for a record with `reward` alone."""
+
+    reward: str
+    """The name of a built-in reward, or PATH.py:NAME."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]{0,64}$")] = ""
+    """In metrics, as `reward/NAME`, and in errors. Empty: the built-in's name, or NAME of
+    PATH.py:NAME."""
+    weight: float = 1.0
+    """Factor of this reward in the sum; 0 records it without training on it."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the reward."""
+    data_source: tuple[str, ...] = ()
+    """Values of the column `data.data_source_key` of the rows that it scores; empty: all rows."""
+    timeout_s: Seconds = 300.0
+    """Time for one call. What takes longer costs its group."""
+    max_concurrent: Positive | None = None
+    """Calls at a time; the others wait. Null: 64, or the cores of the machine where
+    `isolation` is `process`."""
+    retries: NotNegative | None = None
+    """Further tries of a call that fails. Null: 3 for a reward behind a URL, else 0."""
+    isolation: Literal["thread", "process"] | None = None
+    """Where a function that is not async runs. A process can be ended when it hangs and cannot harm
+    the generator; rows and answers must then be plain data. Null: `process` for `math`, else
+    `thread`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_name(cls, value: Any) -> Any:
+        return {"reward": value} if isinstance(value, str) else value
+
+    @property
+    def label(self) -> str:
+        """What it is called in metrics and errors."""
+        derived = self.reward.rpartition(":")[2] if is_user_code(self.reward) else self.reward
+        return self.name or derived
+
+
+def check_labels(rewards: Sequence[RewardSettings]) -> None:
+    """
+    Raises:
+        ValueError: two rewards have the same label, or one has that of another metric.
+    """
+    labels = [reward.label for reward in rewards]
+    for i, label in enumerate(labels):
+        if label in labels[:i]:
+            raise ValueError(f"rewards: two are called {label!r}; give one of them another name")
+        if label in _TAKEN:
+            raise ValueError(f"rewards: reward/{label} is another metric; choose another name")
+
+
+class MessageTemplate(Section):
+    """One chat message of a prompt."""
+
+    role: str
+    """Such as system or user."""
+    content: str
+    """Jinja, with the columns of the row."""
+
+
+def _form(value: Any) -> str:
+    return "List" if isinstance(value, list | tuple) else "Text"
+
+
+PromptTemplate = Annotated[
+    Annotated[str, Tag("Text")] | Annotated[tuple[MessageTemplate, ...], Tag("List")],
+    Discriminator(_form),
+]
+
+
+_WEIGHT = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class SourceSettings(Section):
+    """One of several sources of prompts. A string is short for a record with `path` alone."""
+
+    path: str
+    """What `data.source` names as a string."""
+    weight: _WEIGHT | None = None
+    """Share of the prompts, in proportion to the other weights. If none has a weight, the rows of
+    all are one file; if some have, the others weigh 1."""
+    name: str = ""
+    """Put into the column `data.data_source_key` of each row. Empty: the column as it is, or the
+    file's name without its suffix where the source has no such column."""
+    subset: str | None = None
+    """Configuration of a data set of the hub."""
+    split: str | None = None
+    """Split of a data set of the hub, or of a folder that has several."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """As `data.source_kwargs`, for this source."""
+    prompt_key: str | None = None
+    """As `data.prompt_key`, which null takes."""
+    answer_key: str | None = None
+    """As `data.answer_key`, which null takes."""
+    prompt_template: PromptTemplate | None = None
+    """As `data.prompt_template`, which null takes."""
+
+
+def _as_list(value: Any) -> Any:
+    """One record is a list of one; a text in a list is a record."""
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    if not value:
+        raise ValueError("is an empty list; name at least one source")
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in value]
+
+
+Sources = Annotated[
+    Annotated[str, Tag("Text")] | Annotated[tuple[SourceSettings, ...], Tag("List")],
+    Discriminator(_form),
+    BeforeValidator(_as_list),
+]
+
+
+class DataSettings(Section):
+    """Prompts, how they are rendered, and what scores the responses."""
+
+    source: Sources
+    """A file (.jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet) or a pattern of files such as
+    train/*.parquet, a folder that the library datasets has saved, datasets:NAME of the Hugging Face
+    hub, the name of a procedural task (addition, reverse, copy, sort), reasoning_gym:NAME,
+    PATH.py:NAME, or `environment`: it makes up its own levels. Or a list of these, or records."""
+    source_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a procedural task, of reasoning_gym or of PATH.py:NAME."""
+    eval_source: Sources | None = None
+    """Held-out prompts, in the same forms; a procedural task without one holds out prompts of its
+    own."""
+    num_eval_prompts: Positive = 256
+    """Held-out prompts an evaluation uses of each source, from its first row on."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages. A dot reaches into a record."""
+    prompt_template: PromptTemplate | None = None
+    """Jinja that makes the prompt from the columns of a row, instead of `prompt_key`: a text, or a
+    list of messages with a role and a content each."""
+    answer_key: str | None = "answer"
+    """Column of the reference answer, such as reward_model.ground_truth; null for none."""
+    image_key: str | None = None
+    """Column of a file with the images of a row, a list: paths relative to the file, base64 data:
+    URLs, or {bytes, path} as parquet files of `datasets` have them. Each <image> in a prompt's text
+    is the place of one; without, they stand before it."""
+    video_key: str | None = None
+    """The same for videos, each the list of its frames; <video> is the place of one."""
+    chat_template: Literal["native", "none"] | Path = "native"
+    """`native` uses the tokenizer's template, if it has one; `none` feeds the prompt as it stands;
+    a path names a Jinja file."""
+    tool_parser: str = "auto"
+    """How a completion writes its tool calls: hermes, qwen3_coder, llama3 or mistral, or a file
+    PATH.json with a response template of transformers; `auto` takes the tokenizer's own, or the one
+    of these that the chat template is written for."""
+    system_prompt: str | None = None
+    """Put in front of prompts that are strings."""
+    max_prompt_length: Positive = 1024
+    """Longest prompt, in tokens."""
+    truncation: Literal["error", "left", "right", "drop", "filter"] = "error"
+    """What happens to longer ones: refuse, cut that side, drop the prompt when its turn comes
+    (counted), or filter the rows of files before the first prompt is sampled."""
+    filter_workers: Positive = 1
+    """Processes that filter the rows; the result is kept in the run's folder."""
+    shuffle: bool = True
+    """Read files in a new seeded order each epoch."""
+    curriculum: CurriculumSettings | None = None
+    """Easy rows first; null for none."""
+    reward: str = "exact_match"
+    """The name of a built-in reward, or PATH.py:NAME."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the reward."""
+    rewards: tuple[RewardSettings, ...] = ()
+    """Several rewards, whose weighted sum is the reward of an episode; instead of `reward`."""
+    data_source_key: str = "data_source"
+    """Column that says which of the `rewards` score a row."""
+
+    @property
+    def sources(self) -> tuple[SourceSettings, ...]:
+        """`source` as a list."""
+        return self._listed(self.source)
+
+    @property
+    def eval_sources(self) -> tuple[SourceSettings, ...]:
+        """`eval_source` as a list."""
+        return () if self.eval_source is None else self._listed(self.eval_source)
+
+    def _listed(self, sources: str | tuple[SourceSettings, ...]) -> tuple[SourceSettings, ...]:
+        if isinstance(sources, str):
+            return (SourceSettings(path=sources, kwargs=self.source_kwargs),)
+        return sources
+
+    @model_validator(mode="after")
+    def _has_arguments_for_one_source(self) -> "DataSettings":
+        if self.source_kwargs and not isinstance(self.source, str):
+            raise ValueError("source_kwargs: has no effect on a list; give its entries kwargs")
+        return self
+
+    @property
+    def all_rewards(self) -> tuple[RewardSettings, ...]:
+        """`rewards`, or `reward` as the only one."""
+        return self.rewards or (RewardSettings(reward=self.reward, kwargs=self.reward_kwargs),)
+
+    @model_validator(mode="after")
+    def _names_its_rewards_once(self) -> "DataSettings":
+        default = type(self).model_fields["reward"].default
+        if self.rewards and (self.reward != default or self.reward_kwargs):
+            raise ValueError("reward: has no effect beside data.rewards; list it there")
+        check_labels(self.all_rewards)
+        return self

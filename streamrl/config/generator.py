@@ -1,0 +1,317 @@
+"""`generator.agent`: who plays the episodes of environment `agent`, and where its API is served.
+
+`generator.episode`: the limits of an episode of several turns.
+
+`generator.oversample`: more siblings than are trained.
+
+`generator.tools` and `generator.mcp_servers`: what the policy may call, under which limits.
+
+`generator`: what one generator samples, with which engine, and how much of it at a time.
+"""
+
+import ipaddress
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from streamrl.config.addresses import LARGEST_PORT
+from streamrl.config.engines.hf import HfSettings
+from streamrl.config.engines.sglang import SglangSettings
+from streamrl.config.engines.vllm import VllmSettings
+from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
+from streamrl.config.section import Section
+from streamrl.errors import ConfigError
+from streamrl.user_code import check_user_code
+
+
+def _split(command: Any) -> Any:
+    return shlex.split(command) if isinstance(command, str) else command
+
+
+class AgentSettings(Section):
+    """Agents that call the policy through the API of OpenAI or Anthropic."""
+
+    function: str | None = None
+    """PATH.py:FUNCTION(task, base_url, api_key), called once for each episode in the generator's
+    process; it returns the reward, or nothing."""
+    command: Annotated[tuple[str, ...] | None, BeforeValidator(_split)] = None
+    """A command line, started once for each episode. {prompt}, or any column of the prompt's row
+    in braces, stands for its text. Without `function` and `command`, agents ask for their tasks."""
+    max_agents: Positive = 64
+    """Functions or commands that run at a time; the episodes of others wait."""
+    host: str = "127.0.0.1"
+    """Address at which the API listens; one that other machines reach needs a token."""
+    port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = 0
+    """Port of the first generator of a machine; the others take the next ones. 0: any free one."""
+    token_variable: str | None = None
+    """Environment variable that holds the token with which an agent asks for a task."""
+    silence_s: Seconds = 600.0
+    """An agent that asks for nothing for so long has disappeared: its group fails."""
+    request_sampling: Literal["override", "refuse"] = "override"
+    """What becomes of a request with another temperature, top_p or top_k than the run's: it is
+    sampled with the run's, or refused."""
+    max_request_bytes: Positive = 16 * 2**20
+    """Largest body of a request."""
+
+    @field_validator("function")
+    @classmethod
+    def _is_user_code(cls, function: str | None) -> str | None:
+        if function is not None:
+            check_user_code(function)
+        return function
+
+    @field_validator("host")
+    @classmethod
+    def _is_address(cls, host: str) -> str:
+        try:
+            ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        except ValueError:
+            raise ValueError(f"was {host!r}; it must be an IP address or localhost") from None
+        return host
+
+    @model_validator(mode="after")
+    def _is_one_agent(self) -> "AgentSettings":
+        if self.function is not None and self.command is not None:
+            raise ValueError("function and command are two agents; leave one of them out")
+        if self.command is not None and not self.command:
+            raise ValueError("command: is empty; it must name a program")
+        is_local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        if not is_local and self.token_variable is None:
+            raise ValueError(
+                f"host: was {self.host!r}, which other machines can reach; that needs a token: "
+                "put one into an environment variable and name it in token_variable"
+            )
+        return self
+
+    @property
+    def token(self) -> str | None:
+        """
+        Raises:
+            ConfigError: the variable is not set, or is empty.
+        """
+        if self.token_variable is None:
+            return None
+        if not os.environ.get(self.token_variable):
+            raise ConfigError(
+                f"generator.agent.token_variable: there is no {self.token_variable} in the "
+                "environment"
+            )
+        return os.environ[self.token_variable]
+
+
+class EpisodeSettings(Section):
+    """Limits of an episode; `group_deadline_s` is the one of its time."""
+
+    max_turns: Positive | None = None
+    """Completions of an episode; one that goes on after them ends as truncated. Unset: no limit."""
+    turn_deadline_s: Seconds | None = None
+    """A turn that takes longer, in the engine and in the environment together, ends its episode as
+    truncated, with the tokens that it has. Unset: `group_deadline_s`."""
+    truncated: Literal["keep", "drop"] = "keep"
+    """Siblings that a limit cut: keep them, and algorithm.reward.truncated says what the learner
+    does; or leave them out of their group. A group with fewer than two others is then dropped, as
+    filtered."""
+    max_in_flight: Positive | None = None
+    """Episodes of one generator at a time, those that wait for their environment included. Unset:
+    as many as the engine has slots for, and what waits does not count."""
+
+
+class OversampleSettings(Section):
+    """Siblings that are sampled beyond `group_size`, and which of them all are kept."""
+
+    num_siblings: NotNegative = 0
+    """Siblings beyond `group_size`; 0 is none."""
+    keep: Literal["each_reward", "first_finished"] = "each_reward"
+    """`each_reward` waits for all and keeps the first of each reward, then the second of each, in
+    the order in which they were begun, which says nothing about their lengths. `first_finished`
+    cancels the others, which are the long ones."""
+
+
+class CallLimits(Section):
+    """Limits of the calls of a tool, or of all tools of a server."""
+
+    time_limit_s: Seconds = 30.0
+    """A call that takes longer is answered with an error."""
+    max_concurrent: Positive = 8
+    """Calls that one generator runs at a time; others wait, which does not count as their time."""
+    max_result_length: Positive = 4096
+    """Longest result, in characters; a longer one is cut, and says so."""
+
+
+class ToolSettings(CallLimits):
+    """A tool that the policy may call; its name alone stands for it where nothing else is set."""
+
+    tool: str
+    """calculator, python (runs code in a sandbox), or PATH.py:NAME, a function or a class."""
+    function_schema: dict[str, Any] | Path | None = None
+    """OpenAI schema of the function, or a YAML or JSON file with one; unset: made from its
+    signature and docstring."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the class, which is made anew for each episode, or limits of python and its
+    isolation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_alone(cls, value: Any) -> Any:
+        return {"tool": value} if isinstance(value, str) else value
+
+
+class McpServerSettings(CallLimits):
+    """An MCP server whose tools the policy may call: a command that speaks over stdio, or a URL."""
+
+    command: tuple[str, ...] = ()
+    """The program and its arguments; started by each generator."""
+    url: str | None = None
+    """Of a server that speaks streamable HTTP."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the command, beside PATH and HOME."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Headers of every request to the URL."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the policy may call; none: all that the server has."""
+    session: Literal["generator", "episode"] = "generator"
+    """Whether all episodes of a generator share one session, or each has its own."""
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> "McpServerSettings":
+        if bool(self.command) == bool(self.url):
+            raise ValueError("command, url: an MCP server has one of the two")
+        return self
+
+
+class GeneratorSettings(Section):
+    """What one generator samples, and the engine that samples it."""
+
+    count: Positive = 1
+    """Generators that `streamrl launch` starts; more may join at any time."""
+    engine: str = "hf"
+    """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
+    environment: str = "single_turn"
+    """What answers the policy, turn by turn: single_turn, tools (see `tools`), frozen_lake,
+    sokoban, calculator, file_search, gymnasium:ID, textarena:ID, or PATH.py:CLASS; or what calls
+    the policy: agent (see `agent`). Several environments stand in `environments`."""
+    environment_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment."""
+    agent: AgentSettings = AgentSettings()
+    """Agents of environment agent."""
+    tools: tuple[ToolSettings, ...] = ()
+    """What the policy may call in the environment `tools`."""
+    mcp_servers: tuple[McpServerSettings, ...] = ()
+    """MCP servers whose tools it may call as well."""
+    group_size: Positive = 8
+    """Trajectories per prompt."""
+    oversample: OversampleSettings = OversampleSettings()
+    """Siblings that are sampled beyond these."""
+    max_new_tokens: Positive = 256
+    """Longest completion, in tokens."""
+    min_new_tokens: NotNegative = 0
+    """Tokens before an end-of-sequence token may be sampled."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass; 1 is unrestricted."""
+    top_k: NotNegative = 0
+    """Sample among the k likeliest tokens; 0 is unrestricted."""
+    keep_sampling_mask: bool = False
+    """Record which tokens top_k, top_p and min_new_tokens left to sample from, and compute the
+    learner's log-probabilities over the same ones. Needs top_k, which bounds the record."""
+    stop_token_ids: tuple[NotNegative, ...] = ()
+    """Ids of tokens that end a completion, in addition to the model's own."""
+    ignore_eos: bool = False
+    """Go on past the end-of-sequence token."""
+    max_num_seqs: Positive = 64
+    """Sequences one engine decodes at a time."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus completion, in tokens; unset: max_prompt_length + max_new_tokens."""
+    dtype: Dtype = "float32"
+    """Precision of the engine's weights."""
+    device: Device = "auto"
+    """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
+    num_threads: NotNegative = 0
+    """CPU threads of one generator; 0 leaves torch's choice."""
+    group_deadline_s: Seconds = 3600.0
+    """An episode that takes longer ends as truncated, with the tokens that it has; the reward of
+    a group has the same time again. The default is 32,768 tokens at 9 tokens/s."""
+    episode: EpisodeSettings = EpisodeSettings()
+    """Limits of an episode of several turns."""
+    drain_s: Seconds = 5.0
+    """After SIGTERM, time given to unfinished groups before their leases are released."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the engine, as its own documentation names them."""
+    hf: HfSettings = HfSettings()
+    """Settings of engine hf."""
+    vllm: VllmSettings = VllmSettings()
+    """Settings of engine vllm."""
+    sglang: SglangSettings = SglangSettings()
+    """Settings of engine sglang."""
+
+    @model_validator(mode="after")
+    def _has_no_arguments_for_a_server_elsewhere(self) -> "GeneratorSettings":
+        if self.engine_kwargs and self.url:
+            raise ValueError(
+                f"engine_kwargs: was {self.engine_kwargs!r}, which the server of {self.engine}.url "
+                "does not get to see; give it to that server's command line"
+            )
+        return self
+
+    @property
+    def num_siblings(self) -> int:
+        """Trajectories that are sampled per prompt."""
+        return self.group_size + self.oversample.num_siblings
+
+    @model_validator(mode="after")
+    def _has_each_tool_once(self) -> "GeneratorSettings":
+        names = [tool.tool for tool in self.tools]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"tools: {twice[0]} stands there twice")
+        return self
+
+    @property
+    def truncations(self) -> tuple[str, ...]:
+        """The settings that cut off the distribution that is sampled from, with their values;
+        none where the learner takes its log-probabilities over what they left."""
+        if self.keep_sampling_mask:
+            return ()
+        cuts = {"top_p": self.top_p < 1, "top_k": self.top_k > 0}
+        cuts |= {"min_new_tokens": self.min_new_tokens > 0}
+        return tuple(f"generator.{n} {getattr(self, n):g}" for n, is_cut in cuts.items() if is_cut)
+
+    @property
+    def url(self) -> str | None:
+        """Of the engine's server, if it runs elsewhere; the first of several."""
+        return next(iter(self.urls), None)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the engine's servers, if they run elsewhere."""
+        served = {"vllm": self.vllm, "sglang": self.sglang}.get(self.engine)
+        return served.urls if served else ()
+
+    @property
+    def served(self) -> VllmSettings | SglangSettings:
+        """Of an engine that servers may run."""
+        return self.vllm if self.engine == "vllm" else self.sglang
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether the engine may start with other weights than those of `model.path`: random ones,
+        or what a server elsewhere has."""
+        formats = {"vllm": self.vllm.load_format, "sglang": self.sglang.load_format}
+        return self.url is not None or formats.get(self.engine) == "dummy"
+
+    def reading_weights(self) -> "GeneratorSettings":
+        """These settings for an engine that starts with the weights of `model.path`, unless it runs
+        elsewhere."""
+        if self.url is not None or not self.lacks_weights:
+            return self
+        section: VllmSettings | SglangSettings = getattr(self, self.engine)
+        read = section.model_copy(update={"load_format": "auto"})
+        return self.model_copy(update={self.engine: read})
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one generator that receive weights."""
+        return self.vllm.tensor_parallel_size if self.engine == "vllm" else 1

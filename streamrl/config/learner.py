@@ -1,0 +1,400 @@
+"""`learner.checkpoint`: what is saved of a run, when, and what is kept.
+
+`learner.lora`: an adapter of low rank.
+
+`learner.max_tokens_per_forward_pass`, `learner.offload`: what memory a step takes, and where.
+
+`learner.mesh`: what the ranks of a learner share.
+
+`learner.optimizer`: AdamW, its parameter groups, and its learning rate over the steps.
+
+`learner.profiler`: what is recorded of chosen steps.
+
+`learner`: the batch of a step, and the machine that trains it.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.numbers import (
+    Decay,
+    Device,
+    LearningRate,
+    LearningRateOrZero,
+    NotNegative,
+    Positive,
+    Probability,
+    Seconds,
+)
+from streamrl.config.section import Section
+from streamrl.errors import ConfigError
+from streamrl.types.ranges import MAX_GROUPS
+
+
+class CheckpointSettings(Section):
+    """When the learner saves its state, what of it, and how many saved states it keeps."""
+
+    every: Positive = 50
+    """Steps between checkpoints; one is always made at the end."""
+    keep: Positive = 2
+    """Newest complete checkpoints kept; those in abandoned/ are not counted and not deleted."""
+    keep_best: NotNegative = 0
+    """Complete checkpoints kept besides them, those with the best mean of `best_by`."""
+    best_by: str = "reward/mean"
+    """Metric of `metrics.jsonl`, whose mean over the steps since the checkpoint before counts; or
+    one of a validation, such as validation/mean@1, of the checkpoint's own version."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which mean of `best_by` is the best."""
+    contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = (
+        "model",
+        "optimizer",
+        "extra",
+        "hf_model",
+    )
+    """What is saved: parameters; AdamW's state; random generators, KL controller and running
+    moments of rewards; and the policy as a Hugging Face folder, which `streamrl evaluate` needs."""
+    load_contents: tuple[Literal["model", "optimizer", "extra"], ...] | None = None
+    """What is loaded of the checkpoint that the run goes on from; null is all that `contents`
+    names. Where `run.resume` names one, of that one alone: what the run saves later is loaded
+    whole."""
+
+    @property
+    def is_best_validated(self) -> bool:
+        """Whether `best_by` is what validations find."""
+        return self.best_by.startswith("validation/")
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """What `load_contents` means."""
+        if self.load_contents is not None:
+            return self.load_contents
+        return tuple(content for content in self.contents if content != "hf_model")
+
+    @field_validator("contents", "load_contents")
+    @classmethod
+    def _has_the_model(cls, contents: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if contents is not None and "model" not in contents:
+            raise ValueError("must contain model, without which no run goes on from a checkpoint")
+        return contents
+
+
+class LoraSettings(Section):
+    """Training of an adapter of low rank (LoRA, arXiv 2106.09685) instead of all parameters."""
+
+    rank: Positive = 16
+    """Columns of A and B."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The product of both is scaled by alpha / rank."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Last parts of the names of the linear layers that get one, such as [q_proj, v_proj]."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the adapter's inputs, in passes with gradient."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What generators are sent: all parameters with the adapter in them, or the adapter alone,
+    which they merge into the model of `model.path`: fewer bytes, and one more copy in memory."""
+
+
+class ForwardPassSettings(Section):
+    """Tokens of one forward pass without gradient, which needs less memory than a training pass;
+    null takes `learner.max_tokens_per_micro_batch`."""
+
+    proximal: Positive | None = None
+    """Of the policy before the step, where the algorithm needs such a pass."""
+    reference: Positive | None = None
+    """Of the reference policy."""
+    values: Positive | None = None
+    """Of the critic before the step."""
+
+
+class OffloadSettings(Section):
+    """What waits in the host's memory instead of the GPU's: less memory, more time."""
+
+    parameters: bool = False
+    """Parameters, gradients and optimizer state of all roles: layers are copied to the GPU as they
+    are computed, and the CPU makes the update."""
+    optimizer: bool = False
+    """The optimizer's state, but for the update."""
+    activations: bool = False
+    """The inputs of the layers that `gradient_checkpointing` keeps."""
+    reference: bool = False
+    """The reference policy: its layers are copied to the GPU as they are computed."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> "OffloadSettings":
+        if self.parameters and (self.optimizer or self.reference):
+            raise ValueError(
+                f"{'optimizer' if self.optimizer else 'reference'} does nothing beside parameters, "
+                "which puts the parameters and the optimizer state of all roles on the host"
+            )
+        return self
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The options that are on."""
+        return tuple(name for name, is_on in self.model_dump().items() if is_on)
+
+
+class MeshSettings(Section):
+    """How many ranks share what: the four sizes multiply to the number of ranks."""
+
+    replicate: Positive = 1
+    """Copies of the sharded parameters; each trains other trajectories."""
+    shard: int = -1
+    """Ranks that share one copy of the parameters and train other trajectories; -1 takes all that
+    are left."""
+    sequence: Positive = 1
+    """Ranks that share the tokens of the same trajectories."""
+    tensor: Positive = 1
+    """Ranks that share each matrix."""
+
+    @field_validator("shard")
+    @classmethod
+    def _is_a_size(cls, shard: int) -> int:
+        if shard > 0 or shard == -1:
+            return shard
+        raise ValueError(f"was {shard}; it must be positive, or -1 for all ranks that are left")
+
+    def sizes(self, world_size: int) -> tuple[int, int, int, int]:
+        """Replicate, shard, sequence and tensor, in a world of so many ranks.
+
+        Raises:
+            ConfigError: they do not multiply to it.
+        """
+        others = self.replicate * self.sequence * self.tensor
+        shard = world_size // others if self.shard == -1 else self.shard
+        if others * shard == world_size:
+            return self.replicate, shard, self.sequence, self.tensor
+        product = f"replicate {self.replicate} x sequence {self.sequence} x tensor {self.tensor}"
+        if self.shard == -1:
+            raise ConfigError(
+                f"learner.mesh: {product} is {others}, which does not divide the {world_size} "
+                "ranks of the learner; torchrun --nproc-per-node says how many there are"
+            )
+        raise ConfigError(
+            f"learner.mesh: {product} x shard {shard} is {others * shard}, but the learner has "
+            f"{world_size} ranks; shard -1 takes all that are left"
+        )
+
+
+class OptimizerGroup(Section):
+    """Parameters of the policy that are trained otherwise than the rest."""
+
+    parameters: Annotated[str, Field(min_length=1)]
+    """Pattern of parameter names as transformers has them, such as "*.mlp.*" or
+    "model.embed_tokens.weight"; `*` is any text."""
+    lr: LearningRateOrZero | None = None
+    """Peak learning rate, under the same schedule; 0 freezes them; null is that of the rest."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay of all of them, vectors too; null is that of the rest."""
+
+
+class OptimizerSettings(Section):
+    """AdamW and its learning rate over the steps."""
+
+    lr: LearningRate = 1e-6
+    """Peak learning rate of AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay; vectors (norms, biases) are exempt."""
+    groups: tuple[OptimizerGroup, ...] = ()
+    """Parameters with a rate or decay of their own; the first pattern that matches a name counts.
+    The critic has none."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Global norm gradients are clipped to; null switches clipping off."""
+    max_skipped_updates: NotNegative = 3
+    """Updates in a row that are skipped because a gradient is not finite; the next one ends the
+    run."""
+    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
+    """Shape after the warm-up, down to `min_lr_ratio` at `run.max_steps`."""
+    warmup_steps: NotNegative = 0
+    """Steps over which the rate rises linearly from 0."""
+    warmup_ratio: Probability = 0.0
+    """The same as a share of `run.max_steps`; give one of the two."""
+    min_lr_ratio: Probability = 0.0
+    """Floor of the schedule as a fraction of `lr`."""
+    num_cycles: Annotated[float, Field(gt=0)] = 0.5
+    """Waves of schedule cosine; 0.5 falls once."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of `run.max_steps`, at its end, in which warmup_stable_decay falls."""
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """How warmup_stable_decay falls."""
+
+    def num_warmup_steps(self, max_steps: int) -> int:
+        return self.warmup_steps or round(self.warmup_ratio * max_steps)
+
+    def num_decay_steps(self, max_steps: int) -> int:
+        return round(self.decay_ratio * max_steps)
+
+    @model_validator(mode="after")
+    def _keeps_weights(self) -> "OptimizerSettings":
+        for lr, decay in (
+            (self.lr, self.weight_decay),
+            *(
+                (self.lr if group.lr is None else group.lr, group.weight_decay or 0.0)
+                for group in self.groups
+            ),
+        ):
+            if lr * decay >= 1:
+                raise ValueError(
+                    f"learner.optimizer.weight_decay: was {decay:g} with learning rate {lr:g}; "
+                    "their product is the share of each weight that a step removes, and must be "
+                    "below 1"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _has_no_idle_setting(self) -> "OptimizerSettings":
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"learner.optimizer.warmup_ratio: was {self.warmup_ratio:g} beside warmup_steps "
+                f"{self.warmup_steps}; give one of the two"
+            )
+        for name, schedules in _ACTS_UNDER.items():
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default and self.schedule not in schedules:
+                raise ValueError(
+                    f"learner.optimizer.{name}: was {value}, which does nothing under schedule "
+                    f"{self.schedule}; it acts under {', '.join(schedules)}"
+                )
+        return self
+
+
+_ACTS_UNDER = {
+    "min_lr_ratio": ("linear", "cosine", "warmup_stable_decay"),
+    "num_cycles": ("cosine",),
+    "decay_ratio": ("warmup_stable_decay",),
+    "decay_shape": ("warmup_stable_decay",),
+}
+
+
+class ProfilerSettings(Section):
+    """What is recorded of chosen steps, in `profiler/` of the run's folder."""
+
+    steps: tuple[Positive, ...] = ()
+    """Steps to record, the first is 1; a trace of torch's profiler for each, none if empty."""
+    ranks: tuple[NotNegative, ...] = (0,)
+    """Ranks that record; all if empty."""
+    memory: bool = False
+    """Record the allocations of GPU memory, too."""
+    nvtx: bool = False
+    """Mark the phases of a step for Nsight Systems, and let it capture `steps` instead of torch's
+    profiler: `nsys profile --capture-range=cudaProfilerApi streamrl learner ...`."""
+
+
+class LearnerSettings(Section):
+    """The batch of a step, and the machine that trains it."""
+
+    groups_per_step: Annotated[int, Field(gt=0, le=MAX_GROUPS)] = 32
+    """Trajectory groups per batch; a batch is one policy version."""
+    epochs: Positive = 1
+    """Passes over a batch."""
+    updates_per_batch: Positive = 1
+    """Optimizer updates in one pass over a batch, each on a mini-batch of whole groups."""
+    max_tokens_per_micro_batch: Positive = 8192
+    """Tokens (prompt and response) of one forward and backward pass; those of a prompt that is
+    computed once for several trajectories count once."""
+    max_tokens_per_forward_pass: ForwardPassSettings = ForwardPassSettings()
+    """The same for passes without gradient, by role."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """The optimizer of the policy."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """Saved states of the run."""
+    lora: LoraSettings | None = None
+    """Train an adapter of low rank; null trains all parameters."""
+    freeze_vision_tower: bool = False
+    """Leave the part of a vision-language model that sees as it is, and train the rest."""
+    mesh: MeshSettings = MeshSettings()
+    """The ranks of the learner; one without torchrun."""
+    num_ranks: Positive = 1
+    """Ranks that `streamrl learner` starts on this machine; torchrun starts them on several."""
+    rank_deadline_s: Seconds = 60.0
+    """How long a rank of the learner may report nothing before the others end."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of forward and backward; sums, master weights and optimizer stay float32."""
+    device: Device = "auto"
+    """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
+    num_threads: NotNegative = 0
+    """CPU threads of the learner; 0 leaves torch's choice."""
+    profiler: ProfilerSettings = ProfilerSettings()
+    """Traces of chosen steps."""
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """What one device computes in `dtype` at most, in 10^12 operations per second, for
+    `learner/mfu`; unset: known for common GPUs."""
+    sum_each_micro_batch: bool = True
+    """Sum gradients over the ranks after every micro-batch; false: once an update, after the last,
+    which is less traffic and costs each rank the memory of a whole float32 gradient."""
+    compile: bool = False
+    """Compile the decoder's layers by torch.compile: faster passes after a slow first one."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    check_packing: bool = True
+    """At start, compare packed with plain transformers; run unpacked what packing changes."""
+    offload: OffloadSettings = OffloadSettings()
+    """What waits in the host's memory instead of the GPU's."""
+    report_entropy: bool = True
+    """Measure the policy's entropy each step, also where the loss does not need it."""
+
+    @model_validator(mode="after")
+    def _keeps_what_it_offloads(self) -> "LearnerSettings":
+        if self.offload.activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "offload.activations moves the inputs of layers that gradient_checkpointing keeps, "
+                "and gradient_checkpointing is false: set it to true"
+            )
+        return self
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of one batch."""
+        return self.epochs * self.updates_per_batch
+
+    def require_ranks(self, num_ranks: int) -> None:
+        """
+        Raises:
+            ConfigError: the sizes of `mesh`, or the batch, do not fit so many ranks.
+        """
+        replicate, shard, _, _ = self.mesh.sizes(num_ranks)
+        if replicate * shard > self.groups_per_step:
+            raise ConfigError(
+                f"learner.groups_per_step {self.groups_per_step} is less than the "
+                f"{replicate * shard} ranks that each train groups of their own: start fewer, or "
+                "raise it"
+            )
+
+
+def setting_without_pass(
+    learner: LearnerSettings, algorithm: AlgorithmSettings, needs_policy_pass: bool
+) -> str | None:
+    """What is wrong with the first setting that is for a pass which is not made; None if each acts.
+
+    `needs_policy_pass` is `RunConfig.needs_policy_pass`.
+    """
+    limits = learner.max_tokens_per_forward_pass
+    if limits.proximal is not None and not needs_policy_pass:
+        return (
+            f"learner.max_tokens_per_forward_pass.proximal {limits.proximal} has no pass: with "
+            "these settings the training pass yields the proximal log-probabilities; "
+            "learner.updates_per_batch or learner.epochs > 1 makes one"
+        )
+    if limits.values is not None and not algorithm.needs_values:
+        return (
+            f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
+            f"algorithm.advantage is {algorithm.advantage}; only gae has one"
+        )
+    if limits.reference is not None and not algorithm.needs_reference_logprobs:
+        return (
+            f"learner.max_tokens_per_forward_pass.reference {limits.reference} has no pass of a "
+            "reference policy: algorithm.kl_loss.coef (but for kind full) or "
+            "algorithm.kl_reward.coef > 0 makes one"
+        )
+    if learner.offload.reference and not algorithm.needs_reference:
+        return (
+            "learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef and "
+            "algorithm.kl_reward.coef are 0"
+        )
+    return None

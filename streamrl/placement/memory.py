@@ -1,0 +1,539 @@
+"""What a process needs on each of its GPUs, part by part.
+
+The sizes of a model that memory follows from.
+
+The parameters are counted in the headers of its files; their division into layers, and all of them
+where there are no such files, follow from config.json as transformers has it for decoders like
+Llama's. Called by the estimates beside it.
+
+What a rank of the learner needs on its device, as the learner allocates it.
+
+    weights, gradients, AdamW   4 + 4 + 8 bytes a trained parameter, divided by the ranks that
+                                shard (ZeRO, arXiv 1910.02054, section 3.1; here all is float32)
+    gathered layers             two at a time and the embeddings, in `learner.dtype`
+    activations                 what a layer keeps for the backward pass, operation by operation as
+                                in arXiv 2205.05198, section 4.1, for RMS norms, a gated MLP, and
+                                attention that keeps no scores
+
+Certain is what shapes and settings fix; activations, blocks of logits and the driver's own memory
+are rough. Invariant: pure. Called by fit.py.
+
+What an engine needs on each of its GPUs.
+
+    weights      in `generator.dtype`, divided by the GPUs that share each matrix, or the layers
+    KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180),
+                 divided alike: one sequence of `generator.max_model_len` in any case,
+                 `max_num_seqs` of them at most
+
+vLLM and SGLang take a fraction of the GPU, whatever they need of it; the HF engine takes what it
+needs, and a second copy of the weights for updates. Invariant: pure. Called by fit.py.
+
+Whether what is placed on a GPU fits there, and how much of it each engine takes.
+
+vLLM and SGLang fill a fraction of a GPU, by default nearly all. Where they share one with others
+that fraction is what the others leave, divided among them.
+
+Invariant: pure; refused is only what shapes and settings make certain. Called by assign.py.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import RunConfig
+from streamrl.config.cluster import HostRole
+from streamrl.config.generator import GeneratorSettings
+from streamrl.config.learner import LoraSettings
+from streamrl.config.model import RecipeSettings
+from streamrl.errors import ConfigError
+from streamrl.model_folder import local_folder
+from streamrl.placement.plan import Device, Host, Need, Part, gib
+from streamrl.placement.seats import Seat, pipeline_parallel_size, tensor_parallel_size
+
+_NUM_SPECIAL_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths are those of all heads together."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """That a token passes: of its experts, where there are some."""
+    query_width: int
+    key_value_width: int
+    num_key_value_heads: int
+    vocab_size: int
+    num_embeddings: int
+    """Parameters of the embedding and of an LM head of its own."""
+    num_parameters: int
+
+    @property
+    def num_in_layer(self) -> int:
+        """Parameters of one decoder layer."""
+        return max(0, self.num_parameters - self.num_embeddings) // self.num_layers
+
+    def kv_bytes_per_token(self, dtype_bytes: int, tensor_parallel: int = 1) -> int:
+        """Keys and values of one token on one of the devices that share the heads (PagedAttention,
+        arXiv 2309.06180, section 3); a device has one head at least."""
+        heads = -(-self.num_key_value_heads // tensor_parallel)
+        width = self.key_value_width // self.num_key_value_heads
+        return 2 * self.num_layers * heads * width * dtype_bytes
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "ModelShape | None":
+        """Of the run's model; None where it is not on this machine, or is of another kind."""
+        model = config.model
+        if model.recipe is not None and not Path(model.path).exists():
+            return cls.of_facts(_recipe_facts(model.recipe))
+        folder = local_folder("model.path", model.path)
+        try:
+            return cls.of_facts(folder.config, folder.num_parameters) if folder else None
+        except (ConfigError, KeyError, TypeError, ValueError):
+            return None
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any], num_parameters: int = 0) -> "ModelShape":
+        """Of the content of config.json; the parameters are counted by it where they are 0.
+
+        Raises:
+            KeyError: a size is missing.
+        """
+        hidden = _size(facts, "hidden_size", "n_embd")
+        heads = _size(facts, "num_attention_heads", "n_head")
+        key_value_heads = facts.get("num_key_value_heads") or heads
+        width = facts.get("head_dim") or hidden // heads
+        vocab_size = _size(facts, "vocab_size")
+        inner = facts.get("intermediate_size") or facts.get("n_inner") or 4 * hidden
+        is_tied = facts.get("tie_word_embeddings", True)
+        shape = cls(
+            num_layers=_size(facts, "num_hidden_layers", "n_layer"),
+            hidden_size=hidden,
+            intermediate_size=_active_width(facts, inner),
+            query_width=heads * width,
+            key_value_width=key_value_heads * width,
+            num_key_value_heads=key_value_heads,
+            vocab_size=vocab_size,
+            num_embeddings=vocab_size * hidden * (1 if is_tied else 2),
+            num_parameters=num_parameters,
+        )
+        return shape if num_parameters else shape._counted(facts)
+
+    def _counted(self, facts: Mapping[str, Any]) -> "ModelShape":
+        """With the parameters of gated MLPs (three matrices), attention and two norms a layer."""
+        attention = 2 * self.hidden_size * (self.query_width + self.key_value_width)
+        width = self.intermediate_size * _num_experts(facts) // _num_active(facts)
+        layer = attention + 3 * self.hidden_size * width + 2 * self.hidden_size
+        total = self.num_layers * layer + self.num_embeddings + self.hidden_size
+        return ModelShape(**{**vars(self), "num_parameters": total})
+
+
+def _size(facts: Mapping[str, Any], *names: str) -> int:
+    value = next((facts[name] for name in names if facts.get(name)), None)
+    if not isinstance(value, int):
+        raise KeyError(names[0])
+    return value
+
+
+def _num_experts(facts: Mapping[str, Any]) -> int:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return max(1, *(facts.get(name) or 1 for name in names))
+
+
+def _num_active(facts: Mapping[str, Any]) -> int:
+    return min(_num_experts(facts), facts.get("num_experts_per_tok") or 1)
+
+
+def _active_width(facts: Mapping[str, Any], inner: int) -> int:
+    if _num_experts(facts) == 1:
+        return inner
+    return _num_active(facts) * int(facts.get("moe_intermediate_size") or inner)
+
+
+def _recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
+    return {
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.intermediate_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "vocab_size": len(recipe.alphabet) + _NUM_SPECIAL_TOKENS,
+        "tie_word_embeddings": False,
+    }
+
+
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+_FLOAT32, _MOMENTS = 4, 8
+_SEND_BUFFERS = 2
+_LOGIT_BLOCK_BYTES = 3 * 4 * 2**26
+"""Of token_logprobs on a GPU: 2^26 logits in float32, and as much for two intermediate results."""
+DRIVER_BYTES = 2**30
+"""Roughly what CUDA, cuBLAS and NCCL take in one process."""
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """Of one rank among `num_ranks`; the first one (`sends`) has the buffers of the weights."""
+
+    config: RunConfig
+    shape: ModelShape
+    num_ranks: int
+    sends: bool = True
+
+    def need(self) -> Need:
+        """At the peak of a step; loading takes less."""
+        return Need.of((*self._held(), *self._step(), self._driver), self._remedies())
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters with a gradient."""
+        lora = self.config.learner.lora
+        return self.shape.num_parameters if lora is None else adapter_size(self.shape, lora)
+
+    @property
+    def num_roles(self) -> int:
+        """Whole models: the policy, and a reference and a critic where there are some."""
+        algorithm = self.config.algorithm
+        has_reference = algorithm.needs_reference and self.config.learner.lora is None
+        return 1 + has_reference + algorithm.needs_values
+
+    @property
+    def _num_shards(self) -> int:
+        _, shard, sequence, tensor = self.config.learner.mesh.sizes(self.num_ranks)
+        return shard * sequence * tensor
+
+    @property
+    def _is_sharded(self) -> bool:
+        offload = self.config.learner.offload
+        return self.num_ranks > 1 or offload.parameters or offload.reference
+
+    @property
+    def _compute_bytes(self) -> int:
+        return _SIZES[self.config.learner.dtype]
+
+    @property
+    def _driver(self) -> Part:
+        return Part("CUDA and libraries", DRIVER_BYTES, is_certain=False)
+
+    def _held(self) -> Iterator[Part]:
+        """Between the steps."""
+        learner, algorithm, total = self.config.learner, self.config.algorithm, self._total
+        if not learner.offload.parameters:
+            yield Part("weights", self._shard(_FLOAT32 * total))
+            yield Part("gradients", self._shard(_FLOAT32 * self.num_trained))
+            if algorithm.needs_values:
+                yield Part("critic", self._shard((2 * _FLOAT32 + _MOMENTS) * total))
+            if self.num_roles > 1 + algorithm.needs_values and not learner.offload.reference:
+                reference = _FLOAT32 if self._is_sharded else self._compute_bytes
+                yield Part("reference", self._shard(reference * total))
+            if not learner.offload.optimizer:
+                yield Part("optimizer", self._shard(_MOMENTS * self.num_trained))
+            if not self._is_sharded and self._compute_bytes < _FLOAT32:
+                copies = 1 + algorithm.needs_values
+                yield Part(f"copies in {learner.dtype}", copies * self._compute_bytes * total)
+        if self._is_sharded and not learner.sum_each_micro_batch:
+            yield Part("unsummed gradients", _FLOAT32 * self.num_trained)
+        if self.sends:
+            yield Part("weights to send", _SEND_BUFFERS * self._sent_bytes)
+
+    def _step(self) -> tuple[Part, ...]:
+        """Of a pass, or of the update where its moments come from the host then."""
+        passing = tuple(self._pass())
+        offload = self.config.learner.offload
+        moments = self._shard(_MOMENTS * self.num_trained) if offload.optimizer else 0
+        if moments > sum(part.num_bytes for part in passing):
+            return (Part("optimizer, for the update", moments),)
+        return passing
+
+    def _pass(self) -> Iterator[Part]:
+        shape, learner = self.shape, self.config.learner
+        size, tensor = self._compute_bytes, learner.mesh.tensor
+        if self._is_sharded:
+            layers = 2 * shape.num_in_layer // tensor
+            yield Part("gathered layers", size * (layers + shape.num_embeddings))
+        tokens = -(-learner.max_tokens_per_micro_batch // learner.mesh.sequence)
+        layer = activation_bytes(shape, size, tensor) * tokens
+        if learner.gradient_checkpointing:
+            inputs = 0 if learner.offload.activations else shape.num_layers * shape.hidden_size
+            yield Part("activations", layer + inputs * size * tokens, is_certain=False)
+        else:
+            yield Part("activations", layer * shape.num_layers, is_certain=False)
+        logits = min(_LOGIT_BLOCK_BYTES, 3 * _FLOAT32 * tokens * shape.vocab_size)
+        yield Part("logits", logits, is_certain=False)
+
+    @property
+    def _total(self) -> int:
+        return self.shape.num_parameters
+
+    def _shard(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._num_shards)
+
+    @property
+    def _sent_bytes(self) -> int:
+        lora, dtype = self.config.learner.lora, self.config.weights.dtype
+        is_adapter = lora is not None and lora.publish == "adapter"
+        num_sent = self.num_trained if is_adapter else self._total
+        return num_sent * _SIZES[dtype or "float32"]
+
+    def _remedies(self) -> Iterator[str]:
+        learner = self.config.learner
+        yield "more learner.num_ranks"
+        if self.sends and self.config.weights.dtype in (None, "float32"):
+            yield "weights.dtype bfloat16"
+        if learner.lora is None:
+            yield "learner.lora"
+        if not learner.offload.parameters:
+            yield "learner.offload.parameters"
+        if not learner.gradient_checkpointing:
+            yield "learner.gradient_checkpointing"
+        yield "a smaller learner.max_tokens_per_micro_batch"
+
+
+def activation_bytes(shape: ModelShape, dtype_bytes: int, tensor: int = 1) -> int:
+    """Of one token in one decoder layer, with `tensor` ranks that share its matrices.
+
+    Two norms keep their input and its normalized form in float32, and their result; queries, keys,
+    values and the output of attention; four times the width of the MLP.
+    """
+    norms = 2 * shape.hidden_size * (2 * _FLOAT32 + dtype_bytes)
+    attention = 2 * shape.query_width + 2 * shape.key_value_width
+    return norms + (attention + 4 * shape.intermediate_size) * dtype_bytes // tensor
+
+
+def adapter_size(shape: ModelShape, lora: LoraSettings) -> int:
+    """Parameters of the two factors of each matrix that gets some."""
+    h, q, kv, i = (
+        shape.hidden_size,
+        shape.query_width,
+        shape.key_value_width,
+        shape.intermediate_size,
+    )
+    widths = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
+    widths |= {"gate_proj": h + i, "up_proj": h + i, "down_proj": i + h}
+    chosen = widths if lora.targets == "all-linear" else lora.targets
+    return lora.rank * shape.num_layers * sum(widths.get(name, h + h) for name in chosen)
+
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Of the engine of a generator, or of the validator with its own settings."""
+
+    config: RunConfig
+    generator: GeneratorSettings
+    shape: ModelShape
+
+    def need(self) -> Need:
+        return Need.of(self._parts(), self._remedies())
+
+    def _parts(self) -> Iterator[Part]:
+        weights = self.shape.num_parameters * self._bytes // (self._tensor * self._pipeline)
+        if self.generator.engine == "hf":
+            yield Part("weights, twice", 2 * weights)
+        else:
+            yield Part("weights", weights)
+        one = self._sequence_bytes
+        given = self.generator.vllm.kv_cache_memory_bytes
+        if self.generator.engine == "vllm" and given is not None:
+            yield Part("KV cache", given)
+        else:
+            yield Part("KV cache of one sequence", one)
+            more = self.generator.max_num_seqs - 1
+            yield Part(f"KV cache of {more} more", more * one, is_certain=False)
+        yield Part("CUDA and libraries", DRIVER_BYTES, is_certain=False)
+
+    @property
+    def _tensor(self) -> int:
+        return tensor_parallel_size(self.generator)
+
+    @property
+    def _pipeline(self) -> int:
+        return pipeline_parallel_size(self.generator)
+
+    @property
+    def _bytes(self) -> int:
+        return _DTYPE_BYTES[self.generator.dtype]
+
+    @property
+    def _sequence_bytes(self) -> int:
+        per_token = self.shape.kv_bytes_per_token(self._bytes, self._tensor) // self._pipeline
+        return per_token * (self.generator.max_model_len or self.config.max_model_len)
+
+    def _remedies(self) -> Iterator[str]:
+        if self._bytes == 4:
+            yield "generator.dtype bfloat16"
+        if self.generator.engine == "vllm":
+            yield "more generator.vllm.tensor_parallel_size"
+        if self.generator.engine == "sglang":
+            yield "more generator.sglang.tp_size"
+        yield "a smaller generator.max_model_len"
+
+
+def fraction_setting(generator: GeneratorSettings) -> str:
+    """The setting that says how much of a GPU an engine takes; "" for one that has none."""
+    match generator.engine:
+        case "vllm":
+            return "generator.vllm.gpu_memory_utilization"
+        case "sglang":
+            return "generator.sglang.mem_fraction_static"
+        case _:
+            return ""
+
+
+def given_fraction(generator: GeneratorSettings) -> float | None:
+    """What a person has set it to."""
+    if name := fraction_setting(generator).rpartition(".")[2]:
+        kwargs = generator.engine_kwargs
+        chosen: float | None = kwargs.get(name, getattr(getattr(generator, generator.engine), name))
+        return chosen
+    return None
+
+
+_USABLE = 0.9
+_STATIC = 0.85
+"""Of SGLang's part, what its fraction is of: activations and CUDA graphs come on top."""
+_SETTINGS: Mapping[HostRole, str] = {
+    "learner": "learner.device",
+    "generator": "generator.device",
+    "validator": "validation.generator.device",
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Of all seats of a run on the GPUs of its hosts; `shape` is None for a model that is not
+    here, of which nothing is known."""
+
+    config: RunConfig
+    seats: Sequence[Seat]
+    shape: ModelShape | None
+
+    def need(self, seat: Seat, position: int = 0) -> Need | None:
+        """Of a seat on its GPU at this position; None where it has none, or nothing is known."""
+        if self.shape is None or not seat.devices or not seat.host.is_counted:
+            return None
+        if seat.role == "learner":
+            sends = seat == self._learners[0] and position == 0
+            num_ranks = sum(other.num_ranks for other in self._learners)
+            return LearnerMemory(self.config, self.shape, num_ranks, sends).need()
+        return EngineMemory(self.config, self._generator(seat), self.shape).need()
+
+    def overrides(self) -> Mapping[str, Mapping[str, str]]:
+        """Settings of the engines that share a GPU, by seat."""
+        return {
+            seat.name: {fraction_setting(self._generator(seat)): f"{fraction:.2f}"}
+            for seat in self.seats
+            if (fraction := self._fraction(seat)) is not None
+        }
+
+    def require(self) -> None:
+        """
+        Raises:
+            ConfigError: what a GPU has to hold is certainly more than it has.
+        """
+        for host, device, sharing in self._devices:
+            needs = [(seat, self._least(seat, index, device)) for seat, index in sharing]
+            if device.memory_bytes and sum(least for _, least in needs) > device.memory_bytes:
+                raise ConfigError(self._refusal(host, device, sharing))
+
+    def warnings(self) -> Iterator[str]:
+        """What may not fit, by the estimate."""
+        for host, device, sharing in self._devices:
+            total = sum(self._likely(seat, index, device) for seat, index in sharing)
+            if total > device.memory_bytes > 0:
+                who = "; ".join(self._described(seat, index) for seat, index in sharing)
+                yield (
+                    f"{_SETTINGS[sharing[0][0].role]}: {_place(host, device)} may have too little "
+                    f"memory, {gib(device.memory_bytes)} for about {gib(total)}: {who}"
+                )
+
+    @cached_property
+    def _learners(self) -> tuple[Seat, ...]:
+        return tuple(seat for seat in self.seats if seat.role == "learner")
+
+    @cached_property
+    def _devices(self) -> tuple[tuple[Host, Device, tuple[tuple[Seat, int], ...]], ...]:
+        """Each GPU that is used, with the seats on it and which of their GPUs it is."""
+        placed: dict[tuple[str, int], tuple[tuple[Seat, int], ...]] = {}
+        for seat in self.seats:
+            for index, device in enumerate(seat.devices if seat.host.is_counted else ()):
+                key = (seat.host.name, device)
+                placed[key] = (*placed.get(key, ()), (seat, index))
+        return tuple(
+            (sharing[0][0].host, sharing[0][0].host.devices[position], sharing)
+            for (_, position), sharing in placed.items()
+        )
+
+    def _generator(self, seat: Seat) -> GeneratorSettings:
+        is_validator = seat.role == "validator"
+        return (self.config.for_validator() if is_validator else self.config).generator
+
+    def _takes_fraction(self, seat: Seat) -> bool:
+        return seat.role != "learner" and bool(fraction_setting(self._generator(seat)))
+
+    def _given(self, seat: Seat) -> float | None:
+        return None if seat.role == "learner" else given_fraction(self._generator(seat))
+
+    def _fraction(self, seat: Seat) -> float | None:
+        """Of each of its GPUs; None where it has them alone, or a person has set it."""
+        if not self._takes_fraction(seat) or self._given(seat) is not None:
+            return None
+        shared = [
+            self._part(device, sharing)
+            for _, device, sharing in self._devices
+            if len(sharing) > 1 and any(other == seat for other, _ in sharing)
+        ]
+        if not shared:
+            return None
+        is_static = self._generator(seat).engine == "sglang"
+        part = min(shared) * (_STATIC if is_static else 1.0)
+        return max(0.01, math.floor(100 * part) / 100)
+
+    def _part(self, device: Device, sharing: Sequence[tuple[Seat, int]]) -> float:
+        """What each engine without a fraction of its own gets of a shared GPU."""
+        open_seats = [s for s, _ in sharing if self._takes_fraction(s) and self._given(s) is None]
+        others = [(seat, index) for seat, index in sharing if seat not in open_seats]
+        if not device.memory_bytes or self.shape is None:
+            return _USABLE / len(sharing)
+        taken = sum(self._likely(seat, index, device) for seat, index in others)
+        left = _USABLE - taken / device.memory_bytes
+        least = max(self._least(seat, 0, device) for seat in open_seats) / device.memory_bytes
+        return max(left / len(open_seats), least + 0.01)
+
+    def _least(self, seat: Seat, index: int, device: Device) -> float:
+        """Bytes that the seat takes of the GPU in any case."""
+        given, need = self._given(seat), self.need(seat, index)
+        certain = need.certain_bytes if need else 0
+        return max(certain, (given or 0.0) * device.memory_bytes)
+
+    def _likely(self, seat: Seat, index: int, device: Device) -> float:
+        """Bytes that the seat takes of the GPU by the estimate."""
+        need = self.need(seat, index)
+        if self._takes_fraction(seat) or need is None:
+            return self._least(seat, index, device)
+        return need.num_bytes
+
+    def _refusal(self, host: Host, device: Device, sharing: Sequence[tuple[Seat, int]]) -> str:
+        who = "; ".join(self._described(seat, index, device) for seat, index in sharing)
+        needs = [need for seat, index in sharing if (need := self.need(seat, index))]
+        remedies = ", ".join(dict.fromkeys(name for need in needs for name in need.remedies))
+        return (
+            f"{_SETTINGS[sharing[0][0].role]}: {_place(host, device)} has "
+            f"{gib(device.memory_bytes)}, which is too little: {who}; what would help: {remedies}"
+        )
+
+    def _described(self, seat: Seat, index: int, device: Device | None = None) -> str:
+        need = self.need(seat, index)
+        parts = f" ({need.describe()})" if need else ""
+        if device is None:
+            return f"{seat.name} needs about {gib(need.num_bytes if need else 0)}{parts}"
+        return f"{seat.name} needs at least {gib(self._least(seat, index, device))}{parts}"
+
+
+def _place(host: Host, device: Device) -> str:
+    return f"GPU {device.index} {'here' if host.name == 'here' else f'of {host.name}'}"

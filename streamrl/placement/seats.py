@@ -1,0 +1,382 @@
+"""Which process goes on which host and which of its GPUs.
+
+Learner ranks come first and have a GPU each. An engine then takes free GPUs of one host, all of its
+`tensor_parallel_size`. Only where no host has so many does it share, with as few other engines as
+possible, and with a learner where nothing else is left.
+
+Invariant: the same configuration and hosts give the same seats, and every process gets one, or the
+configuration is refused. Called by `streamrl.placement.assign`.
+
+A process's place, and the sentences for a process that has none.
+
+The seats of the learner's ranks: a GPU for each, else shares of the CPU hosts.
+
+Invariant: no two ranks have one GPU, since NCCL refuses that, and the ranks of a block that shares
+tokens or matrices (`learner.mesh.sequence` x `tensor`) are on one host.
+
+The seats of engines: of the generators and of the validator.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from streamrl.config import RunConfig
+from streamrl.config.addresses import host_of, is_any, is_loopback
+from streamrl.config.cluster import HostRole
+from streamrl.config.generator import GeneratorSettings
+from streamrl.errors import ConfigError
+from streamrl.placement.plan import Host
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One process on one host; `devices` are positions in `Host.devices`.
+
+    `is_pinned` where a setting such as cuda:1 has chosen the device, which the process finds among
+    all of its host's.
+    """
+
+    name: str
+    role: HostRole
+    host: Host
+    devices: tuple[int, ...] = ()
+    num_ranks: int = 1
+    is_pinned: bool = False
+
+
+def allowed_for(role: HostRole, hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """The hosts with this role.
+
+    Raises:
+        ConfigError: no host has it.
+    """
+    if allowed := tuple(host for host in hosts if role in host.roles):
+        return allowed
+    raise ConfigError(
+        f"cluster.hosts: the run needs a {role}, and {_none_of(hosts)} {role} among its roles: add "
+        "it to those of one"
+    )
+
+
+def at_address(
+    setting: str, url: str, hosts: Sequence[Host], all_hosts: Sequence[Host]
+) -> tuple[Host, ...]:
+    """`hosts`, of all hosts those that may have it: first those that have the address of `url`,
+    if it names one.
+
+    Raises:
+        ConfigError: the run has several hosts, and none of these has the address.
+    """
+    wanted = host_of(url)
+    if not names_a_host(url, all_hosts):
+        return tuple(hosts)
+    if all(host.address != wanted for host in hosts):
+        addresses = ", ".join(host.address for host in hosts)
+        raise ConfigError(
+            f"{setting}: was {url!r}, which is the address of no host that may have it ("
+            f"{addresses}); leave it out, and the plan chooses one"
+        )
+    return tuple(sorted(hosts, key=lambda host: host.address != wanted))
+
+
+def names_a_host(url: str, all_hosts: Sequence[Host]) -> bool:
+    """Whether the address of `url` says on which of several hosts it is."""
+    return len(all_hosts) > 1 and not is_loopback(url) and not is_any(url)
+
+
+def counted(hosts: Iterable[Host]) -> str:
+    """How many GPUs there are, as part of a sentence.
+
+    >>> counted([Host("here", "127.0.0.1")]), counted([Host("a", "a"), Host("b", "b")])
+    ('there are 0 GPUs here', 'a has 0 GPUs, b has 0 GPUs')
+    """
+    hosts = list(hosts)
+    if [host.name for host in hosts] == ["here"]:
+        return f"there are {_gpus(hosts[0])} here"
+    return ", ".join(f"{host.name} has {_gpus(host)}" for host in hosts)
+
+
+def _gpus(host: Host) -> str:
+    if not host.is_counted:
+        return "GPUs that are not counted"
+    count = len(host.devices)
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def _none_of(hosts: Sequence[Host]) -> str:
+    names = ", ".join(host.name for host in hosts)
+    return f"{names} does not have" if len(hosts) == 1 else f"none of {names} has"
+
+
+_ADDRESS = "weights.address"
+
+
+def learner_seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
+    """One seat for each host that has ranks; rank 0 is on the first.
+
+    Raises:
+        ConfigError: the hosts with the role have too few GPUs, blocks do not fit on one, or rank 0
+            is not where `weights.address` says.
+    """
+    address = config.weights.address
+    found = _seats_of(config, at_address(_ADDRESS, address, allowed_for("learner", hosts), hosts))
+    first = found[0].host
+    if names_a_host(address, hosts) and first.address != host_of(address):
+        raise ConfigError(
+            f"{_ADDRESS}: was {address!r}, and the learner's first rank is on {first.name} "
+            f"({first.address}), by its GPUs; leave it out, and the plan chooses the address"
+        )
+    return found
+
+
+def _seats_of(config: RunConfig, allowed: Sequence[Host]) -> tuple[Seat, ...]:
+    learner = config.learner
+    kind, _, number = learner.device.partition(":")
+    with_gpus = tuple(host for host in allowed if host.devices)
+    if kind == "cuda" and number:
+        return (_pinned_ranks(learner.device, int(number), allowed),)
+    if kind == "cuda" and not with_gpus and all(host.is_counted for host in allowed):
+        raise ConfigError(f"learner.device: was {learner.device!r}, and {counted(allowed)}")
+    block = learner.mesh.sequence * learner.mesh.tensor
+    learner.require_ranks(learner.num_ranks)
+    if kind in ("auto", "cuda") and with_gpus:
+        _require_room(config, with_gpus, block)
+        shares = _fill(learner.num_ranks, block, [len(host.devices) for host in with_gpus])
+        return _seats(with_gpus, shares, lambda count: tuple(range(count)))
+    shares = _spread(learner.num_ranks, block, len(allowed))
+    return _seats(allowed, shares, lambda _: ())
+
+
+def _seats(
+    hosts: Sequence[Host], shares: Sequence[int], devices: Callable[[int], tuple[int, ...]]
+) -> tuple[Seat, ...]:
+    used = [(host, count) for host, count in zip(hosts, shares, strict=True) if count]
+    return tuple(
+        Seat(
+            f"learner-host-{index}" if index else "learner",
+            "learner",
+            host,
+            devices(count),
+            num_ranks=count,
+        )
+        for index, (host, count) in enumerate(used)
+    )
+
+
+def _pinned_ranks(device: str, number: int, hosts: Sequence[Host]) -> Seat:
+    for host in hosts:
+        if number < len(host.devices) or not host.is_counted:
+            return Seat("learner", "learner", host, (number,), is_pinned=True)
+    raise ConfigError(f"learner.device: was {device!r}, and {counted(hosts)}")
+
+
+def _require_room(config: RunConfig, hosts: Sequence[Host], block: int) -> None:
+    num_ranks = config.learner.num_ranks
+    room = sum(len(host.devices) // block * block for host in hosts)
+    if room >= num_ranks:
+        return
+    mesh = config.learner.mesh
+    blocks = (
+        f", in blocks of learner.mesh.sequence {mesh.sequence} x tensor {mesh.tensor} on one host"
+        if block > 1
+        else ""
+    )
+    raise ConfigError(
+        f"learner.num_ranks: was {num_ranks}, and each rank needs a GPU of its own{blocks}: "
+        f"{counted(hosts)}; learner.device cpu trains without"
+    )
+
+
+def _fill(num_ranks: int, block: int, rooms: Sequence[int]) -> tuple[int, ...]:
+    """Ranks of each host, one host full before the next."""
+    shares: tuple[int, ...] = ()
+    for room in rooms:
+        shares = (*shares, min(room // block * block, num_ranks - sum(shares)))
+    return shares
+
+
+def _spread(num_ranks: int, block: int, num_hosts: int) -> tuple[int, ...]:
+    """Ranks of each host, as equal as blocks allow, the first ones more."""
+    blocks, more = divmod(num_ranks // block, num_hosts)
+    return tuple((blocks + (index < more)) * block for index in range(num_hosts))
+
+
+_PIPELINE = ("pipeline_parallel_size", "pp_size")
+_DATA = ("data_parallel_size", "dp_size")
+
+
+def generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
+    """For each generator, the hosts that it may be on.
+
+    Raises:
+        ConfigError: `generator.count` and `generators` of the hosts do not agree.
+    """
+    allowed = allowed_for("generator", hosts)
+    named = [(host, host.generators) for host in allowed if host.generators is not None]
+    open_hosts = tuple(host for host in allowed if host.generators is None)
+    placed = sum(count for _, count in named)
+    total = config.generator.count
+    if placed < total and not open_hosts:
+        raise ConfigError(
+            f"generator.count: was {total}, and cluster.hosts have room for {placed}: "
+            + ", ".join(f"{host.name} has generators {count}" for host, count in named)
+        )
+    for host, count in named:
+        yield from ((host,),) * count
+    yield from (open_hosts,) * max(0, total - placed)
+
+
+def engine_seat(
+    name: str,
+    role: HostRole,
+    generator: GeneratorSettings,
+    hosts: Sequence[Host],
+    taken: Sequence[Seat],
+) -> Seat:
+    """The best place that is left for one engine.
+
+    Raises:
+        ConfigError: no host has as many GPUs as it needs.
+    """
+    kind, _, number = generator.device.partition(":")
+    size = devices_per_engine(generator)
+    if kind not in ("auto", "cuda") or size == 0:
+        return Seat(name, role, _idlest(hosts, taken))
+    if number:
+        return _pinned(name, role, generator.device, int(number), hosts, taken)
+    with_gpus = [host for host in hosts if host.devices]
+    fitting = [host for host in with_gpus if len(host.devices) >= size]
+    if fitting:
+        load = _Load.of(taken)
+        host, devices = min(
+            ((host, load.best(host, size)) for host in fitting),
+            key=lambda choice: load.cost(*choice),
+        )
+        return Seat(name, role, host, devices)
+    if with_gpus:
+        raise ConfigError(f"{_size_setting(generator)}: was {size}, and {counted(hosts)}")
+    if kind == "cuda" and all(host.is_counted for host in hosts):
+        raise ConfigError(
+            f"{_setting(role)}.device: was {generator.device!r}, and {counted(hosts)}"
+        )
+    return Seat(name, role, _idlest(hosts, taken))
+
+
+def devices_per_engine(generator: GeneratorSettings) -> int:
+    """GPUs of one engine on a host that has some; 0 where its server runs elsewhere."""
+    if generator.url:
+        return 0
+    return (
+        tensor_parallel_size(generator)
+        * pipeline_parallel_size(generator)
+        * _product(generator, _DATA)
+    )
+
+
+def tensor_parallel_size(generator: GeneratorSettings) -> int:
+    """Into how many parts an engine divides each matrix."""
+    match generator.engine:
+        case "vllm":
+            return generator.vllm.tensor_parallel_size
+        case "sglang":
+            return generator.sglang.tp_size
+        case _:
+            return 1
+
+
+def pipeline_parallel_size(generator: GeneratorSettings) -> int:
+    """Into how many parts an engine divides its layers."""
+    return _product(generator, _PIPELINE)
+
+
+def _product(generator: GeneratorSettings, names: Sequence[str]) -> int:
+    """Of these keywords of the engine, where they are set."""
+    sizes = (generator.engine_kwargs.get(name) for name in names)
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Who has which GPU already, by the host's name and the position."""
+
+    engines: Counter[tuple[str, int]]
+    learners: Counter[tuple[str, int]]
+
+    @classmethod
+    def of(cls, taken: Sequence[Seat]) -> "_Load":
+        def count(is_learner: bool) -> Counter[tuple[str, int]]:
+            return Counter(
+                (seat.host.name, device)
+                for seat in taken
+                if (seat.role == "learner") is is_learner
+                for device in seat.devices
+            )
+
+        return cls(count(False), count(True))
+
+    def best(self, host: Host, size: int) -> tuple[int, ...]:
+        """The positions of `size` GPUs of the host with the least load."""
+        order = sorted(range(len(host.devices)), key=lambda i: (*self._of(host, i), i))
+        return tuple(sorted(order[:size]))
+
+    def cost(self, host: Host, devices: Sequence[int]) -> tuple[int, int]:
+        """First with how many learner ranks, then with how many engines a GPU is shared."""
+        loads = [self._of(host, device) for device in devices]
+        return max(learners for learners, _ in loads), max(engines for _, engines in loads)
+
+    def _of(self, host: Host, device: int) -> tuple[int, int]:
+        return self.learners[host.name, device], self.engines[host.name, device]
+
+
+def _pinned(
+    name: str,
+    role: HostRole,
+    device: str,
+    number: int,
+    hosts: Sequence[Host],
+    taken: Sequence[Seat],
+) -> Seat:
+    fitting = [host for host in hosts if number < len(host.devices) or not host.is_counted]
+    if not fitting:
+        raise ConfigError(f"{_setting(role)}.device: was {device!r}, and {counted(hosts)}")
+    return Seat(name, role, _idlest(fitting, taken), (number,), is_pinned=True)
+
+
+def _idlest(hosts: Sequence[Host], taken: Sequence[Seat]) -> Host:
+    """The host with the fewest processes for its cores."""
+    counts = Counter(seat.host.name for seat in taken for _ in range(seat.num_ranks))
+    return min(hosts, key=lambda host: (counts[host.name] + 1) / max(1, host.num_cores))
+
+
+def _setting(role: HostRole) -> str:
+    return "generator" if role == "generator" else "validation.generator"
+
+
+def _size_setting(generator: GeneratorSettings) -> str:
+    field = "sglang.tp_size" if generator.engine == "sglang" else "vllm.tensor_parallel_size"
+    return f"generator.{field}"
+
+
+__all__ = ["Seat", "seats"]
+
+
+def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
+    """All processes of the run, in the order in which they start.
+
+    Raises:
+        ConfigError: one of them has no place.
+    """
+    buffer: tuple[Seat, ...] = ()
+    if config.buffer.has_daemon:
+        wanted = at_address("buffer.url", config.buffer.url, allowed_for("buffer", hosts), hosts)
+        buffer = (Seat("buffer", "buffer", wanted[0]),)
+    taken = learner_seats(config, hosts)
+    for index, wanted in enumerate(generator_hosts(config, hosts)):
+        name = f"generator-{index}"
+        taken = (*taken, engine_seat(name, "generator", config.generator, wanted, taken))
+    if config.validation.every:
+        generator, wanted = config.for_validator().generator, allowed_for("validator", hosts)
+        taken = (*taken, engine_seat("validator", "validator", generator, wanted, taken))
+    return (*buffer, *taken)
