@@ -4,11 +4,10 @@ rewards that did not score them.
 Invariant: a row is counted under its place in the file, over the epochs that repeat it. The
 generator's heartbeats report all of it.
 
-When a generator gives up: its groups fail one after the other, or most are malformed.
-
-A group that fails is data. If every group fails, the reward or the environment is wrong, and each
-further failure drops a prompt. A group that the buffer cannot read is never data: if most are so,
-what is installed is wrong, and the run would train on the few that are left.
+`FailureLimit`: a generator gives up when its groups fail one after the other, or most are
+malformed. A group that fails is data. If every group fails, the reward or the environment is wrong,
+and each further failure drops a prompt. A group that the buffer cannot read is never data: if most
+are so, what is installed is wrong, and the run would train on the few that are left.
 """
 
 from collections import Counter, deque

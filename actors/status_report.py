@@ -1,12 +1,11 @@
 """What a generator reports of itself with each heartbeat.
 
-Invariant: the rate of tokens is that since the report before. Made by `actors.generator`.
+Invariant: the rate of tokens is that since the report before.
 
-How much of its room for groups a generator uses, added up over time.
-
-Invariant: a group counts from its begin until its siblings need no place, so one that waits for
-weights, or is only being scored, counts as room. `actors.generator` calls `update` whenever a group
-has begun, an episode waits or ends, or a group ends; `actors.status_report` reads.
+`Occupancy`: how much of its room for groups a generator uses, added up over time. A group counts
+from its begin until its siblings need no place, so one that waits for weights, or is only being
+scored, counts as room. `actors.generator` calls `update` whenever a group has begun, an episode
+waits or ends, or a group ends.
 """
 
 import time

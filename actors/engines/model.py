@@ -1,8 +1,5 @@
-"""Facts of a model, read from its folder.
-
-Checks of a prompt that all engines share, and the end-of-sequence tokens of a model.
-
-Whether an announced update fits the engine's model, checked before it is received.
+"""Facts of a model, read from its folder, and what they say of a prompt and of an announced update:
+whether it fits, before it is sampled or received.
 """
 
 import logging

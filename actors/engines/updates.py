@@ -4,11 +4,10 @@
 
 Invariant: `policy_version` changes in the pause, so a token sampled after it is of the new version.
 
-A complete update in host memory, until the engine's pause.
-
-Invariant: `fill` keeps every tensor of one update or raises; memory is reused from one update to
-the next. What an engine loads is always a whole model: one of LoRA's factors is merged into the
-parameters of the model's folder on arrival.
+`StagedWeights`: a complete update in host memory, until the engine's pause. `fill` keeps every
+tensor of one update or raises; memory is reused from one update to the next. What an engine loads
+is always a whole model: one of LoRA's factors is merged into the parameters of the model's folder
+on arrival.
 """
 
 from abc import ABC, abstractmethod

@@ -1,11 +1,10 @@
 """Runs each group in the environment that plays its prompt.
 
-What the siblings of a group share: an environment's own `open_group`, if it has one.
+Siblings of a group share what an environment's own `open_group` opens, if it has one: a class
+method that takes the context and returns an asynchronous context manager; what that yields is
+`context.shared` of each sibling.
 
-A class method that takes the context and returns an asynchronous context manager; what that yields
-is `context.shared` of each sibling.
-
-Invariant: it is opened once before the first sibling starts and closed once after the last one was
+It is opened once before the first sibling starts and closed once after the last one was
 closed, however they ended.
 """
 

@@ -3,12 +3,10 @@
 Invariant: which environment plays a prompt, and which of its own prompts it reads, is a pure
 function of (seed, prompt index).
 
-Which environment plays a prompt: a pure function of the seed and the prompt index.
+`Mixture`: the prompt stream is cut into batches of `learner.groups_per_step` prompts. A batch has
+as many prompts of each entry as its weight says, rounded up or down, in an order of its own.
 
-The prompt stream is cut into batches of `learner.groups_per_step` prompts. A batch has as many
-prompts of each entry as its weight says, rounded up or down, in an order of its own.
-
-Invariant: in each batch an entry plays at most `max_groups` prompts, and the prompts that it plays
+In each batch an entry plays at most `max_groups` prompts, and the prompts that it plays
 are numbered 0, 1, 2, ... without a gap, so that it reads every row of its own data.
 """
 

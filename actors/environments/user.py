@@ -1,8 +1,7 @@
 """A user's own environment, named as PATH.py:CLASS.
 
 Invariant: one that fails costs its group (RolloutError, counted as `failed`), never the daemon.
-
-Whether an environment takes the arguments that its entry gives it.
+An entry's arguments that the class does not take are refused.
 """
 
 import inspect

@@ -1,14 +1,11 @@
 """The deadline of an episode, of a turn or of a close: what it limits is stopped, then canceled.
 
 Invariant: `stop` is set at the deadline and not before; a block that ends in time leaves no timer,
-and a cancellation from elsewhere stays one.
-Called by: episode.py and closing.py, several times for every episode, so it is one timer, without
-the coroutines of `asyncio.timeout`.
+and a cancellation from elsewhere stays one. There are several for every episode, so each is one
+timer, without the coroutines of `asyncio.timeout`.
 
-What is closed after an episode or a group, however it ends.
-
-Invariant: a close that fails hides no earlier error and no cancellation, and one that hangs holds
-nobody up for longer than CLOSE_S.
+What is opened for an episode or a group is closed however it ends. A close that fails hides no
+earlier error and no cancellation, and one that hangs holds nobody up for longer than CLOSE_S.
 """
 
 import asyncio

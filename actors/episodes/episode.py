@@ -8,13 +8,11 @@ Both for the episode and for each turn of it.
 Invariant: a completion that was sampled is part of the rollout, however the episode ended; the
 environment is closed, however it ended.
 
-What an environment returned, checked before anything is made of it.
+What an environment returned is checked before anything is made of it: what passes can be recorded
+and sent: its types and its numbers are right.
 
-Invariant: what passes can be recorded and sent: its types and its numbers are right.
-
-The messages of an episode, as its reward reads them.
-
-Invariant: they are for people and rewards alone; the ids that are trained are those of the record.
+`Conversation`: the messages of an episode, as its reward reads them. They are for people and
+rewards alone; the ids that are trained are those of the record.
 """
 
 import asyncio

@@ -1,17 +1,15 @@
 """What the policy read and sampled in one episode, token by token.
 
     EpisodeRecord   grows by one completion at a time
-    Segment         one context of the episode; `assembly.py` makes a trajectory of it
+    Segment         one context of the episode; `rollout.py` makes a trajectory of it
     Span            consecutive tokens of a segment, observed or sampled
 
 Invariant: a segment holds the very ids that the engine read and sampled, in their order. A
 completion whose prompt begins with the tokens and media of a segment continues it; any other one
 begins a segment of its own.
 
-All that the policy reads before a turn: token ids, and the images and videos in them.
-
-Invariant: what was read and sampled stays as it is, token by token, until a new context begins.
-Called by: episode.py, one object per turn.
+`Context`: all that the policy reads before a turn, token ids and the images and videos in them.
+What was read and sampled stays as it is, token by token, until a new context begins.
 """
 
 from collections.abc import Mapping, Sequence

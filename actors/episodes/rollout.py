@@ -3,18 +3,15 @@
 Invariant: a group holds facts of what was sampled and nothing derived; if a sibling fails, the
 whole group fails (RolloutError). A sibling that a limit cuts has not failed.
 
-A group while it is sampled, as its generator reads it: tokens, and slots that it needs.
+`GroupProgress`: a group while it is sampled, as its generator reads it: tokens, and slots that it
+needs.
 
-Siblings that are sampled beyond `generator.group_size`: which of them are kept.
+`generator.oversample`: of siblings beyond `generator.group_size`, what is not kept is counted, with
+the tokens that were sampled in it, so that the learner can compare the lengths of what it trains
+with those of what was sampled.
 
-Invariant: what is not kept is counted, with the tokens that were sampled in it, so that the learner
-can compare the lengths of what it trains with those of what was sampled.
-
-The record of a group, from the rollouts of its siblings.
-
-Invariant: each segment is one trajectory, its tokens in the order in which they were read and
-sampled. Arrays are joined and checked once for the whole group, as the buffer does.
-Called by: rollout.py, once the group is scored.
+The record of a group: each segment is one trajectory, its tokens in the order in which they were
+read and sampled. Arrays are joined and checked once for the whole group, as the buffer does.
 """
 
 import asyncio

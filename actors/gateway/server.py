@@ -2,33 +2,26 @@
 
     POST /v1/chat/completions, /v1/responses, /v1/messages, GET /v1/models
                           with an episode's key as the API's key
-    /sessions...          see `actors.gateway.server`
+    /sessions...          how an agent of any language gets a task and closes its episode, below
 
 Every route of an API is also below /sessions/KEY, for clients whose key cannot be set. A request
 whose client goes away is canceled, and its slot in the engine is free.
 
-One HTTP exchange of the gateway: the body of a request, and answers and refusals as JSON.
-
 Invariant: whatever a client sends is answered, in the form of the API that it speaks.
 
-What the gateway logs of bytes that are no HTTP request.
+Bytes that are no HTTP request are logged: whoever reaches the port can send them without end, so
+there is a line each LOG_S at most, without a traceback and without the bytes, which may hold an
+episode's key. What else the server logs stays as it is.
 
-Invariant: whoever reaches the port can send them without end, so there is a line each LOG_S at
-most, without a traceback and without the bytes, which may hold an episode's key. What else the
-server logs stays as it is.
+A request may ask for less tokens, and for nothing else of the sampling: what is recorded with a
+token is its log-probability under the distribution that it was sampled from, and the learner
+computes its own at `generator.temperature`: a completion of another temperature would be off-policy
+from the first step on.
 
-What a request may say about sampling: less tokens, and nothing else.
-
-What is recorded with a token is its log-probability under the distribution that it was sampled
-from, and the learner computes its own at `generator.temperature`: a completion of another
-temperature would be off-policy from the first step on.
-
-How an agent of any language gets a task and closes its episode.
-
-POST /sessions              take a task: {"agent": name, "wait_s": 30}; 204 if there is none
-GET /sessions/KEY           the task
-DELETE /sessions/KEY        give it up: its group fails
-POST /sessions/KEY/reward   close the episode: {"reward": 1.0, "metrics": {}}
+    POST /sessions              take a task: {"agent": name, "wait_s": 30}; 204 if there is none
+    GET /sessions/KEY           the task
+    DELETE /sessions/KEY        give it up: its group fails
+    POST /sessions/KEY/reward   close the episode: {"reward": 1.0, "metrics": {}}
 """
 
 import errno

@@ -7,11 +7,9 @@ process, calls `complete` on the agent's behalf.
 Invariant: what the engine read and sampled is recorded token by token. Calls may run beside each
 other; a conversation that does not extend an earlier one becomes a segment of its own.
 
-The conversations of one session: which messages stand for which recorded token ids.
-
-Invariant: messages that extend what a completion ended with are read as the very ids that the
-engine read and sampled then, and what the template puts after them. Any other messages are rendered
-whole.
+`Conversations`: which messages stand for which recorded token ids. Messages that extend what a
+completion ended with are read as the very ids that the engine read and sampled then, and what the
+template puts after them. Any other messages are rendered whole.
 """
 
 import asyncio

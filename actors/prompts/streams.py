@@ -1,17 +1,16 @@
-"""What is put around a stream of prompts.
+"""What is put around a stream of prompts: epochs, and a mixture of several.
 
-A finite set of prompts as a stream without an end: epoch after epoch, each in an order.
+`Epochs`: a finite set of prompts as a stream without an end. The order is a pure function of (seed,
+prompt index): each epoch is a permutation of its own, so no prompt comes twice within an epoch and
+a resumed run goes on where it stopped.
 
-Invariant: the order is a pure function of (seed, prompt index): each epoch is a permutation of its
-own, so no prompt comes twice within an epoch and a resumed run goes on where it stopped.
-
-Several streams of prompts mixed by weight.
+`Mixture`: several streams of prompts mixed by weight.
 
     prompt index -> block, place    a block is so many prompts that each stream is due one at least
     block -> which stream at each place    as many of each as its weight is due, in a seeded order
     stream, its own prompts so far -> the stream's own prompt index
 
-Invariant: which prompt an index reads is a pure function of (seed, index). After every block the
+Which prompt an index reads is a pure function of (seed, index). After every block the
 share of each stream is within one prompt of its weight, and a stream's own indices have no gap, so
 each goes through its own epochs.
 """

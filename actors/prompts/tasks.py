@@ -3,12 +3,9 @@
 Invariant: a prompt is a pure function of (seed, prompt index), one that is held out of its index
 alone, and it never appears in training. A new task is a function and a line in `TASKS`.
 
-A procedural task for a vision-language model: an image of one color, and its name.
-
-The prompts of an environment that makes up its own task: nothing but the seed of a level.
-
-Invariant: a level of training is a pure function of (seed, prompt index), a held-out one of its
-index alone, and no seed is both.
+`colors` is one for a vision-language model. `LevelPrompts`: the prompts of an environment that
+makes up its own task are nothing but the seed of a level. A level of training is a pure function of
+(seed, prompt index), a held-out one of its index alone, and no seed is both.
 """
 
 import inspect

@@ -2,13 +2,12 @@
 
 Invariant: the ids that the engine gets are the ids that are recorded; nothing is tokenized twice.
 
-What a chat template puts between a completion and the next one.
+A reply is what a chat template puts between a completion and the next one. The template renders a
+short conversation, whose assistant turn is a mark, with the new messages behind it. What follows
+the mark is the reply: the end of the assistant's turn, the messages, and the opening of the next
+turn. The completion is not part of it, so it is never tokenized again.
 
-The template renders a short conversation, whose assistant turn is a mark, with the new messages
-behind it. What follows the mark is the reply: the end of the assistant's turn, the messages, and
-the opening of the next turn. The completion is not part of it, so it is never tokenized again.
-
-Invariant: the reply does not depend on what was said before. A template that renders a message
+The reply does not depend on what was said before. A template that renders a message
 differently once others follow it (Qwen3 leaves out earlier thinking) renders a conversation
 otherwise than it was sampled; a reply follows the tokens as they were sampled.
 """

@@ -1,9 +1,7 @@
 """Built-in rewards: by a rule, 1.0 where the response is right, else 0.0; or the environment's.
 
-What a built-in reward compares a response with, of the row.
-
-Invariant: a row without it fails its group; it scores neither 0, which trains on nothing, nor 1,
-which pays for anything.
+A row without what a response is compared with fails its group; it scores neither 0, which trains on
+nothing, nor 1, which pays for anything.
 """
 
 import logging

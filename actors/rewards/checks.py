@@ -1,8 +1,7 @@
 """Whether a reward can be made of its settings: each refusal is one sentence that names the field.
 
-Called when a generator starts and by `streamrl check`.
-
-Whether a built-in reward can score a row at all; `streamrl check` asks it of the first ones.
+Called when a generator starts and by `streamrl check`, which also asks of the first rows whether a
+built-in reward can score them at all.
 """
 
 import inspect

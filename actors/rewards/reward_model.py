@@ -6,14 +6,12 @@ chat template of its own, on a device of its own.
 
 Invariant: one forward pass runs at a time, in a thread; the event loop never waits for it.
 
-Sequence classifiers of transformers: which of them score a conversation, and the forward pass.
-
-A causal one reads its score at the last token that is not the pad token of its configuration, which
-is too early where the conversation ends with that token. Invariant: here that token is one which no
-conversation of the pass has, so that each is scored as it would be alone. Padding behind the last
-token changes nothing in a causal model; an encoder of `PADDED` leaves it out by its mask; every
-other model is given conversations of one length, and no padding. So is one whose rotary frequencies
-change with the length of a pass.
+Of sequence classifiers a causal one reads its score at the last token that is not the pad token of
+its configuration, which is too early where the conversation ends with that token. Here that token
+is one which no conversation of the pass has, so that each is scored as it would be alone. Padding
+behind the last token changes nothing in a causal model; an encoder of `PADDED` leaves it out by its
+mask; every other model is given conversations of one length, and no padding. So is one whose rotary
+frequencies change with the length of a pass.
 """
 
 import asyncio

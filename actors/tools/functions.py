@@ -3,7 +3,7 @@
 A class has `async def call(self, **arguments)` and, where it wants, `async def close(self)`; what
 it keeps in between is one episode's state.
 
-The OpenAI schema of a function: from its signature and docstring, from a file, or as given.
+Its OpenAI schema is from its signature and docstring, from a file, or as given.
 """
 
 import asyncio

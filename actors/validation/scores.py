@@ -2,10 +2,8 @@
 
 Invariant: pure, and each prompt counts alike, whatever its data source.
 
-The answer that a response gives, as text: responses with the same one vote together.
-
-A reward that reads an answer out of the response compares that; of any other one the whole response
-is the answer.
+Responses with the same answer, as text, vote together. A reward that reads an answer out of the
+response compares that; of any other one the whole response is the answer.
 """
 
 import math

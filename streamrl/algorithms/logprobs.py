@@ -8,7 +8,7 @@ Invariant: the results are those of log_softmax in float32 over whole logits.
 
 Letters: R response tokens, H hidden size, V vocabulary, B tokens of the vocabulary in a block.
 
-Liger's fused log-probabilities, where they can be used and the installed version is right.
+Liger's are used where they can be and the installed version is right.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,7 @@
 """`streamrl.train`: a run from a script or a notebook.
 
-What `streamrl.train` is given, as settings: rows become a file, a function PATH.py:NAME.
-
-Invariant: a file that is written here is named after its content and never changes, so a run that
-resumes finds what it was started with.
+What it is given becomes settings: rows a file, a function PATH.py:NAME. A file that is written is
+named after its content and never changes, so a run that resumes finds what it was started with.
 """
 
 import hashlib

@@ -3,17 +3,15 @@
 Invariant: a checkpoint is returned only after each of its files has been compared with its manifest
 (`contents=False`: their sizes), and only if the run's history contains it.
 
-Whether a run that goes on from a checkpoint has steps left to make.
-
-A launch asks before it writes anything, and reads no more than sizes; the learner asks again of the
+`require_steps_left`: whether a run that goes on from a checkpoint has steps left to make. A launch
+asks before it writes anything, and reads no more than sizes; the learner asks again of the
 checkpoint that it has chosen, whose contents it has compared.
 
-Whether the buffer at hand lets a run begin at its first step.
-
-A learner that begins anew on the buffer of a run abandons all of that run's steps, which whoever
-typed the same command again did not mean. Invariant: this is asked before anything is changed, by
-the learner before it attaches, however it was started; a launch asks it earlier, of a server that
-outlives its runs. Where `run.resume` is auto or a checkpoint, that is the choice.
+`require_new_run`: whether the buffer at hand lets a run begin at its first step. A learner that
+begins anew on the buffer of a run abandons all of that run's steps, which whoever typed the same
+command again did not mean. This is asked before anything is changed, by the learner before it
+attaches, however it was started; a launch asks it earlier, of a server that outlives its runs.
+Where `run.resume` is auto or a checkpoint, that is the choice.
 """
 
 import json

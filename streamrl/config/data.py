@@ -1,13 +1,4 @@
-"""`data.curriculum`: easy rows first.
-
-`data.rewards`: what scores the responses, each with its weight, its rows and its limits.
-
-`data.prompt_template`: a prompt made from the columns of its row.
-
-`data.source` and `data.eval_source`: one source of prompts, or several.
-
-`data`: prompts, how they are rendered, and the reward of a response.
-"""
+"""`data`: prompts, how they are rendered, and the reward of a response."""
 
 from collections.abc import Sequence
 from pathlib import Path

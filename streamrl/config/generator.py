@@ -1,13 +1,4 @@
-"""`generator.agent`: who plays the episodes of environment `agent`, and where its API is served.
-
-`generator.episode`: the limits of an episode of several turns.
-
-`generator.oversample`: more siblings than are trained.
-
-`generator.tools` and `generator.mcp_servers`: what the policy may call, under which limits.
-
-`generator`: what one generator samples, with which engine, and how much of it at a time.
-"""
+"""`generator`: what one generator samples, with which engine, and how much of it at a time."""
 
 import ipaddress
 import os

@@ -1,17 +1,4 @@
-"""`learner.checkpoint`: what is saved of a run, when, and what is kept.
-
-`learner.lora`: an adapter of low rank.
-
-`learner.max_tokens_per_forward_pass`, `learner.offload`: what memory a step takes, and where.
-
-`learner.mesh`: what the ranks of a learner share.
-
-`learner.optimizer`: AdamW, its parameter groups, and its learning rate over the steps.
-
-`learner.profiler`: what is recorded of chosen steps.
-
-`learner`: the batch of a step, and the machine that trains it.
-"""
+"""`learner`: the batch of a step, and the machine that trains it."""
 
 from typing import Annotated, Literal
 

@@ -1,12 +1,8 @@
 """The command and the environment of each process of a plan.
 
 Invariant: a command is what a person would type in the working folder of the host; the environment
-holds only what follows from the plan. Called by assign.py.
-
-Where the processes of several hosts find each other: `buffer.url` and `weights.address`.
-
-Invariant: on several hosts both are addresses of hosts, with ports that are known before anything
-starts, and keys protect them. Called by assign.py.
+holds only what follows from the plan. On several hosts `buffer.url` and `weights.address` are
+addresses of hosts, with ports that are known before anything starts, and keys protect them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,12 +1,10 @@
-"""What a process needs on each of its GPUs, part by part.
+"""How much memory the processes of a plan need on their GPUs, before anything runs.
 
-The sizes of a model that memory follows from.
+`ModelShape`: the sizes of a model that memory follows from. The parameters are counted in the
+headers of its files; their division into layers, and all of them where there are no such files,
+follow from config.json as transformers has it for decoders like Llama's.
 
-The parameters are counted in the headers of its files; their division into layers, and all of them
-where there are no such files, follow from config.json as transformers has it for decoders like
-Llama's. Called by the estimates beside it.
-
-What a rank of the learner needs on its device, as the learner allocates it.
+`LearnerMemory`: what a rank of the learner needs on its device, as the learner allocates it.
 
     weights, gradients, AdamW   4 + 4 + 8 bytes a trained parameter, divided by the ranks that
                                 shard (ZeRO, arXiv 1910.02054, section 3.1; here all is float32)
@@ -16,9 +14,9 @@ What a rank of the learner needs on its device, as the learner allocates it.
                                 attention that keeps no scores
 
 Certain is what shapes and settings fix; activations, blocks of logits and the driver's own memory
-are rough. Invariant: pure. Called by fit.py.
+are rough.
 
-What an engine needs on each of its GPUs.
+`EngineMemory`: what an engine needs on each of its GPUs.
 
     weights      in `generator.dtype`, divided by the GPUs that share each matrix, or the layers
     KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180),
@@ -26,14 +24,13 @@ What an engine needs on each of its GPUs.
                  `max_num_seqs` of them at most
 
 vLLM and SGLang take a fraction of the GPU, whatever they need of it; the HF engine takes what it
-needs, and a second copy of the weights for updates. Invariant: pure. Called by fit.py.
+needs, and a second copy of the weights for updates.
 
-Whether what is placed on a GPU fits there, and how much of it each engine takes.
-
-vLLM and SGLang fill a fraction of a GPU, by default nearly all. Where they share one with others
+`Fit`: whether what is placed on a GPU fits there, and how much of it each engine takes. vLLM and
+SGLang fill a fraction of a GPU, by default nearly all. Where they share one with others
 that fraction is what the others leave, divided among them.
 
-Invariant: pure; refused is only what shapes and settings make certain. Called by assign.py.
+Invariant: pure; refused is only what shapes and settings make certain.
 """
 
 import math

@@ -5,16 +5,9 @@ Learner ranks come first and have a GPU each. An engine then takes free GPUs of 
 possible, and with a learner where nothing else is left.
 
 Invariant: the same configuration and hosts give the same seats, and every process gets one, or the
-configuration is refused. Called by `streamrl.placement.assign`.
-
-A process's place, and the sentences for a process that has none.
-
-The seats of the learner's ranks: a GPU for each, else shares of the CPU hosts.
-
-Invariant: no two ranks have one GPU, since NCCL refuses that, and the ranks of a block that shares
-tokens or matrices (`learner.mesh.sequence` x `tensor`) are on one host.
-
-The seats of engines: of the generators and of the validator.
+configuration is refused. A learner's rank has a GPU, or a share of a CPU host: no two ranks have
+one GPU, since NCCL refuses that, and the ranks of a block that shares tokens or matrices
+(`learner.mesh.sequence` x `tensor`) are on one host.
 """
 
 import math

@@ -2,8 +2,6 @@
 
 samples.jsonl                 of a few groups of each step; samples.1.jsonl what came before it
 validation/00000020.jsonl     the responses of the validation of version 20, written whole
-
-Which samples a person asks for.
 """
 
 import heapq

@@ -3,14 +3,8 @@
 Invariant: the text is that of the very tokens that the engine read and sampled, special ones
 included, so a template that went wrong is seen.
 
-Texts that a model wrote, safe to show: a terminal obeys control characters, a person does not
-see them.
-
-Which characters of a text are whose token's.
-
-Invariant: the pieces of the tokens, one after the other, are the beginning of the text.
-
-Token ids to the text that a person reads: special tokens stay.
+`printable`: a terminal obeys control characters, a person does not see them. `piece_lengths`: which
+characters of a text are whose token's; one after the other they are the beginning of the text.
 """
 
 import itertools

@@ -4,10 +4,8 @@ Invariant: a number in range fits wherever it is kept (64 bits of SQLite, 53 of 
 so does what is counted up from it. A limit is far above what a run needs and far below what a
 process can bear.
 
-The form of every id that comes from outside: a command line, an environment, another process.
-
-Invariant: an id that has it is one part of a path below any folder, and one short word in a log.
-Runs and generators are named by ids.
+An id that comes from outside (a command line, an environment, another process) is one part of a
+path below any folder, and one short word in a log. Runs and generators are named by ids.
 """
 
 import re

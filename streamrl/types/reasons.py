@@ -1,6 +1,5 @@
-"""Why a lease or group was dropped, and why a put was refused.
-
-Why groups failed, as a generator reports it with its heartbeats.
+"""Why a lease or group was dropped, why a put was refused, and why groups failed, as a generator
+reports it with its heartbeats.
 
 Invariant: a report is short, however long the message of an exception is.
 """

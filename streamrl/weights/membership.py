@@ -11,9 +11,8 @@ Invariant: nobody is waited for twice without having reported in between. A rece
 connection, and a connection to one receiver: another one gets the name only with the session's
 secret, or when the name has been silent. Runs in one event loop; the deadlines are the sender's.
 
-A receiver as the sender knows it, and what its failures cost it.
-
-Pure: the caller reads the clock. Who is asked, and with whom, is in `streamrl.weights.membership`.
+`Peer`: a receiver as the sender knows it, and what its failures cost it. Pure: the caller reads the
+clock.
 """
 
 import itertools

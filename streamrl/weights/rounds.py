@@ -9,7 +9,7 @@ has a deadline, a part of `weights.deadline_s`: for a broadcast 1/4 until all ar
 hangs, 3/8 to find out who is alive after that; for a read of shared memory 1/2; for one of a file
 all of it, outside the round.
 
-Which route a version takes to each receiver: a file, shared memory, or a broadcast.
+`Routes`: which route a version takes to each receiver.
 
     weights.transport files     files for everybody
     weights.catch_up files      a file for a receiver that joins late, so that nobody waits for it
@@ -21,7 +21,7 @@ Which route a version takes to each receiver: a file, shared memory, or a broadc
                                 why, and keeps the weights it has
     weights.backend gloo, nccl  broadcasts
 
-Invariant: a receiver that failed on a route that was chosen for it gets another one at once.
+A receiver that failed on a route that was chosen for it gets another one at once.
 """
 
 import asyncio

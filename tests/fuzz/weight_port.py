@@ -6,8 +6,8 @@ Messages come from `tests.fuzz.hostile`: every record of the protocol in the nam
 is there, mutated bytes, any number of frames, frames that are too large. No budget of a connection
 (`streamrl.weights.sender_socket`) holds here, so that each is decoded. Beside them a receiver of
 ours gets version after version. What must hold: the sender lives, the receiver misses no version,
-and memory stays. Prints one JSON line. `tests/system/test_weight_fuzz.py` does the same with a small
-budget.
+and memory stays. Prints one JSON line. `tests/system/test_weight_fuzz.py` does the same with a
+small budget.
 """
 
 import asyncio

@@ -4,14 +4,11 @@ Invariant: rows 0..n-1 are running, so attention reads views and gathers nothing
 move into the slots of those that leave. The mask excludes stale values beyond a row's length.
 Shapes: n running rows, P prefilled rows, H key-value heads, L positions, D head width.
 
-Which rows move when some of them leave the running batch.
+`Compaction`: which rows move when some of them leave the running batch. Running rows are the first
+ones, without a gap. Only rows behind the new end move, each into the place of one that leaves, so
+no place is read after it was written.
 
-Invariant: running rows are the first ones, without a gap. Only rows behind the new end move, each
-into the place of one that leaves, so no place is read after it was written.
-
-What a forward pass takes of several prompts at once, and where their last logits are.
-
-Shapes: P prompts, L tokens of the longest.
+A prefill takes several prompts at once: P prompts, L tokens of the longest.
 """
 
 from collections.abc import Sequence

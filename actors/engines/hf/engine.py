@@ -7,9 +7,8 @@ the longest completion, and an update interrupts none.
 Invariant: every request gets one answer: a completion, a RolloutError of its own, or, if the thread
 has ended with an error, that error.
 
-The model of an HF engine, as transformers loads it. Called when the engine starts.
-
-Invariant: `generator.engine_kwargs` add to what the settings say, and contradict none of it.
+The model is as transformers loads it; `generator.engine_kwargs` add to what the settings say, and
+contradict none of it.
 """
 
 import asyncio

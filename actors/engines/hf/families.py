@@ -3,10 +3,9 @@
 A forward pass of one token shows what the model asks of its attention; the layers of the cache
 that transformers makes for it show what it keeps. Called once, at an engine's start.
 
-Attention for one new token per row over slots, on views, without copies.
-
-transformers' sdpa repeats keys and values for grouped heads and copies strided ones; a decode step
-over slots needs neither. Prefills use sdpa. Registered with transformers as `NAME`.
+Attention for one new token per row over slots is on views, without copies: transformers' sdpa
+repeats keys and values for grouped heads and copies strided ones; a decode step over slots needs
+neither. Prefills use sdpa. Registered with transformers as `NAME`.
 Shapes: n rows, Q query heads, H key-value heads, L positions, D head width.
 """
 

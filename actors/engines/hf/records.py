@@ -3,11 +3,8 @@
 Invariant: row i of every column belongs to the i-th running request. Shapes: n running rows, M
 tokens of the longest completion so far (columns grow).
 
-What the running requests record of the tokens that they might have had instead: what truncation
-left, and the likeliest ones.
-
-Invariant: the record of row i belongs to the i-th running request, as in `records.py`; rows that
-ask for nothing have none. Shapes: n rows, M kept tokens of all of them.
+So it is with the record of the tokens that they might have had instead, what truncation left and
+the likeliest ones; rows that ask for nothing have none.
 """
 
 from dataclasses import dataclass, field

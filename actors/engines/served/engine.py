@@ -12,9 +12,8 @@ that this engine loaded (`Labels`) ends the generator as well.
 Other generators of the run may use the server, too (`actors.engines.served.weights`). Prompts of
 two engines share no prefixes.
 
-The last gauges of a server, for an engine that reads them again and again.
-
-Invariant: the total of tokens never falls, and that the gauges cannot be read is logged once.
+`Readings`: the last gauges of a server. The total of tokens never falls, and that they cannot be
+read is logged once.
 """
 
 import asyncio

@@ -10,11 +10,10 @@ Invariant: every call ends by its deadline, which counts from the first byte sen
 read, and reads no more than its limit; nothing of an answer is decompressed, followed or kept.
 Calls that may be repeated go through `retry_lost`.
 
-Gauges of a server from its Prometheus page; the names are each server's own.
+`readings`: the gauges of a server's Prometheus page, whose names are each server's own. A page has
+one `name{label="value",...} number` per line; comments begin with #.
 
-A page has one `name{label="value",...} number` per line; comments begin with #.
-
-Invariant: a reading is finite and not negative, whatever the page holds.
+A reading is finite and not negative, whatever the page holds.
 """
 
 import asyncio

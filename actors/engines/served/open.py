@@ -1,12 +1,9 @@
 """How an engine starts on inference servers that are up, or come up in time.
 
-Invariant: a server is attached (`actors.engines.served.open`) before it gets a request.
+First it is asked whether it is up, and fits: this blocks, since a generator has nothing else to do
+before its engine is up. Invariant: a server is attached before it gets a request.
 
-What an engine asks of an inference server before it starts: that it is up, and fits.
-
-Blocking, since a generator has nothing else to do before its engine is up.
-
-Whose a server is when a generator attaches: its label of its weights says so.
+`attach`: whose a server is, its label of its weights says.
 
     the label of           a generator of the run       an engine by itself
     this run               uses the server as it is     -

@@ -7,10 +7,9 @@ the labels of the server.
 Invariant: `num_changes` grows with each change of the server's weights that is noticed, and no
 version is accepted that neither this engine has loaded nor the server says it has.
 
-Whether this process stood still in a load, as one that is stopped or swapped out does.
-
-A generator that is silent for `streamrl.weights.membership.HANDOVER_S` may have been replaced at
-its server. Invariant: once it stood still for nearly so long, `require_none` raises.
+`Standstill`: whether this process stood still in a load, as one that is stopped or swapped out
+does. A generator that is silent for `streamrl.weights.membership.HANDOVER_S` may have been replaced
+at its server: once it stood still for nearly so long, `require_none` raises.
 """
 
 import asyncio

@@ -2,10 +2,9 @@
 
 Invariant: `generator.engine_kwargs` overrides every argument but those that correctness needs.
 
-What SGLang reports of the tokens that it did not sample.
-
-Its sampling mask has the ids alone, and its top log-probabilities are those before truncation: a
-token and its candidates have the same difference between the two distributions.
+`sets_of`: what SGLang reports of the tokens that it did not sample. Its sampling mask has the ids
+alone, and its top log-probabilities are those before truncation: a token and its candidates have
+the same difference between the two distributions.
 """
 
 import math

@@ -12,8 +12,6 @@ SGLang reports log-probabilities after temperature. With top-k or top-p, those o
 distribution come with its sampling mask, which holds at most sampling_mask_max_tokens (4096)
 candidates: top-p alone samples from the 4096 likeliest, and a larger top-k fails alone. With both,
 top-p counts the probabilities of all tokens, where HF and vLLM count those that top-k has kept.
-
-How an SGLang server, elsewhere or started here, is checked.
 """
 
 import contextlib

@@ -15,21 +15,17 @@ which changes only while vLLM is paused. Which version the KV cache is of depend
 Invariant: every request gets one answer: a completion, a RolloutError of its own, or, if vLLM has
 ended, a TransportError with the last line of vLLM's errors.
 
-Gauges of a vLLM engine, collected by vLLM's own interface for statistics.
+Gauges are collected by vLLM's own interface for statistics: vLLM calls `record` after each step, in
+the event loop. It may rename the fields of its records from one release to the next; only this file
+reads them.
 
-vLLM calls `record` after each step, in the event loop. It may rename the fields of its records from
-one release to the next; only this file reads them.
+Why vLLM's processes ended: its own exceptions only name a stack trace printed elsewhere. So vLLM's
+processes also write their errors to a file (`actors.engines.vllm.plugin`), whose last line goes
+into our error. A process killed by a signal writes nothing; its exit code names the signal.
 
-The processes that vLLM starts for an engine in this process: why they ended.
-
-vLLM's own exceptions only name a stack trace printed elsewhere. So vLLM's processes also write
-their errors to a file (`actors.engines.vllm.plugin`), whose last line goes into our error. A
-process killed by a signal writes nothing; its exit code names the signal.
-
-A prompt as vLLM takes it: token ids, and the images in them.
-
-vLLM puts the placeholders of an image in by its own processor, so it is given one for each image,
-and its token ids are compared with ours afterwards: a completion to other ids is refused.
+A prompt is token ids, and the images in them. vLLM puts the placeholders of an image in by its own
+processor, so it is given one for each image, and its token ids are compared with ours afterwards: a
+completion to other ids is refused.
 """
 
 import asyncio

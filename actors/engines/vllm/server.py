@@ -4,8 +4,6 @@ Its workers receive from the learner themselves, so StreamRL is installed beside
 entry point brings the weight-transfer backend `streamrl` (`actors.engines.vllm.plugin`). For what a
 recorded version means, and for requests in flight at an update, see `actors.engines.vllm.engine`.
 
-How a vLLM that runs elsewhere is checked, and what it has to be started with.
-
 Invariant: a server that was not started as `serve_command` says is refused, with that command.
 """
 

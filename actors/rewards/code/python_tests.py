@@ -8,8 +8,7 @@
 
 Invariant: what is read here can tell programs apart, as far as its text shows: it runs an
 assertion, a raise or a call, and names something that it does not define itself.
-
-What the syntax of Python tests tells, without running them.
+The syntax tells it, without running anything.
 """
 
 import ast

@@ -1,15 +1,11 @@
-"""What the policy losses share: ratios, clipping, weighting, aggregation and metrics.
+"""The policy losses by name, and the record that holds the numbers of all of them.
 
-Losses that bound the ratio, of a token or of a sequence: ppo, gspo, geo_mean, cispo, sapo,
-vespo.
+    bound the ratio, of a token or of a sequence    ppo, gspo, geo_mean, cispo, sapo, vespo
+    pick tokens by covariance of A and log p        clip_cov, kl_cov
+    weigh log p                                     gpg, reinforce, dro, topr
+    drop tokens outside a trust region              dppo_tv, dppo_kl
 
-Losses that pick tokens by the covariance of advantage and log p: clip_cov, kl_cov.
-
-Losses that weigh log p: gpg, reinforce, dro, topr.
-
-Losses that drop the tokens outside a trust region: dppo_tv, dppo_kl.
-
-The policy losses by name, and the record that holds the numbers of all of them.
+Ratios, clipping, weighting, aggregation and metrics are the same code for all.
 """
 
 from collections.abc import Callable

@@ -6,11 +6,8 @@ the whole (percentiles within half a percent, from a histogram of the log-ratio)
 
 Letters: B bins of the histogram, K sums, M maxima.
 
-The unit that has one weight: what `algorithm.rollout_is.level` names.
-
-The sums of one shard that the metrics are computed from.
-
-A key `token/x` is divided by the tokens of all shards, `sequence/x` by their sequences. Float64.
+The level is the unit that has one weight (`algorithm.rollout_is.level`). Of the sums of a shard, a
+key `token/x` is divided by the tokens of all shards, `sequence/x` by their sequences. Float64.
 """
 
 import math

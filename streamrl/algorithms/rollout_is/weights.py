@@ -1,20 +1,17 @@
 """Weights, kept tokens and metrics of one batch: the entry of rollout importance sampling.
 
-The second moment of log-ratios, kept small by masking the largest of them: M2PO.
+M2PO keeps the second moment of log-ratios small by masking the largest of them. A token is harmful
+if its update moves the policy further from the behavior policy: A > 0 and d > 0, or A < 0 and d <
+0, with d = log(train / behavior). Of the harmful tokens of a batch those with the largest d^2 are
+masked until the mean of d^2 over the remaining ones is within the limit. Masked tokens still count
+in the denominators of the loss, under `normalize_by: all`. Source: M2PO (Zheng, Zhao, Chen, arXiv
+2510.01161, algorithm 1; github.com/Infini-AI-Lab/M2PO, which has the same tokens and mean, and
+clips where the paper masks).
 
-A token is harmful if its update moves the policy further from the behavior policy: A > 0 and
-d > 0, or A < 0 and d < 0, with d = log(train / behavior). Of the harmful tokens of a batch those
-with the largest d^2 are masked until the mean of d^2 over the remaining ones is within the limit.
-Masked tokens still count in the denominators of the loss, under `normalize_by: all`. Source: M2PO
-(Zheng, Zhao, Chen, arXiv 2510.01161, algorithm 1; github.com/Infini-AI-Lab/M2PO, which has the
-same tokens and mean, and clips where the paper masks).
-
-Invariant: the mask does not depend on the order of the tokens; of equally large ones all are
+The mask does not depend on the order of the tokens; of equally large ones all are
 masked or none. A batch without harmful tokens, such as one on policy, keeps all.
 
-One shard of rollout importance sampling: its weights, and the statistics of its metrics.
-
-Invariant: everything is computed in float64, over sequences that are finite and not empty.
+`Shard`: everything is computed in float64, over sequences that are finite and not empty.
 """
 
 import math

@@ -1,15 +1,4 @@
-"""The arguments of each command: one function for each set, which adds it to a parser.
-
-The arguments of `streamrl launch`: what is started, and where.
-
-The arguments of `streamrl plan`.
-
-The arguments of `streamrl samples`: the filters of its pager.
-
-The arguments of the commands that train several times: ablate and replay.
-
-The arguments of the commands that watch a run, or look at a machine.
-"""
+"""The arguments of each command: one function for each set, which adds it to a parser."""
 
 import math
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, _ActionsContainer

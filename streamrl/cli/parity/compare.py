@@ -7,8 +7,6 @@
 Engine and learner run one after the other in processes of their own, so that one GPU suffices.
 
     0  below the thresholds, or there are none      1  above one: the sentence says which and why
-
-What measured gaps between engine and learner mean: the refusals, their causes, the tables.
 """
 
 import argparse

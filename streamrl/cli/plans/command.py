@@ -1,9 +1,7 @@
 """`streamrl plan`: what a launch would start, on which hosts, GPUs and ports. Starts nothing.
 
 Invariant: what is printed is what a launch starts, but for ports given as 0 on one machine, which
-are chosen when it starts.
-
-A plan as text for a person and as JSON for a program.
+are chosen when it starts. It is text for a person, or JSON for a program.
 """
 
 import argparse

@@ -3,11 +3,9 @@
 Runs the user's files, as the generators do; those of `algorithm` are read and not run, since they
 import torch.
 
-Held-out prompts that are trained, too: their scores tell nothing about new ones.
-
-Counted for what users bring. Sources that make up their prompts keep theirs apart themselves.
-
-Whether the tools of `generator` can be made, and are used.
+Held-out prompts that are trained, too, are counted, since their scores tell nothing about new ones:
+of what users bring; sources that make up their prompts keep theirs apart themselves. Tools are made
+as the generators make them.
 """
 
 import re

@@ -3,9 +3,8 @@
 Invariant: refused is only what cannot work. The speed of a copy and the memory are this machine's;
 no network and no device of another machine is faster than `_GPU_BYTES_PER_S`.
 
-Settings that can work and often will not: groups that do not fit, leases that are short.
-
-Whether a setting that was given can act in this run: nothing else tells that it does not.
+Warned of is what can work and often will not (groups that do not fit, leases that are short), and a
+setting that was given and cannot act in this run, since nothing else tells.
 """
 
 import time

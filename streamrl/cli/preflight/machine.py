@@ -1,6 +1,5 @@
-"""Whether this machine has the devices, the packages and the folder that a run needs.
-
-Whether this machine can keep apart the programs of a model's that the run would start.
+"""Whether this machine has the devices, the packages and the folder that a run needs, and can keep
+apart the programs of a model's that the run would start.
 """
 
 import os

@@ -7,15 +7,13 @@ after the newest checkpoint are of a learner that runs or was killed: none of th
 the checkpoint. Where the buffer keeps events, they are compared with all of that. No trained token
 was further from the version of its step than `buffer.max_staleness`, either way.
 
-What the buffer's events say, against the steps and the newest checkpoint of the run's folder.
+The buffer's events are read before the folder, so that a checkpoint that the buffer has heard of is
+found.
 
-The events are read before the folder, so that a checkpoint that the buffer has heard of is found.
-
-How far the tokens that a step trained were from its version, by the lines of trained.jsonl.
-
-Step s trains version s - 1. Each line has the oldest and the newest version of the step's tokens,
-and the bound that held for it: a run may be resumed with another one. Lines of a release that wrote
-no versions are left out.
+How far a step's tokens were from its version, the lines of trained.jsonl tell: step s trains
+version s - 1. Each line has the oldest and the newest version of the step's tokens, and the bound
+that held for it: a run may be resumed with another one. Lines of a release that wrote no versions
+are left out.
 """
 
 from collections import Counter

@@ -3,20 +3,9 @@
 Invariant: every name in it is a name that `streamrl.algorithms` knows, checked without importing
 torch.
 
-Settings that depend on a choice beside them: the record of the loss, of the advantage.
-
-Invariant: the record is that of the choice, so a number that the choice does not read is refused.
-
-`algorithm.kl_loss` and `algorithm.kl_reward`: the divergence from the reference policy.
-
-`algorithm.value`: the critic.
-
-`algorithm.dynamic_sampling`: groups that teach nothing make room for the next prompts.
-
-Names of algorithms that are given to one setting, and are here another one or several.
-
-A published algorithm is an advantage and a loss with their numbers: GRPO names the advantage, and
-its loss is PPO's.
+The record of the loss, or of the advantage, is that of the choice, so a number that the choice does
+not read is refused. A published algorithm is an advantage and a loss with their numbers: GRPO names
+the advantage, and its loss is PPO's.
 """
 
 from collections.abc import Mapping

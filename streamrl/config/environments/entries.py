@@ -2,8 +2,6 @@
 `generator` names.
 
 Invariant: a run has at least one entry, and no two of them have one name.
-
-`environments`: what plays the prompts of a run that has several environments.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,5 @@
-"""The one sentence that a refused setting gets: the field, what it was, and what is allowed.
-
-Settings that exist, but elsewhere: `learner.lr` stands at `learner.optimizer.lr`.
+"""The one sentence that a refused setting gets: the field, what it was, and what is allowed. Of
+settings that exist, but elsewhere, it says where: `learner.lr` stands at `learner.optimizer.lr`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -6,10 +6,9 @@ Invariant: a value is read by YAML 1.2 rules wherever it stands, so `3e-6` is a 
 string; a key that stands twice is refused. A preset replaces what sources before its own say of its
 choices; what its own says of them stands beside it.
 
-`run.total_epochs` as a number of steps, resolved when a configuration is read.
-
-Invariant: what has been read has its length in `run.max_steps` alone, so every reader of it reads
-one setting, and a daemon that is given the resolved file needs no data to know when the run ends.
+`run.total_epochs` is resolved to a number of steps: what has been read has its length in
+`run.max_steps` alone, so every reader of it reads one setting, and a daemon that is given the
+resolved file needs no data to know when the run ends.
 """
 
 import os

@@ -1,6 +1,5 @@
-"""The resolved configuration as text: for a person, and for a file.
-
-Every setting of a configuration by its dotted name, to compare two of them.
+"""The resolved configuration as text: for a person, and for a file. `values_of`
+has every setting by its dotted name, to compare two configurations.
 """
 
 from collections.abc import Iterator, Mapping

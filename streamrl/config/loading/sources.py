@@ -1,6 +1,5 @@
-"""Where settings come from: a YAML file, the environment, and `--set`.
-
-YAML as version 1.2 reads it: `3e-6` is a number, `on` is a string.
+"""Where settings come from: a YAML file, the environment, and `--set`. YAML is read as
+version 1.2 reads it: `3e-6` is a number, `on` is a string.
 """
 
 import re

@@ -2,11 +2,10 @@
 
 prometheus-client is imported only then.
 
-How Prometheus finds a daemon: its port, and a file of service discovery beside the run folders.
-
-`file_sd_configs` reads runs/.prometheus/*.json, a file NAME@ID.json for each daemon of each run. A
-launch removes those of its run, a daemon that ends as it should its own; that of one that was
-killed stays, so that Prometheus shows that it is gone.
+Prometheus finds a daemon by a file of service discovery beside the run folders. `file_sd_configs`
+reads runs/.prometheus/*.json, a file NAME@ID.json for each daemon of each run. A launch removes
+those of its run, a daemon that ends as it should its own; that of one that was killed stays, so
+that Prometheus shows that it is gone.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Names of verl's configuration. A setting in parentheses says what holds here without one.
-
-Names of verl's configuration: ranks and memory, the run as a whole, profiling.
-"""
+"""Names of verl's configuration. A setting in parentheses says what holds here without one."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _BY_LAYER = "(each decoder layer is sharded on its own)"
