@@ -1,0 +1,1 @@
+"""The generator daemon and the validator: what samples, answers and scores."""

@@ -1,0 +1,1 @@
+"""The ledger: which prompts are granted, which groups are trained, and the books that close."""

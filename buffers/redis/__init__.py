@@ -1,0 +1,1 @@
+"""`redis://`: the same ledger as scripts inside a Redis server or cluster."""

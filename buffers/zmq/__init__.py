@@ -1,0 +1,1 @@
+"""`zmq://`: the buffer daemon's server, and its client."""

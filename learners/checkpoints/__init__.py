@@ -1,0 +1,1 @@
+"""What is written of a learner, when, and how it goes on from it."""

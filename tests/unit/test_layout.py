@@ -1,4 +1,5 @@
-"""The limits that keep the tree readable: lines of a file, lines of a function, files of a folder.
+"""The limits that keep the tree readable: lines of a file, lines of a function, files of a folder,
+and a sentence that says what a folder is.
 
 The import floors are proven by import-linter, in `make check`.
 """
@@ -38,6 +39,11 @@ def test_no_function_is_longer_than_the_limit(sources: list[Path]):
 def test_no_folder_has_more_files_side_by_side_than_the_limit(sources: list[Path]):
     folders = Counter(path.parent for path in sources if path.name != "__init__.py")
     assert not {str(folder): n for folder, n in folders.items() if n > MAX_FILES}
+
+
+def test_every_folder_says_what_it_is(sources: list[Path]):
+    inits = {path.parent / "__init__.py" for path in sources}
+    assert not [str(path) for path in inits if not ast.get_docstring(ast.parse(path.read_text()))]
 
 
 def long_functions(path: Path) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Every command of `streamrl`, its arguments, and the help."""

@@ -1,0 +1,1 @@
+"""`streamrl buffer`, and the other commands that ask a running buffer."""

@@ -1,0 +1,1 @@
+"""What commands print alike: books, generators, numbers, the summary of a run."""

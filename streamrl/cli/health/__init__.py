@@ -1,0 +1,1 @@
+"""`streamrl healthy`: the probe of one daemon."""

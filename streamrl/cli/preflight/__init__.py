@@ -1,0 +1,1 @@
+"""`streamrl check`: whether a run can start as it is configured."""

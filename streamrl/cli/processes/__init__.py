@@ -1,0 +1,1 @@
+"""The child processes of a launch: started, watched, started again, ended."""

@@ -1,0 +1,1 @@
+"""How a version's bytes are made smaller, or compared."""

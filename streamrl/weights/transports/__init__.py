@@ -1,0 +1,1 @@
+"""How a version's bytes move: broadcast, shared memory, files."""
