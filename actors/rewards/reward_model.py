@@ -34,8 +34,7 @@ from transformers import (
 
 from actors.rewards.calls.threads import Threads
 from actors.rewards.forms import conversation
-from streamrl.config.numbers import Device, Dtype, NotNegative, Positive
-from streamrl.config.section import Section
+from streamrl.config.section import Device, Dtype, NotNegative, Positive, Section
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode
 

@@ -41,7 +41,7 @@ from streamrl.cli.verification.progress import Progress
 from streamrl.cli.verification.refused_start import refused_start
 from streamrl.cli.verification.run_audit import audit_run
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
+from streamrl.config.loading.arguments import configuration
 from streamrl.durable_files import write_file
 from streamrl.errors import EXIT_CONFIG, ConfigError
 from streamrl.run_folder import prepare

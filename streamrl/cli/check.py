@@ -11,7 +11,7 @@ import sys
 
 from streamrl.cli.preflight.report import Report, examine
 from streamrl.config import render
-from streamrl.config.arguments import config_file, configuration
+from streamrl.config.loading.arguments import config_file, configuration
 from streamrl.config.loading.load import load_usable
 from streamrl.errors import ConfigError
 

@@ -47,7 +47,7 @@ from streamrl.cli.verification.soak_record import (
     rows,
 )
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
+from streamrl.config.loading.arguments import configuration
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.process_environment import processes_with

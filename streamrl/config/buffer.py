@@ -13,7 +13,6 @@ from pydantic import (
 )
 
 from streamrl.config.addresses import is_loopback, require_places
-from streamrl.config.numbers import NotNegative, Positive, Seconds
 from streamrl.config.secrets import (
     REDIS_PASSWORD,
     hide_password,
@@ -21,7 +20,7 @@ from streamrl.config.secrets import (
     read_password,
     with_password,
 )
-from streamrl.config.section import Section
+from streamrl.config.section import NotNegative, Positive, Seconds, Section
 from streamrl.errors import ConfigError
 
 SHORTEST_LEASE_S = 1.0

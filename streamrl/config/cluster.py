@@ -11,8 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
-from streamrl.config.numbers import NotNegative, Positive, Seconds
-from streamrl.config.section import Section
+from streamrl.config.section import NotNegative, Positive, Seconds, Section
 from streamrl.types.ranges import ID_PATTERN
 
 HostRole: TypeAlias = Literal["buffer", "learner", "generator", "validator"]

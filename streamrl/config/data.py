@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from streamrl.config.numbers import NotNegative, Positive, Seconds
-from streamrl.config.section import Section
+from streamrl.config.section import NotNegative, Positive, Seconds, Section
 from streamrl.user_code import is_user_code
 
 

@@ -12,8 +12,7 @@ from streamrl.config.addresses import LARGEST_PORT
 from streamrl.config.engines.hf import HfSettings
 from streamrl.config.engines.sglang import SglangSettings
 from streamrl.config.engines.vllm import VllmSettings
-from streamrl.config.numbers import Device, Dtype, NotNegative, Positive, Seconds
-from streamrl.config.section import Section
+from streamrl.config.section import Device, Dtype, NotNegative, Positive, Seconds, Section
 from streamrl.errors import ConfigError
 from streamrl.user_code import check_user_code
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from streamrl.config.algorithm import AlgorithmSettings
-from streamrl.config.numbers import (
+from streamrl.config.section import (
     Decay,
     Device,
     LearningRate,
@@ -14,8 +14,8 @@ from streamrl.config.numbers import (
     Positive,
     Probability,
     Seconds,
+    Section,
 )
-from streamrl.config.section import Section
 from streamrl.errors import ConfigError
 from streamrl.types.ranges import MAX_GROUPS
 

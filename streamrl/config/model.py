@@ -4,8 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from streamrl.config.numbers import LearningRate, NotNegative, Positive, Probability
-from streamrl.config.section import Section
+from streamrl.config.section import LearningRate, NotNegative, Positive, Probability, Section
 
 
 class RecipeSettings(Section):

@@ -4,8 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from streamrl.config.numbers import Positive
-from streamrl.config.section import Section
+from streamrl.config.section import Positive, Section
 
 
 class ParitySettings(Section):

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from streamrl.config.numbers import NotNegative, Positive, Seconds
-from streamrl.config.section import Section
+from streamrl.config.section import NotNegative, Positive, Seconds, Section
 from streamrl.types.ranges import ID_PATTERN
 
 

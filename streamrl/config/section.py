@@ -1,9 +1,12 @@
-"""The base of every configuration section.
+"""The base of every configuration section, and the ranges and choices that many settings share.
 
 Invariant: a section is frozen and refuses keys that it does not know.
 """
 
-from pydantic import BaseModel, ConfigDict
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -17,3 +20,35 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a running mean, which with 1 would never change."""
+Probability = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _moves_less_than_a_weight(rate: float) -> float:
+    if rate > 1:
+        raise ValueError(
+            f"was {rate:g}; it must be at most 1: AdamW moves every weight by about the learning "
+            "rate at each step, however small its gradient, and weights are smaller than 1"
+        )
+    return rate
+
+
+LearningRate = Annotated[float, AfterValidator(_moves_less_than_a_weight), Field(gt=0, le=1)]
+LearningRateOrZero = Annotated[float, AfterValidator(_moves_less_than_a_weight), Field(ge=0, le=1)]
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|(cuda|xpu|mps)(:\d+)?", name):
+        raise ValueError(f"was {name!r}; it must be auto, cpu, cuda, cuda:0 (1, ...), mps or xpu")
+    return name
+
+
+Device = Annotated[str, AfterValidator(_device)]
+"""A device as torch names it, or auto."""

@@ -5,8 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from streamrl.config.addresses import LARGEST_PORT
-from streamrl.config.numbers import NotNegative, Positive
-from streamrl.config.section import Section
+from streamrl.config.section import NotNegative, Positive, Section
 
 # Room for the ports above it, up to generator-999's.
 Port: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST_PORT - 1_100)]

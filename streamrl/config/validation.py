@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from streamrl.config.generator import GeneratorSettings
-from streamrl.config.numbers import NotNegative, Positive, Seconds
-from streamrl.config.section import Section
+from streamrl.config.section import NotNegative, Positive, Seconds, Section
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "num_samples")
 

@@ -5,8 +5,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 
 from streamrl.config.addresses import is_any, require_places
-from streamrl.config.numbers import Dtype, Positive, Seconds
-from streamrl.config.section import Section
+from streamrl.config.section import Dtype, Positive, Seconds, Section
 
 
 class WeightSettings(Section):

@@ -19,8 +19,7 @@ from actors.rewards.remote.requests import Service, ServiceSettings
 from actors.sandbox.isolation import IsolationChoice
 from actors.sandbox.limits import SandboxLimits
 from actors.sandbox.sandbox import Sandbox
-from streamrl.config.numbers import Positive, Seconds
-from streamrl.config.section import Section
+from streamrl.config.section import Positive, Seconds, Section
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Prompt
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 
 from actors.rewards.forms import conversation, ground_truth
 from actors.rewards.remote.requests import Service, ServiceSettings
-from streamrl.config.numbers import Positive
+from streamrl.config.section import Positive
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode
 

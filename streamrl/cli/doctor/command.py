@@ -30,7 +30,7 @@ from streamrl.cli.preflight.machine import check_devices, check_folder
 from streamrl.cli.preflight.machine import check_packages as check_extras
 from streamrl.cli.preflight.network import check_addresses, check_servers
 from streamrl.config import RunConfig
-from streamrl.config.arguments import configuration
+from streamrl.config.loading.arguments import configuration
 from streamrl.config.run import RunSettings
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.PROBLEM: "red"}

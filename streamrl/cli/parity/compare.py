@@ -19,7 +19,7 @@ from rich.table import Table
 
 from streamrl.cli.processes.command import call
 from streamrl.config import RunConfig, to_yaml
-from streamrl.config.arguments import configuration
+from streamrl.config.loading.arguments import configuration
 from streamrl.errors import StreamRLError
 from streamrl.types import GapStatistics, ParityReport
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from streamrl.config.arguments import config_file
+from streamrl.config.loading.arguments import config_file
 from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError
 
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from pydantic import ConfigDict, Field
 
-from streamrl.config.numbers import Probability
-from streamrl.config.section import Section
+from streamrl.config.section import Probability, Section
 
 
 class AdvantageSettings(Section):

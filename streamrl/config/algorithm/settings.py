@@ -43,8 +43,7 @@ from streamrl.config.algorithm.rollout_is import (
     RolloutISSettings,
     rollout_is_preset,
 )
-from streamrl.config.numbers import LearningRate
-from streamrl.config.section import Section
+from streamrl.config.section import LearningRate, Section
 from streamrl.errors import did_you_mean
 from streamrl.user_code import check_user_code, is_user_code
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import field_validator, model_validator
 
-from streamrl.config.numbers import Seconds
-from streamrl.config.section import Section
+from streamrl.config.section import Seconds, Section
 from streamrl.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from streamrl.config.engines.server import ServerSettings
-from streamrl.config.numbers import Positive
+from streamrl.config.section import Positive
 
 
 class SglangSettings(ServerSettings):

@@ -12,8 +12,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import InitErrorDetails
 
 from streamrl.config.data import DataSettings
-from streamrl.config.numbers import Positive
-from streamrl.config.section import Section
+from streamrl.config.section import Positive, Section
 from streamrl.errors import did_you_mean
 
 

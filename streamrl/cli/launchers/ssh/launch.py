@@ -38,7 +38,7 @@ from streamrl.cli.processes.run_commands import STOPPED_S, books_options, evalua
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig
-from streamrl.config.arguments import config_file
+from streamrl.config.loading.arguments import config_file
 from streamrl.config.loading.similar import RESOLVED_FILE
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
