@@ -10,7 +10,7 @@ from buffers.redis.buffer import RedisBuffer, RedisSettings
 from streamrl.tracking.validation import read_validations
 from tests.records import lease_one
 from tests.redis_server import RedisServer, redis_server
-from tests.system.test_launch import ONE, Launch, _set, assert_every_step_once
+from tests.system.test_launch import Launch, _set, assert_every_step_once
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_run_that_the_server_knows_is_not_continued_by_another(
     launch: Launch, redis: RedisServer
 ):
     asyncio.run(leave_a_run_behind(redis.url))
-    settings = _set(f"buffer.url={redis.url}", "run.max_steps=1", ONE)
+    settings = _set(f"buffer.url={redis.url}", "run.max_steps=1")
     refused = launch(*settings)
     assert refused.end() == 2
     assert "the buffer holds a run run at version 5 already" in refused.output
@@ -45,7 +45,7 @@ def test_a_run_that_the_server_knows_is_not_continued_by_another(
 def test_an_ended_run_is_resumed_by_a_learner_that_comes_after_its_generators(
     launch: Launch, redis: RedisServer
 ):
-    settings = (f"buffer.url={redis.url}", ONE, "validation.every=2")
+    settings = (f"buffer.url={redis.url}", "validation.every=2")
     first = launch(*_set(*settings, "run.max_steps=2"))
     assert first.end() == 0, first.output
     run = launch("--resume", *_set(*settings, "run.max_steps=4"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.conftest import Launched
-from tests.system.test_launch import ONE, _set, assert_books_close, assert_every_step_once
+from tests.system.test_launch import _set, assert_books_close, assert_every_step_once
 
 Launch = Callable[..., Launched]
 
@@ -48,7 +48,6 @@ def test_a_run_with_two_rewards_by_data_source_goes_on_with_a_hanging_one(
             "data.source_kwargs={}",
             f"data.rewards={json.dumps(rewards)}",
             f"run.max_steps={NUM_STEPS}",
-            ONE,
         )
     )
     assert run.end() == 0, run.output

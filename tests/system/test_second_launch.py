@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.conftest import Launched, slow_reward
-from tests.system.test_launch import ONE, _set, assert_audit_passes, assert_every_step_once
+from tests.system.test_launch import _set, assert_audit_passes, assert_every_step_once
 
 Launch = Callable[..., Launched]
 
@@ -15,7 +15,7 @@ Launch = Callable[..., Launched]
 @pytest.mark.long
 def test_it_is_refused_and_the_first_goes_on(launch: Launch, tmp_path: Path):
     reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
-    settings = _set("run.max_steps=8", reward, ONE)
+    settings = _set("run.max_steps=8", reward)
     first = launch(*settings)
     first.until_step(1)
     for option in ("--new", "--resume"):

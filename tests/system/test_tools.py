@@ -10,7 +10,7 @@ import pytest
 
 from actors.sandbox.isolation import find_isolation
 from tests.system.conftest import Launched
-from tests.system.test_launch import ONE, _set, assert_books_close, assert_every_step_once
+from tests.system.test_launch import _set, assert_books_close, assert_every_step_once
 
 pytestmark = pytest.mark.skipif(find_isolation() is None, reason="no isolation on this machine")
 
@@ -77,7 +77,6 @@ def test_a_run_goes_on_while_its_tools_attack_raise_and_hang(
             "learner.groups_per_step=2",
             "buffer.max_staleness=0",
             f"run.max_steps={NUM_STEPS}",
-            ONE,
         )
     )
     assert run.end() == 0, run.output
