@@ -1,0 +1,1 @@
+"""The engine of transformers, in the generator's process."""

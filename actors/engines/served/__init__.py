@@ -1,0 +1,1 @@
+"""Engines whose model another process serves over HTTP."""

@@ -1,0 +1,1 @@
+"""vLLM as an engine, in this process's care or by URL."""
