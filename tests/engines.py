@@ -51,6 +51,7 @@ class HfEngines:
     num_long = 1500
     reports_tokens = True
     has_seeds = True
+    has_bfloat16 = True
     # Whether top-p counts the probabilities of all tokens, or of those that top-k has kept.
     truncates_jointly = False
 
@@ -177,6 +178,8 @@ class SglangEngines(UrlEngines):
     num_long = 1500
     # Only its batch-invariant kernels, which need a GPU, apply a request's seed.
     has_seeds = False
+    # A second server of its own, by kernels that no GPU has.
+    has_bfloat16 = False
     truncates_jointly = True
 
     def command(self, path: Path, dtype: str, port: int) -> list[str]:

@@ -21,7 +21,6 @@ def _set(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("publish", "num_ranks"),
     [
-        pytest.param("merged", 1, marks=pytest.mark.long),
         ("adapter", 1),
         ("merged", 2),
         pytest.param("adapter", 2, marks=pytest.mark.long),

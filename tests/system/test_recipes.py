@@ -18,7 +18,7 @@ from tests.documents import ROOT
 from tests.system.conftest import STREAMRL
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_recipe_trains_the_model(folder: Path, name: str):
         "data.num_eval_prompts": 4,
         "buffer.url": "zmq://127.0.0.1:0",
         "weights.address": "tcp://127.0.0.1:0",
-        "learner.groups_per_step": 4,
+        "learner.groups_per_step": 2,
         "learner.optimizer.warmup_steps": 0,
     }
     given = [f"--set={key}={value}" for key, value in settings.items()]

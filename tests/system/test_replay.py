@@ -46,7 +46,7 @@ def test_a_run_whose_learner_was_killed_is_replayed_bit_for_bit(launch: Launch, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "num_shares"), [("shard", 2), ("sequence", 1), ("tensor", 1)])
+@pytest.mark.parametrize(("mesh", "num_shares"), [("shard", 2), ("tensor", 1)])
 def test_a_run_of_two_ranks_is_replayed_by_one_but_for_rounding(launch: Launch, mesh, num_shares):
     ranks = ("--set=learner.num_ranks=2", f"--set=learner.mesh.{mesh}=2")
     settings = ("--set=run.max_steps=3", "--set=buffer.record=true")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,37 +185,41 @@ def test_two_generators_share_a_server_whose_owner_is_killed(servers, start):
     assert "serves somebody else" not in run.log("generator-1")
 
 
-@pytest.mark.parametrize("last", ["/pause", "/finish_weight_update"])
 async def test_a_server_whose_owner_ends_inside_a_pause_samples_again(
-    servers, model, tmp_path, monkeypatch, last
+    servers, model, tmp_path, monkeypatch
 ):
     """The next owner is sent the same version."""
     servers[0].start()
     settings = {"url": servers[0].url, "start_timeout_s": 240.0}
     config = run_config(model, engine="vllm", max_num_seqs=16, max_model_len=40, vllm=settings)
     shapes = LlamaForCausalLM.from_pretrained(model)
-    update = update_to(shapes, 3, tmp_path / "three.safetensors")
-    killed = make_engine(config, seed=0, is_shared=True)
-    http = killed._server._http
-    send = http.send
+    for version, last in ((3, "/pause"), (4, "/finish_weight_update")):
+        update = update_to(shapes, version, tmp_path / f"{version}.safetensors")
+        killed = make_engine(config, seed=0, is_shared=True)
+        http = killed._server._http
+        monkeypatch.setattr(http, "send", _until(last, http.send))
+        with pytest.raises(asyncio.CancelledError):
+            await killed.load_weights(update)
+        await killed.close()
+
+        successor = make_engine(config, seed=0, is_shared=True)
+        await successor.load_weights(update)
+        async with asyncio.timeout(60):
+            sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
+            answer = await successor.generate([5], sampling)
+        assert answer.policy_versions.tolist() == 3 * [version]
+        await successor.close()
+
+
+def _until(last: str, send: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """`send`, whose process ends once it has sent `last`."""
 
     async def until_last(path: str, body: object, **options: object) -> None:
         await send(path, body, **options)
         if path.partition("?")[0] == last:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(http, "send", until_last)
-    with pytest.raises(asyncio.CancelledError):
-        await killed.load_weights(update)
-    await killed.close()
-
-    successor = make_engine(config, seed=0, is_shared=True)
-    await successor.load_weights(update)
-    async with asyncio.timeout(60):
-        sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
-        answer = await successor.generate([5], sampling)
-    assert answer.policy_versions.tolist() == [3, 3, 3]
-    await successor.close()
+    return until_last
 
 
 def test_a_generator_outlives_one_of_its_two_servers(servers, start):

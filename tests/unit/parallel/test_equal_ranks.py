@@ -149,9 +149,10 @@ def on_rank() -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
-def by_rank(request, tmp_path_factory):
-    return run_ranks(on_rank, request.param, tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory):
+    """Of two; `test_equal_meshes.py` has four."""
+    return run_ranks(on_rank, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)
