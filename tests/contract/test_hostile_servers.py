@@ -58,7 +58,7 @@ async def engine(server: HostileServer, model: Path) -> AsyncIterator[ServedEngi
     """One for all: it serves on, whatever it was answered before."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("vllm", "sglang"):
-            where = f"actors.engines.{name}.start.request_timeout_s"
+            where = f"actors.engines.{name}.server.request_timeout_s"
             patch.setattr(where, lambda config: REQUEST_TIMEOUT_S)
         opened = make_engine(config_for(server, model), seed=0)
     assert isinstance(opened, ServedEngine)
