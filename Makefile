@@ -7,6 +7,11 @@ ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py
 SGLANG := .venv-sglang
 ON_SGLANG := $(SGLANG)/bin/pytest tests/sglang tests/contract/test_engines.py
 LOWEST := .venv-lowest
+OURS_ALONE := unit/benchmarks unit/launchers unit/sandbox unit/test_child_processes.py \
+  unit/test_deploy*.py unit/test_docs*.py unit/test_inert_settings.py unit/test_layout.py \
+  unit/test_ledger*.py unit/test_segments.py unit/rewards/test_tests_of_code.py \
+  unit/weights/test_slow_receivers.py unit/weights/test_strangers.py \
+  contract/test_buffer_limits.py contract/test_hostile_servers.py contract/test_redis_equals_ledger.py
 WHOLE_RUN := tests/system/test_launch.py::test_a_run_learns_asynchronously_within_its_staleness_bound
 INSTALL := $(BIN)/python deploy/install.py
 ON_CORES := -n logical --maxprocesses 4 --dist worksteal -m "not long"
@@ -37,17 +42,16 @@ test: check
 
 # With every direct dependency at the lowest version that pyproject.toml allows: unit and contract, a
 # whole run that nothing disturbs, and the tools of `make check` whose findings depend on no library.
-# Left out is what reads the files of this repository alone, the sandbox, which has the standard library
-# alone, and loads of the buffer. uv finds the versions, pip cannot.
+# Left out is what has the standard library and our own code alone: files of this repository, sandbox,
+# launchers, the ledger, sockets that strangers write to; and loads of the buffer. uv finds the versions,
+# pip cannot.
 test-lowest: $(LOWEST)/lowest.stamp
 	$(LOWEST)/bin/ruff check .
 	$(LOWEST)/bin/ruff format --check .
 	$(LOWEST)/bin/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(LOWEST)/bin/mkdocs build --strict --quiet
 	$(LOWEST)/bin/pytest tests/unit tests/contract $(WHOLE_RUN) $(ON_CORES) \
-	  --ignore tests/unit/benchmarks --ignore tests/unit/test_layout.py --ignore tests/unit/sandbox \
-	  --ignore tests/contract/test_buffer_limits.py \
-	  --ignore-glob 'tests/unit/test_docs*.py' --ignore-glob 'tests/unit/test_deploy*.py'
+	  $(foreach path,$(OURS_ALONE),--ignore-glob 'tests/$(path)')
 
 # What takes long or needs root: containers, ssh, Slurm, soaks. A part that cannot run here is skipped
 # with its reason.
