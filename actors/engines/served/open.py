@@ -85,7 +85,7 @@ class ServerKind(Protocol):
 
     @property
     def looks(self) -> tuple[str, str]:
-        """The gauge, as in `metrics.Names`, that counts requests for the label of the weights."""
+        """The gauge, as in `http.Names`, that counts requests for the label of the weights."""
         ...
 
     def label(self, http: Http) -> str:
