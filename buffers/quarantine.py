@@ -4,7 +4,7 @@ Invariant: it holds the newest messages, at most `max_files` files and `max_byte
 it holds a sample, so that neither the disk nor the server's thread is busy with it; a message that
 cannot be written (a full disk) is only logged.
 
-`Sampler` limits what is written about events that may come without end.
+`EventLimit` limits what is written about events that may come without end.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pathlib import Path
 from streamrl.errors import WireError
 
 
-class Sampler:
+class EventLimit:
     """Admits `burst` events at once, and one more each `every_s`; `num_omitted` counts the others
     since the last that was admitted."""
 
@@ -61,7 +61,7 @@ class Quarantine:
         self._max_files = max_files
         self._max_bytes = max_bytes
         self._clock = clock
-        self._sampler = Sampler(burst=BURST, every_s=EVERY_S)
+        self._sampler = EventLimit(burst=BURST, every_s=EVERY_S)
         self._kept: deque[tuple[Path, int]] | None = None
 
     def keep(self, sender: str, frames: Sequence[bytes | memoryview], error: WireError) -> None:

@@ -16,11 +16,11 @@ import torch
 
 from buffers.connect import connect
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.restore import Start, choose, load_trainer, resumed
+from learners.checkpoints.restore import LearnerStart, choose, load_trainer, resumed
 from learners.checkpoints.writer import CheckpointWriter
 from learners.learner import Learner
 from learners.parallel.lockstep import End, FetchGroups, LearnerRank, Lockstep
-from learners.parallel.place import Place, join
+from learners.parallel.place import RankPlace, join
 from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.policy import Policy
 from learners.replay.record import Recorder
@@ -92,11 +92,11 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
 async def _lead(
     config: RunConfig,
     shutdown: Shutdown,
-    place: Place,
+    place: RankPlace,
     trainer: Trainer,
     buffer: TrajectoryBuffer,
     state: LearnerState,
-    start: Start,
+    start: LearnerStart,
     exported: Exported,
 ) -> UnreachableBufferError | None:
     """The first rank: the loop, and all that the learner does beside it. The error is for when the
@@ -167,10 +167,10 @@ async def _may_begin(config: RunConfig, buffer: TrajectoryBuffer, shutdown: Shut
 async def _follow(
     config: RunConfig,
     shutdown: Shutdown,
-    place: Place,
+    place: RankPlace,
     trainer: Trainer,
     buffer: TrajectoryBuffer,
-    start: Start,
+    start: LearnerStart,
 ) -> None:
     """Another rank: what the first one commands, which is told of a signal and decides."""
     writer = CheckpointWriter(config, start.history)
@@ -201,7 +201,7 @@ def _fetch(buffer: TrajectoryBuffer, shutdown: Shutdown) -> FetchGroups:
     return lambda indices: unless_late(shutdown.requested, buffer.fetch(indices))
 
 
-def _load(config: RunConfig, place: Place) -> tuple[Trainer, LearnerState, Start]:
+def _load(config: RunConfig, place: RankPlace) -> tuple[Trainer, LearnerState, LearnerStart]:
     """From the checkpoint that `run.resume` means, or from `model.path`."""
     start = choose(config)
     trainer, state = load_trainer(config, start.checkpoint, place.mesh, place.data)
@@ -212,7 +212,7 @@ def _load(config: RunConfig, place: Place) -> tuple[Trainer, LearnerState, Start
     return trainer, state, start
 
 
-def _make_recorder(config: RunConfig, place: Place, start: Start) -> Recorder | None:
+def _make_recorder(config: RunConfig, place: RankPlace, start: LearnerStart) -> Recorder | None:
     """If `buffer.record` asks for one."""
     if not config.buffer.record:
         return None

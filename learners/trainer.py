@@ -23,7 +23,7 @@ from learners.batch import MicroBatch, TrainingBatch
 from learners.objective.credit import CreditAssigner, mini_batches
 from learners.objective.facts import FactCollector, Facts, PolicyPasses
 from learners.objective.gradient import Accumulated, Gradient
-from learners.objective.step_metrics import MASKED, Part, of_facts, of_updates, of_work
+from learners.objective.step_metrics import MASKED, BatchPart, of_facts, of_updates, of_work
 from learners.optimizer import SkippedUpdates, learning_rate, make_optimizer, update
 from learners.parallel.ranks import Ranks
 from learners.parallel.sharding import keep_state_on_host
@@ -70,7 +70,7 @@ class Trainer:
         self._skipped = SkippedUpdates(config.learner.optimizer.max_skipped_updates)
         self._max_tokens = config.learner.max_tokens_per_micro_batch
         self._longest = 0
-        self._parts: tuple[Part, ...] = ()
+        self._parts: tuple[BatchPart, ...] = ()
         self._accumulated: Accumulated | None = None
         self._corrected: dict[str, float] = {}
 
@@ -102,7 +102,7 @@ class Trainer:
             micro_batches = self._pack(part, updates[0])
         self._accumulate(part, facts, micro_batches, updates[0])
         train_s = time.perf_counter() - start
-        self._parts = (*self._parts, Part(part, facts, metrics, updates, train_s))
+        self._parts = (*self._parts, BatchPart(part, facts, metrics, updates, train_s))
 
     def discard(self) -> None:
         """Clear the gradient; the next part is the first of a batch."""

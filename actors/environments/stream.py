@@ -3,8 +3,9 @@
 Invariant: which environment plays a prompt, and which of its own prompts it reads, is a pure
 function of (seed, prompt index).
 
-`Mixture`: the prompt stream is cut into batches of `learner.groups_per_step` prompts. A batch has
-as many prompts of each entry as its weight says, rounded up or down, in an order of its own.
+`EnvironmentMixture`: the prompt stream is cut into batches of `learner.groups_per_step` prompts. A
+batch has as many prompts of each entry as its weight says, rounded up or down, in an order of its
+own.
 
 In each batch an entry plays at most `max_groups` prompts, and the prompts that it plays
 are numbered 0, 1, 2, ... without a gap, so that it reads every row of its own data.
@@ -30,7 +31,7 @@ _SPREAD = 619
 """Prime to the above: it puts batches beside each other whose roundings differ."""
 
 
-class Mixture:
+class EnvironmentMixture:
     """Entries by weight.
 
     Args:
@@ -113,7 +114,7 @@ class TrainingStream:
     entries: Sequence[EnvironmentEntry]
     sources: Sequence[PromptSource]
     """The prompts of each entry."""
-    mixture: Mixture
+    mixture: EnvironmentMixture
 
     def __getitem__(self, prompt_index: int) -> Prompt:
         entry, own_index = self.mixture.place(prompt_index)
@@ -172,14 +173,14 @@ def open_stream(config: RunConfig, renderer: "ChatRenderer") -> TrainingStream:
     return TrainingStream(entries, sources, shares(config))
 
 
-def shares(config: RunConfig) -> Mixture:
+def shares(config: RunConfig) -> EnvironmentMixture:
     """Which entry plays which prompt.
 
     Raises:
         ConfigError: an entry would play none.
     """
     entries = config.entries
-    mixture = Mixture(
+    mixture = EnvironmentMixture(
         [entry.weight for entry in entries],
         [entry.max_groups for entry in entries],
         config.learner.groups_per_step,

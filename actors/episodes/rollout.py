@@ -46,7 +46,7 @@ from streamrl.interfaces import (
 from streamrl.types import (
     GREEDY_REWARD,
     BoolArray,
-    Facts,
+    GroupFacts,
     Lease,
     PackedGroup,
     SamplingParams,
@@ -134,9 +134,9 @@ class ScoredRollout(NamedTuple):
     reward: float
     metrics: Mapping[str, float]
 
-    def facts(self, segment: Segment) -> Facts:
+    def facts(self, segment: Segment) -> GroupFacts:
         rollout = self.rollout
-        return Facts(
+        return GroupFacts(
             num_tokens=sum(len(span.token_ids) for span in segment.spans),
             reward=self.reward,
             finish_reason=rollout.finish_reason,

@@ -42,7 +42,7 @@ from msgspec import Struct, structs
 from actors.gateway.agent import AgentResult
 from actors.gateway.apis.anthropic_messages import MESSAGES
 from actors.gateway.apis.chat import CHAT, write_error
-from actors.gateway.apis.requests import Answer, Api, Json, Request, RequestError, converted
+from actors.gateway.apis.requests import Answer, Api, ApiRequest, Json, RequestError, converted
 from actors.gateway.apis.responses import RESPONSES
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.session import ContextTooLongError, SessionEndedError
@@ -189,7 +189,7 @@ class RequestSampling:
         self._on_other = on_other
         self._named: frozenset[str] = frozenset()
 
-    def of(self, request: Request, run: SamplingParams) -> SamplingParams:
+    def of(self, request: ApiRequest, run: SamplingParams) -> SamplingParams:
         """How the request is sampled.
 
         Raises:

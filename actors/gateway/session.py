@@ -31,7 +31,7 @@ from streamrl.vision.parts import has_media
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RecordedConversation:
     """What the policy had read and said after one completion."""
 
     messages: tuple[str, ...]
@@ -47,7 +47,7 @@ class Conversations:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._known: tuple[Conversation, ...] = ()
+        self._known: tuple[RecordedConversation, ...] = ()
 
     def context(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[int, ...]:
         """The token ids that the policy reads for these messages before it answers."""
@@ -66,7 +66,7 @@ class Conversations:
         completion_token_ids: tuple[int, ...],
     ) -> None:
         """The policy read `context` and sampled the completion; `messages` end with its own."""
-        conversation = Conversation(
+        conversation = RecordedConversation(
             tuple(map(_comparable, messages)),
             _text(tools),
             (*context, *completion_token_ids),
@@ -76,7 +76,7 @@ class Conversations:
 
     def _longest_beginning(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> Conversation | None:
+    ) -> RecordedConversation | None:
         """The latest of the longest conversations that these messages go on with."""
         asked, described = tuple(map(_comparable, messages)), _text(tools)
         fitting = [

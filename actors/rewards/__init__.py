@@ -17,7 +17,7 @@ from typing import Any
 
 from actors.rewards import builtin
 from actors.rewards.calls.isolated import Processes, WorkerSetup
-from actors.rewards.calls.limits import CallLimits
+from actors.rewards.calls.limits import RewardLimits
 from actors.rewards.calls.output import OutputLimit
 from actors.rewards.checks import check_call, check_kwargs, checked, prefixed
 from actors.rewards.forms import BoundFunction
@@ -156,10 +156,10 @@ def _is_isolated(settings: RewardSettings, bound: BoundFunction, field: str) -> 
     return settings.isolation == "process"
 
 
-def _limits(settings: RewardSettings, bound: BoundFunction, is_isolated: bool) -> CallLimits:
+def _limits(settings: RewardSettings, bound: BoundFunction, is_isolated: bool) -> RewardLimits:
     max_concurrent = len(os.sched_getaffinity(0)) if is_isolated else _MAX_CONCURRENT
     retries = _REMOTE_RETRIES if "url" in settings.kwargs and settings.reward in STATEFUL else 0
-    return CallLimits(
+    return RewardLimits(
         bound.title,
         timeout_s=settings.timeout_s,
         max_concurrent=settings.max_concurrent or max_concurrent,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from actors.rewards.calls.isolated import Processes
-from actors.rewards.calls.limits import CallLimits
+from actors.rewards.calls.limits import RewardLimits
 from actors.rewards.calls.output import OutputLimit
 from actors.rewards.calls.threads import Threads
 from actors.rewards.forms import BoundFunction
@@ -44,7 +44,7 @@ class FunctionReward:
     def __init__(
         self,
         bound: BoundFunction,
-        limits: CallLimits | None = None,
+        limits: RewardLimits | None = None,
         output: OutputLimit | None = None,
         processes: Processes | None = None,
         *,
@@ -52,7 +52,7 @@ class FunctionReward:
     ) -> None:
         self._bound = bound
         self._is_quick = is_quick
-        self._limits = limits or CallLimits(bound.title)
+        self._limits = limits or RewardLimits(bound.title)
         self._output = output or OutputLimit(bound.title)
         self._processes = processes
         self._threads = Threads(bound.title)

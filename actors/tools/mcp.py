@@ -35,7 +35,7 @@ class McpServer:
         self.limits: CallLimits = settings
         self._settings = settings
         self._setting = setting
-        self._shared = Connection(settings)
+        self._shared = McpConnection(settings)
         self._schemas: tuple[ToolSchema, ...] | None = None
 
     async def open(self) -> ToolSession:
@@ -45,7 +45,7 @@ class McpServer:
             RolloutError: it does not start, cannot be reached, or lacks a tool of the settings.
         """
         is_shared = self._settings.session == "generator"
-        connection = self._shared if is_shared else Connection(self._settings)
+        connection = self._shared if is_shared else McpConnection(self._settings)
         if self._schemas is None:
             with attributed_to(f"{self._setting}: {connection.name}", RolloutError):
                 tools = await _list_tools(await connection.client())
@@ -61,7 +61,7 @@ class McpServer:
         return tuple(known[name] for name in self._settings.tools or known)
 
 
-class Connection:
+class McpConnection:
     """One session with a server."""
 
     def __init__(self, settings: McpServerSettings) -> None:
@@ -128,7 +128,7 @@ class _McpSession:
     """The server's tools, as one episode has them."""
 
     def __init__(
-        self, schemas: tuple[ToolSchema, ...], connection: Connection, is_shared: bool
+        self, schemas: tuple[ToolSchema, ...], connection: McpConnection, is_shared: bool
     ) -> None:
         self.schemas = schemas
         self._connection = connection

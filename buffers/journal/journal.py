@@ -40,7 +40,7 @@ from typing import NamedTuple, TextIO
 
 import msgspec
 
-from buffers.journal.segments import Place, Segments
+from buffers.journal.segments import PayloadPlace, Segments
 from buffers.ledger.entries import BY_BOOKS, Entry, Event, LedgerSnapshot, State
 from buffers.ledger.state import BufferState
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
@@ -203,7 +203,7 @@ class JournalContent(NamedTuple):
     entries: list[Entry]
     numbers: dict[str, int]
     free: list[int]
-    places: dict[int, Place]
+    places: dict[int, PayloadPlace]
     scheduling_states: dict[str, SchedulingState]
     next_number: int
 
@@ -229,7 +229,7 @@ def read_content(db: sqlite3.Connection, now_s: float) -> JournalContent:
         entries=entries,
         numbers=numbers,
         free=free,
-        places={key: Place(*place) for key, *place in db.execute("SELECT * FROM payload")},
+        places={key: PayloadPlace(*place) for key, *place in db.execute("SELECT * FROM payload")},
         scheduling_states={
             generator_id: SchedulingState(scheduling_state)
             for generator_id, scheduling_state in db.execute("SELECT * FROM scheduling_state")
@@ -252,7 +252,7 @@ class _Stored(NamedTuple):
     lost."""
 
     number: int
-    place: Place | None
+    place: PayloadPlace | None
 
 
 class Journal:
@@ -477,7 +477,7 @@ def _frees(event: Event) -> bool:
     return event.state == "dropped" and DropReason(event.reason or "").returns_prompt
 
 
-def _places(groups: Iterable[_Stored]) -> list[Place]:
+def _places(groups: Iterable[_Stored]) -> list[PayloadPlace]:
     return [stored.place for stored in groups if stored.place is not None]
 
 

@@ -30,7 +30,7 @@ Payload: TypeAlias = bytes | memoryview
 SEGMENT_BYTES = 16 * 2**20
 
 
-class Place(NamedTuple):
+class PayloadPlace(NamedTuple):
     """Where a payload is: its segment, first byte and size there, and its checksum (xxh3-64)."""
 
     segment: int
@@ -51,7 +51,7 @@ class Segments:
         self._end = 0
         self._file: int | None = None
 
-    def recover(self, places: Mapping[int, Place]) -> dict[int, bytes]:
+    def recover(self, places: Mapping[int, PayloadPlace]) -> dict[int, bytes]:
         """The payloads by prompt, without those that are missing or damaged.
 
         Deletes the segments of which nothing is left.
@@ -71,7 +71,7 @@ class Segments:
             self._delete(number)
         return payloads
 
-    def write(self, payloads: Sequence[Payload]) -> list[Place]:
+    def write(self, payloads: Sequence[Payload]) -> list[PayloadPlace]:
         """Append the payloads, in one segment; `settle` or `discard` must follow.
 
         Raises:
@@ -91,7 +91,7 @@ class Segments:
             raise StorageError(f"{place} cannot be written: {error}") from error
         return places
 
-    def settle(self, added: Iterable[Place], freed: Iterable[Place]) -> None:
+    def settle(self, added: Iterable[PayloadPlace], freed: Iterable[PayloadPlace]) -> None:
         """A transaction that names `added`, and no longer `freed`, is committed."""
         for place in added:
             self._num_live[place.segment] += 1
@@ -130,11 +130,11 @@ class Segments:
             sync(self._folder.parent)
         return file
 
-    def _append(self, file: int, payloads: Sequence[Payload]) -> list[Place]:
+    def _append(self, file: int, payloads: Sequence[Payload]) -> list[PayloadPlace]:
         places, position = [], self._end
         for payload in payloads:
             checksum = xxhash.xxh3_64_digest(payload)
-            places.append(Place(self._number, position, len(payload), checksum))
+            places.append(PayloadPlace(self._number, position, len(payload), checksum))
             rest = memoryview(payload)
             while rest:
                 num_written = os.pwrite(file, rest, position)
@@ -142,7 +142,7 @@ class Segments:
                 rest = rest[num_written:]
         return places
 
-    def _read(self, place: Place) -> bytes | None:
+    def _read(self, place: PayloadPlace) -> bytes | None:
         """The payload, or None if it is not what was written."""
         path = self._path(place.segment)
         try:

@@ -53,7 +53,7 @@ from msgspec import Struct
 from buffers import messages as m
 from buffers.journal.journal import Journal
 from buffers.ledger.state import BufferState
-from buffers.quarantine import Quarantine, Sampler
+from buffers.quarantine import EventLimit, Quarantine
 from buffers.zmq import multipart
 from buffers.zmq.multipart import Frame
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
@@ -236,7 +236,7 @@ class Peers:
         self._malformed: OrderedDict[bytes, _Malformed] = OrderedDict()
         self._num_ignored = 0
         self._reported_s = float("-inf")
-        self._warnings = Sampler(burst=5, every_s=10.0)
+        self._warnings = EventLimit(burst=5, every_s=10.0)
 
     def ignores(self, peer: bytes, now_s: float) -> bool:
         """Whether this message of the connection is to be discarded; it is counted then."""
@@ -312,7 +312,7 @@ class ZmqBufferServer:
         self._quarantine = Quarantine(quarantine)
         self._peers = Peers()
         self._observers = Observers()
-        self._errors = Sampler(burst=5, every_s=5.0)
+        self._errors = EventLimit(burst=5, every_s=5.0)
         self._refusals = RefusalBudget()
         self._journal = journal
         self._refusal: StorageError | None = None

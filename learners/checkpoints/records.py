@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from learners.checkpoints.restore import Start
+from learners.checkpoints.restore import LearnerStart
 from learners.checkpoints.writer import CheckpointWriter
 from learners.replay.record import Recorder, forget, keep_settings
 from learners.session import LearnerState
@@ -46,7 +46,7 @@ class RunRecords:
     def __init__(
         self,
         config: RunConfig,
-        start: Start,
+        start: LearnerStart,
         validating: Callable[[], Collection[int]] = tuple,
         more_trackers: Sequence[Tracker] = (),
         recorder: Recorder | None = None,

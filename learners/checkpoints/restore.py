@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Start:
+class LearnerStart:
     """`checkpoint` is None for the model of the configuration.
 
     `history` survives once the learner has attached; `reason` is why newer checkpoints are then
@@ -61,7 +61,7 @@ class Start:
         return 0 if self.checkpoint is None else self.checkpoint.policy_version
 
 
-def choose(config: RunConfig) -> Start:
+def choose(config: RunConfig) -> LearnerStart:
     """What `run.resume` means. Nothing is changed.
 
     Raises:
@@ -70,7 +70,7 @@ def choose(config: RunConfig) -> Start:
     """
     match config.run.resume:
         case "never":
-            return Start(None, new_history(), "run.resume is never", config.run.path)
+            return LearnerStart(None, new_history(), "run.resume is never", config.run.path)
         case "auto":
             return _newest(config.run.path)
         case path:
@@ -104,10 +104,10 @@ def for_loading(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
     return config.model_copy(update={"learner": learner})
 
 
-def _newest(run: Path) -> Start:
+def _newest(run: Path) -> LearnerStart:
     found, current = newest(run), read_history(checkpoints_of(run))
     if found.checkpoint is None:
-        return Start(None, new_history(), "the run had no checkpoint", run)
+        return LearnerStart(None, new_history(), "the run had no checkpoint", run)
     _warn_of_damage(found)
     reason = (
         "; ".join(damage.sentence for damage in found.damaged) or "another learner had saved it"
@@ -115,22 +115,22 @@ def _newest(run: Path) -> Start:
     return _after(found.checkpoint, run, "" if current is None else current.resume, reason)
 
 
-def _named(run: Path, path: Path) -> Start:
+def _named(run: Path, path: Path) -> LearnerStart:
     if not is_checkpoint(path):
         raise ConfigError(f"run.resume: {path} is no checkpoint (it has no state.json)")
     return _after(read_checkpoint(path), run, str(path), f"run.resume named {path}")
 
 
-def _after(checkpoint: Checkpoint, run: Path, resume: str, reason: str) -> Start:
+def _after(checkpoint: Checkpoint, run: Path, resume: str, reason: str) -> LearnerStart:
     path, version = checkpoint.path.absolute(), checkpoint.policy_version
     history = continued(checkpoint.history, version, path, resume)
     if path.parent == checkpoints_of(run).absolute():
-        return Start(checkpoint, history, reason, run)
+        return LearnerStart(checkpoint, history, reason, run)
     lines_from = _lines_beside(path, history.first_step, version)
     if lines_from is None:
         books = finished(checkpoint.books)
         history = replace(history, first_step=version + 1, finished_before=books)
-    return Start(checkpoint, history, reason, lines_from)
+    return LearnerStart(checkpoint, history, reason, lines_from)
 
 
 def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:

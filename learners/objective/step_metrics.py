@@ -19,7 +19,7 @@ _EXTREME = re.compile("_(max|min)(_deviation)?$")
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class BatchPart:
     """A part of a batch whose gradient is accumulated, or the whole of it."""
 
     batch: TrainingBatch
@@ -31,7 +31,7 @@ class Part:
     train_s: float
 
 
-def of_facts(parts: Sequence[Part]) -> dict[str, float]:
+def of_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
     """Metrics of rewards, lengths and advantages."""
     counts = [len(part.batch.episodes) for part in parts]
     means = {
@@ -86,7 +86,7 @@ def _together(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     return sum(values) / len(values)
 
 
-def of_work(parts: Sequence[Part], max_tokens: int, update_s: float) -> dict[str, float]:
+def of_work(parts: Sequence[BatchPart], max_tokens: int, update_s: float) -> dict[str, float]:
     """What the step computed in micro-batches of `max_tokens`, and for how long; waiting between
     the parts is not included.
 

@@ -25,7 +25,7 @@ _RENDEZVOUS = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class RankPlace:
     """`all` are the learner's ranks, for commands; `data` those that have other trajectories."""
 
     all: Ranks
@@ -48,7 +48,7 @@ class Place:
             dist.destroy_process_group()
 
 
-def join(config: RunConfig) -> Place:
+def join(config: RunConfig) -> RankPlace:
     """Join the ranks that torchrun started; waits until all are there.
 
     Raises:
@@ -64,7 +64,7 @@ def join(config: RunConfig) -> Place:
     if num_ranks == 1:
         needs_shards = settings.offload.parameters or settings.offload.reference
         mesh = make_mesh(settings.mesh, device_of(settings.device)) if needs_shards else None
-        return Place(Ranks(), Ranks(), mesh, Liveness())
+        return RankPlace(Ranks(), Ranks(), mesh, Liveness())
     if ":" in settings.device:
         raise ConfigError(
             f"learner.device {settings.device} is one device, and the learner has several ranks; "
@@ -73,7 +73,7 @@ def join(config: RunConfig) -> Place:
     mesh = make_mesh(settings.mesh, device_of(settings.device))
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False, timeout=_RENDEZVOUS)
-    return Place(
+    return RankPlace(
         all=Ranks.of(dist.new_group(backend="gloo", timeout=_UNBOUNDED)),
         data=data_ranks(mesh),
         mesh=mesh,

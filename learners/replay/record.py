@@ -71,7 +71,7 @@ class StepRecord(Struct, frozen=True):
     parts: tuple[RecordedPart, ...]
 
 
-class Part(Struct, frozen=True):
+class ReplayPart(Struct, frozen=True):
     """A part of a batch, its groups of all ranks in the order of the headers."""
 
     headers: tuple[GroupHeader, ...]
@@ -129,7 +129,7 @@ def _lacks_a_rank(step_files: tuple[int, Sequence[Path]]) -> bool:
         return False
 
 
-def read_step(files: Sequence[Path]) -> tuple[Part, ...]:
+def read_step(files: Sequence[Path]) -> tuple[ReplayPart, ...]:
     """The parts of a step, from the files of all ranks.
 
     Raises:
@@ -145,12 +145,12 @@ def read_step(files: Sequence[Path]) -> tuple[Part, ...]:
     return tuple(_merged([record.parts[i] for record in records]) for i in range(len(first.parts)))
 
 
-def _merged(parts: Sequence[RecordedPart]) -> Part:
+def _merged(parts: Sequence[RecordedPart]) -> ReplayPart:
     payloads = (payload for part in parts for payload in part.payloads)
     packed = (wire.decode(payload, PackedGroup, max_bytes=_MAX_BYTES) for payload in payloads)
     by_index = {one.prompt_index: one.group() for one in packed}
     headers = parts[0].headers
-    return Part(headers, tuple(by_index[header.prompt_index] for header in headers))
+    return ReplayPart(headers, tuple(by_index[header.prompt_index] for header in headers))
 
 
 _TAKEN = ("algorithm.", "learner.")

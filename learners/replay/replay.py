@@ -26,7 +26,7 @@ from learners.checkpoints.contents import tensors_of, whole_tensors
 from learners.checkpoints.restore import load_trainer
 from learners.checkpoints.writer import random_state, restore_random_state
 from learners.parallel.ranks import Ranks
-from learners.replay.record import Part, first_change, read_step, recorded_steps, settings_of
+from learners.replay.record import ReplayPart, first_change, read_step, recorded_steps, settings_of
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.checkpoints.find import Checkpoint, checkpoints_of, list_checkpoints, read_checkpoint
 from streamrl.checkpoints.history import read_history
@@ -115,7 +115,7 @@ class Replayed:
     def is_on_cpu(self) -> bool:
         return self._trainer.policy.device.type == "cpu"
 
-    def step(self, parts: Sequence[Part]) -> ReplayedStep:
+    def step(self, parts: Sequence[ReplayPart]) -> ReplayedStep:
         """Train the next recorded step."""
         restore_random_state([self._random], 0, 1)
         whole = [_joined(parts)]
@@ -153,7 +153,7 @@ class Replayed:
             digest.update(_bytes(tensor.detach().cpu()).numpy().tobytes())
         return digest.hexdigest()
 
-    def _batch(self, part: Part) -> TrainingBatch:
+    def _batch(self, part: ReplayPart) -> TrainingBatch:
         return TrainingBatch.shared(part.headers, part.groups, self.policy_version, Ranks())
 
     def _estimate(self, batch: TrainingBatch) -> RewardEstimate:
@@ -170,8 +170,8 @@ class Replayed:
         )
 
 
-def _joined(parts: Sequence[Part]) -> Part:
-    return Part(
+def _joined(parts: Sequence[ReplayPart]) -> ReplayPart:
+    return ReplayPart(
         tuple(header for part in parts for header in part.headers),
         tuple(group for part in parts for group in part.groups),
     )
@@ -239,7 +239,7 @@ class ComparedCheckpoint(Struct, frozen=True):
     largest_difference: float
 
 
-class Report(Struct, frozen=True):
+class ReplayReport(Struct, frozen=True):
     """A replay. Its steps begin after `policy_version`."""
 
     run: str
@@ -308,9 +308,9 @@ class Replay:
                 self._checkpoints = (*self._checkpoints, found)
             yield compared
 
-    def report(self) -> Report:
+    def report(self) -> ReplayReport:
         """Of the steps so far."""
-        return Report(
+        return ReplayReport(
             run=str(self._run),
             settings=self._overrides,
             policy_version=self._first,

@@ -12,7 +12,7 @@ from streamrl.algorithms.losses import BatchTotals, denominator
 from streamrl.algorithms.objective import LOSS_TERMS
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.losses import SEQUENCE_MEAN_LOSSES, AggregationMode
-from streamrl.config.algorithm.rewards import RewardSettings
+from streamrl.config.algorithm.rewards import RewardShapingSettings
 
 _ADVANTAGES = frozenset(
     {"reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo", "remax", "opo", "opob"}
@@ -75,7 +75,7 @@ class Rescaling:
         return self.loss if name in LOSS_TERMS else self.mean
 
 
-def _shapes_over_the_batch(config: RewardSettings) -> bool:
+def _shapes_over_the_batch(config: RewardShapingSettings) -> bool:
     if config.agentic is not None:
         compares_siblings = config.agentic.grouping == "state"
     else:

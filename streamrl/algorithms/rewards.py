@@ -21,11 +21,11 @@ from streamrl.config.algorithm.rewards import (
     LengthRewardSettings,
     NormScope,
     PfPpoSettings,
-    RewardSettings,
+    RewardShapingSettings,
     SampleWeightSettings,
 )
 
-RewardConfig = RewardSettings
+RewardConfig = RewardShapingSettings
 SampleWeightConfig = SampleWeightSettings
 PfPpoConfig = PfPpoSettings
 """The records of `algorithm.reward`, `sample_weight` and `pf_ppo` under their names in the Python
@@ -73,7 +73,7 @@ def shape_rewards(
     rewards: Tensor,
     groups: Tensor,
     sequences: Sequences,
-    config: RewardSettings,
+    config: RewardShapingSettings,
     running: RunningMoments | None = None,
     num_invalid_turns: Tensor | None = None,
     is_truncated: Tensor | None = None,

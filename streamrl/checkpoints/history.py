@@ -25,7 +25,7 @@ from streamrl.types.index_ranges import IndexRanges, ranges_of
 HISTORY_FILE = "history.json"
 
 
-class Segment(Struct, frozen=True):
+class HistorySegment(Struct, frozen=True):
     """The versions up to this one that the learner has made."""
 
     learner_id: str
@@ -41,7 +41,7 @@ class History(Struct, frozen=True, kw_only=True):
     """
 
     learner_id: str
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[HistorySegment, ...] = ()
     base: str = ""
     resume: str = ""
     first_step: int = 1
@@ -62,7 +62,7 @@ def new_history() -> History:
 
 def continued(history: History, policy_version: int, base: Path, resume: str) -> History:
     """Of a learner that starts from the checkpoint `base` of this version and history."""
-    segment = Segment(history.learner_id, policy_version)
+    segment = HistorySegment(history.learner_id, policy_version)
     return msgspec.structs.replace(
         history,
         learner_id=_new_id(),

@@ -9,7 +9,7 @@ Starts nothing and imports no torch; `--deep` samples one group, with the model.
 import argparse
 import sys
 
-from streamrl.cli.preflight.report import Report, examine
+from streamrl.cli.preflight.report import CheckReport, examine
 from streamrl.config import render
 from streamrl.config.loading.arguments import config_file, configuration
 from streamrl.config.loading.load import load_usable
@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _examine(arguments: argparse.Namespace) -> Report:
+def _examine(arguments: argparse.Namespace) -> CheckReport:
     loaded, refused = load_usable(config_file(arguments), arguments.overrides)
     if loaded is None:
         assert refused is not None, "something is wrong with a configuration that is not usable"

@@ -47,7 +47,7 @@ from streamrl.config.learner import LoraSettings
 from streamrl.config.model import RecipeSettings
 from streamrl.errors import ConfigError
 from streamrl.model_folder import local_folder
-from streamrl.placement.plan import Device, Host, Need, Part, gib
+from streamrl.placement.plan import Device, Host, MemoryPart, Need, gib
 from streamrl.placement.seats import Seat, pipeline_parallel_size, tensor_parallel_size
 
 _NUM_SPECIAL_TOKENS = 4
@@ -212,54 +212,54 @@ class LearnerMemory:
         return _SIZES[self.config.learner.dtype]
 
     @property
-    def _driver(self) -> Part:
-        return Part("CUDA and libraries", DRIVER_BYTES, is_certain=False)
+    def _driver(self) -> MemoryPart:
+        return MemoryPart("CUDA and libraries", DRIVER_BYTES, is_certain=False)
 
-    def _held(self) -> Iterator[Part]:
+    def _held(self) -> Iterator[MemoryPart]:
         """Between the steps."""
         learner, algorithm, total = self.config.learner, self.config.algorithm, self._total
         if not learner.offload.parameters:
-            yield Part("weights", self._shard(_FLOAT32 * total))
-            yield Part("gradients", self._shard(_FLOAT32 * self.num_trained))
+            yield MemoryPart("weights", self._shard(_FLOAT32 * total))
+            yield MemoryPart("gradients", self._shard(_FLOAT32 * self.num_trained))
             if algorithm.needs_values:
-                yield Part("critic", self._shard((2 * _FLOAT32 + _MOMENTS) * total))
+                yield MemoryPart("critic", self._shard((2 * _FLOAT32 + _MOMENTS) * total))
             if self.num_roles > 1 + algorithm.needs_values and not learner.offload.reference:
                 reference = _FLOAT32 if self._is_sharded else self._compute_bytes
-                yield Part("reference", self._shard(reference * total))
+                yield MemoryPart("reference", self._shard(reference * total))
             if not learner.offload.optimizer:
-                yield Part("optimizer", self._shard(_MOMENTS * self.num_trained))
+                yield MemoryPart("optimizer", self._shard(_MOMENTS * self.num_trained))
             if not self._is_sharded and self._compute_bytes < _FLOAT32:
                 copies = 1 + algorithm.needs_values
-                yield Part(f"copies in {learner.dtype}", copies * self._compute_bytes * total)
+                yield MemoryPart(f"copies in {learner.dtype}", copies * self._compute_bytes * total)
         if self._is_sharded and not learner.sum_each_micro_batch:
-            yield Part("unsummed gradients", _FLOAT32 * self.num_trained)
+            yield MemoryPart("unsummed gradients", _FLOAT32 * self.num_trained)
         if self.sends:
-            yield Part("weights to send", _SEND_BUFFERS * self._sent_bytes)
+            yield MemoryPart("weights to send", _SEND_BUFFERS * self._sent_bytes)
 
-    def _step(self) -> tuple[Part, ...]:
+    def _step(self) -> tuple[MemoryPart, ...]:
         """Of a pass, or of the update where its moments come from the host then."""
         passing = tuple(self._pass())
         offload = self.config.learner.offload
         moments = self._shard(_MOMENTS * self.num_trained) if offload.optimizer else 0
         if moments > sum(part.num_bytes for part in passing):
-            return (Part("optimizer, for the update", moments),)
+            return (MemoryPart("optimizer, for the update", moments),)
         return passing
 
-    def _pass(self) -> Iterator[Part]:
+    def _pass(self) -> Iterator[MemoryPart]:
         shape, learner = self.shape, self.config.learner
         size, tensor = self._compute_bytes, learner.mesh.tensor
         if self._is_sharded:
             layers = 2 * shape.num_in_layer // tensor
-            yield Part("gathered layers", size * (layers + shape.num_embeddings))
+            yield MemoryPart("gathered layers", size * (layers + shape.num_embeddings))
         tokens = -(-learner.max_tokens_per_micro_batch // learner.mesh.sequence)
         layer = activation_bytes(shape, size, tensor) * tokens
         if learner.gradient_checkpointing:
             inputs = 0 if learner.offload.activations else shape.num_layers * shape.hidden_size
-            yield Part("activations", layer + inputs * size * tokens, is_certain=False)
+            yield MemoryPart("activations", layer + inputs * size * tokens, is_certain=False)
         else:
-            yield Part("activations", layer * shape.num_layers, is_certain=False)
+            yield MemoryPart("activations", layer * shape.num_layers, is_certain=False)
         logits = min(_LOGIT_BLOCK_BYTES, 3 * _FLOAT32 * tokens * shape.vocab_size)
-        yield Part("logits", logits, is_certain=False)
+        yield MemoryPart("logits", logits, is_certain=False)
 
     @property
     def _total(self) -> int:
@@ -328,21 +328,21 @@ class EngineMemory:
     def need(self) -> Need:
         return Need.of(self._parts(), self._remedies())
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[MemoryPart]:
         weights = self.shape.num_parameters * self._bytes // (self._tensor * self._pipeline)
         if self.generator.engine == "hf":
-            yield Part("weights, twice", 2 * weights)
+            yield MemoryPart("weights, twice", 2 * weights)
         else:
-            yield Part("weights", weights)
+            yield MemoryPart("weights", weights)
         one = self._sequence_bytes
         given = self.generator.vllm.kv_cache_memory_bytes
         if self.generator.engine == "vllm" and given is not None:
-            yield Part("KV cache", given)
+            yield MemoryPart("KV cache", given)
         else:
-            yield Part("KV cache of one sequence", one)
+            yield MemoryPart("KV cache of one sequence", one)
             more = self.generator.max_num_seqs - 1
-            yield Part(f"KV cache of {more} more", more * one, is_certain=False)
-        yield Part("CUDA and libraries", DRIVER_BYTES, is_certain=False)
+            yield MemoryPart(f"KV cache of {more} more", more * one, is_certain=False)
+        yield MemoryPart("CUDA and libraries", DRIVER_BYTES, is_certain=False)
 
     @property
     def _tensor(self) -> int:

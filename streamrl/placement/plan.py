@@ -21,7 +21,7 @@ _GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """`is_certain` where shapes and settings give the number; the rest is estimated roughly."""
 
     name: str
@@ -33,11 +33,11 @@ class Part:
 class Need:
     """Of one process on one device, at its peak. `remedies` are the settings that lower it."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     remedies: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, parts: Iterable[Part], remedies: Iterable[str] = ()) -> "Need":
+    def of(cls, parts: Iterable[MemoryPart], remedies: Iterable[str] = ()) -> "Need":
         """Without the parts that need nothing."""
         return cls(tuple(part for part in parts if part.num_bytes > 0), tuple(remedies))
 

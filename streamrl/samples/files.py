@@ -158,7 +158,7 @@ Order: TypeAlias = Literal["newest", "best", "worst"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampleFilter:
     """A sample is chosen if it meets all that is given; both ends of a range belong to it.
 
     `order` says which come first: `newest`, or the `best` or `worst` by reward.

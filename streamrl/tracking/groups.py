@@ -25,7 +25,7 @@ class Chart(NamedTuple):
     note: str = ""
 
 
-class Group(NamedTuple):
+class MetricGroup(NamedTuple):
     """Of all metrics whose names begin with `name/`; those in no chart come after the charts."""
 
     name: str
@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
 _LAG = "Staleness 0 is what the engine costs, the others what lag costs."
 GROUPS = (
-    Group(
+    MetricGroup(
         "reward",
         "Reward",
         (
@@ -43,12 +43,12 @@ GROUPS = (
             Chart("Groups whose rewards are all alike", ("reward/(groups_alike_frac)",)),
         ),
     ),
-    Group(
+    MetricGroup(
         "validation",
         "Validation",
         (Chart("Held-out prompts, by version", (r"validation/(.*@.*)",)),),
     ),
-    Group(
+    MetricGroup(
         "buffer",
         "Staleness and buffer",
         (
@@ -62,7 +62,7 @@ GROUPS = (
             Chart("Groups dropped so far, by reason", (r"buffer/dropped_(\w+)",)),
         ),
     ),
-    Group(
+    MetricGroup(
         "mismatch",
         "Effective sample size and mismatch",
         (
@@ -78,7 +78,7 @@ GROUPS = (
             Chart("KL by staleness", (r"mismatch/staleness_(\w+)/kl",), note=_LAG),
         ),
     ),
-    Group(
+    MetricGroup(
         "generator",
         "Generators",
         (
@@ -87,7 +87,7 @@ GROUPS = (
             Chart("Version", (r"generator/([^/]+)/policy_version", "learner/(policy_version)")),
         ),
     ),
-    Group(
+    MetricGroup(
         "learner",
         "Learner",
         (
@@ -101,7 +101,7 @@ GROUPS = (
             Chart("Gradient norm", (r"learner/(grad_norm)",)),
         ),
     ),
-    Group(
+    MetricGroup(
         "weights",
         "Weight updates",
         (
@@ -112,7 +112,7 @@ GROUPS = (
             Chart("Failures so far", (r"weights/num_(failed_loads|fenced|refused_messages)",)),
         ),
     ),
-    Group(
+    MetricGroup(
         "fairness",
         "Response lengths by outcome",
         (
@@ -120,7 +120,7 @@ GROUPS = (
             Chart("99th percentile", (r"fairness/(sampled|trained|dropped)_length_p99",)),
         ),
     ),
-    Group(
+    MetricGroup(
         "scaling",
         "What would make it faster",
         (
@@ -130,11 +130,11 @@ GROUPS = (
             ),
         ),
     ),
-    Group("response_length", "Response lengths"),
-    Group("actor", "Loss", (Chart("Entropy", (r"actor/(entropy)",)),)),
-    Group("critic", "Critic"),
-    Group("advantage", "Advantages"),
-    Group("episode", "Episodes"),
+    MetricGroup("response_length", "Response lengths"),
+    MetricGroup("actor", "Loss", (Chart("Entropy", (r"actor/(entropy)",)),)),
+    MetricGroup("critic", "Critic"),
+    MetricGroup("advantage", "Advantages"),
+    MetricGroup("episode", "Episodes"),
 )
 
 
@@ -143,12 +143,12 @@ def grouped(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if "/" in name}
 
 
-def groups_of(names: Iterable[str]) -> Iterator[Group]:
+def groups_of(names: Iterable[str]) -> Iterator[MetricGroup]:
     """Those that have one of these metrics, in their order; those of the user's own come last."""
     known = {group.name: group for group in GROUPS}
     found = dict.fromkeys(name.partition("/")[0] for name in names if "/" in name)
     yield from (group for name, group in known.items() if name in found)
-    yield from (Group(name, name) for name in found if name not in known)
+    yield from (MetricGroup(name, name) for name in found if name not in known)
 
 
 def label_of(chart: Chart, name: str) -> str | None:

@@ -32,7 +32,7 @@ from streamrl.types.lengths import (
     rounded_length,
 )
 from streamrl.types.media import Media
-from streamrl.types.packed import Facts, PackedGroup, pack
+from streamrl.types.packed import GroupFacts, PackedGroup, pack
 from streamrl.types.parity import GapStatistics, ParityReport, ParitySamples
 from streamrl.types.ranges import (
     MAX_GROUPS,
@@ -100,7 +100,6 @@ __all__ = [
     "CudaMemory",
     "DropReason",
     "Endpoint",
-    "Facts",
     "FailedReward",
     "FailedRow",
     "FilesEndpoint",
@@ -108,6 +107,7 @@ __all__ = [
     "Float32Array",
     "GapStatistics",
     "GeneratorStatus",
+    "GroupFacts",
     "GroupFailure",
     "GroupHeader",
     "HeartbeatReply",

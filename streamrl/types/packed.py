@@ -62,7 +62,7 @@ def _loss_mask(members: Sequence[Trajectory]) -> BoolArray | None:
     return np.concatenate(masks)
 
 
-class Facts(Struct, frozen=True, array_like=True):
+class GroupFacts(Struct, frozen=True, array_like=True):
     """The fields of a `Trajectory` besides its tokens."""
 
     num_tokens: Count
@@ -83,7 +83,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     group_id: Name
     prompt_index: PromptIndex
     environment: Text
-    facts: tuple[Facts, ...]
+    facts: tuple[GroupFacts, ...]
     token_ids: Int32Array
     response_mask: BoolArray
     behavior_logprobs: Float32Array
@@ -151,7 +151,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
         ends = itertools.pairwise(itertools.accumulate(lengths, initial=0))
         return itertools.starmap(slice, ends)
 
-    def _slice(self, facts: Facts, tokens: slice) -> Trajectory:
+    def _slice(self, facts: GroupFacts, tokens: slice) -> Trajectory:
         return _Slice(
             token_ids=self.token_ids[tokens],
             response_mask=self.response_mask[tokens],

@@ -23,7 +23,7 @@ class Size(NamedTuple):
     num_tokens: int
 
 
-class Place(NamedTuple):
+class MediaPlace(NamedTuple):
     """The tokens of one medium: `start`, `start` + 1, ..., `stop` - 1."""
 
     kind: MediaKind
@@ -63,7 +63,7 @@ class Placeholders:
         )
         return tuple(itertools.chain.from_iterable(repeated))
 
-    def find(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[Place, ...]:
+    def find(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[MediaPlace, ...]:
         """The place of each medium, in order: the first runs of placeholders that they fit.
 
         Raises:
@@ -86,16 +86,16 @@ class Placeholders:
             return "image"
         return "video" if token == self.video else None
 
-    def _runs(self, token_ids: Sequence[int]) -> Iterator[Place]:
+    def _runs(self, token_ids: Sequence[int]) -> Iterator[MediaPlace]:
         start = 0
         for kind, run in itertools.groupby(token_ids, self._kind):
             stop = start + sum(1 for _ in run)
             if kind is not None:
-                yield Place(kind, start, stop)
+                yield MediaPlace(kind, start, stop)
             start = stop
 
 
-def _next_fitting(runs: Iterator[Place], size: Size) -> Place:
+def _next_fitting(runs: Iterator[MediaPlace], size: Size) -> MediaPlace:
     for place in runs:
         if (place.kind, place.stop - place.start) == size:
             return place

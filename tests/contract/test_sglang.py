@@ -13,9 +13,9 @@ from msgspec import structs
 
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
-from actors.engines.served.server import Request
+from actors.engines.served.server import ServedRequest
 from actors.engines.sglang.arguments import sets_of
-from actors.engines.sglang.messages import FinishReason, GenerateMetaInfo
+from actors.engines.sglang.messages import GenerateMetaInfo, SglangFinishReason
 from streamrl.errors import ConfigError, RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import Engine
 from streamrl.types import SamplingParams
@@ -103,7 +103,7 @@ async def test_the_mask_is_what_the_log_probabilities_are_over(engine):
 def test_the_likeliest_of_a_truncated_distribution_are_those_of_its_mask():
     """SGLang's are of the whole one: what is left of them gets as much more as the token itself."""
     meta = GenerateMetaInfo(
-        finish_reason=FinishReason("length"),
+        finish_reason=SglangFinishReason("length"),
         output_token_logprobs=[(-1.5, 7, None)],
         output_token_sampling_logprobs=[-1.0],
         output_token_sampling_mask=[[7, 8]],
@@ -112,7 +112,7 @@ def test_the_likeliest_of_a_truncated_distribution_are_those_of_its_mask():
     sampling = SamplingParams(
         max_new_tokens=1, top_k=2, keep_sampling_mask=True, num_top_logprobs=3
     )
-    request = Request(
+    request = ServedRequest(
         id="a",
         prompt_token_ids=[1],
         sampling=sampling,

@@ -12,7 +12,7 @@ import torch
 from actors.engines.served.engine import ServedEngine
 from streamrl.errors import TransportError
 from streamrl.types import Completion, SamplingParams
-from streamrl.weights.transports.groups import Group
+from streamrl.weights.transports.groups import BroadcastGroup
 from tests.engines import logprob_errors, make_model, update_to
 from tests.sglang.conftest import SglangServer
 
@@ -157,16 +157,16 @@ async def test_a_refused_bucket_ends_the_engine_and_nobody_waits(engine, tmp_pat
         if path != "/begin_weight_update":
             await send(path, body, **options)
 
-    broadcast, under_way = Group.broadcast, []
+    broadcast, under_way = BroadcastGroup.broadcast, []
 
-    def observed(group: Group, tensor: torch.Tensor) -> None:
+    def observed(group: BroadcastGroup, tensor: torch.Tensor) -> None:
         under_way.append(tensor)
         try:
             broadcast(group, tensor)
         finally:
             under_way.pop()
 
-    monkeypatch.setattr(Group, "broadcast", observed)
+    monkeypatch.setattr(BroadcastGroup, "broadcast", observed)
     monkeypatch.setattr(relay._http, "send", without_session)
     monkeypatch.setattr(relay, "_timeout_s", 100.0)
     update = update_to(make_model(seed=1), 1, tmp_path / "one.safetensors")

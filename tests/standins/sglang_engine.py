@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from actors.engines.hf.batch import Request
+from actors.engines.hf.batch import HfRequest
 from actors.engines.hf.engine import HfEngine
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, SamplingParams, TokenSets, TopLogprobs
@@ -39,7 +39,7 @@ class StandInEngine(HfEngine):
     def submit(
         self, prompt: list[int], sampling: SamplingParams, handle: CompletionHandle
     ) -> asyncio.Future[Completion]:
-        request = Request(tuple(prompt), sampling, handle)
+        request = HfRequest(tuple(prompt), sampling, handle)
         future: asyncio.Future[Completion] = self._loop.create_future()
         with self._wake:
             self._waiting.append((request, future))

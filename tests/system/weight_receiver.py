@@ -99,7 +99,7 @@ def receive(address: str, name: str, record: Path, fate: Fate) -> None:
     """Until killed."""
     join = groups.join
 
-    def joined(*arguments: Any, **options: Any) -> groups.Group:
+    def joined(*arguments: Any, **options: Any) -> groups.BroadcastGroup:
         group = join(*arguments, **options)
         fate.meet("joined", 1)
         return group

@@ -19,7 +19,7 @@ from streamrl.checkpoints.history import write_history
 from streamrl.cli.doctor.machine import Machine
 from streamrl.cli.main import main
 from streamrl.cli.preflight import limits, model
-from streamrl.cli.preflight.report import Report, examine
+from streamrl.cli.preflight.report import CheckReport, examine
 from streamrl.config import load_config
 from streamrl.config.loading.load import load_usable
 from streamrl.errors import DamagedCheckpointError
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_was_taken_once_may_be_gone(folder: Path):
     assert "step-00000000 is no checkpoint" in problem
 
 
-def report(folder: Path, *overrides: str) -> Report:
+def report(folder: Path, *overrides: str) -> CheckReport:
     loaded, refused = load_usable(folder / "run.yaml", overrides, {})
     assert loaded is not None
     return examine(loaded, refused)

@@ -17,7 +17,7 @@ from streamrl.cli.doctor.findings import Finding, Level
 from streamrl.cli.doctor.machine import Machine, read_machine
 from streamrl.cli.doctor.packages import (
     TESTED,
-    Needed,
+    NeededPackage,
     check_packages,
     core_outside,
     needed_packages,
@@ -160,13 +160,33 @@ def versions(**found: str) -> Callable[[str], str | None]:
 @pytest.mark.parametrize(
     ("needed", "found", "level", "part"),
     [
-        (Needed("torch", ">=2.11,<2.14", ""), None, "problem", "torch is not installed"),
-        (Needed("torch", ">=2.11,<2.14", ""), "2.10.1+cu128", "problem", "outside >=2.11,<2.14"),
-        (Needed("torch", ">=2.11,<2.14", ""), "2.14.0", "problem", "torch 2.14.0 is outside"),
-        (Needed("vllm", ">=0.32", "vllm"), "0.31.2", "warn", "vllm 0.31.2 is outside >=0.32"),
-        (Needed("sglang", ">=0.5.23", "sglang"), "0.5.3", "warn", "sglang 0.5.3 is outside"),
-        (Needed("flash-attn", ">=2.8", "flash"), "2.7.4", "warn", "flash-attn 2.7.4"),
-        (Needed("liger-kernel", ">=0.8.2,<0.9", "liger"), "0.8.0", "warn", "liger-kernel 0.8.0"),
+        (NeededPackage("torch", ">=2.11,<2.14", ""), None, "problem", "torch is not installed"),
+        (
+            NeededPackage("torch", ">=2.11,<2.14", ""),
+            "2.10.1+cu128",
+            "problem",
+            "outside >=2.11,<2.14",
+        ),
+        (
+            NeededPackage("torch", ">=2.11,<2.14", ""),
+            "2.14.0",
+            "problem",
+            "torch 2.14.0 is outside",
+        ),
+        (
+            NeededPackage("vllm", ">=0.32", "vllm"),
+            "0.31.2",
+            "warn",
+            "vllm 0.31.2 is outside >=0.32",
+        ),
+        (NeededPackage("sglang", ">=0.5.23", "sglang"), "0.5.3", "warn", "sglang 0.5.3 is outside"),
+        (NeededPackage("flash-attn", ">=2.8", "flash"), "2.7.4", "warn", "flash-attn 2.7.4"),
+        (
+            NeededPackage("liger-kernel", ">=0.8.2,<0.9", "liger"),
+            "0.8.0",
+            "warn",
+            "liger-kernel 0.8.0",
+        ),
     ],
 )
 def test_a_package_outside_its_range_is_found(needed, found, level, part):
@@ -177,7 +197,7 @@ def test_a_package_outside_its_range_is_found(needed, found, level, part):
 
 
 def test_what_is_within_its_range_is_fine_and_another_release_than_the_tests_is_said():
-    needed = [Needed("torch", ">=2.11,<2.14", ""), Needed("vllm", ">=0.32", "vllm")]
+    needed = [NeededPackage("torch", ">=2.11,<2.14", ""), NeededPackage("vllm", ">=0.32", "vllm")]
     found = list(check_packages(needed, versions(torch="2.13.0+cpu", vllm="0.33.1")))
     assert not bad(found)
     assert found[0].sentence == "torch 2.13.0+cpu"
@@ -188,9 +208,12 @@ def test_what_is_within_its_range_is_fine_and_another_release_than_the_tests_is_
 
 def test_only_what_streamrl_does_not_run_without_is_named_before_a_launch(monkeypatch, capsys):
     found = {"msgspec": "0.19.0", "redis": "5.2.0"}
-    needed = [Needed("msgspec", ">=0.21,<0.23", ""), Needed("redis", ">=6.0,<9", "redis")]
+    needed = [
+        NeededPackage("msgspec", ">=0.21,<0.23", ""),
+        NeededPackage("redis", ">=6.0,<9", "redis"),
+    ]
     assert [*core_outside(needed, found.get)] == ["msgspec 0.19.0 is outside >=0.21,<0.23"]
-    monkeypatch.setattr(machine, "needed_packages", lambda: [Needed("msgspec", ">=99", "")])
+    monkeypatch.setattr(machine, "needed_packages", lambda: [NeededPackage("msgspec", ">=99", "")])
     assert main(["check", "--quiet", str(QUICKSTART)]) == 0
     warned = capsys.readouterr().err
     assert re.search(r"warning: msgspec \S+ is outside >=99, which no test has run with", warned)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from actors.engines.hf import engine as hf
-from actors.engines.hf.batch import Request, RunningBatch
+from actors.engines.hf.batch import HfRequest, RunningBatch
 from actors.engines.hf.cache import Compaction
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
@@ -33,7 +33,7 @@ def test_a_request_stopped_at_its_end_has_ended_by_itself(sampling, reason):
     batch = RunningBatch(
         make_llama(0), num_slots=1, max_model_len=16, eos_token_ids=frozenset(), seed=0
     )
-    request = Request((5,), SamplingParams(**sampling))
+    request = HfRequest((5,), SamplingParams(**sampling))
     request.handle.stop.set()
     batch.join([request], 3)
     ((left, completion),) = batch.leave()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines.hf.batch import Request, RunningBatch
+from actors.engines.hf.batch import HfRequest, RunningBatch
 from actors.engines.hf.engine import HfEngine
 from actors.engines.hf.model_cache import ModelCache
 from streamrl.config import RunConfig
@@ -38,11 +38,11 @@ def make_batch(model: Any) -> RunningBatch:
     return RunningBatch(model, num_slots=8, max_model_len=64, eos_token_ids=frozenset(), seed=0)
 
 
-def make_requests(shapes: list[tuple[int, int, float]], seed: int) -> list[Request]:
+def make_requests(shapes: list[tuple[int, int, float]], seed: int) -> list[HfRequest]:
     """Of (prompt length, completion length, temperature) each."""
     draw = np.random.default_rng(seed)
     return [
-        Request(
+        HfRequest(
             tuple(draw.integers(2, VOCAB_SIZE, length).tolist()),
             SamplingParams(max_new_tokens=num_tokens, temperature=temperature),
         )
@@ -56,7 +56,7 @@ def set_weights(model: Any, other: Any) -> None:
 
 
 @torch.inference_mode()
-def largest_gap(models: dict[int, Any], done: list[tuple[Request, Completion]]) -> float:
+def largest_gap(models: dict[int, Any], done: list[tuple[HfRequest, Completion]]) -> float:
     """Between the recorded log-probability of each token and that of its version's model."""
     gaps = []
     for request, completion in done:
@@ -127,7 +127,7 @@ async def test_requests_of_one_turn_of_the_loop_share_a_prefill(monkeypatch):
     joined: list[int] = []
     join = RunningBatch.join
 
-    def counting(batch: RunningBatch, requests: list[Request], version: int) -> None:
+    def counting(batch: RunningBatch, requests: list[HfRequest], version: int) -> None:
         joined.append(len(requests))
         join(batch, requests, version)
 
@@ -165,7 +165,7 @@ async def test_recompute_kv_makes_every_token_one_of_its_version(
         max_model_len=32,
         recompute_kv=recompute_kv,
     )
-    request = Request((5, 6, 7, 8, 9), SamplingParams(max_new_tokens=20))
+    request = HfRequest((5, 6, 7, 8, 9), SamplingParams(max_new_tokens=20))
     answer = asyncio.create_task(engine.generate(request.prompt, request.sampling))
     await asyncio.to_thread(reached.wait, 30)
     update = update_to(make_llama(1), 1, tmp_path / "update.safetensors")

@@ -5,7 +5,7 @@ import pytest
 
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import MAX_REOPENED, require_proportion
-from buffers.quarantine import BURST, EVERY_S, Quarantine, Sampler
+from buffers.quarantine import BURST, EVERY_S, EventLimit, Quarantine
 from buffers.zmq import server
 from buffers.zmq.server import IGNORED_S, MAX_MALFORMED, WINDOW_S, Peers, RefusalBudget
 from streamrl import wire
@@ -73,7 +73,7 @@ def test_a_turn_ends_after_many_refusals_or_large_ones():
 
 
 def test_a_sampler_admits_a_burst_and_then_one_at_a_time():
-    sampler = Sampler(burst=3, every_s=10.0)
+    sampler = EventLimit(burst=3, every_s=10.0)
     assert [sampler.admits(0.0) for _ in range(5)] == [True, True, True, False, False]
     assert "2 more" in sampler.take_omitted()
     assert [sampler.admits(10.0) for _ in range(2)] == [True, False]

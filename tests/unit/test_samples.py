@@ -15,7 +15,13 @@ from streamrl.cli.page.write import write_page
 from streamrl.cli.samples.render import rendered
 from streamrl.config import to_yaml
 from streamrl.samples import Message, Sample, sample_of
-from streamrl.samples.files import Choice, SampleFile, newest_first, read_samples, write_validation
+from streamrl.samples.files import (
+    SampleFile,
+    SampleFilter,
+    newest_first,
+    read_samples,
+    write_validation,
+)
 from streamrl.samples.record import MAX_TOKENS, as_json, piece_lengths, printable
 from streamrl.tracking.tables import COLUMNS, markdown_table, rows
 from streamrl.types import FinishReason, Trajectory
@@ -149,7 +155,7 @@ def test_a_choice_meets_all_its_conditions():
     samples = [make_sample(step, step / 10, f"reply {step}") for step in range(9, 0, -1)]
 
     def steps(**given: object) -> list[int]:
-        return [sample.step for sample in Choice(**given).of(samples)]
+        return [sample.step for sample in SampleFilter(**given).of(samples)]
 
     assert steps(limit=2) == [9, 8]
     assert steps(first_step=3, last_step=4) == [4, 3]

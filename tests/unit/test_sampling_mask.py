@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from actors.engines.hf.batch import Request, RunningBatch
+from actors.engines.hf.batch import HfRequest, RunningBatch
 from actors.engines.hf.engine import HfEngine
 from actors.episodes.record import EpisodeRecord
 from learners.batch import TrainingBatch
@@ -51,7 +51,7 @@ def sampled(
     batch = RunningBatch(
         model(), num_slots=8, max_model_len=40, eos_token_ids=frozenset({EOS}), seed=seed
     )
-    batch.join([Request(prompt, sampling) for prompt in prompts], 0)
+    batch.join([HfRequest(prompt, sampling) for prompt in prompts], 0)
     done = batch.leave()
     while len(batch):
         batch.step(0)
@@ -157,9 +157,9 @@ def test_rows_ask_on_their_own_and_greedy_ones_have_the_whole_vocabulary():
         "none": structs.replace(sampling_of(top_k=3), max_new_tokens=5),
         "greedy": sampling_of(0.0, top_k=3, keep_sampling_mask=True),
     }
-    requests = {name: Request((5, 6), sampling) for name, sampling in asked.items()}
+    requests = {name: HfRequest((5, 6), sampling) for name, sampling in asked.items()}
     batch.join(requests.values(), 0)
-    done: dict[Request, Completion] = {}
+    done: dict[HfRequest, Completion] = {}
     while len(batch):
         done |= dict(batch.leave())
         if len(batch):

@@ -161,10 +161,10 @@ def _kill_at_any_write(folder: Path) -> None:
     assert number > 40
 
 
-def places(run: Path) -> list[segments.Place]:
+def places(run: Path) -> list[segments.PayloadPlace]:
     with closing(sqlite3.connect(journal_path(run))) as db:
         rows = db.execute("SELECT segment, position, num_bytes, checksum FROM payload")
-        return [segments.Place(*row) for row in rows]
+        return [segments.PayloadPlace(*row) for row in rows]
 
 
 def test_a_payload_reaches_the_disk_before_the_row_that_names_it(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ from actors.engines.served.server import (
     Check,
     ForeignWeightsError,
     Labels,
-    Request,
+    ServedRequest,
     VersionSpan,
     completion,
     versions_of,
@@ -65,7 +65,7 @@ class FakeServer:
 
     def __init__(self, *answers: Completion | Exception | asyncio.Future) -> None:
         self._answers = list(answers)
-        self.asked: list[Request] = []
+        self.asked: list[ServedRequest] = []
         self.aborted: list[str] = []
         self.is_gone = False
         self.is_own = True
@@ -76,7 +76,7 @@ class FakeServer:
         self.at_load: asyncio.Future[Completion] | None = None
         self.at_abort: asyncio.Future[Completion] | None = None
 
-    async def sample(self, request: Request) -> Completion:
+    async def sample(self, request: ServedRequest) -> Completion:
         self.asked.append(request)
         if not self._answers:
             await asyncio.Event().wait()

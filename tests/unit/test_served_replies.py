@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.served.http import Http, RefusedError
-from actors.engines.served.server import Labels, Request, require_sound
+from actors.engines.served.server import Labels, ServedRequest, require_sound
 from actors.engines.sglang import messages as sglang
 from actors.engines.sglang.server import completion_of as of_sglang
 from actors.engines.vllm import messages as vllm
@@ -20,7 +20,7 @@ from tests.standins.hostile_server import good_reply
 
 VOCAB_SIZE, NEWEST_VERSION = 40, 3
 LABELS = Labels("me")
-REQUEST = Request(
+REQUEST = ServedRequest(
     id="a",
     prompt_token_ids=[5],
     sampling=SamplingParams(max_new_tokens=4),

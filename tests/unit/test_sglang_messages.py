@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from actors.engines.served.server import Request, VersionSpan
+from actors.engines.served.server import ServedRequest, VersionSpan
 from actors.engines.sglang import messages
 from actors.engines.sglang.arguments import launch_command, wire_request
 from actors.engines.sglang.relay import buckets_of, prefix_of
@@ -30,8 +30,8 @@ REQUESTS = [
 OURS = Path(messages.__file__).parent
 
 
-def a_request(**sampling: Any) -> Request:
-    return Request(
+def a_request(**sampling: Any) -> ServedRequest:
+    return ServedRequest(
         id="name-000000000007",
         prompt_token_ids=[5, 6],
         sampling=SamplingParams(max_new_tokens=9, **sampling),

@@ -18,7 +18,7 @@ from streamrl.cli.main import main
 from streamrl.cli.status import RunStatus
 from streamrl.cli.top.panels import render
 from streamrl.cli.top.reading import RunReader
-from streamrl.cli.top.snapshot import Snapshot, make_snapshot
+from streamrl.cli.top.snapshot import RunSnapshot, make_snapshot
 from streamrl.diagnosis import Reading
 from streamrl.types import (
     Books,
@@ -91,7 +91,7 @@ def line(step: int) -> dict[str, Any]:
     }
 
 
-def snapshot(num_generators: int = 2, num_lines: int = 42) -> Snapshot:
+def snapshot(num_generators: int = 2, num_lines: int = 42) -> RunSnapshot:
     learner = LearnerStatus(
         policy_version=42,
         learner_term=1,
@@ -107,7 +107,7 @@ def snapshot(num_generators: int = 2, num_lines: int = 42) -> Snapshot:
     return make_snapshot(status, lines, num_newest=20, time_s=1e9)
 
 
-def shown(of: Snapshot, width: int) -> list[str]:
+def shown(of: RunSnapshot, width: int) -> list[str]:
     console = Console(width=width, highlight=False)
     with console.capture() as capture:
         console.print(render(of, width))

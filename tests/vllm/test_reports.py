@@ -4,7 +4,7 @@ import msgspec
 import zmq
 
 from actors.engines.vllm.receiver import UpdateInfo, WeightReceiver
-from actors.engines.vllm.weights import Report
+from actors.engines.vllm.weights import WorkerReport
 from streamrl.curve import serve_with_new_key
 from tests.ports import free_port
 
@@ -19,9 +19,9 @@ def test_a_report_reaches_a_reader_that_is_late_and_takes_no_other():
             stranger.connect(address)
             stranger.send(b"not a report")
             info = UpdateInfo(attempt=1, report_to=address, report_key=key)
-            worker._send(info, Report(1, "too late for anybody"))
-            worker._send(info, Report(2))
+            worker._send(info, WorkerReport(1, "too late for anybody"))
+            worker._send(info, WorkerReport(2))
             reader.bind(address)
             assert reader.poll(20_000), "no report"
-            assert msgspec.json.decode(reader.recv(), type=Report) == Report(2)
+            assert msgspec.json.decode(reader.recv(), type=WorkerReport) == WorkerReport(2)
             assert not reader.poll(500)

@@ -8,13 +8,13 @@ from vllm import SamplingParams
 from vllm.entrypoints.scale_out.token_in_token_out import protocol
 from vllm.outputs import WeightVersionSpan
 
-from actors.engines.served.server import Request, VersionSpan
+from actors.engines.served.server import ServedRequest, VersionSpan
 from actors.engines.vllm import messages
 from streamrl import types
 
 
 def test_vllms_own_class_takes_our_request():
-    request = Request(
+    request = ServedRequest(
         id="a-1",
         prompt_token_ids=[5, 6],
         sampling=types.SamplingParams(max_new_tokens=9, top_k=3, seed=4, min_new_tokens=2),

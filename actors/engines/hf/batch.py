@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _PREFILL_TOKENS = 16384
 
 
-class Request(Struct, eq=False):
+class HfRequest(Struct, eq=False):
     """One request; `is_canceled` and the handle's stop may be set at any time, from any thread."""
 
     prompt: tuple[int, ...]
@@ -79,8 +79,8 @@ class RunningBatch:
         require_exact(model, max_model_len)
         self._cache = _cache_of(model, num_slots, self._device)
         self._records = Records(num_slots)
-        self._rows: list[Request] = []
-        self._seeded: dict[Request, torch.Generator] = {}
+        self._rows: list[HfRequest] = []
+        self._seeded: dict[HfRequest, torch.Generator] = {}
         self.num_slots = num_slots
         self.num_tokens = 0
 
@@ -88,7 +88,7 @@ class RunningBatch:
         return len(self._rows)
 
     @torch.inference_mode()
-    def join(self, requests: Iterable[Request], policy_version: int) -> None:
+    def join(self, requests: Iterable[HfRequest], policy_version: int) -> None:
         """Prefills the prompts, equal ones once, and samples each request's first token."""
         by_length = sorted(requests, key=lambda request: len(request.prompt))
         contents = iter(by_length)
@@ -128,7 +128,7 @@ class RunningBatch:
         self._sample(0, output.logits[:, -1], policy_version)
 
     @torch.inference_mode()
-    def leave(self) -> list[tuple[Request, Completion]]:
+    def leave(self) -> list[tuple[HfRequest, Completion]]:
         """Removes the rows that are done, stopped or canceled."""
         records = self._records
         is_stop = self._stops.contains(records.stop_set[: records.size], records.last_token_ids)
@@ -147,7 +147,7 @@ class RunningBatch:
             self._compact(Compaction.of(leaves))
         return left
 
-    def _open(self, request: Request) -> None:
+    def _open(self, request: HfRequest) -> None:
         sampling = request.sampling
         limit = min(sampling.max_new_tokens, self._max_model_len - len(request.prompt))
         stop_set = self._stops.index_of(sampling)

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from actors.engines.hf.batch import Request, RunningBatch
+from actors.engines.hf.batch import HfRequest, RunningBatch
 from actors.engines.hf.weights import SpareWeights
 from actors.engines.model import eos_token_ids, require_known_tokens, room_for
 from actors.engines.requests import nothing_sampled
@@ -106,9 +106,9 @@ class HfEngine(UpdatableEngine):
         )
         self._weights = SpareWeights(model)
         self._transfer = TransferReceiver(next(model.parameters()).device)
-        self._arrived: list[tuple[Request, Future]] = []
-        self._waiting: deque[tuple[Request, Future]] = deque()
-        self._running: dict[Request, Future] = {}
+        self._arrived: list[tuple[HfRequest, Future]] = []
+        self._waiting: deque[tuple[HfRequest, Future]] = deque()
+        self._running: dict[HfRequest, Future] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._swapped: asyncio.Future[float] | None = None
         self._wake = threading.Condition()
@@ -150,7 +150,7 @@ class HfEngine(UpdatableEngine):
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
         room_for(prompt_token_ids, self._max_model_len)
         require_known_tokens(prompt_token_ids, self._vocab_size)
-        request = Request(
+        request = HfRequest(
             tuple(prompt_token_ids), sampling, handle or CompletionHandle(), media=tuple(media)
         )
         if media:
@@ -179,7 +179,7 @@ class HfEngine(UpdatableEngine):
                 return
         _reject([future for _, future in arrived], error)
 
-    def _see(self, request: Request) -> int:
+    def _see(self, request: HfRequest) -> int:
         """Decodes the request's media, ahead of the prefill that needs them; returns the offset of
         the positions behind its prompt."""
         if self._tower is None:
@@ -268,12 +268,12 @@ class HfEngine(UpdatableEngine):
     def _has_work(self) -> bool:
         return bool(self._is_closed or self._commands or self._waiting or len(self._batch))
 
-    def _collect(self) -> tuple[list[Callable[[], None]], list[Request]]:
+    def _collect(self) -> tuple[list[Callable[[], None]], list[HfRequest]]:
         commands = list(self._commands)
         self._commands.clear()
         return commands, self._admit()
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> list[HfRequest]:
         """The requests that join: all that wait, or as many as have slots once enough are free.
 
         A prefill delays the running requests by about one step, so slots are filled many at a time.
@@ -282,7 +282,7 @@ class HfEngine(UpdatableEngine):
         free = self._batch.num_slots - len(self._batch)
         if free < min(len(self._waiting), max(1, self._batch.num_slots // 8)):
             return []
-        joining: list[Request] = []
+        joining: list[HfRequest] = []
         while self._waiting and len(joining) < free:
             request, future = self._waiting.popleft()
             if not request.is_canceled:
@@ -299,7 +299,7 @@ class HfEngine(UpdatableEngine):
             answers = [(future, nothing_sampled()) for _, future in stopped]
             self._loop.call_soon_threadsafe(_resolve, answers)
 
-    def _answer(self, done: list[tuple[Request, Completion]]) -> None:
+    def _answer(self, done: list[tuple[HfRequest, Completion]]) -> None:
         answers = [(self._running.pop(request), completion) for request, completion in done]
         if answers:
             self._loop.call_soon_threadsafe(_resolve, answers)

@@ -35,7 +35,7 @@ from actors.engines.served.http import (
     retry_lost,
 )
 from actors.engines.served.process import ServerProcess
-from actors.engines.served.server import ForeignWeightsError, Request, Server, require_sound
+from actors.engines.served.server import ForeignWeightsError, ServedRequest, Server, require_sound
 from actors.engines.served.weights import ServerWeights
 from actors.engines.updates import UpdatableEngine
 from streamrl.errors import RolloutError, TransportError
@@ -128,7 +128,7 @@ class ServedEngine(UpdatableEngine):
         require_known_tokens(prompt_token_ids, self._facts.vocab_size)
         self._raise_if_over()
         eos = frozenset() if sampling.ignore_eos else self._facts.eos
-        request = Request(
+        request = ServedRequest(
             id="",
             prompt_token_ids=list(prompt_token_ids),
             sampling=sampling,
@@ -179,7 +179,7 @@ class ServedEngine(UpdatableEngine):
     async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
         return await self._weights.load(update, on_loaded)
 
-    async def _complete(self, request: Request, stop: asyncio.Event) -> Completion:
+    async def _complete(self, request: ServedRequest, stop: asyncio.Event) -> Completion:
         """Sends the request until it has an answer: with pause_mode abort, an update makes requests
         in flight begin anew. One that is stopped is answered with what was sampled."""
         async with slot_or_stop(self._slots, stop) as has_slot:
@@ -214,7 +214,7 @@ class ServedEngine(UpdatableEngine):
         self._num_failed += 1
         await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
 
-    async def _send(self, request: Request, stop: asyncio.Event) -> Completion:
+    async def _send(self, request: ServedRequest, stop: asyncio.Event) -> Completion:
         request_id = f"{self._name}-{next(self._numbers):012d}"
         salt = f"{self._name}-{self._weights.num_changes}"
         identified = structs.replace(request, id=request_id, cache_salt=salt)

@@ -35,7 +35,7 @@ from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import Http, RefusedError, readings
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.replicas import Replica, ReplicatedEngine
-from actors.engines.served.server import AnyLabels, Labels, Request, Server, is_of_a_run
+from actors.engines.served.server import AnyLabels, Labels, ServedRequest, Server, is_of_a_run
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
 from streamrl.config.engines.server import ServerSettings
@@ -101,7 +101,7 @@ class ServerKind(Protocol):
         them as version 0."""
         ...
 
-    def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
+    def sample(self, http: Http, labels: Labels, request: ServedRequest) -> Completion:
         """Whatever the weights are called."""
         ...
 
@@ -187,14 +187,14 @@ def request_timeout_s(config: RunConfig) -> float:
     return config.generator.group_deadline_s + _ANSWER_S
 
 
-def probe(sample: Callable[[Request], Completion], num_candidates: int = 0) -> None:
+def probe(sample: Callable[[ServedRequest], Completion], num_candidates: int = 0) -> None:
     """Samples one token with top_k 1: under the truncated distribution its log-probability is 0.
     A server that does not give as many candidates of a token as the run asks for refuses it.
 
     Raises:
         ConfigError: the server reports log-probabilities of another distribution.
     """
-    request = Request(
+    request = ServedRequest(
         # A server refuses two requests of one id, and several generators may start at once.
         id=f"probe-{uuid.uuid4().hex}",
         # Not 0 alone: a padding token without an embedding makes all candidates alike.

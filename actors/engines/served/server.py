@@ -116,7 +116,7 @@ def is_of_a_run(label: str) -> bool:
     return label.startswith(_RUN)
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class ServedRequest(Struct, frozen=True, kw_only=True):
     """A request for one completion.
 
     `id` is not a prefix of another one's (SGLang aborts by prefix). `stops` end the completion and
@@ -152,7 +152,7 @@ class Server(Protocol):
     """The library and the server's address, for messages."""
     labels: Labels
 
-    async def sample(self, request: Request) -> Completion:
+    async def sample(self, request: ServedRequest) -> Completion:
         """The completion; `FinishReason.ABORT` with what was sampled, if an update or `abort` has
         ended it.
 
@@ -253,7 +253,7 @@ def versions_of(spans: Iterable[VersionSpan], num_tokens: int, labels: Labels) -
 
 
 def require_sound(
-    answer: Completion, request: Request, *, vocab_size: int, newest_version: int
+    answer: Completion, request: ServedRequest, *, vocab_size: int, newest_version: int
 ) -> None:
     """Refuses an answer to another question than `request`.
 

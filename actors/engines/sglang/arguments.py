@@ -14,7 +14,7 @@ from typing import Any
 
 from actors.engines.candidates import candidates, keeps_mask, top_of
 from actors.engines.served.process import has_gpu
-from actors.engines.served.server import Request
+from actors.engines.served.server import ServedRequest
 from actors.engines.sglang.messages import GenerateMetaInfo, GenerateReqInput, SglangSampling
 from streamrl.config import RunConfig
 from streamrl.config.engines.sglang import OURS
@@ -22,14 +22,14 @@ from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import SamplingParams, TokenSets, TopLogprobs
 
 
-def is_truncated(request: Request) -> bool:
+def is_truncated(request: ServedRequest) -> bool:
     """Whether top-k or top-p excludes candidates; greedy sampling reports the full distribution."""
     sampling = request.sampling
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def sets_of(
-    meta: GenerateMetaInfo, request: Request, num_tokens: int
+    meta: GenerateMetaInfo, request: ServedRequest, num_tokens: int
 ) -> tuple[TokenSets | None, TopLogprobs | None]:
     """The mask and the likeliest tokens of the first `num_tokens`, each if it was asked for.
 
@@ -144,7 +144,7 @@ def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
             yield str(value)
 
 
-def wire_request(request: Request, seed: int) -> GenerateReqInput:
+def wire_request(request: ServedRequest, seed: int) -> GenerateReqInput:
     """SGLang's record of the request. `seed` is used if the request has none.
 
     SGLang reports no log-probabilities of a distribution that top-p alone truncates, so top-k goes

@@ -40,7 +40,7 @@ class GenerateReqInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_logprobs_num: int | None = None
 
 
-class FinishReason(Struct, frozen=True):
+class SglangFinishReason(Struct, frozen=True):
     type: str
     message: str | None = None
 
@@ -48,7 +48,7 @@ class FinishReason(Struct, frozen=True):
 class GenerateMetaInfo(Struct, frozen=True, kw_only=True):
     """A logprob entry is [log-probability, token id, text]."""
 
-    finish_reason: FinishReason
+    finish_reason: SglangFinishReason
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
     output_token_sampling_logprobs: list[float] | None = None
     output_token_sampling_mask: list[list[TokenId]] | None = None

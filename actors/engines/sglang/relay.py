@@ -47,11 +47,11 @@ PauseMode = Literal["abort", "retract", "in_place"]
 NamedTensor = tuple[str, torch.Tensor]
 
 
-class Membership(Struct, frozen=True):
+class RelayGroup(Struct, frozen=True):
     """A group with SGLang's ranks, and what SGLang calls it."""
 
     name: str
-    group: groups.Group
+    group: groups.BroadcastGroup
 
 
 class Relay:
@@ -76,7 +76,7 @@ class Relay:
         self._transfer = TransferReceiver()
         self._staged = StagedWeights()
         self._store = groups.OpenStore(host, timeout_s)
-        self._membership: Membership | None = None
+        self._membership: RelayGroup | None = None
 
     async def receive(self, update: WeightUpdate) -> None:
         """Into this process's memory. Waits for the learner; the timeouts of the transfer
@@ -139,7 +139,7 @@ class Relay:
             return "abort"
         return "in_place" if self._settings.keeps_old_kv else "retract"
 
-    async def _form(self) -> Membership:
+    async def _form(self) -> RelayGroup:
         """Joins a group at both ends. Waits for all ranks; the timeout or a refusal unblocks."""
         name = f"streamrl-{uuid.uuid4().hex[:12]}"
         world_size = 1 + self._settings.tp_size
@@ -156,10 +156,10 @@ class Relay:
         )
         path = "/init_weights_update_group"
         group, _ = await asyncio.gather(joining, self._http.send(path, request))
-        return Membership(name, group)
+        return RelayGroup(name, group)
 
     async def _broadcast(
-        self, membership: Membership, label: str, require_current: Callable[[], None]
+        self, membership: RelayGroup, label: str, require_current: Callable[[], None]
     ) -> None:
         buckets = list(buckets_of(self._staged, self._bucket_bytes))
         for i, bucket in enumerate(buckets):
@@ -192,7 +192,7 @@ class Relay:
             await self._dissolve(membership)
             await asyncio.to_thread(membership.group.close)
 
-    async def _dissolve(self, membership: Membership) -> None:
+    async def _dissolve(self, membership: RelayGroup) -> None:
         """Makes SGLang leave the group, if it answers and has not left."""
         body = DestroyWeightsUpdateGroupReqInput(group_name=membership.name)
         with contextlib.suppress(StreamRLError):

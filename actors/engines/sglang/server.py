@@ -37,7 +37,7 @@ from actors.engines.served.server import (
     UNLABELED,
     Check,
     Labels,
-    Request,
+    ServedRequest,
     completion,
     versions_of,
 )
@@ -97,7 +97,7 @@ class SglangServer:
         self._request_timeout_s = request_timeout_s
         self._seeds = (int(s) for s in _seeds(seed))
 
-    async def sample(self, request: Request) -> Completion:
+    async def sample(self, request: ServedRequest) -> Completion:
         if request.sampling.seed is not None and not self._is_deterministic:
             raise RolloutError(
                 "SGLang uses a seed only with generator.sglang.enable_deterministic_inference"
@@ -135,7 +135,7 @@ class SglangServer:
         await self._http.close()
 
 
-def completion_of(answer: GenerateResponse, request: Request, labels: Labels) -> Completion:
+def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labels) -> Completion:
     meta, reason = answer.meta_info, answer.meta_info.finish_reason.type
     token_ids, repeated = answer.output_ids, [entry[1] for entry in meta.output_token_logprobs]
     if repeated != token_ids[: len(repeated)]:
@@ -159,7 +159,7 @@ def completion_of(answer: GenerateResponse, request: Request, labels: Labels) ->
     return completion(token_ids, logprobs, versions, reason, sampling_mask=mask, top_logprobs=top)
 
 
-def _answer_bytes(request: Request) -> int:
+def _answer_bytes(request: ServedRequest) -> int:
     """The longest answer, with room to spare: a truncated request's has the ids of all candidates
     of each token."""
     num_candidates = (request.sampling.top_k or MASK_TOKENS) if is_truncated(request) else 0
@@ -167,7 +167,7 @@ def _answer_bytes(request: Request) -> int:
     return 2**20 + (2**10 + 16 * num_candidates) * request.max_new_tokens
 
 
-def _first_stop(token_ids: list[int], request: Request) -> int | None:
+def _first_stop(token_ids: list[int], request: ServedRequest) -> int | None:
     positions = range(request.min_new_tokens, len(token_ids))
     return next((i for i in positions if token_ids[i] in request.stops), None)
 
@@ -263,7 +263,7 @@ class SglangKind:
         http.request_sync("POST", "/update_weight_version", body)
         http.request_sync("POST", "/continue_generation", ContinueGenerationReqInput())
 
-    def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
+    def sample(self, http: Http, labels: Labels, request: ServedRequest) -> Completion:
         body = wire_request(request, 0)
         answer = http.request_sync("POST", "/generate", body, GenerateResponse)
         return completion_of(answer, request, labels)

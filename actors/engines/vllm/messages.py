@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from actors.engines.candidates import candidates, num_asked, sets_of
 from actors.engines.served.server import (
     Labels,
-    Request,
+    ServedRequest,
     TokenId,
     VersionSpan,
     completion,
@@ -84,7 +84,7 @@ class WorldSize(Struct, frozen=True):
     world_size: int
 
 
-def wire_request(request: Request) -> GenerateRequest:
+def wire_request(request: ServedRequest) -> GenerateRequest:
     sampling = request.sampling
     return GenerateRequest(
         request_id=request.id,
@@ -103,7 +103,9 @@ def wire_request(request: Request) -> GenerateRequest:
     )
 
 
-def completion_of(choice: GenerateTokensChoice, labels: Labels, request: Request) -> Completion:
+def completion_of(
+    choice: GenerateTokensChoice, labels: Labels, request: ServedRequest
+) -> Completion:
     sampled, mask, top = choice.logprobs.content, None, None
     if num_asked(request.sampling):
         each = [

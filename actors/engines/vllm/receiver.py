@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from actors.engines.updates import StagedWeights, WholeModel
-from actors.engines.vllm.weights import Report
+from actors.engines.vllm.weights import WorkerReport
 from streamrl.curve import use_key
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, WeightUpdate, replace
@@ -128,9 +128,9 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception as reason:
             log.exception("weights not received")
             error = f"{type(reason).__name__}: {reason}"
-        self._send(info, Report(info.attempt, error))
+        self._send(info, WorkerReport(info.attempt, error))
 
-    def _send(self, info: UpdateInfo, report: Report) -> None:
+    def _send(self, info: UpdateInfo, report: WorkerReport) -> None:
         """Keeps the socket until the next report: closing one drops what a busy reader has not read
         yet."""
         if self._socket is not None:

@@ -16,7 +16,7 @@ from actors.engines.model import ModelFacts
 from actors.engines.served.http import Http, Names, RefusedError, readings, retry_lost
 from actors.engines.served.open import host_of, open_urls, request_timeout_s, require_length
 from actors.engines.served.process import has_gpu
-from actors.engines.served.server import ABORT_S, UNLABELED, Check, Labels, Request
+from actors.engines.served.server import ABORT_S, UNLABELED, Check, Labels, ServedRequest
 from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.messages import (
     GenerateTokensResponse,
@@ -59,7 +59,7 @@ class VllmServer:
         self.labels = labels
         self._request_timeout_s = request_timeout_s
 
-    async def sample(self, request: Request) -> Completion:
+    async def sample(self, request: ServedRequest) -> Completion:
         answer = await self._http.post(
             GENERATE,
             wire_request(request),
@@ -93,7 +93,7 @@ class VllmServer:
         await self._http.close()
 
 
-def _answer_bytes(request: Request) -> int:
+def _answer_bytes(request: ServedRequest) -> int:
     per_token = _TOKEN_BYTES + _CANDIDATE_BYTES * num_asked(request.sampling)
     return _ANSWER_BYTES + per_token * request.max_new_tokens
 
@@ -189,7 +189,7 @@ class VllmKind:
         http.request_sync("POST", "/update_weight_version", {"new_version": labels.label(0)})
         http.request_sync("POST", "/resume", {})
 
-    def sample(self, http: Http, labels: Labels, request: Request) -> Completion:
+    def sample(self, http: Http, labels: Labels, request: ServedRequest) -> Completion:
         body = wire_request(request)
         answer = http.request_sync("POST", GENERATE, body, GenerateTokensResponse)
         return completion_of(answer.choices[0], labels, request)

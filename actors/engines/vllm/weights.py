@@ -21,7 +21,7 @@ from streamrl.types import WeightUpdate
 _CHECK_S = 1.0
 
 
-class Report(msgspec.Struct, frozen=True):
+class WorkerReport(msgspec.Struct, frozen=True):
     """The result of one attempt in one worker; `error` is empty if the update is complete."""
 
     attempt: int
@@ -139,9 +139,9 @@ class WeightLoader:
             await self._vllm.require_alive()
 
 
-def _report_in(message: bytes) -> Report | None:
+def _report_in(message: bytes) -> WorkerReport | None:
     """None for what is no report: anybody may send to the port."""
     try:
-        return msgspec.json.decode(message, type=Report)
+        return msgspec.json.decode(message, type=WorkerReport)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None

@@ -9,9 +9,9 @@ from actors.gateway.apis.chat import json_text
 from actors.gateway.apis.requests import (
     Answer,
     Api,
+    ApiRequest,
     Integer,
     Json,
-    Request,
     RequestError,
     converted,
     offered_tools,
@@ -61,12 +61,12 @@ class _Body(Struct, forbid_unknown_fields=True):
     stream: bool = False
 
 
-def _read(body: Json, session: Session) -> Request:
+def _read(body: Json, session: Session) -> ApiRequest:
     asked = converted(body, _Body, _NEUTRAL)
     system = only_text(asked.system, ("text",), "system")
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = [read for message in asked.messages for read in _messages(message)]
-    return Request(
+    return ApiRequest(
         messages=require_messages([*opening, *messages]),
         tools=offered_tools([_tool(tool) for tool in asked.tools], asked.tool_choice),
         max_new_tokens=asked.max_tokens,

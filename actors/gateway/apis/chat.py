@@ -9,9 +9,9 @@ from msgspec import Struct
 from actors.gateway.apis.requests import (
     Answer,
     Api,
+    ApiRequest,
     Integer,
     Json,
-    Request,
     RequestError,
     converted,
     offered_tools,
@@ -93,10 +93,10 @@ class _Body(Struct, forbid_unknown_fields=True):
     stream_options: _StreamOptions = _StreamOptions()
 
 
-def _read(body: Json, session: Session) -> Request:
+def _read(body: Json, session: Session) -> ApiRequest:
     asked = converted(body, _Body, _NEUTRAL)
     tools = [{"type": "function", "function": tool.function} for tool in asked.tools]
-    return Request(
+    return ApiRequest(
         messages=require_messages([_message(message) for message in asked.messages]),
         tools=offered_tools(tools, asked.tool_choice),
         max_new_tokens=asked.max_completion_tokens or asked.max_tokens,

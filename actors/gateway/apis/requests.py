@@ -25,7 +25,7 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
+class ApiRequest:
     """One request for a completion."""
 
     messages: Sequence[Message]
@@ -46,7 +46,7 @@ class Request:
 class Answer:
     """What the policy said to a request."""
 
-    request: Request
+    request: ApiRequest
     reply: Reply
     session: Session
     created_s: int
@@ -61,7 +61,7 @@ class Answer:
 class Api:
     """One API, of one route."""
 
-    read: Callable[[Json, Session], Request]
+    read: Callable[[Json, Session], ApiRequest]
     """Raises RequestError."""
     write: Callable[[Answer], Json]
     stream: Callable[[Answer], Iterable[tuple[str, Json]]]

@@ -9,9 +9,9 @@ from actors.gateway.apis.chat import json_text, write_error
 from actors.gateway.apis.requests import (
     Answer,
     Api,
+    ApiRequest,
     Integer,
     Json,
-    Request,
     RequestError,
     converted,
     offered_tools,
@@ -59,14 +59,14 @@ class _Body(Struct, forbid_unknown_fields=True):
     stream: bool = False
 
 
-def _read(body: Json, session: Session) -> Request:
+def _read(body: Json, session: Session) -> ApiRequest:
     asked = converted(body, _Body, _NEUTRAL)
     system = asked.instructions
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     items = (
         [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
     )
-    return Request(
+    return ApiRequest(
         messages=require_messages([*opening, *_before(asked, session), *_messages(items)]),
         tools=offered_tools([_tool(tool) for tool in asked.tools], asked.tool_choice),
         max_new_tokens=asked.max_output_tokens,

@@ -37,7 +37,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     data_source_key: str
 
 
-class Answer(msgspec.Struct, frozen=True):
+class WorkerAnswer(msgspec.Struct, frozen=True):
     """The scores, or the sentence of an error."""
 
     scores: list[Score | None] = []
@@ -142,7 +142,7 @@ class _Worker:
             raise
         return worker
 
-    async def ask(self, request: bytes) -> Answer:
+    async def ask(self, request: bytes) -> WorkerAnswer:
         """Waits for the answer, or for the process's end.
 
         Raises:
@@ -156,7 +156,7 @@ class _Worker:
             # It has closed the pipe, so its exit code is settled.
             await self.end()
             raise EndedError(f"its process ended {_how(self._process.returncode)}") from error
-        return msgspec.msgpack.decode(content, type=Answer)
+        return msgspec.msgpack.decode(content, type=WorkerAnswer)
 
     async def end(self) -> None:
         """Kills it with all that it has started. Waits for its end and that of its output, which

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from actors.rewards import function_of
-from actors.rewards.calls.isolated import LENGTH, Answer, WorkerSetup
+from actors.rewards.calls.isolated import LENGTH, WorkerAnswer, WorkerSetup
 from actors.rewards.forms import BoundFunction
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import Episode
@@ -37,17 +37,17 @@ def main(descriptor: int) -> None:
         bound = BoundFunction(
             function_of(setup.reward), setup.kwargs, setup.name, setup.data_source_key
         )
-        _send(answers, Answer())
+        _send(answers, WorkerAnswer())
         while request := _read(requests):
             episodes = msgspec.msgpack.decode(request, type=list[Episode], dec_hook=_field)
             _send(answers, _answer(bound, episodes))
 
 
-def _answer(bound: BoundFunction, episodes: Sequence[Episode]) -> Answer:
+def _answer(bound: BoundFunction, episodes: Sequence[Episode]) -> WorkerAnswer:
     try:
-        return Answer(scores=bound.score(episodes))
+        return WorkerAnswer(scores=bound.score(episodes))
     except StreamRLError as error:
-        return Answer(error=str(error))
+        return WorkerAnswer(error=str(error))
 
 
 def _field(kind: Any, value: Any) -> Any:
@@ -55,7 +55,7 @@ def _field(kind: Any, value: Any) -> Any:
     return kind(value)
 
 
-def _send(answers: BinaryIO, answer: Answer) -> None:
+def _send(answers: BinaryIO, answer: WorkerAnswer) -> None:
     content = msgspec.msgpack.encode(answer)
     answers.write(LENGTH.pack(len(content)) + content)
     answers.flush()

@@ -18,7 +18,7 @@ class FinalError(RolloutError):
     """A call that would fail again."""
 
 
-class CallLimits:
+class RewardLimits:
     """Of one reward, for all groups of this process."""
 
     def __init__(

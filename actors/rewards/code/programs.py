@@ -44,7 +44,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """How many tests passed, of how many; or what the interpreter lacks to run them."""
 
     num_passed: int
@@ -91,7 +91,7 @@ def program_of(
             return Program(_HARNESS, json.dumps(job), mark)
 
 
-def outcome_of(test: Test, program: Program, stdout: str | None) -> Outcome:
+def outcome_of(test: Test, program: Program, stdout: str | None) -> ProgramOutcome:
     """What became of a test.
 
     Args:
@@ -102,17 +102,17 @@ def outcome_of(test: Test, program: Program, stdout: str | None) -> Outcome:
             _, mark, said = (stdout or "").rpartition(f"\n{program.mark}")
             return _outcome(said.strip() if mark else "", test.num_tests)
         case _:
-            return Outcome(int(stdout is not None and passes(test, program, stdout)))
+            return ProgramOutcome(int(stdout is not None and passes(test, program, stdout)))
 
 
-def _outcome(said: str, num_tests: int) -> Outcome:
+def _outcome(said: str, num_tests: int) -> ProgramOutcome:
     """Of the line of the harness."""
     match said.split():
         case ["passed", passed, "of", total]:
-            return Outcome(int(passed), int(total))
+            return ProgramOutcome(int(passed), int(total))
         case ["missing", *_]:
-            return Outcome(0, num_tests, tuple(said.removeprefix("missing ").split("|")))
-    return Outcome(0, num_tests)
+            return ProgramOutcome(0, num_tests, tuple(said.removeprefix("missing ").split("|")))
+    return ProgramOutcome(0, num_tests)
 
 
 def passes(test: ProgramTest | CallTest, program: Program, stdout: str) -> bool:

@@ -32,22 +32,22 @@ Response:
 Explain your judgment in a few sentences. End with a line "Score: N", N from 0 (useless) to 10."""
 
 
-class Message(Struct, frozen=True):
+class JudgeMessage(Struct, frozen=True):
     """Of the judge."""
 
     content: str | None = None
 
 
-class Choice(Struct, frozen=True):
+class JudgeChoice(Struct, frozen=True):
     """One of the answers."""
 
-    message: Message
+    message: JudgeMessage
 
 
 class ChatAnswer(Struct, frozen=True):
     """What `chat/completions` answers."""
 
-    choices: list[Choice]
+    choices: list[JudgeChoice]
 
 
 def _pattern(text: str) -> str:

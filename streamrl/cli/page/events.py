@@ -26,7 +26,7 @@ _STOPS = re.compile(r".*: draining|.*: done$|the run is over|drained")
 
 
 @dataclass(frozen=True)
-class Event:
+class PageEvent:
     """At a Unix time, of the daemon whose log has it."""
 
     time_s: float
@@ -41,19 +41,19 @@ class _Record(NamedTuple):
     text: str
 
 
-def read_events(run: Path) -> list[Event]:
+def read_events(run: Path) -> list[PageEvent]:
     """In the order of their times."""
     found = [event for log in sorted((run / "logs").glob("*.log")) for event in _events(log)]
     kept = sorted(found, key=lambda event: (_ORDER.index(event.kind), -event.time_s))[:NUM_EVENTS]
     return sorted(kept, key=lambda event: event.time_s)
 
 
-def _events(log: Path) -> Iterator[Event]:
+def _events(log: Path) -> Iterator[PageEvent]:
     with log.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             record = _of_json(line) if line.startswith("{") else _of_text(line)
             if record is not None and (kind := _kind(record)):
-                yield Event(record.time_s, log.stem, kind, record.text[:_LONGEST])
+                yield PageEvent(record.time_s, log.stem, kind, record.text[:_LONGEST])
 
 
 def _of_text(line: str) -> _Record | None:

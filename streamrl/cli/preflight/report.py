@@ -42,7 +42,7 @@ CHECKS: Mapping[str, Callable[[RunConfig], Iterator[Finding]]] = {
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """Sentences, in the order in which they were found."""
 
     problems: tuple[str, ...]
@@ -50,7 +50,7 @@ class Report:
     facts: tuple[str, ...]
 
 
-def examine(loaded: LoadedConfig, refused: ConfigError | None = None) -> Report:
+def examine(loaded: LoadedConfig, refused: ConfigError | None = None) -> CheckReport:
     """What every check finds; `refused` is what the configuration itself was refused for.
 
     Runs the user's files, whose output goes to standard error.
@@ -63,7 +63,7 @@ def examine(loaded: LoadedConfig, refused: ConfigError | None = None) -> Report:
 
     refusals = () if refused is None else tuple(str(refused).splitlines())
     problems = (*refusals, *sentences(Kind.PROBLEM))
-    return Report(problems, sentences(Kind.WARNING), sentences(Kind.FACT))
+    return CheckReport(problems, sentences(Kind.WARNING), sentences(Kind.FACT))
 
 
 def _findings(loaded: LoadedConfig) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from learners.replay.replay import Measured, Replay, Report
+from learners.replay.replay import Measured, Replay, ReplayReport
 from streamrl.cli.display.figure import drawn
 from streamrl.errors import StreamRLError
 
@@ -30,7 +30,7 @@ _PANELS = (
 )
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: ReplayReport, path: Path) -> None:
     with drawn(path, 2, 3, (14, 7)) as (_, axes):
         for axis, (title, name) in zip(axes, _PANELS, strict=False):
             _lines(axis, report, title, lambda step, name=name: step.metrics.get(name))
@@ -40,19 +40,19 @@ def draw(report: Report, path: Path) -> None:
         axes[0].legend(fontsize=8)
 
 
-def _lines(axis: Any, report: Report, title: str, value: Any) -> None:
+def _lines(axis: Any, report: ReplayReport, title: str, value: Any) -> None:
     for label, steps in _policies(report):
         axis.plot([n for n, _ in steps], [value(step) for _, step in steps], label=label)
     _name(axis, title)
 
 
-def _line(axis: Any, report: Report, title: str, name: str) -> None:
+def _line(axis: Any, report: ReplayReport, title: str, name: str) -> None:
     found = [(s.step, getattr(s, name)) for s in report.steps if getattr(s, name) is not None]
     axis.plot([n for n, _ in found], [value for _, value in found], color="C1")
     _name(axis, title)
 
 
-def _policies(report: Report) -> list[tuple[str, list[tuple[int, Measured]]]]:
+def _policies(report: ReplayReport) -> list[tuple[str, list[tuple[int, Measured]]]]:
     recorded = [(s.step, s.recorded) for s in report.steps]
     changed = [(s.step, s.changed) for s in report.steps if s.changed is not None]
     named = ("as recorded", recorded), (", ".join(report.settings), changed)
@@ -98,7 +98,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _judge(report: Report, console: Console) -> None:
+def _judge(report: ReplayReport, console: Console) -> None:
     """
     Raises:
         StreamRLError: a checkpoint of the run holds other weights.
@@ -124,7 +124,7 @@ def _judge(report: Report, console: Console) -> None:
         )
 
 
-def _table(report: Report) -> Table:
+def _table(report: ReplayReport) -> Table:
     """Means over the steps, of each policy."""
     table = Table(title=f"{len(report.steps)} steps after version {report.policy_version}")
     is_compared = any(step.changed is not None for step in report.steps)

@@ -18,8 +18,8 @@ from streamrl.cli.samples.render import rendered
 from streamrl.errors import ConfigError
 from streamrl.run_folder import find_run
 from streamrl.samples.files import (
-    Choice,
     Order,
+    SampleFilter,
     newest_first,
     read_samples,
     validation_file,
@@ -73,9 +73,9 @@ def _version(given: str) -> int:
     return int(given)
 
 
-def _choice(arguments: argparse.Namespace) -> Choice:
+def _choice(arguments: argparse.Namespace) -> SampleFilter:
     first, last = _steps(arguments.step)
-    return Choice(
+    return SampleFilter(
         first_step=first,
         last_step=last,
         min_reward=arguments.min_reward,

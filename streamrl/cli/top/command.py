@@ -20,7 +20,7 @@ from streamrl.cli.display.view import newest_sample
 from streamrl.cli.top.panels import render
 from streamrl.cli.top.reading import RunReader
 from streamrl.cli.top.screen import Screen
-from streamrl.cli.top.snapshot import Snapshot
+from streamrl.cli.top.snapshot import RunSnapshot
 from streamrl.errors import ConfigError, StreamRLError
 
 
@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(snapshot: Snapshot, *, as_json: bool) -> None:
+def _print(snapshot: RunSnapshot, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(msgspec.to_builtins(snapshot, str_keys=True)))
         return
@@ -49,7 +49,7 @@ def _print(snapshot: Snapshot, *, as_json: bool) -> None:
 
 async def _show(reader: RunReader, interval_s: float) -> None:
     """Waits until a person leaves; a run that cannot be read any more is shown as that."""
-    shown: RenderableType | Snapshot = Text("reading the run")
+    shown: RenderableType | RunSnapshot = Text("reading the run")
 
     async def read() -> None:
         nonlocal shown
@@ -59,7 +59,7 @@ async def _show(reader: RunReader, interval_s: float) -> None:
             shown = Text(str(error), style="red")
 
     def draw(width: int) -> RenderableType:
-        if not isinstance(shown, Snapshot):
+        if not isinstance(shown, RunSnapshot):
             return shown
         folder = None if reader.config is None else reader.config.run.path
         return render(shown, width, None if folder is None else newest_sample(folder))

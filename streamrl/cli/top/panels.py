@@ -12,7 +12,7 @@ from rich.text import Text
 
 from streamrl.cli.display.generators import generator_table
 from streamrl.cli.display.numbers import duration, short, sparkline
-from streamrl.cli.top.snapshot import Snapshot, StepTime
+from streamrl.cli.top.snapshot import RunSnapshot, StepTime
 from streamrl.samples.record import printable
 
 WIDE = 120
@@ -21,7 +21,7 @@ _LEFT = ("reward", "groups", "staleness")
 _STYLES = {"wait": "yellow", "forward": "green", "backward": "cyan", "update": "blue"}
 
 
-def render(snapshot: Snapshot, width: int, sample: RenderableType | None = None) -> Group:
+def render(snapshot: RunSnapshot, width: int, sample: RenderableType | None = None) -> Group:
     """The whole screen, most important first; lines beyond the screen's height are cut off."""
     table = generator_table(snapshot.generators, is_narrow=width < WIDE)
     generators = [_panel("generators", table)] if snapshot.generators else []
@@ -37,7 +37,7 @@ def render(snapshot: Snapshot, width: int, sample: RenderableType | None = None)
     return Group(*parts)
 
 
-def _head(snapshot: Snapshot) -> Iterator[RenderableType]:
+def _head(snapshot: RunSnapshot) -> Iterator[RenderableType]:
     eta = "" if snapshot.eta_s is None else f", ETA {duration(snapshot.eta_s)}"
     speed = "" if snapshot.steps_per_s is None else f", {short(snapshot.steps_per_s)} steps/s"
     yield Text(f"{snapshot.headline}{speed}{eta}", style="bold")
@@ -56,7 +56,7 @@ def _head(snapshot: Snapshot) -> Iterator[RenderableType]:
         yield Text(printable(note))
 
 
-def _panels(snapshot: Snapshot, width: int) -> Iterator[Panel]:
+def _panels(snapshot: RunSnapshot, width: int) -> Iterator[Panel]:
     inside = (width // 2 if width >= WIDE else width) - 4
     if snapshot.rewards:
         yield _panel("reward", _reward(snapshot, inside))
@@ -86,7 +86,7 @@ def _in_two_columns(panels: Sequence[Panel]) -> Table:
     return grid
 
 
-def _reward(snapshot: Snapshot, width: int) -> RenderableType:
+def _reward(snapshot: RunSnapshot, width: int) -> RenderableType:
     mean = "" if snapshot.reward is None else f"{snapshot.reward:.3f} in {snapshot.num_steps} steps"
     return Group(Text(mean), Text(sparkline(snapshot.rewards, max(8, width)), no_wrap=True))
 
@@ -101,7 +101,7 @@ def _step_time(time: StepTime) -> RenderableType:
     return Group(Text(f"{time.step_s:.3f} s a step"), table)
 
 
-def _books(snapshot: Snapshot) -> RenderableType:
+def _books(snapshot: RunSnapshot) -> RenderableType:
     books = snapshot.books
     assert books is not None, "it is shown where there are books"
     in_flight = books.leased + books.buffered + books.taken
@@ -117,7 +117,7 @@ def _books(snapshot: Snapshot) -> RenderableType:
     )
 
 
-def _staleness(snapshot: Snapshot) -> RenderableType:
+def _staleness(snapshot: RunSnapshot) -> RenderableType:
     staleness = snapshot.staleness
     assert staleness is not None, "it is shown where there is some"
     counts = staleness.num_groups
@@ -143,14 +143,14 @@ def _bar(share: float, style: str) -> Text:
     return Text(f"{'█' * num_full:<{_NARROW_BAR}} {100 * share:3.0f} %", style=style)
 
 
-def _rates(snapshot: Snapshot) -> dict[str, float | None]:
+def _rates(snapshot: RunSnapshot) -> dict[str, float | None]:
     return {
         "generated": snapshot.generated_tokens_per_s,
         "trained": snapshot.trained_tokens_per_s,
     }
 
 
-def _throughput(snapshot: Snapshot) -> Iterator[str]:
+def _throughput(snapshot: RunSnapshot) -> Iterator[str]:
     rates = {name: rate for name, rate in _rates(snapshot).items() if rate is not None}
     if rates:
         yield ", ".join(f"{short(rate)} tokens/s {name}" for name, rate in rates.items())

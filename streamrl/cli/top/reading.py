@@ -11,7 +11,7 @@ from dataclasses import replace
 from streamrl.cli.buffer.target import require_url
 from streamrl.cli.display.numbers import numbers_of
 from streamrl.cli.status import RunStatus, status_at, status_of
-from streamrl.cli.top.snapshot import Snapshot, make_snapshot
+from streamrl.cli.top.snapshot import RunSnapshot, make_snapshot
 from streamrl.config import RunConfig
 from streamrl.run_folder import find_config
 from streamrl.tracking.followed import NUM_NEWEST, FollowedMetrics
@@ -36,7 +36,7 @@ class RunReader:
         self._metrics = self.config and FollowedMetrics(self.config.run.path / "metrics.jsonl")
         self._earlier: deque[tuple[float, BufferStats]] = deque()
 
-    async def read(self) -> Snapshot:
+    async def read(self) -> RunSnapshot:
         """Waits for the buffer's answer."""
         status = await self._status()
         lines = [numbers_of(line) for line in self._metrics.read()] if self._metrics else []

@@ -62,7 +62,7 @@ class BooksView(Struct, frozen=True, kw_only=True):
     capacity: int | None
 
 
-class Snapshot(Struct, frozen=True, kw_only=True):
+class RunSnapshot(Struct, frozen=True, kw_only=True):
     """One reading of a run. Means are those of the last `num_steps` steps; `rewards` are those of
     all steps, averaged into a few points."""
 
@@ -102,7 +102,7 @@ def make_snapshot(
     num_newest: int,
     time_s: float,
     before: BufferStats | None = None,
-) -> Snapshot:
+) -> RunSnapshot:
     """From a status and the lines of `metrics.jsonl` so far, of which `num_newest` at most are
     whole; `before` are stats of an earlier reading."""
     reading, stats = status.reading, status.reading.stats
@@ -112,7 +112,7 @@ def make_snapshot(
     left = 0 if step is None or reading.max_steps is None else reading.max_steps - step
     learner = reading.learner
     known = (stats.policy_version if stats else None, learner.policy_version if learner else None)
-    return Snapshot(
+    return RunSnapshot(
         schema=SCHEMA,
         run=status.name,
         time_s=time_s,

@@ -41,7 +41,7 @@ class LengthRewardSettings(Section):
         return self
 
 
-class RewardSettings(Section):
+class RewardShapingSettings(Section):
     """Shaping of trajectory rewards, in the order of the fields."""
 
     format_penalty: float = Field(default=0.0, ge=0)

@@ -37,7 +37,11 @@ from streamrl.config.algorithm.losses import (
     UserLossSettings,
 )
 from streamrl.config.algorithm.presets import DEFAULT_PRESET, with_preset
-from streamrl.config.algorithm.rewards import PfPpoSettings, RewardSettings, SampleWeightSettings
+from streamrl.config.algorithm.rewards import (
+    PfPpoSettings,
+    RewardShapingSettings,
+    SampleWeightSettings,
+)
 from streamrl.config.algorithm.rollout_is import (
     ROLLOUT_IS_PRESETS,
     RolloutISSettings,
@@ -263,7 +267,7 @@ class AlgorithmSettings(Section):
     """KL to the reference policy in the reward."""
     value: ValueSettings = ValueSettings()
     """The critic of advantage gae."""
-    reward: RewardSettings = RewardSettings()
+    reward: RewardShapingSettings = RewardShapingSettings()
     """Shaping of rewards."""
     sample_weight: SampleWeightSettings = SampleWeightSettings()
     """Weights per trajectory."""

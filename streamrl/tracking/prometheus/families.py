@@ -15,7 +15,7 @@ Kind: TypeAlias = Literal["gauge", "counter", "sum", "histogram"]
 STALENESS = "group_staleness_versions"
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """`pattern` matches a metric's whole name; its named groups are labels, `{}` in `family` is its
     one group without a name."""
 
@@ -35,181 +35,203 @@ class Family(NamedTuple):
 
 
 ROWS = (
-    Row(
+    MetricRow(
         r"buffer/(?P<state>leased|buffered|taken|trained)",
         "gauge",
         "buffer_groups",
         "Groups by state; trained ones wait for a checkpoint.",
     ),
-    Row("buffer/granted", "counter", "buffer_leases_granted", "Leases granted."),
-    Row("buffer/acknowledged", "counter", "buffer_groups_acknowledged", "Groups done for good."),
-    Row(r"buffer/dropped_(?P<reason>\w+)", "counter", "buffer_groups_dropped", "Groups dropped."),
-    Row(
+    MetricRow("buffer/granted", "counter", "buffer_leases_granted", "Leases granted."),
+    MetricRow(
+        "buffer/acknowledged", "counter", "buffer_groups_acknowledged", "Groups done for good."
+    ),
+    MetricRow(
+        r"buffer/dropped_(?P<reason>\w+)", "counter", "buffer_groups_dropped", "Groups dropped."
+    ),
+    MetricRow(
         r"buffer/refused_(?P<reason>\w+)",
         "counter",
         "buffer_messages_refused",
         "Messages that the buffer did not accept.",
     ),
-    Row("buffer/books_balanced", "gauge", "buffer_books_balanced", "1 if the books close."),
-    Row("buffer/num_bytes", "gauge", "buffer_payload_bytes", "Size of the groups that wait."),
-    Row(
+    MetricRow("buffer/books_balanced", "gauge", "buffer_books_balanced", "1 if the books close."),
+    MetricRow("buffer/num_bytes", "gauge", "buffer_payload_bytes", "Size of the groups that wait."),
+    MetricRow(
         r"buffer/staleness_(?P<statistic>mean|max|min)",
         "gauge",
         "learner_staleness_versions",
         "Versions between sampling and training of the last step's groups.",
     ),
-    Row(
+    MetricRow(
         r"buffer/staleness_(?P<bucket>\w+)/num_groups",
         "histogram",
         STALENESS,
         "Versions between sampling and training of the trained groups.",
     ),
-    Row("buffer/staleness_sum", "histogram", STALENESS, "Versions between sampling and training."),
-    Row("generator/count", "gauge", "buffer_generators", "Generators that report."),
-    Row(
+    MetricRow(
+        "buffer/staleness_sum", "histogram", STALENESS, "Versions between sampling and training."
+    ),
+    MetricRow("generator/count", "gauge", "buffer_generators", "Generators that report."),
+    MetricRow(
         r"generator/num_(active|waiting)",
         "gauge",
         "buffer_generators_{}_sequences",
         "Sequences of all generators together.",
     ),
-    Row("generator/idle_frac", "gauge", "generators_idle_ratio", "Room of generators not in use."),
-    Row(
+    MetricRow(
+        "generator/idle_frac", "gauge", "generators_idle_ratio", "Room of generators not in use."
+    ),
+    MetricRow(
         "generator/max_num_groups",
         "gauge",
         "buffer_generators_max_groups",
         "Groups that all generators together have room for.",
     ),
-    Row("buffer/capacity", "gauge", "buffer_capacity_groups", "Most groups in flight."),
-    Row(
+    MetricRow("buffer/capacity", "gauge", "buffer_capacity_groups", "Most groups in flight."),
+    MetricRow(
         "generator/num_lost_agents",
         "gauge",
         "buffer_generators_lost_agents",
         "Groups whose agent disappeared, in the generators that report.",
     ),
-    Row(
+    MetricRow(
         "generator/tokens_per_s",
         "gauge",
         "learner_sampled_tokens_per_second",
         "Response tokens that reached the buffer during the last step.",
     ),
-    Row(
+    MetricRow(
         r"generator/(?P<generator>[^/]+)/policy_version",
         "gauge",
         "buffer_generator_policy_version",
         "Version of each generator, by its last heartbeat.",
     ),
-    Row(
+    MetricRow(
         r"generator/(?P<generator>[^/]+)/tokens_per_s",
         "gauge",
         "buffer_generator_tokens_per_second",
         "Tokens that each generator samples, by its last heartbeats.",
     ),
-    Row(
+    MetricRow(
         r"generator/(?P<generator>[^/]+)/heartbeat_age_s",
         "gauge",
         "buffer_generator_heartbeat_age_seconds",
         "Time since the last heartbeat of each generator.",
     ),
-    Row(
+    MetricRow(
         r"mismatch/staleness_(?P<staleness>[^/]+)/(\w+)",
         "gauge",
         "mismatch_by_staleness_{}",
         "Importance weights by staleness: 0 is what the engine costs, the others what lag costs.",
     ),
-    Row(
+    MetricRow(
         r"mismatch/mismatch_(\w+)",
         "gauge",
         "mismatch_{}",
         "Distance between behavior and training policy, in the last step.",
     ),
-    Row(
+    MetricRow(
         r"weights/(?P<hop>snapshot|ready_wait|transfer|receive|load|pause)_s",
         "gauge",
         "weights_hop_seconds",
         "Time of each hop of the last weight update, of the slowest generator.",
     ),
-    Row("weights/num_receivers", "gauge", "weights_receivers", "Generators on the weight channel."),
-    Row("weights/num_behind", "gauge", "weights_receivers_behind", "Those that have not answered."),
-    Row("weights/num_fenced", "counter", "weights_receivers_fenced", "Receivers left out."),
-    Row("weights/num_failed_loads", "counter", "weights_failed_loads", "Updates not loaded."),
-    Row(
+    MetricRow(
+        "weights/num_receivers", "gauge", "weights_receivers", "Generators on the weight channel."
+    ),
+    MetricRow(
+        "weights/num_behind", "gauge", "weights_receivers_behind", "Those that have not answered."
+    ),
+    MetricRow("weights/num_fenced", "counter", "weights_receivers_fenced", "Receivers left out."),
+    MetricRow("weights/num_failed_loads", "counter", "weights_failed_loads", "Updates not loaded."),
+    MetricRow(
         r"weights/num_(refused|ignored)_messages",
         "counter",
         "weights_messages_{}",
         "Messages of strangers.",
     ),
-    Row(
+    MetricRow(
         r"reward/(?P<reward>.+)/num_failures",
         "gauge",
         "reward_failures",
         "Groups that a reward did not score, in the generators that report.",
     ),
-    Row(
+    MetricRow(
         r"episode/(?P<environment>[^/]+)/(?P<metric>.+)",
         "gauge",
         "episode",
         "What environments measure, mean of the last step.",
     ),
-    Row(
+    MetricRow(
         "validation/policy_version",
         "gauge",
         "validation_policy_version",
         "Version that was validated last.",
     ),
-    Row(r"validation/(?P<metric>.+)", "gauge", "validation", "Scores of the last validation."),
-    Row("learner/step_s", "sum", "learner_step_seconds", "Time of the steps."),
-    Row(
+    MetricRow(
+        r"validation/(?P<metric>.+)", "gauge", "validation", "Scores of the last validation."
+    ),
+    MetricRow("learner/step_s", "sum", "learner_step_seconds", "Time of the steps."),
+    MetricRow(
         r"learner/(?P<phase>wait|wait_due|train|plan|score|forward|backward|update|snapshot|save)_s",
         "sum",
         "learner_phase_seconds",
         "Parts of the time of the steps; wait_due is part of wait, the passes are part of train.",
     ),
-    Row("learner/num_tokens", "sum", "learner_tokens", "Tokens trained, prompts included."),
-    Row(r"(learner|critic)/skipped_update", "sum", "{}_skipped_updates", "Not finite: skipped."),
-    Row("learner/num_updates", "sum", "learner_updates", "Optimizer updates."),
-    Row("learner/num_masked_updates", "sum", "learner_masked_updates", "Without a token to train."),
-    Row(
+    MetricRow("learner/num_tokens", "sum", "learner_tokens", "Tokens trained, prompts included."),
+    MetricRow(
+        r"(learner|critic)/skipped_update", "sum", "{}_skipped_updates", "Not finite: skipped."
+    ),
+    MetricRow("learner/num_updates", "sum", "learner_updates", "Optimizer updates."),
+    MetricRow(
+        "learner/num_masked_updates", "sum", "learner_masked_updates", "Without a token to train."
+    ),
+    MetricRow(
         "learner/num_nonfinite_sequences",
         "sum",
         "learner_nonfinite_sequences",
         "Trajectories that left the batch: their log-probabilities were not finite.",
     ),
-    Row("learner/stalls", "counter", "learner_stalls", "Waits of run.stall_s or longer."),
-    Row(
+    MetricRow("learner/stalls", "counter", "learner_stalls", "Waits of run.stall_s or longer."),
+    MetricRow(
         r"learner/activity/(?P<activity>\w+)",
         "gauge",
         "learner_activity",
         "1 for what the learner does.",
     ),
-    Row(
+    MetricRow(
         "learner/num_unsaved_steps", "gauge", "learner_unsaved_steps", "Since the last checkpoint."
     ),
-    Row("learner/num_steps", "counter", "learner_steps", "Steps made by this process."),
-    Row("time_s", "gauge", "learner_last_step_timestamp_seconds", "When the last step ended."),
-    Row("self/num_tokens", "counter", "generator_tokens", "Tokens sampled by this process."),
-    Row(
+    MetricRow("learner/num_steps", "counter", "learner_steps", "Steps made by this process."),
+    MetricRow(
+        "time_s", "gauge", "learner_last_step_timestamp_seconds", "When the last step ended."
+    ),
+    MetricRow("self/num_tokens", "counter", "generator_tokens", "Tokens sampled by this process."),
+    MetricRow(
         "self/pause_s", "counter", "generator_weight_pause_seconds", "Sampling stopped for weights."
     ),
-    Row(
+    MetricRow(
         "self/busy_s", "counter", "generator_busy_seconds", "Time that all of its room was in use."
     ),
-    Row("self/uptime_s", "counter", "generator_uptime_seconds", "Time since its start."),
-    Row(
+    MetricRow("self/uptime_s", "counter", "generator_uptime_seconds", "Time since its start."),
+    MetricRow(
         r"self/reward/(?P<reward>.+)/num_failures",
         "counter",
         "generator_reward_failures",
         "Groups that a reward did not score.",
     ),
-    Row(
+    MetricRow(
         "self/num_lost_agents",
         "counter",
         "generator_lost_agents",
         "Groups whose agent disappeared.",
     ),
-    Row(
+    MetricRow(
         r"self/num_(active|waiting)", "gauge", "generator_{}_sequences", "Sequences in the engine."
     ),
-    Row(r"self/(.+)", "gauge", "generator_{}", "State of the generator, at its last heartbeat."),
+    MetricRow(
+        r"self/(.+)", "gauge", "generator_{}", "State of the generator, at its last heartbeat."
+    ),
 )
 _PATTERNS = tuple((re.compile(row.pattern), row) for row in ROWS)
 _UNITS = (

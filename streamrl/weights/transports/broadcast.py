@@ -29,7 +29,7 @@ class BroadcastSender:
         self._timeout_s = settings.deadline_s / 4
         self._store: RendezvousServer | groups.OpenStore | None = None
         self._members: tuple[str, ...] = ()
-        self._group: groups.Group | None = None
+        self._group: groups.BroadcastGroup | None = None
         self._name = ""
 
     def endpoints(self, members: Mapping[str, int], backend: str) -> dict[str, BroadcastEndpoint]:
@@ -92,7 +92,7 @@ class BroadcastSender:
             return self._store
         return groups.OpenStore(self._host, self._timeout_s)
 
-    def _join(self, endpoint: BroadcastEndpoint) -> groups.Group:
+    def _join(self, endpoint: BroadcastEndpoint) -> groups.BroadcastGroup:
         if isinstance(self._store, groups.OpenStore):
             return self._store.join(
                 endpoint.group, endpoint.world_size, endpoint.backend, self._timeout_s
@@ -122,7 +122,7 @@ class BroadcastReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._group: tuple[str, groups.Group] | None = None
+        self._group: tuple[str, groups.BroadcastGroup] | None = None
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * groups.IN_FLIGHT
 
     def tensors(
@@ -174,7 +174,7 @@ class BroadcastReceiver:
         if endpoint.verify and layout.slots:
             yield torch.empty(SIZE * len(layout.slots), dtype=torch.uint8, device=device)
 
-    def _join(self, endpoint: BroadcastEndpoint) -> groups.Group:
+    def _join(self, endpoint: BroadcastEndpoint) -> groups.BroadcastGroup:
         if self._group is None or self._group[0] != endpoint.group:
             self.close()
             self._group = (endpoint.group, groups.join(endpoint))

@@ -53,7 +53,7 @@ class Put(Struct, frozen=True, tag="put"):
     value: bytes
 
 
-class Fetch(Struct, frozen=True, tag="fetch"):
+class FetchKey(Struct, frozen=True, tag="fetch"):
     """Answered when there is a value of this key."""
 
     key: str
@@ -65,7 +65,7 @@ class Values(Struct, frozen=True):
     by_key: dict[str, bytes]
 
 
-Request: TypeAlias = Put | Fetch
+Request: TypeAlias = Put | FetchKey
 
 
 class RendezvousServer:
@@ -106,7 +106,7 @@ class RendezvousServer:
                     self._values[key] = value
                 self._answer(address)
                 self._answer_waiting()
-            case Fetch(key):
+            case FetchKey(key):
                 self._waiting[address] = key
                 self._answer_waiting()
 
@@ -143,14 +143,14 @@ class RendezvousStore(Store):
     def get(self, key: str) -> bytes:
         """Waits for the value, until the timeout."""
         if key not in self._values:
-            self._call(Fetch(key))
+            self._call(FetchKey(key))
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Waits for values of all keys; the shorter of both timeouts holds for each."""
         for key in keys:
             if key not in self._values:
-                self._call(Fetch(key), timeout)
+                self._call(FetchKey(key), timeout)
 
     def close(self) -> None:
         self._socket.close()
@@ -191,12 +191,12 @@ class OpenStore:
             master_listen_fd=listening.detach(),
         )
 
-    def join(self, name: str, world_size: int, backend: str, timeout_s: float) -> "Group":
+    def join(self, name: str, world_size: int, backend: str, timeout_s: float) -> "BroadcastGroup":
         """Rank 0 of the named group. Waits for all ranks; unblocked by them or the timeout."""
         return _form(self._store, self.host, name, 0, world_size, backend, timeout_s)
 
 
-def join(endpoint: BroadcastEndpoint) -> "Group":
+def join(endpoint: BroadcastEndpoint) -> "BroadcastGroup":
     """The endpoint's rank of its group. Waits for all ranks or the timeout."""
     host, port = endpoint.host, endpoint.port
     try:
@@ -249,7 +249,7 @@ class Broadcast:
             raise WeightTransferError(f"broadcast failed: {error}") from error
 
 
-class Group:
+class BroadcastGroup:
     """Broadcasts from rank 0 to everyone; the store lasts as long."""
 
     def __init__(self, group: Any, store: TorchStore, timeout_s: float) -> None:
@@ -310,7 +310,7 @@ def _form(
     world_size: int,
     backend: str,
     timeout_s: float,
-) -> Group:
+) -> BroadcastGroup:
     prefixed = PrefixStore(name, store)
     try:
         match backend:
@@ -322,7 +322,7 @@ def _form(
                 raise WeightTransferError(f"weights.backend: was {backend!r}; gloo or nccl")
     except (RuntimeError, OSError, WireError, zmq.ZMQError) as error:
         raise WeightTransferError(f"group {name} did not form: {error}") from error
-    return Group(group, store, timeout_s)
+    return BroadcastGroup(group, store, timeout_s)
 
 
 def _gloo(store: TorchStore, host: str, rank: int, world_size: int, timeout_s: float) -> Any:

@@ -28,7 +28,7 @@ from streamrl.algorithms.rewards import (
 )
 from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.algorithm.rewards import RewardSettings, SampleWeightSettings
+from streamrl.config.algorithm.rewards import RewardShapingSettings, SampleWeightSettings
 from streamrl.config.algorithm.settings import ValueSettings
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
@@ -143,7 +143,7 @@ def _reward_postprocess(case: Case) -> Pairs:
     scope = params["reward_norm"]
     # With estimator grpo ROLL normalizes by the group's mean and deviation, whatever is set.
     plain = params["adv_estimator"] == "grpo"
-    config = RewardSettings(
+    config = RewardShapingSettings(
         norm_mean=scope if plain or not params["reward_scale"] else None,
         norm_std=scope if plain or not params["reward_shift"] else None,
         clip=params["reward_clip"],

@@ -22,7 +22,7 @@ from streamrl.config.algorithm.rewards import (
     AgenticNormalizationSettings,
     LengthRewardSettings,
     PfPpoSettings,
-    RewardSettings,
+    RewardShapingSettings,
     SampleWeightSettings,
 )
 
@@ -42,7 +42,7 @@ def test_running_moments_survive_a_checkpoint_and_cover_all_rewards_seen() -> No
 
 def test_shaping_happens_in_the_documented_order() -> None:
     """Penalty, then normalization, then clip, then length."""
-    config = RewardSettings(
+    config = RewardShapingSettings(
         format_penalty=1.0,
         norm_mean="batch",
         clip=1.0,
@@ -63,7 +63,7 @@ def test_shaping_happens_in_the_documented_order() -> None:
 
 
 def test_agentic_normalization_replaces_the_scopes() -> None:
-    config = RewardSettings(agentic=AgenticNormalizationSettings(method="mean"))
+    config = RewardShapingSettings(agentic=AgenticNormalizationSettings(method="mean"))
     rewards, groups = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1])
     shaped = shape_rewards(rewards, groups, Sequences.from_lengths([1, 1, 1]), config)
     assert shaped.rewards.tolist() == [-1.0, 1.0, 0.0]

@@ -10,7 +10,7 @@ import pytest
 
 from actors.rewards import make_reward
 from actors.rewards.calls import threads
-from actors.rewards.calls.limits import CallLimits
+from actors.rewards.calls.limits import RewardLimits
 from actors.rewards.calls.output import MAX_BYTES
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RewardError, RolloutError
@@ -124,7 +124,7 @@ async def test_the_last_try_says_how_many_there_were(reward):
 
 
 async def test_no_more_calls_run_at_a_time_than_may():
-    limits, running, most = CallLimits("reward x", max_concurrent=3), 0, 0
+    limits, running, most = RewardLimits("reward x", max_concurrent=3), 0, 0
 
     async def call() -> None:
         nonlocal running, most

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import RolloutError
-from streamrl.vision.places import Place, Placeholders, Size
+from streamrl.vision.places import MediaPlace, Placeholders, Size
 
 P, Q = 8, 9
 TOKENS = Placeholders(image=P, video=Q)
@@ -15,7 +15,7 @@ def test_each_placeholder_becomes_as_many_tokens_as_its_medium_has():
     sizes = [Size("image", 3), Size("video", 2)]
     ids = TOKENS.expand([1, P, 2, Q], sizes, "a row")
     assert ids == (1, P, P, P, 2, Q, Q)
-    assert TOKENS.find(ids, sizes) == (Place("image", 1, 4), Place("video", 5, 7))
+    assert TOKENS.find(ids, sizes) == (MediaPlace("image", 1, 4), MediaPlace("video", 5, 7))
     assert TOKENS.collapse(ids, sizes) == [1, P, 2, Q]
 
 
@@ -28,7 +28,7 @@ def test_a_text_that_holds_placeholders_is_refused(ids):
 def test_placeholders_that_a_policy_sampled_are_text():
     sizes = [Size("image", 2), Size("image", 3)]
     ids = (P, P, 1, P, 2, Q, Q, P, P, P, 3, P)
-    assert TOKENS.find(ids, sizes) == (Place("image", 0, 2), Place("image", 7, 10))
+    assert TOKENS.find(ids, sizes) == (MediaPlace("image", 0, 2), MediaPlace("image", 7, 10))
 
 
 def test_media_without_a_place_are_refused():

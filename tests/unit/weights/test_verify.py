@@ -41,7 +41,7 @@ class Flawed(BroadcastReceiver):
 
 
 class FlawedGroup:
-    def __init__(self, group: groups.Group) -> None:
+    def __init__(self, group: groups.BroadcastGroup) -> None:
         self._group = group
 
     def pipelined(self, tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
