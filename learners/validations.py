@@ -16,7 +16,7 @@ from learners.status_reporter import StatusReporter
 from streamrl.config import RunConfig
 from streamrl.config.validation import ValidationSettings
 from streamrl.errors import did_you_mean
-from streamrl.tracking.validation import VERSION, Best, best_of
+from streamrl.tracking.jsonl import VERSION, Best, best_of
 from streamrl.types import LearnerActivity, ValidationReport
 from streamrl.weights.sender import WeightSender
 

@@ -24,7 +24,7 @@ import msgspec
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.addresses import family_of, host_of, port_of, url_host
 from streamrl.config.environments.stream import first_difference
-from streamrl.config.loading.similar import RESOLVED_FILE, similar_run
+from streamrl.config.loading.explain import RESOLVED_FILE, similar_run
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.types import Books, BufferStats, LearnerStatus

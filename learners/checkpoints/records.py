@@ -25,8 +25,13 @@ from streamrl.errors import CheckpointWriteError, did_you_mean
 from streamrl.interfaces import Tracker
 from streamrl.samples.files import set_validations_aside
 from streamrl.tracking import CLOSE_S, Trackers, open_trackers
-from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, JsonlTracker
-from streamrl.tracking.validation import VALIDATION_FILE, read_validations
+from streamrl.tracking.jsonl import (
+    METRICS_FILE,
+    TRAINED_FILE,
+    VALIDATION_FILE,
+    JsonlTracker,
+    read_validations,
+)
 from streamrl.types import GroupHeader
 
 log = logging.getLogger(__name__)

@@ -2,23 +2,46 @@
 
 Invariant: weights are written under the names that public models have, from tensors in host memory
 alone, so that the model that trains is not touched.
+
+The files of a model's folder that say how it sees are copied along: without them vLLM and
+transformers cannot load one that sees images.
 """
 
 import copy
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from streamrl.config.model import ModelSettings
 from streamrl.vision.families import auto_model, has_vision
-from streamrl.vision.processor_files import copy_processor_files
+
+FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+
+
+def copy_processor_files(model: str, folder: Path) -> None:
+    """Those that the folder or hub name `model` has, byte by byte.
+
+    Raises:
+        OSError: one cannot be written.
+    """
+    for name in FILES:
+        found = cached_file(
+            model,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            shutil.copyfile(found, folder / name)
 
 
 def save_model(

@@ -9,9 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from streamrl.config.addresses import LARGEST_PORT
-from streamrl.config.engines.hf import HfSettings
-from streamrl.config.engines.sglang import SglangSettings
-from streamrl.config.engines.vllm import VllmSettings
+from streamrl.config.engines import HfSettings, SglangSettings, VllmSettings
 from streamrl.config.section import Device, Dtype, NotNegative, Positive, Seconds, Section
 from streamrl.errors import ConfigError
 from streamrl.user_code import check_user_code

@@ -4,6 +4,8 @@
 lines wait in memory, in their order; `flush` says whether all are on disk, which a checkpoint waits
 for. Invariant: the file ends with a whole line, unless its writer was killed while it wrote one;
 readers leave out a line that was cut off, and the next writer removes it.
+
+`validation.jsonl` has a line for each validation; `best_of` says which of them is the best.
 """
 
 import json
@@ -12,7 +14,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -136,3 +138,44 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 8) if math.isfinite(value) else None
     return value
+
+
+VALIDATION_FILE = "validation.jsonl"
+VERSION = "validation/policy_version"
+"""The metric that says which version the others of `validation/` are of."""
+
+
+class Best(NamedTuple):
+    """The best validation so far; `num_since` is how many came after it."""
+
+    policy_version: int
+    value: float
+    num_since: int
+
+
+def read_validations(run: Path) -> dict[int, dict[str, float]]:
+    """The metrics of each validated version, oldest first."""
+    lines = read_metrics(run / VALIDATION_FILE)
+    return {line["step"]: {k: v for k, v in line.items() if k != "step"} for line in lines}
+
+
+def best_of(
+    validated: Mapping[int, Mapping[str, float]],
+    metric: str,
+    best_is: Literal["highest", "lowest"],
+    *,
+    min_improvement: float = 0.0,
+) -> Best | None:
+    """Of those that have the metric; a later one is better if it exceeds the best before by more
+    than `min_improvement`. None if none has it."""
+    sign = 1 if best_is == "highest" else -1
+    best: Best | None = None
+    for version in sorted(validated):
+        value = validated[version].get(metric)
+        if value is None:
+            continue
+        if best is None or sign * (value - best.value) > min_improvement:
+            best = Best(version, value, 0)
+        else:
+            best = best._replace(num_since=best.num_since + 1)
+    return best

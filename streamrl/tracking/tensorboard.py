@@ -6,8 +6,8 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.tracking.groups import GROUPS, grouped
+from streamrl.tracking.jsonl import VERSION
 from streamrl.tracking.tables import markdown_table
-from streamrl.tracking.validation import VERSION
 
 
 class TensorboardTracker:

@@ -9,8 +9,8 @@ from typing import Any
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.tracking.groups import grouped
+from streamrl.tracking.jsonl import VERSION
 from streamrl.tracking.tables import COLUMNS, rows
-from streamrl.tracking.validation import VERSION
 
 FINISH_S = 120
 

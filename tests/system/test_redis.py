@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from buffers.redis.buffer import RedisBuffer, RedisSettings
-from streamrl.tracking.validation import read_validations
+from streamrl.tracking.jsonl import read_validations
 from tests.records import lease_one
 from tests.redis_server import RedisServer, redis_server
 from tests.system.test_launch import Launch, _set, assert_every_step_once

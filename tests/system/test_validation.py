@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from streamrl.samples.files import read_samples, validation_files
-from streamrl.tracking.validation import read_validations
+from streamrl.tracking.jsonl import read_validations
 
 REWARD = """
 import sys, time

@@ -9,7 +9,7 @@ from learners import validations as module
 from learners.validations import num_missed
 from streamrl.config import RunConfig
 from streamrl.config.validation import ValidationSettings
-from streamrl.tracking.validation import best_of
+from streamrl.tracking.jsonl import best_of
 from streamrl.types import LearnerActivity, ValidationReport
 from tests.training import make_groups
 from tests.unit.test_learner import GROUPS_PER_STEP, Run, configure

@@ -17,7 +17,7 @@ from actors.engines.served.process import has_gpu
 from actors.engines.served.server import ServedRequest
 from actors.engines.sglang.messages import GenerateMetaInfo, GenerateReqInput, SglangSampling
 from streamrl.config import RunConfig
-from streamrl.config.engines.sglang import OURS
+from streamrl.config.engines import SGLANG_OURS
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import SamplingParams, TokenSets, TopLogprobs
 
@@ -89,7 +89,7 @@ def launch_environment(config: RunConfig) -> dict[str, str]:
 def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> list[str]:
     """The command that starts the server of a run's configuration."""
     generator = config.generator
-    settings = generator.sglang.model_dump(exclude=set(OURS))
+    settings = generator.sglang.model_dump(exclude=set(SGLANG_OURS))
     given = {name: value for name, value in settings.items() if value is not None}
     for name in generator.engine_kwargs:
         if name in _FIXED:

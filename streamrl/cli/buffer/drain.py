@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from streamrl.cli.buffer.target import open_running, read_folder
 from streamrl.config import RunConfig
-from streamrl.config.loading.similar import RESOLVED_FILE
+from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import find_config
 from streamrl.types import BufferStats

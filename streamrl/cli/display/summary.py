@@ -14,8 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.diagnosis.scaling import scaling_hint
 from streamrl.run_folder import read_books, read_json, read_learner, read_restarts
 from streamrl.samples.record import printable
-from streamrl.tracking.jsonl import read_metrics
-from streamrl.tracking.validation import best_of, read_validations
+from streamrl.tracking.jsonl import best_of, read_metrics, read_validations
 
 SUMMARY_METRICS = frozenset(
     {

@@ -23,8 +23,7 @@ from streamrl.durable_files import write_file
 from streamrl.samples.files import newest_first, read_samples, validation_files
 from streamrl.samples.record import Message, Sample, printable
 from streamrl.tracking.groups import groups_of, label_of
-from streamrl.tracking.jsonl import METRICS_FILE
-from streamrl.tracking.validation import VALIDATION_FILE
+from streamrl.tracking.jsonl import METRICS_FILE, VALIDATION_FILE
 
 PAGE_FILE = "report.html"
 NUM_SAMPLES = 24

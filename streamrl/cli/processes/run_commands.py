@@ -13,7 +13,7 @@ from rich.console import Console
 
 from streamrl.cli.processes.command import call
 from streamrl.config import RunConfig
-from streamrl.config.loading.similar import RESOLVED_FILE
+from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.errors import StreamRLError
 
 STOPPED_S = 3.0

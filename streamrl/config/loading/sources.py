@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from streamrl.config.loading.similar import RESOLVED_FILE, similar_file, similar_run
+from streamrl.config.loading.explain import RESOLVED_FILE, similar_file, similar_run
 from streamrl.errors import ConfigError
 
 

@@ -1,1 +1,0 @@
-"""The settings of one inference engine each: `generator.hf`, `.vllm` and `.sglang`."""
