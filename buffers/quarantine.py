@@ -61,7 +61,7 @@ class Quarantine:
         self._max_files = max_files
         self._max_bytes = max_bytes
         self._clock = clock
-        self._sampler = EventLimit(burst=BURST, every_s=EVERY_S)
+        self._limit = EventLimit(burst=BURST, every_s=EVERY_S)
         self._kept: deque[tuple[Path, int]] | None = None
 
     def keep(self, sender: str, frames: Sequence[bytes | memoryview], error: WireError) -> None:
@@ -69,11 +69,11 @@ class Quarantine:
 
         `sender` is part of the file's name.
         """
-        if not self._sampler.admits(self._clock()):
+        if not self._limit.admits(self._clock()):
             return
         name = "".join(c if c.isalnum() or c in "-_" else "_" for c in sender)[:80]
         path = self._folder / f"{time.time_ns()}-{name}.msgpack"
-        omitted = self._sampler.take_omitted()
+        omitted = self._limit.take_omitted()
         try:
             self._write(path, frames)
         except OSError as problem:

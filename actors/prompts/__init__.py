@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.prompts.rows import Columns, ConcatenatedPrompts, PromptRows, RowPrompts
+from actors.prompts.rows import ConcatenatedPrompts, PromptRows, RowColumns, RowPrompts
 from actors.prompts.seeds import HELD_OUT_RUN_SEED
 from actors.prompts.streams import Epochs, FirstPrompts, Mixture, NamedPrompts
 from actors.prompts.tasks import TASKS, HeldOutTaskPrompts, LevelPrompts, TaskPrompts
@@ -108,7 +108,7 @@ def _open(
     path, kwargs = source.path, source.kwargs
     siblings = data.sources if setting == "data.source" else data.eval_sources
     default_name = _default_name(path) if len(siblings) > 1 else ""
-    columns = Columns.of(data, setting, source, default_name)
+    columns = RowColumns.of(data, setting, source, default_name)
     if _has_rows(path):
         rows = open_rows(setting, path, subset=source.subset, split=source.split)
         return RowPrompts(rows, columns, path)

@@ -37,7 +37,7 @@ class PromptRows(Protocol):
 
 
 @dataclass(frozen=True)
-class Columns:
+class RowColumns:
     """How the rows of one source become prompts."""
 
     setting: str
@@ -55,7 +55,7 @@ class Columns:
     @classmethod
     def of(
         cls, data: DataSettings, setting: str, source: SourceSettings, default_name: str
-    ) -> "Columns":
+    ) -> "RowColumns":
         """Of one source; what it leaves open is as in `data`."""
         template = source.prompt_template
         return cls(
@@ -156,7 +156,7 @@ class RowPrompts:
         ConfigError: a row has no prompt or no answer.
     """
 
-    def __init__(self, rows: Rows, columns: Columns, path: str) -> None:
+    def __init__(self, rows: Rows, columns: RowColumns, path: str) -> None:
         self._rows, self._columns = rows, columns
         columns.check(rows[0], path)
         for _ in self:

@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
-from actors.prompts.rows import Columns
+from actors.prompts.rows import RowColumns
 from streamrl.data_files import Row
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
@@ -57,7 +57,7 @@ class UserDataSet:
         ConfigError: it has no rows, or its first row has no prompt or no answer.
     """
 
-    def __init__(self, name: str, source: Any, columns: Columns) -> None:
+    def __init__(self, name: str, source: Any, columns: RowColumns) -> None:
         self._name, self._source, self._columns = name, source, columns
         with attributed_to(name):
             self._size = len(source)
@@ -88,7 +88,7 @@ class UserDataSet:
 
 
 def open_user_source(
-    field: str, entry: str, kwargs: Mapping[str, Any], seed: int, columns: Columns
+    field: str, entry: str, kwargs: Mapping[str, Any], seed: int, columns: RowColumns
 ) -> UserPrompts | UserDataSet:
     """What PATH.py:NAME makes.
 

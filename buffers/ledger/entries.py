@@ -10,7 +10,7 @@ attached. `lease_id` is empty where a learner's books decided instead of a lease
 (orphaned) then means that the prompt is free again, whatever its earlier events are;
 "acknowledged" that a checkpoint contains it, and all prompts before it that have no event yet.
 
-`StateCounts`: how many entries each state has, which versions may sample the leased, and which have
+`Columns`: how many entries each state has, which versions may sample the leased, and which have
 sampled the buffered. An entry is added when it enters a state and removed before it leaves it, so
 each is counted once.
 
@@ -104,7 +104,7 @@ class Event(Struct, frozen=True):
     response_lengths: tuple[int, ...] = ()
 
 
-class StateCounts:
+class Columns:
     """`leased_versions` counts the leased entries by `min_policy_version`; not to be changed."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class Entries:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._prompt_index_of: dict[str, int] = {}
-        self.columns = StateCounts()
+        self.columns = Columns()
         self._dropped: Counter[DropReason] = Counter()
         self._granted = 0
         self._acknowledged = 0

@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
         ConfigError: a filter is malformed, or there is no such validation.
     """
     run = find_run(arguments.folder).run.path
-    samples = _choice(arguments).of(_all(run, arguments.validation))
+    samples = _filter(arguments).of(_all(run, arguments.validation))
     if arguments.json:
         for sample in samples:
             print(json.dumps(as_json(sample)))
@@ -73,7 +73,7 @@ def _version(given: str) -> int:
     return int(given)
 
 
-def _choice(arguments: argparse.Namespace) -> SampleFilter:
+def _filter(arguments: argparse.Namespace) -> SampleFilter:
     first, last = _steps(arguments.step)
     return SampleFilter(
         first_step=first,
