@@ -13,7 +13,7 @@ NormScope = Literal["batch", "group", "running"]
 
 
 class AgenticNormalizationSettings(Section):
-    """Normalization of episode scores in agentic tasks; replaces the scopes of `algorithm.reward`."""
+    """Normalization of episode scores in agentic tasks; replaces `algorithm.reward`'s scopes."""
 
     grouping: Literal["state", "batch", "inductive"] = "state"
     """Which episodes are compared: same start state, all, or same environment (task tag)."""

@@ -21,7 +21,7 @@ from streamrl.types import CudaMemory, HostMemory, SharedEndpoint, replace
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import this_host
 from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transports import descriptors, memory
+from streamrl.weights.transports import memory
 from streamrl.weights.transports.memory import receive_descriptor
 from streamrl.weights.transports.shared_memory import SharedReader
 
@@ -249,7 +249,7 @@ def short_path() -> Iterator[Path]:
 
 @pytest.mark.parametrize("silent", [False, True], ids=["no descriptor", "silent"])
 def test_a_socket_that_gives_no_memory_is_refused(silent, short_path, monkeypatch):
-    monkeypatch.setattr(descriptors, "_WAIT_S", 0.05 if silent else 30.0)
+    monkeypatch.setattr(memory, "_WAIT_S", 0.05 if silent else 30.0)
     endpoint = Learner().publish(1)
     path = str(short_path / "socket")
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -273,7 +273,7 @@ def test_a_socket_that_gives_no_memory_is_refused(silent, short_path, monkeypatc
 
 
 def test_names_of_killed_processes_are_removed_and_no_others(short_path, monkeypatch):
-    monkeypatch.setattr(descriptors, "SHARED_FOLDER", short_path)
+    monkeypatch.setattr(memory, "SHARED_FOLDER", short_path)
 
     def name(number: int) -> socket.socket:
         made = socket.socket(socket.AF_UNIX)
@@ -296,7 +296,7 @@ def test_names_of_killed_processes_are_removed_and_no_others(short_path, monkeyp
 
 
 def test_without_a_folder_to_share_there_are_ordinary_send_buffers(tmp_path, monkeypatch):
-    monkeypatch.setattr(descriptors, "SHARED_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(memory, "SHARED_FOLDER", tmp_path / "none")
     assert Learner().buffers.exported is None
 
 
