@@ -1,8 +1,14 @@
-"""What every test shares: one thread per process, so that tests beside each other don't spin."""
+"""What every test shares: one thread per process, so that tests beside each other don't spin.
+
+Where STREAMRL_TESTS_END is set (by `.ci/run`, which has a time to keep), a test that has not begun
+by that time, in seconds since 1970, is skipped with this reason. Which tests come last then differs
+from run to run, so that on a slow machine it is not always the same ones that are not run.
+"""
 
 import gc
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +25,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long a machine takes to draw inputs says nothing about the code under test.
 settings.register_profile("streamrl", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("streamrl")
+
+
+END_S = int(os.environ.get("STREAMRL_TESTS_END", 0))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = END_S % max(1, len(items))
+    items[:] = items[first:] + items[:first]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if END_S and time.time() > END_S:
+        pytest.skip("the time for this run of the tests is over")
 
 
 def pytest_collection_finish() -> None:

@@ -18,8 +18,7 @@ from streamrl.config.environments import EnvironmentEntry, EnvironmentSettings, 
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.learner import LearnerSettings
 from streamrl.config.model import ModelSettings
-from streamrl.config.parity import ParitySettings
-from streamrl.config.run import RunSettings
+from streamrl.config.run import ParitySettings, RunSettings
 from streamrl.config.section import Section
 from streamrl.config.tracking import TrackingSettings
 from streamrl.config.validation import ValidationSettings

@@ -18,7 +18,7 @@ from actors.engines.served.replicas import Replica, ReplicatedEngine
 from actors.engines.served.server import Labels
 from actors.engines.served.weights import Standstill
 from actors.engines.targets import weight_targets
-from streamrl.config.engines import VllmSettings
+from streamrl.config.generator import VllmSettings
 from streamrl.errors import (
     ConfigError,
     RolloutError,

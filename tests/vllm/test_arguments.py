@@ -5,7 +5,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from actors.engines.model import ModelFacts
 from actors.engines.vllm.arguments import engine_arguments
 from streamrl.config import RunConfig
-from streamrl.config.engines import VLLM_OURS, VllmSettings
+from streamrl.config.generator import VLLM_OURS, VllmSettings
 
 GIVEN = {
     "gpu_memory_utilization": 0.35,

@@ -10,7 +10,7 @@ import pytest_asyncio
 from actors.engines import make_engine
 from actors.engines.served.engine import ServedEngine
 from streamrl.config import RunConfig
-from streamrl.config.engines import VllmSettings
+from streamrl.config.generator import VllmSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import CompletionHandle, Engine
 from streamrl.types import Completion, FinishReason, SamplingParams

@@ -38,7 +38,7 @@ from actors.engines.served.replicas import Replica, ReplicatedEngine
 from actors.engines.served.server import AnyLabels, Labels, ServedRequest, Server, is_of_a_run
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
-from streamrl.config.engines import ServerSettings
+from streamrl.config.generator import ServerSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, SamplingParams
 

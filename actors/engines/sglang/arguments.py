@@ -17,7 +17,7 @@ from actors.engines.served.process import has_gpu
 from actors.engines.served.server import ServedRequest
 from actors.engines.sglang.messages import GenerateMetaInfo, GenerateReqInput, SglangSampling
 from streamrl.config import RunConfig
-from streamrl.config.engines import SGLANG_OURS
+from streamrl.config.generator import SGLANG_OURS
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import SamplingParams, TokenSets, TopLogprobs
 

@@ -36,7 +36,7 @@ from actors.engines.sglang.messages import (
     UpdateWeightsFromDistributedReqInput,
 )
 from actors.engines.updates import StagedWeights, WholeModel
-from streamrl.config.engines import SglangSettings
+from streamrl.config.generator import SglangSettings
 from streamrl.errors import StreamRLError, WeightTransferError
 from streamrl.types import WeightUpdate
 from streamrl.weights.layout import dtype_name

@@ -18,7 +18,7 @@ from actors.engines.model import ModelFacts
 from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.plugin import BACKEND, register
 from streamrl.config import RunConfig
-from streamrl.config.engines import VLLM_OURS
+from streamrl.config.generator import VLLM_OURS
 from streamrl.errors import ConfigError
 from streamrl.types import SamplingParams
 

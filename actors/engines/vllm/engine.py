@@ -63,7 +63,7 @@ from actors.engines.vllm.arguments import engine_arguments, vllm_sampling
 from actors.engines.vllm.plugin import ERROR_LOG_VARIABLE
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
-from streamrl.config.engines import VllmSettings
+from streamrl.config.generator import VllmSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle

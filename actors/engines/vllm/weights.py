@@ -13,7 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from streamrl.config.engines import VllmSettings
+from streamrl.config.generator import VllmSettings
 from streamrl.curve import serve_with_new_key
 from streamrl.errors import WeightTransferError
 from streamrl.types import WeightUpdate
