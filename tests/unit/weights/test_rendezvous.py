@@ -44,7 +44,7 @@ def test_who_knows_the_key_reads_what_others_put_and_waits_for_it(server):
     one.set("a", b"1")
     assert two.get("a") == b"1"
     two._timeout_s = 0.1
-    with pytest.raises(RuntimeError, match=r"no answer .* to Fetch b for 0\.1 s"):
+    with pytest.raises(RuntimeError, match=r"no answer .* to FetchKey b for 0\.1 s"):
         two.wait(["a", "b"])
     one.close()
     two.close()
