@@ -92,6 +92,7 @@ class VllmEngines:
     num_long = 3000
     reports_tokens = True
     has_seeds = True
+    has_bfloat16 = True
     truncates_jointly = False
 
     def __init__(self, folder: Path) -> None:
