@@ -20,7 +20,7 @@ from streamrl.tracking.jsonl import read_metrics
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 # Far beyond what anything takes: a machine of many tenants is slow, and a hang is a hang.
-DEADLINE_S = 240.0
+DEADLINE_S = 420.0
 
 CONFIG = """
 run: {{name: run, folder: {folder}, max_steps: 12, evaluate: false}}
