@@ -1,8 +1,8 @@
 """What every test shares: one thread per process, so that tests beside each other don't spin.
 
 Where STREAMRL_TESTS_END is set (by `.ci/run`, which has a time to keep), a test that has not begun
-by that time, in seconds since 1970, is skipped with this reason. Which tests come last then differs
-from run to run, so that on a slow machine it is not always the same ones that are not run.
+by that time, in seconds since 1970, is skipped with this reason. Which files come last in a call of
+pytest then differs from run to run, so that it is not always the same ones that are not run.
 """
 
 import gc
@@ -31,8 +31,9 @@ END_S = int(os.environ.get("STREAMRL_TESTS_END", 0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if ENGINES != ("HfEngines",):
-        return  # Servers that are started once for all who ask are to end before others start.
+    # Servers that are started once for all who ask are to end before others start.
+    if not END_S or ENGINES != ("HfEngines",):
+        return
     files = list(dict.fromkeys(item.path for item in items))
     first = END_S % max(1, len(files))
     place = {path: (place - first) % len(files) for place, path in enumerate(files)}

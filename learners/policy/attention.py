@@ -176,7 +176,7 @@ def packed_attention(
     has_kernel = (
         query.is_cuda and query.dtype in HALF and scores.are_plain and q.shape[-1] == v.shape[-1]
     )
-    attend = _variable_length if has_kernel else _bucketed
+    attend = _unpadded if has_kernel else _bucketed
     return attend(q, k, v, packing, scores)[None], None
 
 
@@ -259,7 +259,7 @@ def _visible(longest: int, window: int | None, device: torch.device) -> torch.Te
     return visible if window is None else visible.triu(1 - window)
 
 
-def _variable_length(
+def _unpadded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

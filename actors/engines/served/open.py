@@ -306,7 +306,7 @@ def open_served(
     labels = labels_of_run(config) if is_shared else Labels.new()
     try:
         wait_until_up(kind, http, process.require_alive if process else lambda: None)
-        _attach(kind, config, http, labels)
+        _attach_or_explain(kind, config, http, labels)
         return engine_on(kind, config, http, labels, process=process)
     except BaseException:
         if process is not None:
@@ -329,7 +329,7 @@ def open_urls(
     labels = labels_of_run(config)
     up = _wait_until_some_are_up(kind, [Http(url, api_key=api_key) for url in urls])
     for http in up:
-        _attach(kind, config, http, labels)
+        _attach_or_explain(kind, config, http, labels)
     model = _one_model(up)
 
     def opener(url: str) -> Callable[[], Awaitable[ServedEngine]]:
@@ -348,7 +348,7 @@ def open_urls(
     )
 
 
-def _attach(kind: ServerKind, config: RunConfig, http: Http, labels: Labels) -> None:
+def _attach_or_explain(kind: ServerKind, config: RunConfig, http: Http, labels: Labels) -> None:
     try:
         attach(kind, http, labels, most_asked(config))
     except RefusedError as error:
@@ -359,7 +359,7 @@ def _attach_again(
     kind: ServerKind, config: RunConfig, http: Http, labels: Labels, model: str
 ) -> None:
     wait_until_up(kind, http, timeout_s=0.0)
-    _attach(kind, config, http, labels)
+    _attach_or_explain(kind, config, http, labels)
     _require_model(http, model)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, _ActionsContainer
+from functools import partial
 
 
 def config(parser: ArgumentParser) -> None:
@@ -270,10 +271,10 @@ def seconds(text: str) -> float:
     return value
 
 
-def count(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise ArgumentTypeError(f"was {text!r}; it must be a whole number, 1 or more")
+def count(text: str, *, least: int = 1) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else -1
+    if value < least:
+        raise ArgumentTypeError(f"was {text!r}; it must be a whole number, {least} or more")
     return value
 
 
@@ -340,7 +341,7 @@ def launch(parser: ArgumentParser) -> None:
 def _slurm(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("with --slurm")
     group.add_argument(
-        "--nodes", type=_positive, help="nodes of the job; default: those of cluster.hosts, or 1"
+        "--nodes", type=count, help="nodes of the job; default: those of cluster.hosts, or 1"
     )
     group.add_argument(
         "--sbatch",
@@ -362,21 +363,11 @@ def _kubernetes(parser: ArgumentParser) -> None:
         help="image of all pods or of those of a role; can be repeated; default: those of deploy/",
     )
     group.add_argument(
-        "--gpus-per-node", type=_count, help="GPUs that one pod can have; default: 8"
+        "--gpus-per-node",
+        type=partial(count, least=0),
+        help="GPUs that one pod can have; default: 8",
     )
     group.add_argument("--storage", help="size of the volume with the run; default: 200Gi")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"must be a whole number from 0, was {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ArgumentTypeError(f"must be a whole number from 1, was {text!r}")
-    return int(text)
 
 
 def plan(parser: ArgumentParser) -> None:
@@ -386,7 +377,7 @@ def plan(parser: ArgumentParser) -> None:
         metavar="[USER@]HOST[:DEVICES],...",
         help="the machines of the run; short for cluster.hosts",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    json_output(parser)
 
 
 def samples(parser: ArgumentParser) -> None:

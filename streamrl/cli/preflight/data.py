@@ -36,8 +36,9 @@ from streamrl.interfaces import Prompt, PromptSource
 from streamrl.model_folder import local_folder
 from streamrl.user_code import attributed_to, find_user_code, is_finite_number, is_user_code
 
-_MOST_COMPARED = 2000
-"""Prompts of a user's own code, which may take any time."""
+_SCANNED, _SCORED = 256, 16
+_LARGEST_SCAN = 2000
+"""Prompts, which a user's own code may take any time to make."""
 
 
 def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]:
@@ -72,8 +73,8 @@ def _prompts(data: DataSettings, source: SourceSettings) -> Iterator[Prompt]:
     """Each once, in the source's own order."""
     changes = {"source": (source,), "source_kwargs": {}, "shuffle": False, "curriculum": None}
     prompts = open_prompts(data.model_copy(update=changes), seed=0)
-    size = len(prompts) if isinstance(prompts, Sized) else _MOST_COMPARED
-    numbers = range(min(size, _MOST_COMPARED) if is_user_code(source.path) else size)
+    size = len(prompts) if isinstance(prompts, Sized) else _LARGEST_SCAN
+    numbers = range(min(size, _LARGEST_SCAN) if is_user_code(source.path) else size)
     return map(prompts.__getitem__, numbers)
 
 
@@ -95,7 +96,6 @@ def check_tools(config: RunConfig) -> Iterator[Finding]:
     yield from refusal(lambda: make_sources(generator))
 
 
-_SCANNED, _LARGEST_SCAN, _SCORED = 256, 2000, 16
 _GYM = "reasoning_gym:"
 
 

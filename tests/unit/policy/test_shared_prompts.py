@@ -114,7 +114,7 @@ def test_a_kernel_for_whole_trajectories_gets_them(monkeypatch):
 
     bucketed = attention._bucketed
     monkeypatch.setattr(attention, "variable_length", kernel)
-    monkeypatch.setattr(attention, "_bucketed", attention._variable_length)
+    monkeypatch.setattr(attention, "_bucketed", attention._unpadded)
     assert_alike(computed(network, micro_batch), expected)
 
 
