@@ -60,8 +60,8 @@ test-deploy: $(VENV)/dev.stamp
 	  echo "NOT RUN: the tests of SGLang, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
 	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG)
 	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -m long
-	$(BIN)/pytest -m long -n 2 --dist worksteal
-	@[ ! -d tests/deploy ] || $(BIN)/pytest tests/deploy
+	$(BIN)/pytest tests -m "long or deploy" --ignore tests/vllm --ignore tests/sglang -n 2 \
+	  --dist loadgroup --no-loadscope-reorder
 
 # The engine contract and whole runs on a real vLLM: in the process, by URL, and on two workers.
 test-vllm: $(VLLM)/vllm.stamp

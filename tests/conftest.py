@@ -3,6 +3,10 @@
 Where STREAMRL_TESTS_END is set (by `.ci/run`, which has a time to keep), a test that has not begun
 by that time, in seconds since 1970, is skipped with this reason. Which files come last in a call of
 pytest then differs from run to run, so that it is not always the same ones that are not run.
+
+With `--dist loadgroup`, all of `tests/deploy` stay in one process, since they share what a machine has
+once (containers, Slurm, systemd), and so does a file whose fixtures take longer than its tests; those of
+`tests/system` each start what they need.
 """
 
 import gc
@@ -11,6 +15,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,17 +32,30 @@ settings.register_profile("streamrl", suppress_health_check=[HealthCheck.too_slo
 settings.load_profile("streamrl")
 
 
+DEPLOY = Path(__file__).parent / "deploy"
+SYSTEM = Path(__file__).parent / "system"
 END_S = int(os.environ.get("STREAMRL_TESTS_END", 0))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(DEPLOY):
+            item.add_marker(pytest.mark.deploy)
+            item.add_marker(pytest.mark.xdist_group("deploy"))
+        elif not item.path.is_relative_to(SYSTEM):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     # Servers that are started once for all who ask are to end before others start.
-    if not END_S or ENGINES != ("HfEngines",):
-        return
+    if END_S and ENGINES == ("HfEngines",):
+        rotate(items)
+
+
+def rotate(items: list[pytest.Item]) -> None:
+    """Another file first in each run; those of `tests/deploy`, one after the other, before all."""
     files = list(dict.fromkeys(item.path for item in items))
     first = END_S % max(1, len(files))
     place = {path: (place - first) % len(files) for place, path in enumerate(files)}
-    items.sort(key=lambda item: place[item.path])
+    items.sort(key=lambda item: (not item.path.is_relative_to(DEPLOY), place[item.path]))
 
 
 @pytest.hookimpl(tryfirst=True)
