@@ -4,9 +4,9 @@ Where STREAMRL_TESTS_END is set (by `.ci/run`, which has a time to keep), a test
 by that time, in seconds since 1970, is skipped with this reason. Which files come last in a call of
 pytest then differs from run to run, so that it is not always the same ones that are not run.
 
-With `--dist loadgroup`, all of `tests/deploy` stay in one process, since they share what a machine has
-once (containers, Slurm, systemd), and so does a file whose fixtures take longer than its tests; those of
-`tests/system` each start what they need.
+With `--dist loadgroup`, all of `tests/deploy` stay in one process, since they share what a machine
+has once (containers, Slurm, systemd), and so does a file whose fixtures take longer than its tests;
+those of `tests/system` each start what they need.
 """
 
 import gc
