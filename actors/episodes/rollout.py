@@ -374,6 +374,7 @@ class GroupRunner:
             prompt=prompt,
             response=self.renderer.decode(rollout.last_response),
             response_token_ids=rollout.last_response,
+            prefill=self.renderer.prefill,
             turn_rewards=tuple(turn.reward for turn in rollout.turns),
             num_response_tokens=rollout.num_sampled_tokens,
             finish_reason=rollout.finish_reason,

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -134,7 +135,7 @@ class RowColumns:
             raise ConfigError(
                 f"{self.setting}: {row.place}: {self.answer_key} was {answer}; it must have a value"
             )
-        return json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
+        return json.dumps(answer) if isinstance(answer, list | dict) else _written(answer)
 
     def _required(self, row: Row, key: str) -> Any:
         value = _value(row.fields, key)
@@ -221,6 +222,12 @@ def _content(value: Any) -> str | tuple[Message, ...]:
     messages = value if isinstance(value, list) and all(map(_is_message, value)) else ()
     # Parquet gives every message the keys of all, with null where it has none.
     return tuple({k: v for k, v in turn.items() if v is not None} for turn in messages)
+
+
+def _written(answer: Any) -> str:
+    """A number without an exponent, as people write it."""
+    is_usual = isinstance(answer, float) and 1e-20 < abs(answer) < 1e20
+    return format(Decimal(repr(answer)), "f") if is_usual else str(answer)
 
 
 def _is_message(turn: Any) -> bool:

@@ -118,12 +118,12 @@ class MessageParser:
         text = self.decode(self.without_end(token_ids))
         if self._template is None:
             return {"role": "assistant", "content": text}
-        _, opened, prefill = generation_prompt.rpartition("<think>")
+        _, opened, behind = generation_prompt.rpartition("<think>")
         try:
             parsed = parse_response(
                 text,
                 self._template,
-                prefix=generation_prompt if self._is_own else opened + prefill * bool(opened),
+                prefix=generation_prompt if self._is_own else opened + behind * bool(opened),
                 tools=[dict(tool) for tool in tools],
             )
         except (ValueError, KeyError, RecursionError) as error:

@@ -245,6 +245,12 @@ class ChatRenderer:
         except ConfigError:
             return ""
 
+    @property
+    def prefill(self) -> str:
+        """See `Renderer.prefill`."""
+        _, opened, behind = self._generation_prompt.rpartition("<think>")
+        return opened + behind if opened else ""
+
     def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
         """The images and videos of a conversation, in order.
 

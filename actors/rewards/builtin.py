@@ -7,10 +7,11 @@ nothing, nor 1, which pays for anything.
 import logging
 import re
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
+from actors.rewards.answers import answer_of, answered_number
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.forms import gold_of
 from streamrl.interfaces import Episode, Prompt, Score
@@ -27,8 +28,8 @@ def text_to_match(prompt: Prompt) -> str:
     return prompt.answer
 
 
-def expression_to_match(prompt: Prompt) -> str:
-    """The answer of `math`.
+def expression_to_match(prompt: Prompt) -> Any:
+    """The answer of `math`; a list of them is of acceptable ones.
 
     Raises:
         FinalError: there is none.
@@ -36,7 +37,7 @@ def expression_to_match(prompt: Prompt) -> str:
     gold = gold_of(prompt)
     if gold is None or gold in ([], {}) or not str(gold).strip():
         raise no_gold(prompt, gold, "math needs an expression")
-    return str(gold)
+    return gold
 
 
 def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:
@@ -45,9 +46,6 @@ def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:
 
 
 log = logging.getLogger(__name__)
-_NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_MARKED = re.compile(rf"(?:####|\\boxed\{{)\s*\$?({_NUMBER})")
-_ANY = re.compile(_NUMBER)
 
 
 def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "") -> float:
@@ -67,10 +65,10 @@ def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "
 
 
 def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> float:
-    """The response's number equals the answer's: the last one behind "####" or in a box (the
-    conventions of GSM8K, arXiv 2110.14168, and MATH), else the last number there is."""
-    expected, given = number_to_match(episode.prompt), extract_number(episode.response)
-    return float(given is not None and abs(expected - given) <= Decimal(str(tolerance)))
+    """The response's number equals the answer's: that of its marked answer (see
+    `actors.rewards.answers`), else the last number there is."""
+    expected, given = number_to_match(episode.prompt), answered_number(answer_of(episode))
+    return float(given is not None and abs(expected - given) <= Fraction(str(tolerance)))
 
 
 def regex(episode: Episode, *, pattern: str) -> float:
@@ -80,13 +78,15 @@ def regex(episode: Episode, *, pattern: str) -> float:
 
 def format_of_tags(episode: Episode, *, tags: Sequence[str] = ("think", "answer")) -> float:
     """The response consists of these elements, such as <think>...</think><answer>...</answer>, in
-    this order, each once and not empty; white space may stand between them."""
+    this order, each once and not empty; white space may stand between them. What the chat template
+    has opened (<think>) counts as the response's."""
+    text = episode.prefill + episode.response
     elements = (rf"<{tag}>(?P<{tag}>.*?)</{tag}>" for tag in tags)
-    found = re.fullmatch(r"\s*".join(elements), episode.response.strip(), re.DOTALL)
+    found = re.fullmatch(r"\s*".join(elements), text.strip(), re.DOTALL)
     if found is None or not all(found[tag].strip() for tag in tags):
         return 0.0
     marks = (mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>"))
-    return float(all(episode.response.count(mark) == 1 for mark in marks))
+    return float(all(text.count(mark) == 1 for mark in marks))
 
 
 def length(
@@ -121,28 +121,13 @@ def environment(episode: Episode) -> float:
     return sum(episode.turn_rewards)
 
 
-def number_to_match(prompt: Prompt) -> Decimal:
+def number_to_match(prompt: Prompt) -> Fraction:
     """The number of the answer.
 
     Raises:
         FinalError: it has none.
     """
-    number = extract_number(prompt.answer)
+    number = answered_number(prompt.answer)
     if number is None:
         raise no_gold(prompt, prompt.answer, "numeric_answer needs a number in it")
     return number
-
-
-def extract_number(text: str) -> Decimal | None:
-    """The number a text answers with, or None.
-
-    >>> extract_number("3 + 4 = 7, so #### 1,007")
-    Decimal('1007')
-    """
-    found = _MARKED.findall(text) or _ANY.findall(text)
-    if not found:
-        return None
-    try:
-        return Decimal(found[-1].replace(",", ""))
-    except InvalidOperation:
-        return None

@@ -4,10 +4,21 @@ It runs in a process of its own: sympy may take hours over an expression that a 
 holds the interpreter meanwhile.
 """
 
+import json
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from math_verify import parse, verify
 
+from actors.rewards.answers import (
+    answer_of,
+    answered_number,
+    latex,
+    marked_answer,
+    whole_number,
+    words,
+)
 from actors.rewards.builtin import expression_to_match, no_gold
 from streamrl.interfaces import Episode
 
@@ -16,18 +27,65 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def math(episode: Episode, *, strict: bool = True) -> float:
-    """The response's expression, boxed or last, equals the answer's.
+    """The response's answer, marked or its last expression, equals the row's, or one of the row's
+    where that is a list. Numbers are compared as numbers, words as words, all else by math-verify.
 
     Args:
         strict: whether x = 1 differs from 1, and a set from its elements, as math-verify has it.
     """
-    answer = expression_to_match(episode.prompt)
-    marked = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
+    golds = _acceptable(expression_to_match(episode.prompt))
+    parsed = [_gold(episode, gold) for gold in golds]
+    text = answer_of(episode)
+    marked = marked_answer(text)
+    given = text.strip() if marked is None else marked
+    if any(_is_same(gold, given) for gold in golds):
+        return 1.0
+    decided = [_decided(gold, given) for gold in golds]
+    if all(decided):
+        return 0.0
+    expression = _parse(text if marked is None or "\\boxed" in text else f"\\boxed{{{given}}}")
+    if not expression and marked is None:
+        number = answered_number(text)
+        return float(number is not None and number in map(whole_number, golds))
+    rest = (gold for gold, done in zip(parsed, decided, strict=True) if not done)
     # The limits of the call end it, with its process; math-verify's own need the main thread.
-    expected, given = (
-        parse(marked, parsing_timeout=None),
-        parse(episode.response, parsing_timeout=None),
-    )
+    same = (verify(gold, expression, strict=strict, timeout_seconds=None) for gold in rest)
+    return float(any(same))
+
+
+def _acceptable(gold: Any) -> Sequence[str]:
+    """Each of a list; a text is a list where it is one of texts, as JSON has it."""
+    if isinstance(gold, str) and gold.lstrip().startswith('["'):
+        try:
+            gold = json.loads(gold)
+        except ValueError:
+            return [gold]
+    return [str(one) for one in gold] if isinstance(gold, list | tuple) else [str(gold)]
+
+
+def _is_same(gold: str, given: str) -> bool:
+    number = whole_number(gold)
+    if number is not None:
+        return number == whole_number(given)
+    return bool(words(gold)) and words(gold) == words(given)
+
+
+def _decided(gold: str, given: str) -> bool:
+    """Whether `_is_same` has the last word: math-verify takes a word for a product of letters."""
+    if words(gold):
+        return True
+    return whole_number(gold) is not None and whole_number(given) is not None
+
+
+def _gold(episode: Episode, gold: str) -> list[Any]:
+    found = marked_answer(gold) if "####" in gold else None
+    inner = latex(gold if found is None else found)
+    is_marked = "$" in inner or "\\boxed" in inner
+    expected: list[Any] = parse(inner if is_marked else f"\\boxed{{{inner}}}", parsing_timeout=None)
     if not expected:
-        raise no_gold(episode.prompt, answer, "math-verify reads no expression in it")
-    return float(verify(expected, given, strict=strict, timeout_seconds=None))
+        raise no_gold(episode.prompt, gold, "math-verify reads no expression in it")
+    return expected
+
+
+def _parse(text: str) -> list[Any]:
+    return list(parse(latex(text), parsing_timeout=None))

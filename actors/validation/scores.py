@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from actors.rewards.builtin import extract_number
+from actors.rewards.answers import answered_number
 from streamrl.types.validation import MAX_METRICS
 
 AnswerOf: TypeAlias = Callable[[str], str]
@@ -25,8 +25,8 @@ def answer_of(rewards: Collection[str]) -> AnswerOf:
 
 
 def _number(response: str) -> str:
-    number = extract_number(response)
-    return response.strip() if number is None else str(number.normalize())
+    number = answered_number(response)
+    return response.strip() if number is None else str(number)
 
 
 PREFIX = "validation"

@@ -49,6 +49,12 @@ class Renderer(Protocol):
         """Whether messages can be encoded; else there is text alone."""
         ...
 
+    @property
+    def prefill(self) -> str:
+        """With what the chat template begins each turn of the policy, from an opened <think> on; ""
+        where it opens none."""
+        ...
+
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of the text as it stands, without a chat template or special tokens."""
         ...
@@ -184,6 +190,8 @@ class Episode:
     """Those of the environment, one for each turn."""
     response_token_ids: tuple[int, ...] = ()
     """The ids of `response`."""
+    prefill: str = ""
+    """What the chat template has written of the last turn: an opened <think>, or none."""
 
 
 @dataclass(frozen=True)

@@ -398,3 +398,13 @@ def test_a_list_of_sources_is_read_back_as_it_was_resolved(tmp_path):
 def test_arguments_of_a_list_stand_in_its_entries():
     with pytest.raises(ValueError, match="source_kwargs: has no effect on a list"):
         settings(source=["addition"], source_kwargs={"num_digits": 1})
+
+
+@pytest.mark.parametrize(
+    ("answer", "written"),
+    [(0.00001, "0.00001"), (2.5, "2.5"), (1e16, "10000000000000000"), (-3, "-3")],
+)
+def test_a_number_is_written_without_an_exponent(tmp_path: Path, answer: float, written: str):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "q", "answer": answer}))
+    assert open_prompts(settings(source=str(file)), 0)[0].answer == written

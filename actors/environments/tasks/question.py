@@ -6,7 +6,7 @@ Invariant: the question, its answer and what the tools know are a pure function 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from actors.rewards.builtin import extract_number
+from actors.rewards.answers import answered_number
 from actors.tools.environment import ToolEnvironment
 from actors.tools.tool import ToolSource
 from actors.tools.toolset import Toolset
@@ -49,7 +49,7 @@ class QuestionEnvironment:
         if not transition.done:
             return transition
         message = self._context.renderer.parse(completion.token_ids.tolist())
-        is_right = extract_number(str(message.get("content") or "")) == self._answer
+        is_right = answered_number(str(message.get("content") or "")) == self._answer
         metrics = {**transition.metrics, "success": float(is_right)}
         return replace(transition, reward=float(is_right), metrics=metrics)
 

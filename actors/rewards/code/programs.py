@@ -4,9 +4,11 @@ Invariant: what a function should return and a program should print is compared 
 of the program, so that a solution cannot read it.
 """
 
+import ast
 import json
+import math
+import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -19,6 +21,8 @@ from actors.rewards.code.tests import FENCE, CallTest, ProgramTest, Test
 _PRELUDE = (
     "import bisect, collections, functools, heapq, itertools, json, math, operator, random, re, "
     "string, sys\n"
+    # A number of any length is printed, as before Python 3.11.
+    "sys.set_int_max_str_digits(0)\n"
     "from collections import *\nfrom functools import *\nfrom heapq import *\n"
     "from itertools import *\nfrom math import inf\nfrom typing import *\n"
 )
@@ -31,6 +35,11 @@ def _call_of_the_test():
     print("\\n{mark}" + json.dumps(function(*arguments)))
 _call_of_the_test()
 """
+_SPACE = re.compile(r"\s+")
+_WHOLE = re.compile(r"[-+]?\d+")
+_NEAR = 1e-6
+# Of what `int` reads.
+_MAX_DIGITS = 4300
 _HARNESS = Path(__file__).with_name("harness.py").read_text(encoding="utf-8")
 
 
@@ -73,14 +82,14 @@ def program_of(
     mark = secrets.token_hex(16)
     match test:
         case ProgramTest():
-            return Program(_PRELUDE + solution, test.stdin)
+            return Program(_whole(solution), test.stdin)
         case CallTest():
             stdin = json.dumps([test.function, list(test.arguments)])
-            return Program(f"{_PRELUDE}{solution}\n{_CALL.replace('{mark}', mark)}", stdin, mark)
+            return Program(_whole(f"{solution}\n{_CALL.replace('{mark}', mark)}"), stdin, mark)
         case PythonTest():
             job = {
                 "mark": mark,
-                "program": f"{_PRELUDE}{test.header}\n{header}{solution}\n",
+                "program": _whole(f"{test.header}\n{header}{solution}\n"),
                 "tests": test.code,
                 "names": test.names,
                 "num_tests": test.num_tests,
@@ -89,6 +98,24 @@ def program_of(
                 "by_pytest": test.by_pytest,
             }
             return Program(_HARNESS, json.dumps(job), mark)
+
+
+def _whole(code: str) -> str:
+    """The code behind our imports; what it imports from `__future__` stands before them."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _PRELUDE + code
+    future = [n for n in body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
+    for statement in future:
+        written = ast.get_source_segment(code, statement) or ""
+        places = (found.start() for found in re.finditer(re.escape(written), code))
+        start = next(p for p in places if code.count("\n", 0, p) == statement.lineno - 1)
+        # As many lines, so that those of other statements stay.
+        blank = "pass" + "\n" * written.count("\n")
+        code = code[:start] + blank + code[start + len(written) :]
+    names = ", ".join(alias.name for statement in future for alias in statement.names)
+    return (f"from __future__ import {names}\n" if names else "") + _PRELUDE + code
 
 
 def outcome_of(test: Test, program: Program, stdout: str | None) -> ProgramOutcome:
@@ -133,7 +160,22 @@ def same_output(printed: str, expected: str) -> bool:
 
 def same_value(given: Any, expected: Any) -> bool:
     """APPS puts what a function returns into a list of one."""
-    return bool(given == expected or [given] == expected)
+    return _is_near(given, expected) or _is_near([given], expected)
+
+
+def _is_near(given: Any, expected: Any) -> bool:
+    """Equal, a float to a millionth of it."""
+    match given, expected:
+        case [*first], [*second]:
+            return len(first) == len(second) and all(map(_is_near, first, second))
+        case dict(), dict():
+            return given.keys() == expected.keys() and all(
+                _is_near(value, expected[key]) for key, value in given.items()
+            )
+        case (float() | int(), float()) | (float(), int()):
+            return math.isclose(given, expected, rel_tol=_NEAR)
+        case _:
+            return bool(given == expected)
 
 
 def _lines(text: str) -> list[str]:
@@ -141,23 +183,40 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_line(given: str, wanted: str) -> bool:
+    """Of a line with text, the white space counts, too."""
+    first, second = given.split(), wanted.split()
+    if len(first) != len(second) or not all(map(_same_word, first, second)):
+        return False
+    return None not in map(_number, second) or _SPACE.findall(given) == _SPACE.findall(wanted)
+
+
+def _same_word(given: str, wanted: str) -> bool:
+    """Whole numbers by their value, others to a millionth, all else as text."""
     if given == wanted:
         return True
-    first, second = _numbers(given.split()), _numbers(wanted.split())
-    return first is not None and first == second
+    first, second = _number(given), _number(wanted)
+    if first is None or second is None:
+        return False
+    if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted):
+        return first == second
+    return abs(first - second) <= Decimal(_NEAR) * max(abs(first), abs(second))
 
 
-def _numbers(words: Sequence[str]) -> list[Decimal] | None:
+def _number(word: str) -> Decimal | None:
     try:
-        numbers = [Decimal(word) for word in words]
+        number = Decimal(word)
     except InvalidOperation:
         return None
-    # To compare a signaling NaN is an error.
-    return None if any(number.is_snan() for number in numbers) else numbers
+    return number if number.is_finite() else None
 
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_integer)
     except (ValueError, RecursionError):
         return None
+
+
+def _integer(digits: str) -> int | Decimal:
+    """Also of more digits than `int` reads."""
+    return int(digits) if len(digits) < _MAX_DIGITS else Decimal(digits)

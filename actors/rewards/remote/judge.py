@@ -74,16 +74,18 @@ class Judge:
         system: str = ""
         """System message, if there is one."""
         score_pattern: Annotated[str, AfterValidator(_pattern)] = (
-            r"(?i)score\W{0,9}(-?\d+(?:\.\d+)?)"
+            r"(?i)\bscore\b(?:\W{0,4}[(\[]\s*\d+\s*(?:\W|to|out of)\s*\d+\s*[)\]])?(?:\s+is\b)?"
+            r"\W{0,9}?(-?\d+(?:\.\d+)?)(?![\d.]*\d| ?(?:-|to) ?\d)"
         )
-        """Regular expression with one group, the number; the last match counts. The default reads
-        "Score: 7" and JSON such as {"score": 7}."""
+        """Regular expression with one group, the number; the last match counts, and one at the
+        beginning of a line before others. The default reads "Score: 7", "Score (0-10): 7" and JSON
+        such as {"score": 7}."""
         scale: tuple[float, float] = (0.0, 10.0)
         """Scores that become the rewards 0 and 1."""
-        temperature: Annotated[float, Field(ge=0)] = 0.0
-        """Of the judge."""
-        max_tokens: Positive = 1024
-        """Of the judge's answer."""
+        temperature: Annotated[float, Field(ge=0)] | None = 0.0
+        """Of the judge; null leaves it to the service, as models that think ask for."""
+        max_tokens: Positive | None = 1024
+        """Of the judge's answer; null leaves it to the service."""
         extra_body: dict[str, Any] = Field(default_factory=dict)
         """Further fields of the request."""
 
@@ -104,11 +106,11 @@ class Judge:
         settings = self._settings
         system = [{"role": "system", "content": settings.system}] if settings.system else []
         question = {"role": "user", "content": filled(self._prompt, episode)}
+        limits = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         request = {
             "model": settings.model,
             "messages": [*system, question],
-            "temperature": settings.temperature,
-            "max_tokens": settings.max_tokens,
+            **{name: value for name, value in limits.items() if value is not None},
             **settings.extra_body,
         }
         answer = await self._service.post("/chat/completions", request, ChatAnswer)
@@ -116,15 +118,22 @@ class Judge:
 
     def _reward(self, text: str) -> float:
         low, high = self._settings.scale
-        found = re.findall(self._settings.score_pattern, text)
+        matches = list(re.finditer(self._settings.score_pattern, text))
+        begins = [found for found in matches if _begins_a_line(text, found.start())]
+        found = (begins or matches)[-1:]
         try:
-            score = float(found[-1]) if found else None
+            score = float(found[0][1]) if found else None
         except ValueError:
             score = None
         if score is None or not low <= score <= high:
             ending = " ".join(text.split())[-80:]
             raise RolloutError(f"gave no score from {low:g} to {high:g}; it ended with {ending!r}")
         return (score - low) / (high - low)
+
+
+def _begins_a_line(text: str, place: int) -> bool:
+    """But for marks such as those of emphasis."""
+    return not re.search(r"\w", text[text.rfind("\n", 0, place) + 1 : place])
 
 
 def filled(template: str, episode: Episode) -> str:

@@ -1,7 +1,6 @@
 """Rewards: the built-in ones judge, a user's own is loaded, and neither can harm a run."""
 
 import json
-from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from actors.make_model import make_tokenizer
 from actors.prompts import open_prompts
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards import make_reward
-from actors.rewards.builtin import exact_match, extract_number, numeric_answer
+from actors.rewards.builtin import exact_match, numeric_answer
 from actors.rewards.math_answer import math
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
@@ -84,14 +83,6 @@ async def test_numeric_answer():
     assert await scores("numeric_answer", *right) == [1] * len(right)
     assert await scores("numeric_answer", "", "none", "41", "42 or 43") == [0] * 4
     assert await scores("numeric_answer", "41.9", tolerance=0.2) == [1]
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1,234.5", "1234.5"), ("-3", "-3"), (".5", "0.5"), ("no", None), ("#### 7 then 8", "7")],
-)
-def test_extract_number(text, number):
-    assert extract_number(text) == (None if number is None else Decimal(number))
 
 
 @pytest.mark.parametrize(

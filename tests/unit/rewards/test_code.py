@@ -5,7 +5,13 @@ import json
 import pytest
 
 from actors.rewards import make_reward
-from actors.rewards.code.programs import passes, program_of, same_output, solution_of
+from actors.rewards.code.programs import (
+    passes,
+    program_of,
+    same_output,
+    same_value,
+    solution_of,
+)
 from actors.rewards.code.tests import CallTest
 from actors.sandbox.isolation import find_isolation
 from streamrl.config.data import DataSettings
@@ -112,6 +118,43 @@ def test_a_result_that_cannot_be_read_is_wrong(result: str):
     assert not passes(test, program, f"\n{program.mark}{result}")
 
 
+@pytest.mark.parametrize(
+    ("returned", "expected", "is_same"),
+    [
+        ([0.1 + 0.2, {"a": 1.0}], [0.3, {"a": 1}], True),
+        ([0.31], [0.3], False),
+        (10**18 + 1, 10**18, False),
+        ([1, 2], [1, 2, 3], False),
+        ("0.3", 0.3, False),
+        (3, [3], True),
+    ],
+)
+def test_what_a_function_returns_is_compared_by_value(returned, expected, is_same):
+    assert same_value(returned, expected) is is_same
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("code", "row"),
+    [
+        (
+            'from __future__ import annotations\n\ndef add(a: int, b: "int") -> no_such_name:\n'
+            "    return a + b",
+            {"tests": CALLS},
+        ),
+        (
+            '"""from __future__ import annotations"""\nfrom __future__ import (\n    annotations,\n'
+            ")\nx: no_such_name = 3\nprint(x)",
+            {"tests": {"inputs": [""], "outputs": ["3"]}},
+        ),
+        ("print(10**5000)", {"tests": {"inputs": [""], "outputs": [f"1{'0' * 5000}"]}}),
+        ("def f(n):\n    return 10**n", {"test": "assert len(str(f(5000))) == 5001"}),
+    ],
+)
+async def test_right_programs_that_our_own_lines_must_not_break(code, row):
+    assert await score(block(code), **row) == 1.0
+
+
 def test_the_last_block_is_the_solution():
     assert solution_of("```\na\n```\ntext\n```py\nb\n```") == "b\n"
     assert solution_of("```python\ncut off") == "cut off"
@@ -128,6 +171,13 @@ def test_the_last_block_is_the_solution():
         ("yes", "Yes", False),
         ("1e3", "1000", True),
         ("snan", "1", False),
+        ("nan", "nan", True),
+        ("0.3333333", "0.33333334", True),
+        ("0.3333", "0.33333334", False),
+        ("Case #1: 0.50000001", "Case #1: 0.5", True),
+        ("Case #1: 0.51", "Case #1: 0.5", False),
+        ("1000000000000000001", "1000000000000000000", False),
+        ("9" * 5000, "9" * 5000 + ".0", True),
     ],
 )
 def test_outputs_are_compared_line_by_line(printed, expected, is_same):

@@ -44,7 +44,24 @@ class TestJudge:
             reward = made("judge", service.url, model="m", scale=[1, 9])
             assert values(await reward.score([episode()])) == [1.0]
 
-    @pytest.mark.parametrize("text", ["no idea", "Score: 11", ""])
+    @pytest.mark.parametrize(
+        ("text", "reward"),
+        [
+            ("Score (0-10): 7", 0.7),
+            ("Score [0 to 10]: 7", 0.7),
+            ("Score: 7 (a lower score, 3, would be harsh)", 0.7),
+            ("**Score: 5/10**", 0.5),
+            ("The score is 6 out of 10.", 0.6),
+        ],
+    )
+    async def test_a_score_is_read_as_judges_write_it(self, text, reward):
+        async with serving(lambda body: (200, says(text))) as service:
+            judge = made("judge", service.url, model="m", temperature=None, max_tokens=None)
+            assert values(await judge.score([episode()])) == [reward]
+        ((_, _, body),) = service.requests
+        assert set(body) == {"model", "messages"}
+
+    @pytest.mark.parametrize("text", ["no idea", "Score: 11", "Score: -1", ""])
     async def test_nonsense_is_asked_again_and_then_fails_the_group(self, text):
         async with serving(lambda body: (200, says(text))) as service:
             reward = made("judge", service.url, limits={"retries": 1}, model="m")

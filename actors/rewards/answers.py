@@ -1,0 +1,175 @@
+"""What a response answers, and the number that a text is.
+
+A response marks its answer by a box (`\\boxed{...}`, MATH), by a line behind "####" (GSM8K, arXiv
+2110.14168) or by an element `<answer>`; of several, the last counts. What a policy writes while it
+thinks is no answer.
+
+Invariant: one reader of numbers serves every reward, tool and validation. A number is exact, and
+its sign, thousands, fraction and exponent are read however they are written, or it is no number.
+"""
+
+import re
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+
+from streamrl.interfaces import Episode
+
+_MARKS = re.compile(r"\\f?boxed\s*\{|####|<answer>")
+_MINUS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}", "-"))
+# What stands between thousands, beside a comma: a space of the keyboard may stand between numbers.
+_THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
+_THOUSANDS = re.compile(rf"(?<=\d)(?:{_THIN})(?=\d{{3}}(?!\d))")
+_TIMES = "\N{MULTIPLICATION SIGN}"
+_PART = r"\s*(?:\{\s*([-\d.,]+)\s*\}|(\d))"
+_FRACTION = re.compile(rf"\\[dtc]?frac{_PART}{_PART}")
+_POWER = re.compile(
+    rf"\s*(?:\\times|\\cdot|[{_TIMES}*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
+)
+# Thousands, or lakhs and crores; else a comma stands between numbers.
+_COMMAS = r"\d{1,3}(?:,\d{3})+(?!,?\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!,?\d)"
+_DIGITS = rf"(?:{_COMMAS}|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(
+    # A sign behind a word, a number or a bracket subtracts.
+    r"(?:(?<![\w)\]}.])(?P<sign>[-+])\s?)?(?P<currency>[$€£]\s?)?(?P<inner>(?<=[$€£])[-+])?"
+    rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
+    rf"(?:\s?/\s?(?P<denominator>{_DIGITS})(?![\d/]))?"
+)
+# Words that are formulas.
+_FUNCTIONS = frozenset(
+    {"cos", "cot", "csc", "exp", "inf", "infinity", "log", "sec", "sin", "sqrt", "tan"}
+)
+# Of an exponent: further digits would be written out.
+_MAX_EXPONENT = 1000
+
+
+def answer_of(episode: Episode) -> str:
+    """The response to an episode's last turn, without what was thought before it."""
+    return answer_part(episode.prefill + episode.response)
+
+
+def answer_part(response: str) -> str:
+    """The response without what was thought before it: nothing, where the thought has no end."""
+    _, ending, behind = response.rpartition("</think>")
+    return behind if ending else response.partition("<think>")[0]
+
+
+def marked_answer(text: str) -> str | None:
+    """What the last mark of a text says, None without a mark. A box inside an <answer> counts.
+
+    >>> marked_answer("<answer>so \\\\boxed{\\\\frac{1}{2}}</answer>")
+    '\\\\frac{1}{2}'
+    """
+    return next((found for found in _marked(text) if found is not None), None)
+
+
+def _marked(text: str) -> Iterator[str | None]:
+    """From the last mark on; None of one that has no end."""
+    for mark in reversed(list(_MARKS.finditer(text))):
+        behind = text[mark.end() :]
+        if mark[0] == "####":
+            yield behind.lstrip().partition("\n")[0].strip()
+        elif mark[0] == "<answer>":
+            inside, _, _ = behind.partition("</answer>")
+            yield inside.strip()
+        else:
+            yield _in_braces(behind)
+
+
+def _in_braces(text: str) -> str | None:
+    depth = 1
+    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if not depth:
+            return text[: found.start()].strip()
+    return None
+
+
+def plain(text: str) -> str:
+    """Numbers as they are usually typed: without what LaTeX puts between thousands and around the
+    sign of a currency, and with the minus of a keyboard.
+
+    >>> plain("-\\\\$32,\\\\!348"), plain("12{,}345"), plain("5 \\\\times 10^{-3}")
+    ('-$32,348', '12,345', '5e-3')
+    """
+    text = text.translate(_MINUS).replace("\\$", "$").replace("\\!", "")
+    text = _THOUSANDS.sub("", text.replace("{,}", ",").replace("{.}", "."))
+    text = _POWER.sub(lambda m: f"e{m[1] or m[2]}", text)
+    return _FRACTION.sub(lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", text)
+
+
+def latex(text: str) -> str:
+    """As `plain`, for a reader of formulas: it keeps fractions and powers, and loses currencies."""
+    text = re.sub(r"\\\$\s?", "", text.translate(_MINUS).replace("\\!", ""))
+    text = _THOUSANDS.sub("", text.replace("{,}", ","))
+    return re.sub(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)", r"\1\\times 10^{\2}", text)
+
+
+def words(text: str) -> str:
+    """An answer that is a word, a name or a date, for comparing; "" of a formula or a number.
+
+    >>> words("\\\\text{June  20}"), words("Left."), words("(C)"), words("2x"), words("\\\\sin x")
+    ('june 20', 'left', '', '', '')
+    """
+    inner = re.fullmatch(
+        r"\$?\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}\$?", text.strip()
+    )
+    plainly = " ".join((inner[1] if inner else text).split()).strip(" .").casefold()
+    if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or _FUNCTIONS & set(plainly.split()):
+        return ""
+    return plainly if plainly == "no" or re.search(r"[^\W\d_]{3}", plainly) else ""
+
+
+def number_in(text: str) -> Fraction | None:
+    """The number that an answer begins with, behind its last "=" if it has one; else its last.
+
+    >>> number_in("x = -1,007 apples"), number_in("\\\\frac{1}{2}"), number_in("none")
+    (Fraction(-1007, 1), Fraction(1, 2), None)
+    """
+    text = plain(text).rpartition("=")[2].strip().lstrip("$( ")
+    found = [*_numbers(text)]
+    begins = _NUMBER.match(text)
+    return (_value(begins) if begins else None) or (found[-1] if found else None)
+
+
+def whole_number(text: str) -> Fraction | None:
+    """The number that all of a text is, with or without the sign of a currency."""
+    found = _NUMBER.fullmatch(plain(text).strip().strip("$").removesuffix("."))
+    return _value(found) if found else None
+
+
+def answered_number(response: str) -> Fraction | None:
+    """The number a response answers with, None without one: that of its marked answer, or the last
+    one it has where it marks none.
+
+    >>> answered_number("3 + 4 = 7, so #### 1,007")
+    Fraction(1007, 1)
+    """
+    text = answer_part(response)
+    marked = marked_answer(text)
+    if marked is not None:
+        return number_in(marked)
+    found = [*_numbers(plain(text))]
+    return found[-1] if found else None
+
+
+def _numbers(text: str) -> Iterator[Fraction]:
+    values = map(_value, _NUMBER.finditer(text))
+    return (value for value in values if value is not None)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    exponent = int((found["exponent"] or "0")[:8])
+    if abs(exponent) > _MAX_EXPONENT:
+        return None
+    try:
+        value = _exact(found["number"]) * Fraction(10) ** exponent
+        value /= _exact(found["denominator"]) if found["denominator"] else 1
+    except (InvalidOperation, ZeroDivisionError):
+        return None
+    return -value if "-" in (found["sign"], found["inner"]) else value
+
+
+def _exact(digits: str) -> Fraction:
+    """Also of more digits than `int` reads."""
+    return Fraction(Decimal(digits.replace(",", "")))

@@ -1,0 +1,122 @@
+"""What a response answers is read by one reader, however its numbers and words are written."""
+
+from fractions import Fraction
+
+import pytest
+
+from actors.rewards.answers import answer_part, answered_number, marked_answer, words
+from actors.rewards.builtin import format_of_tags, numeric_answer
+from actors.rewards.math_answer import math
+from streamrl.interfaces import Episode, Prompt
+from streamrl.types import FinishReason
+
+# One of each kind that MATH (arXiv 2103.03874) has, and what people type instead.
+KINDS = [
+    *("-5", "0", "1/2", "1,000", "10,080", ".5", "x=5", "1,-2", "\\pi", "6 - 5i", "1111_2", "2k+2"),
+    *(r"\$18.90", r"\$32,\!348", r"\frac{3}{56}", r"\dfrac{9}{7}", r"11\sqrt2", r"1 \frac{1}{2}"),
+    *(r"\left( 3, \frac{\pi}{2} \right)", r"(6,31,-1)", r"[-2,7]", r"(0,9) \cup (9,36)"),
+    *(r"x \in [-2,7]", r"(-\infty, 0)", r"\{1\pm\sqrt{5},-2\}", r"3\pm 2\sqrt{2}", "p - q"),
+    *(r"90^\circ", r"8\%", r"5.4 \text{ cents}", r"12 \text{ cm}^2", "6:00 PM", r"0.\overline{3}"),
+    *(r"\text{Evelyn}", r"\text{(C)}", r"\text{June 20}", "even", "left", "C", "y = 2x + 3"),
+    *(r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}", r"2.5\times 10^{3}", "1e-05", r"\tan x"),
+]
+
+
+def episode(response: str, answer: object = "42", prefill: str = "") -> Episode:
+    row = {} if isinstance(answer, str) else {"reward_model": {"ground_truth": answer}}
+    prompt = Prompt("question", answer if isinstance(answer, str) else "", row)
+    return Episode(prompt, response, len(response), FinishReason.STOP, prefill=prefill)
+
+
+@pytest.mark.parametrize("answer", KINDS)
+def test_every_kind_of_answer_equals_itself_and_no_other_number(answer):
+    assert math(episode(f"So \\boxed{{{answer}}}.", answer)) == 1
+    assert math(episode(f"<answer>{answer}</answer>", answer)) == 1
+    thought = f"<think>\\boxed{{{answer}}}</think>"
+    assert math(episode(rf"{thought}\boxed{{987654}}", answer)) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("-5", "-5", 1),
+        ("so it is -5", "-5", 1),
+        ("so it is 5", "-5", 0),
+        ("1,000", "1000", 1),
+        (r"\boxed{12\,345}", "12345", 1),
+        (r"\boxed{12{,}345}", "12345", 1),
+        ("\\boxed{\N{MINUS SIGN}5}", "-5", 1),
+        (r"\boxed{0.00001}", "1e-05", 1),
+        (r"\boxed{1}", "1e-05", 0),
+        ("<answer>42</answer>", "2", 0),
+        ("<think>2", "2", 0),
+        ("#### 42", "so 6 * 7 = 42\n#### 42", 1),
+        (r"\boxed{12\text{ cm}}", "12", 1),
+        (r"\boxed{felt}", "left", 0),
+        (r"\boxed{Left}", "left", 1),
+        ("left", "left", 1),
+        (r"\boxed{0.25}", ["1/2", "0.25"], 1),
+        (r"\boxed{0.2}", ["1/2", "0.25"], 0),
+        (r"\boxed{0.5}", '["1/2", "x"]', 1),
+        (r"\boxed{[1,2]}", "[1, 2]", 1),
+    ],
+)
+def test_math_of_what_people_write(response, answer, reward):
+    assert math(episode(response, answer)) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *(("1,234.5", "2469/2"), ("-3", "-3"), (".5", "1/2"), ("no", None), ("#### 7 then 8", "7")),
+        *(("-$5", "-5"), (r"-\$5", "-5"), ("$-5", "-5"), ("- 5", "-5"), ("10-5", "5")),
+        *(("\N{MINUS SIGN}5", "-5"), ("12{,}345", "12345"), (r"12\,345", "12345")),
+        *(("12\N{NARROW NO-BREAK SPACE}345", "12345"), ("in 2020 300 came", "300")),
+        *(("1,00,000", "100000"), ("1,2,3", "3"), ("1,234, then", "1234"), ("5%", "5")),
+        *(("1/2", "1/2"), (r"\frac{1}{2}", "1/2"), (r"\boxed{-\frac34}", "-3/4"), ("1/0", None)),
+        *(("1e-05", "1/100000"), ("1e999999", None)),
+        *((r"2.5 \times 10^{3}", "2500"), (r"\boxed{\$18} for 2", "18"), (r"\boxed{x = 5}", "5")),
+        *((r"\boxed{yes}, not 5", None), ("<think>5</think>so 7", "7"), ("<think>5", None)),
+        (r"\boxed{1} of <answer>\boxed{2} or 3</answer>", "2"),
+    ],
+)
+def test_the_number_of_an_answer(text, number):
+    assert answered_number(text) == (None if number is None else Fraction(number))
+
+
+def test_a_number_of_any_length():
+    assert answered_number("9" * 5000) == 10**5000 - 1
+
+
+def test_the_opposite_of_an_answer_is_wrong():
+    for answer in ("-$5", r"-\$5", "\N{MINUS SIGN}5"):
+        assert numeric_answer(episode("#### -5", answer)) == 1
+        assert numeric_answer(episode("#### 5", answer)) == 0
+    assert numeric_answer(episode("2", "1/2")) == 0
+    assert numeric_answer(episode("0.50001", "1/2"), tolerance=1e-4) == 1
+
+
+def test_a_mark_without_an_end_is_none():
+    assert marked_answer(r"\boxed{1} and \boxed{2") == "1"
+    assert marked_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert marked_answer("<answer>3") == "3"
+    assert marked_answer("3") is None
+
+
+def test_what_the_chat_template_has_opened_is_thought():
+    opened = "<think>\n"
+    assert numeric_answer(episode("it may be 42", prefill=opened)) == 0
+    assert numeric_answer(episode("it may be 41</think>42", prefill=opened)) == 1
+    assert answer_part("<think>\n\n</think>\n\n42").strip() == "42"
+
+
+def test_the_format_counts_what_the_chat_template_has_opened():
+    response = "a</think><answer>b</answer>"
+    assert format_of_tags(episode(response)) == 0
+    assert format_of_tags(episode(response, prefill="<think>\n")) == 1
+    assert format_of_tags(episode(f"<think>{response}", prefill="<think>\n")) == 0
+
+
+def test_words_are_no_formulas():
+    assert words(r"\textbf{June  20}") == "june 20"
+    assert not any(map(words, ["2x", "(C)", r"\sin x", "sin x", "xy", "12", ""]))
