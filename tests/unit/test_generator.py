@@ -130,6 +130,8 @@ class Prompts:
 
 
 class FakeRenderer:
+    prefill = ""
+
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         return (7,) * len(prompt.content)
 

@@ -20,6 +20,7 @@ class CallRenderer:
     """Completions are JSON, one character per token: a call, or the text of an answer."""
 
     has_chat_template = True
+    prefill = ""
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
         return ({"role": "user", "content": prompt.content},)

@@ -56,6 +56,8 @@ class PlainRenderer:
     """A message is "role:content;", and the policy's own begins with ">". Its answer is parsed as
     "thoughts|name(argument)" or as text; like many templates, it renders no thoughts."""
 
+    prefill = ""
+
     def encode_messages(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> tuple[int, ...]:
