@@ -28,6 +28,7 @@ from actors.episodes.episode import EpisodeRun
 from actors.episodes.record import Rollout, Segment, Span
 from actors.gateway.agent import Agent
 from actors.prompts.seeds import seed_of
+from actors.rendering.messages import is_prefill
 from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import load_media, sees_media
 from actors.together import together
@@ -369,12 +370,19 @@ class GroupRunner:
         episodes = [self._scored(prompt, rollout) for rollout in rollouts]
         return [Score.of(score) for score in await self.reward.score(episodes)]
 
+    def _prefill(self, prompt: Prompt, rollout: Rollout) -> str:
+        """What stood of the last turn before the policy went on with it."""
+        content = prompt.content
+        if isinstance(content, str) or len(rollout.turns) > 1 or not is_prefill(content[-1]):
+            return self.renderer.prefill
+        return str(content[-1]["content"])
+
     def _scored(self, prompt: Prompt, rollout: Rollout) -> Episode:
         return Episode(
             prompt=prompt,
             response=self.renderer.decode(rollout.last_response),
             response_token_ids=rollout.last_response,
-            prefill=self.renderer.prefill,
+            prefill=self._prefill(prompt, rollout),
             turn_rewards=tuple(turn.reward for turn in rollout.turns),
             num_response_tokens=rollout.num_sampled_tokens,
             finish_reason=rollout.finish_reason,

@@ -13,17 +13,14 @@ template puts after them. Any other messages are rendered whole.
 """
 
 import asyncio
-import contextlib
 import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from actors.episodes.record import EpisodeRecord, generate
+from actors.rendering.messages import normalized
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import CompletionHandle, Message, Renderer, Sampler, ToolSchema
 from streamrl.types import Completion, FinishReason, Media, SamplingParams
@@ -87,30 +84,6 @@ class Conversations:
             and asked[: len(known.messages)] == known.messages
         ]
         return max(reversed(fitting), key=lambda known: len(known.messages), default=None)
-
-
-def normalized(message: Message) -> Message:
-    """The message as chat templates take it: text parts joined, arguments of calls as a mapping.
-
-    >>> normalized({"role": "user", "content": [{"type": "text", "text": "a"}]})
-    {'role': 'user', 'content': 'a'}
-    """
-    content, calls = message.get("content"), message.get("tool_calls")
-    changes: dict[str, Any] = {}
-    if isinstance(content, list | tuple) and all(part.get("type") == "text" for part in content):
-        changes["content"] = "".join(part["text"] for part in content)
-    if calls:
-        changes["tool_calls"] = [_normalized_call(call) for call in calls]
-    return {**message, **changes}
-
-
-def _normalized_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        with contextlib.suppress(msgspec.DecodeError, RecursionError):
-            arguments = msgspec.json.decode(arguments)
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def _comparable(message: Message) -> str:

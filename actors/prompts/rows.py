@@ -17,6 +17,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.prompts.media import MediaColumns, is_content, text_of
+from actors.rendering.messages import normalized
 from streamrl.config.data import DataSettings, MessageTemplate, SourceSettings
 from streamrl.data_files import Row, Rows, shown
 from streamrl.errors import ConfigError, did_you_mean
@@ -220,8 +221,13 @@ def _content(value: Any) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         return value
     messages = value if isinstance(value, list) and all(map(_is_message, value)) else ()
-    # Parquet gives every message the keys of all, with null where it has none.
-    return tuple({k: v for k, v in turn.items() if v is not None} for turn in messages)
+    return tuple(map(normalized, messages))
+
+
+def _is_call(turn: Mapping[str, Any]) -> bool:
+    """Calls of tools need no text beside them."""
+    calls = turn.get("tool_calls")
+    return turn.get("content") is None and isinstance(calls, list) and any(calls)
 
 
 def _written(answer: Any) -> str:
@@ -234,5 +240,5 @@ def _is_message(turn: Any) -> bool:
     return (
         isinstance(turn, dict)
         and isinstance(turn.get("role"), str)
-        and is_content(turn.get("content"))
+        and (is_content(turn.get("content")) or _is_call(turn))
     )

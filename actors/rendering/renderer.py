@@ -19,6 +19,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.rendering.messages import is_prefill
 from actors.rendering.parsing import CONVENTIONS, MessageParser
 from actors.rendering.vision import PromptVision, load_media
 from streamrl.config import RunConfig
@@ -268,7 +269,9 @@ class ChatRenderer:
         if self._template is None and isinstance(content, str):
             return self._token_ids(f"{self._data.system_prompt or ''}{content}")
         messages, place = self._messages(content), _place(prompt)
-        return self._encoded(self._text(messages, (), place), messages, place)
+        is_begun = bool(messages) and is_prefill(messages[-1])
+        text = self._text(messages, (), place, is_begun=is_begun)
+        return self._encoded(text, messages, place)
 
     def _token_ids(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """
@@ -291,8 +294,13 @@ class ChatRenderer:
         place: str,
         *,
         is_open: bool = True,
+        is_begun: bool = False,
     ) -> str:
-        """The conversation as the template renders it, with the opening of the next turn."""
+        """The conversation as the template renders it, with the opening of the next turn.
+
+        Args:
+            is_begun: its last message is the beginning of that turn.
+        """
         if self._template is None:
             raise ConfigError(
                 f"data.chat_template: {place} is a list of messages, but the "
@@ -303,7 +311,8 @@ class ChatRenderer:
                 as_template_reads(messages),
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,
-                add_generation_prompt=is_open,
+                add_generation_prompt=is_open and not is_begun,
+                continue_final_message=is_begun,
                 tokenize=False,
             )
         except (TemplateError, TypeError, ValueError) as error:

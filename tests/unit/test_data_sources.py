@@ -408,3 +408,46 @@ def test_a_number_is_written_without_an_exponent(tmp_path: Path, answer: float, 
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "q", "answer": answer}))
     assert open_prompts(settings(source=str(file)), 0)[0].answer == written
+
+
+def call(arguments: object, **more: object) -> dict[str, object]:
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", **more, "tool_calls": [{"type": "function", "function": function}]}
+
+
+CONVERSATIONS = [
+    [
+        {"role": "user", "content": "a"},
+        call({"x": 1, "at": {"y": 2}}),
+        {"role": "tool", "content": "b"},
+    ],
+    [{"role": "user", "content": "c"}, call({"z": [1, 2]}, content="so")],
+    [{"role": "user", "content": [{"type": "text", "text": "d"}]}],
+]
+READ = [
+    (
+        {"role": "user", "content": "a"},
+        call({"x": 1, "at": {"y": 2}}, content=""),
+        {"role": "tool", "content": "b"},
+    ),
+    ({"role": "user", "content": "c"}, call({"z": [1, 2]}, content="so")),
+    ({"role": "user", "content": "d"},),
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "folder"])
+def test_the_same_conversations_are_the_same_prompts_in_every_format(tmp_path: Path, name: str):
+    # Columns of Arrow have one type, so the one whose content is a list of parts stands alone.
+    for number, conversations in enumerate((CONVERSATIONS[:2], CONVERSATIONS[2:])):
+        rows = [{"prompt": messages, "answer": "1"} for messages in conversations]
+        (tmp_path / str(number)).mkdir()
+        source = write(tmp_path / str(number) / name, rows)
+        prompts = open_prompts(settings(source=source, shuffle=False), 0)
+        assert [prompts[i].content for i in range(len(rows))] == READ[2 * number :][: len(rows)]
+
+
+def test_arguments_as_text_are_those_of_a_mapping(tmp_path: Path):
+    messages = [CONVERSATIONS[0][0], call('{"x": 1, "at": null}', content=None)]
+    source = write(tmp_path / "a.jsonl", [{"prompt": messages, "answer": "1"}])
+    prompt = open_prompts(settings(source=source), 0)[0]
+    assert prompt.content[1] == call({"x": 1, "at": None}, content="")

@@ -263,8 +263,16 @@ def test_a_prompt_is_rendered_as_it_stands_or_through_a_template(tmp_path):
     assert plain.decode(plain.encode(Prompt("abc", ""))) == "abc"
     chat = make_renderer(chat_template=template, system_prompt="be")
     assert chat.decode(chat.encode(Prompt("hi", ""))) == "s:beu:hia:"
+    user, reply = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    assert chat.decode(chat.encode(Prompt((user, reply, user), ""))) == "u:xa:yu:xa:"
+
+
+def test_the_policy_goes_on_with_a_turn_that_a_prompt_has_begun(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHAT)
+    chat = make_renderer(chat_template=template)
     turns = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
-    assert chat.decode(chat.encode(Prompt(turns, ""))) == "u:xa:ya:"
+    assert chat.decode(chat.encode(Prompt(turns, ""))) == "u:xa:y"
 
 
 def test_messages_without_a_template_are_refused():

@@ -1,0 +1,52 @@
+"""Messages of a conversation as chat templates take them, whoever wrote them: rows of data files,
+clients of the gateway, users' code.
+
+Invariant: the same conversation has the same form, whatever file or API it came from.
+
+Parquet and Arrow give each record the keys of all others, with null where it has none, and a
+template that asks whether a key is there finds it: nulls are left out, at every depth. Arguments of
+tool calls may be JSON text, as OpenAI's API has them, where nulls were written and stay.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from streamrl.interfaces import Message
+
+
+def normalized(message: Message) -> Message:
+    """The message without nulls, text parts joined, arguments of calls as a mapping.
+
+    >>> normalized({"role": "user", "content": [{"type": "text", "text": "a", "image": None}]})
+    {'role': 'user', 'content': 'a'}
+    """
+    found: dict[str, Any] = _without_nulls(message)
+    content, calls = found.get("content"), found.get("tool_calls")
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        found["content"] = "".join(part["text"] for part in content)
+    if calls:
+        found["tool_calls"] = [_normalized_call(call) for call in calls]
+    return {**found, "content": found.get("content", "")}
+
+
+def is_prefill(message: Message) -> bool:
+    """Whether the policy goes on with this message, if a prompt ends with it."""
+    return message.get("role") == "assistant" and not message.get("tool_calls")
+
+
+def _normalized_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            arguments = msgspec.json.decode(arguments)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list | tuple) else value
