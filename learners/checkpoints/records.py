@@ -67,6 +67,7 @@ class RunRecords:
             config, start.history, lambda: Validated(self.validated, validating())
         )
         self._values: tuple[float, ...] = ()
+        self._saving: tuple[Future[Path], int] | None = None
         self._metric_names: tuple[str, ...] = ()
         self.validated: Mapping[int, Mapping[str, float]] = {}
         """The metrics of each version of this history that was validated."""
@@ -148,12 +149,22 @@ class RunRecords:
 
         Returns once the state is copied; see `CheckpointWriter.save` for what the future raises.
         """
-        return self._writer.save(trainer, state, self._means(), self._flush)
+        self._forget_saved()
+        future = self._writer.save(trainer, state, self._means(), self._flush)
+        self._saving = future, len(self._values)
+        return future
+
+    def _forget_saved(self) -> None:
+        """The values of `best_by` that a checkpoint has; one that could not be written leaves them
+        to the next."""
+        future, count = self._saving or (None, 0)
+        self._saving = None
+        if future is not None and future.exception() is None:
+            self._values = self._values[count:]
 
     def _means(self) -> dict[str, float]:
         """Of `best_by`, over the steps since the checkpoint before."""
         settings, values = self._config.learner.checkpoint, self._values
-        self._values = ()
         if values:
             return {settings.best_by: statistics.fmean(values)}
         if settings.keep_best and not settings.is_best_validated:

@@ -134,10 +134,12 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, float):
-        return round(value, 8) if math.isfinite(value) else None
-    return value
+    """JSON has no NaN and no infinity. Eight decimals, and of a small number eight digits."""
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return round(value, 8) if abs(value) >= 1 else float(f"{value:.8g}")
 
 
 VALIDATION_FILE = "validation.jsonl"

@@ -12,8 +12,9 @@ from learners.checkpoints.restore import choose, for_loading, restore, resumed
 from learners.objective.credit import CreditAssigner
 from learners.session import LearnerState
 from streamrl.checkpoints.find import read_checkpoint
-from streamrl.errors import ConfigError
+from streamrl.errors import CheckpointWriteError, ConfigError
 from streamrl.types import GroupHeader
+from tests.full_disk import files_no_larger_than
 from tests.records import make_group
 from tests.training import make_batch, make_config
 from tests.unit.test_checkpoint import BOOKS, make_run, make_trainer, names, save
@@ -42,11 +43,17 @@ def test_the_mean_of_a_metric_is_of_the_steps_since_the_checkpoint_before(tmp_pa
     assert sentence in caplog.messages
     learner = config.learner.model_copy(update={"checkpoint": settings})
     records._config = config.model_copy(update={"learner": learner})
-    for step, reward in ((2, 1.0), (3, 2.0)):
-        records.log(step, [GroupHeader.of(make_group(step))], {"reward/mean": reward})
+    records.log(2, [GroupHeader.of(make_group(2))], {"reward/mean": 1.0})
+    with files_no_larger_than(1_000), pytest.raises(CheckpointWriteError):
+        records.save(trainer, LearnerState(2)).result()
+    # What the failed one would have said is said by the next.
+    records.log(3, [GroupHeader.of(make_group(3))], {"reward/mean": 2.0})
     path = records.save(trainer, LearnerState(3)).result()
+    records.log(4, [GroupHeader.of(make_group(4))], {"reward/mean": 3.0})
+    after = records.save(trainer, LearnerState(4)).result()
     records.close()
-    assert json.loads((path / "state.json").read_text())["means"] == {"reward/mean": 1.5}
+    means = [json.loads((p / "state.json").read_text())["means"] for p in (path, after)]
+    assert means == [{"reward/mean": 1.5}, {"reward/mean": 3.0}]
 
 
 def test_only_the_weights_of_another_runs_checkpoint(tmp_path):

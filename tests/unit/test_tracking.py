@@ -49,12 +49,13 @@ def test_a_resumed_run_has_one_line_a_step(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 6, "reward/me')
     again = JsonlTracker(path, first_step=4)
-    again.log({"reward/mean": 9.0, "learner/grad_norm": float("nan")}, 4)
+    values = {"learner/grad_norm": float("nan"), "learner/lr": 3.3333333333e-8}
+    again.log({"reward/mean": 9.0, **values}, 4)
     again.close()
     lines = read_metrics(path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["reward/mean"] for line in lines] == [0.1, 0.2, 0.3, 9.0]
-    assert lines[-1]["learner/grad_norm"] is None
+    assert (lines[-1]["learner/grad_norm"], lines[-1]["learner/lr"]) == (None, 3.3333333e-8)
 
 
 def test_of_a_long_run_only_what_is_asked_for_is_kept_but_for_the_last_line(tmp_path):
