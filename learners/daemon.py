@@ -18,15 +18,15 @@ from buffers.connect import connect
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.restore import LearnerStart, choose, load_trainer, resumed
 from learners.checkpoints.writer import CheckpointWriter
+from learners.executor.lockstep import End, FetchGroups, LearnerRank, Lockstep
+from learners.executor.place import RankPlace, join
+from learners.executor.starter import is_starter, start_ranks
 from learners.learner import Learner
-from learners.parallel.lockstep import End, FetchGroups, LearnerRank, Lockstep
-from learners.parallel.place import RankPlace, join
-from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.policy import Policy
-from learners.replay.record import Recorder
 from learners.samples import SampleWriter
 from learners.session import LearnerSession, LearnerState, unless_late, unless_set
 from learners.status_reporter import StatusReporter
+from learners.step_record import Recorder
 from learners.trainer import Trainer
 from learners.validations import Validations
 from streamrl import service

@@ -20,10 +20,9 @@ from pathlib import Path
 
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.saver import RETRY_S, CheckpointSaver, wait_for_retry
+from learners.executor.lockstep import Accumulate, Discard, Lockstep, Save, Snapshot, Update
 from learners.fairness import FairnessWindow
-from learners.parallel.lockstep import Accumulate, Discard, Lockstep, Save, Snapshot, Update
-from learners.profiling.profile import StepTimes
-from learners.profiling.scaling import ScalingWindow
+from learners.profiling import ScalingWindow, StepTimes
 from learners.session import LearnerSession, LearnerState, unless_set
 from learners.status_reporter import StatusReporter
 from learners.validations import Validations

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.types import GapStatistics, ParityReport, ParitySamples

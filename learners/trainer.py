@@ -19,17 +19,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from learners.batch import MicroBatch, TrainingBatch
+from learners.batch.micro_batch import MicroBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner, mini_batches
 from learners.objective.facts import FactCollector, Facts, PolicyPasses
 from learners.objective.gradient import Accumulated, Gradient
 from learners.objective.step_metrics import MASKED, BatchPart, of_facts, of_updates, of_work
-from learners.optimizer import SkippedUpdates, learning_rate, make_optimizer, update
+from learners.optimizer import (
+    SkippedUpdates,
+    keep_state_on_host,
+    learning_rate,
+    make_optimizer,
+    update,
+)
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import keep_state_on_host
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
-from learners.profiling.profile import StepProfile
+from learners.profiling import StepProfile
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.algorithms.rollout_is import SEQUENCE_ESS

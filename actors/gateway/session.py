@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from actors.episodes.record import EpisodeRecord, generate
+from actors.episode_record import EpisodeRecord, generate
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import CompletionHandle, Message, Renderer, Sampler, ToolSchema
 from streamrl.types import Completion, FinishReason, Media, SamplingParams

@@ -18,7 +18,7 @@ from functools import reduce
 import numpy as np
 import torch
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
 from streamrl.algorithms.kl import AdaptiveKL, kl_controller, kl_penalty
 from streamrl.algorithms.rewards import (

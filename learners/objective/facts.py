@@ -38,13 +38,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from learners.batch import MicroBatch, TrainingBatch
+from learners.batch.micro_batch import MicroBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import has_shards
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
+from learners.policy.sharding import has_shards
 from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences

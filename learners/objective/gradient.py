@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from learners.batch import MicroBatch
+from learners.batch.micro_batch import MicroBatch
 from learners.objective.facts import (
     Facts,
     PolicyPasses,
@@ -30,9 +30,9 @@ from learners.objective.facts import (
     without_nonfinite,
 )
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import sum_gradients
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from learners.policy.sharding import sum_gradients
 from streamrl.algorithms.losses import BatchTotals, LossInput
 from streamrl.algorithms.objective import mask_metrics, policy_objective, trained_fraction
 from streamrl.algorithms.parts import Rescaling

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from learners.batch import TrainingBatch, add_episode_sums, episode_means
+from learners.batch.training_batch import TrainingBatch, add_episode_sums, episode_means
 from learners.objective.facts import Facts
 from streamrl.types.rollouts import ALIKE_WITHIN
 

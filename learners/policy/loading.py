@@ -38,23 +38,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from learners.parallel.mesh import Mesh
+from learners.parallel.mesh import Mesh, assign
 from learners.parallel.ranks import Ranks, in_time
-from learners.parallel.sequence import sequence_block
-from learners.parallel.sharding import (
-    assign,
-    checkpoint_layers,
-    is_sharded,
-    layers,
-    require_gpu,
-    shard,
-)
-from learners.parallel.tensor import split_matrices
 from learners.policy import attention
 from learners.policy.hugging_face import make_skeleton
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
+from learners.policy.sequence_parallel import sequence_block
+from learners.policy.sharding import checkpoint_layers, is_sharded, layers, require_gpu, shard
+from learners.policy.tensor_parallel import split_matrices
 from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
 from streamrl.errors import ConfigError

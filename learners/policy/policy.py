@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from learners.batch import MicroBatch
-from learners.parallel.mesh import Mesh
-from learners.parallel.sharding import described, end_passes, full
+from learners.batch.micro_batch import MicroBatch
+from learners.parallel.mesh import Mesh, described, full
 from learners.policy.hugging_face import save_model
 from learners.policy.loading import load_network
 from learners.policy.lora import (
@@ -24,8 +23,8 @@ from learners.policy.lora import (
     merged_weights,
     without_adapter,
 )
-from learners.policy.master_weights import master_of
 from learners.policy.network import Network, NetworkOutput
+from learners.policy.sharding import end_passes, master_of
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.daemon import _warn_of_truncation
 from streamrl.algorithms.rollout_is import rollout_is_weights
 from streamrl.config.algorithm.rollout_is import RolloutISSettings

@@ -13,9 +13,9 @@ import torch
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
+from learners.executor.lockstep import LearnerRank, Lockstep
 from learners.learner import Learner
-from learners.parallel.lockstep import LearnerRank, Lockstep
 from learners.parallel.ranks import Ranks
 from learners.session import LearnerSession, LearnerState
 from learners.trainer import Trainer

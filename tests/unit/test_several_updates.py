@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actors.make_model import make_tokenizer
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.restore import restore
 from learners.objective import step_metrics
 from learners.objective.credit import mini_batches

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from learners.parallel import lockstep
+from learners.executor import lockstep
 from streamrl.errors import TransportError
 from streamrl.types import BufferStats, Loan
 from tests.training import make_groups

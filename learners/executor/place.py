@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from learners.parallel.liveness import Liveness
+from learners.executor.liveness import Liveness
 from learners.parallel.mesh import Mesh, make_mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.loading import device_of

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from learners.parallel import liveness
+from learners.executor import liveness
 from streamrl.config import RunConfig
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.errors import EXIT_UNREACHABLE, StreamRLError, error_of
