@@ -26,8 +26,7 @@ from learners.policy.decoding import decode, is_attention_only, may_share_prompt
 from learners.policy.sequence_parallel import SequenceBlock, TokenSlice
 from streamrl.algorithms.candidates import candidate_logprobs, masked_logprobs
 from streamrl.algorithms.kl import full_kl
-from streamrl.algorithms.logit_transform import LogitTransform
-from streamrl.algorithms.logprobs import TokenLogprobs, token_logprobs
+from streamrl.algorithms.logprobs import LogitTransform, TokenLogprobs, token_logprobs
 from streamrl.vision.tower import VisionTower, set_attention
 
 
