@@ -43,12 +43,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from learners.policy.network import Network, NetworkOutput
-from streamrl.config import RunConfig
+from streamrl.config.learner import LearnerSettings, ProfilerSettings
 from streamrl.diagnosis.scaling import Load, busy_frac, scaling_metrics
 from streamrl.errors import ConfigError
 from streamrl.types import BufferStats, GeneratorStatus
@@ -252,8 +253,10 @@ MAX_ALLOCATIONS = 100_000
 class Tracer:
     """Of one rank; `begin` and `end` stand around the steps, in the thread that computes them."""
 
-    def __init__(self, config: RunConfig, device: torch.device, rank: int) -> None:
-        self._settings = settings = config.learner.profiler
+    def __init__(
+        self, settings: ProfilerSettings, run: Path, device: torch.device, rank: int
+    ) -> None:
+        self._settings = settings
         for name in ("memory", "nvtx"):
             if getattr(settings, name) and device.type != "cuda":
                 raise ConfigError(
@@ -262,7 +265,7 @@ class Tracer:
                 )
         is_chosen = rank in settings.ranks or not settings.ranks
         self._steps = frozenset(settings.steps) if is_chosen else frozenset()
-        self._folder = config.run.path / "profiler"
+        self._folder = run / "profiler"
         self._rank = rank
         self._step: int | None = None
         self._profile: torch.profiler.profile | None = None
@@ -313,12 +316,14 @@ PHASES = ("plan", "score", "forward", "backward", "update")
 
 
 class StepProfile:
-    """Of the networks of one rank."""
+    """Of the networks of one rank; `run` is the run's folder."""
 
-    def __init__(self, config: RunConfig, networks: Mapping[str, Network], rank: int = 0) -> None:
-        learner, device = config.learner, networks["policy"].device
+    def __init__(
+        self, learner: LearnerSettings, run: Path, networks: Mapping[str, Network], rank: int = 0
+    ) -> None:
+        device = networks["policy"].device
         self._times = StepTimes(device, with_nvtx=learner.profiler.nvtx)
-        self._tracer = Tracer(config, device, rank)
+        self._tracer = Tracer(learner.profiler, run, device, rank)
         self._peak = peak_flops(device, learner.dtype, learner.peak_tflops)
         # The ranks of one block share the trajectories of its data rank.
         self._ranks_per_share = learner.mesh.sequence * learner.mesh.tensor

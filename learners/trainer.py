@@ -69,10 +69,9 @@ class Trainer:
         passes = PolicyPasses(config, policy, reference)
         self._facts = FactCollector(config, self.credit, policy, passes, reference, critic, ranks)
         self._gradient = Gradient(config, policy, passes, critic, ranks)
-        networks = {"policy": policy, "reference": reference, "critic": critic}
-        self._profile = StepProfile(
-            config, {name: n.network for name, n in networks.items() if n}, ranks.index
-        )
+        models = {"policy": policy, "reference": reference, "critic": critic}
+        networks = {name: model.network for name, model in models.items() if model}
+        self._profile = StepProfile(config.learner, config.run.path, networks, ranks.index)
         self._skipped = SkippedUpdates(config.learner.optimizer.max_skipped_updates)
         self._max_tokens = config.learner.max_tokens_per_micro_batch
         self._longest = 0
@@ -161,11 +160,12 @@ class Trainer:
 
     def _mini_batches(self, batch: TrainingBatch) -> list[list[int]]:
         """The trajectories of each update."""
+        learner, seed = self._config.learner, self._config.run.seed
         if resampling := self._config.algorithm.pf_ppo:
             rewards = batch.episodes.each(batch.rewards)
             chosen = self._ranks.first(pf_ppo_resample(rewards, resampling))
-            return mini_batches(batch, self._config, batch.episodes.members(chosen))
-        return mini_batches(batch, self._config)
+            return mini_batches(batch, learner, seed, batch.episodes.members(chosen))
+        return mini_batches(batch, learner, seed)
 
     def _accumulate(
         self,

@@ -46,7 +46,7 @@ from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
 from learners.policy.sharding import has_shards
-from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
+from streamrl.algorithms.objective import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig

@@ -34,9 +34,13 @@ from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.policy.sharding import sum_gradients
 from streamrl.algorithms.losses import BatchTotals, LossInput
-from streamrl.algorithms.objective import mask_metrics, policy_objective, trained_fraction
+from streamrl.algorithms.objective import (
+    mask_metrics,
+    policy_objective,
+    proximal_logprobs,
+    trained_fraction,
+)
 from streamrl.algorithms.parts import Rescaling
-from streamrl.algorithms.proximal import proximal_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics
 from streamrl.config import RunConfig
 

@@ -27,6 +27,7 @@ from learners.policy.network import Network, NetworkOutput
 from learners.policy.sharding import end_passes, master_of
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
+from streamrl.config.model import ModelSettings
 
 
 class Policy:
@@ -129,11 +130,13 @@ class Policy:
         names = self.model.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
 
-    def save(self, folder: Path, config: RunConfig, weights: Mapping[str, torch.Tensor]) -> None:
+    def save(
+        self, folder: Path, settings: ModelSettings, weights: Mapping[str, torch.Tensor]
+    ) -> None:
         """See `save_model`; `weights` are those of parameters and buffers, whole, on the CPU."""
         if weights and self._lora is not None:
-            weights = merged_weights(self._lora, config.model, weights)
-        save_model(folder, self.model.config, config.model, weights)
+            weights = merged_weights(self._lora, settings, weights)
+        save_model(folder, self.model.config, settings, weights)
 
     def _mode(self) -> AbstractContextManager[None]:
         """What a forward pass runs in."""

@@ -154,7 +154,7 @@ def test_a_saved_model_sees_as_the_one_it_was_made_from(tmp_path):
     with torch.no_grad():
         expected = policy(batch).logprobs
     weights = {name: p.detach() for name, p in policy.parameters().items()}
-    policy.save(tmp_path / "saved", config, weights)
+    policy.save(tmp_path / "saved", config.model, weights)
     again = Policy.from_config(config, tmp_path / "saved")
     with torch.no_grad():
         assert torch.equal(again(batch).logprobs, expected)

@@ -1,0 +1,94 @@
+"""Rejection: which tokens leave the loss, by divergence tests, independently of the weights.
+
+With d = log(train / behavior) clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d
+(Schulman, "Approximating KL divergence", 2020), per token or as sum, mean or maximum over a
+sequence. Bounds of k1 are ratios behavior / train: the other way round from those of a weight.
+
+Invariant: a token is kept if every rule passes.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.rollout_is.statistics import SAFETY_BOUND, largest
+from streamrl.algorithms.sequences import Sequences
+from streamrl.config.algorithm.rollout_is import RejectionRule
+
+
+@dataclass(frozen=True, eq=False)
+class Rejection:
+    """What the rules together say, and the parts of their metrics that merge over shards."""
+
+    keep: Tensor
+    """[R] bool."""
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+
+
+def reject(log_ratio: Tensor, sequences: Sequences, rules: Iterable[RejectionRule]) -> Rejection:
+    """Apply every rule to log_ratio [R] (float64, finite); names are verl's `rollout_rs_*`."""
+    keep = torch.ones_like(log_ratio, dtype=torch.bool)
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+    for rule in rules:
+        verdict = _judge(log_ratio, sequences, rule)
+        keep = keep & verdict.keep
+        sums, maxima = sums | verdict.sums, maxima | verdict.maxima
+    together = _masked("rollout_rs", keep, sequences) if sums else {}
+    return Rejection(keep, sums | together, maxima)
+
+
+def _judge(log_ratio: Tensor, sequences: Sequences, rule: RejectionRule) -> Rejection:
+    """One rule; its statistic is [R] for a token rule, else [S]."""
+    scope, kind = rule.statistic.rsplit("_", 1)
+    per_token = _divergence(log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND), kind)
+    match scope:
+        case "token":
+            statistic = per_token
+        case "seq_sum":
+            statistic = sequences.sum(per_token)
+        case "seq_mean":
+            statistic = sequences.mean(per_token)
+        case _:
+            statistic = sequences.max(per_token)
+    lower, upper = _bounds(rule)
+    passes = (statistic >= lower) & (statistic <= upper)
+    by_token = scope == "token"
+    keep = passes if by_token else sequences.expand(passes)
+    counted = "token" if by_token else "sequence"
+    name = f"rollout_rs_{rule.statistic}"
+    sums = {
+        f"token/{name}_mean": (statistic if by_token else sequences.expand(statistic)).sum(),
+        f"{counted}/{name}_fraction_high": (statistic > upper).sum(),
+        f"{counted}/{name}_fraction_low": (statistic < lower).sum(),
+    }
+    maxima = {f"{name}_max": largest(statistic), f"-{name}_min": largest(-statistic)}
+    return Rejection(keep, sums | _masked(name, keep, sequences), maxima)
+
+
+def _masked(name: str, keep: Tensor, sequences: Sequences) -> dict[str, Tensor]:
+    return {
+        f"token/{name}_masked_fraction": (~keep).sum(),
+        f"sequence/{name}_seq_masked_fraction": (sequences.sum(~keep) > 0).sum(),
+    }
+
+
+def _bounds(rule: RejectionRule) -> tuple[float, float]:
+    """On the statistic; a divergence has no lower bound."""
+    if rule.is_ratio:
+        return math.log(rule.ratio_lower), math.log(rule.upper)
+    return -math.inf, rule.upper
+
+
+def _divergence(log_ratio: Tensor, kind: str) -> Tensor:
+    match kind:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case _:
+            return log_ratio.expm1() - log_ratio
