@@ -16,8 +16,8 @@ import torch
 
 from actors.engines import make_engine
 from actors.environments import make_environment
-from actors.environments.runner import make_runner
 from actors.environments.stream import open_stream
+from actors.episodes.runner import make_runner
 from actors.gateway.start import serving_agents
 from actors.generator import Generator
 from actors.rendering.renderer import ChatRenderer

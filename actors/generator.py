@@ -19,8 +19,8 @@ from functools import partial
 
 from actors.dynamic_sampling import UniformFilter
 from actors.engines.targets import WeightTarget, receiver_of, weight_targets
-from actors.environments.runner import MixedRunner
 from actors.episodes.rollout import GroupProgress, GroupRunner, TruncatedGroupError
+from actors.episodes.runner import MixedRunner
 from actors.failures import FailureLimit, FailureRecord
 from actors.leased_group import LeasedGroup, due_of, next_groups, num_free_groups
 from actors.rendering.renderer import PromptTooLongError

@@ -16,8 +16,8 @@ from streamrl.types import (
     GeneratorStatus,
     HeartbeatReply,
     Lease,
-    Loan,
     SchedulingState,
+    TakenBatch,
     TrajectoryGroup,
 )
 
@@ -71,12 +71,12 @@ class RequestClient(ABC):
         *,
         with_payloads: bool = False,
         num_held: int | None = None,
-    ) -> Loan:
+    ) -> TakenBatch:
         term = self._learner_term
         request = m.TakeRequest(num_groups, policy_version, term, wait_s, with_payloads, num_held)
         reply, payloads = await self._call(request, m.TakeReply, wait_s)
         groups = tuple(map(self._group, payloads))
-        return Loan(headers=reply.headers, groups=groups, wait_due_s=reply.wait_due_s)
+        return TakenBatch(headers=reply.headers, groups=groups, wait_due_s=reply.wait_due_s)
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         _, payloads = await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done)

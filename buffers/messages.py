@@ -156,10 +156,10 @@ class TakeRequest(Struct, frozen=True, tag="take"):
 
     def apply(self, state: State, now_s: float) -> Answer:
         term, num_held = self.learner_term, self.num_held
-        loan = state.take(self.num_groups, self.policy_version, term, now_s, num_held)
-        new = loan.headers[num_held or 0 :] if self.with_payloads else ()
+        taken = state.take(self.num_groups, self.policy_version, term, now_s, num_held)
+        new = taken.headers[num_held or 0 :] if self.with_payloads else ()
         payloads = state.fetch([header.prompt_index for header in new])
-        return (TakeReply(loan.headers, loan.wait_due_s), *payloads)
+        return (TakeReply(taken.headers, taken.wait_due_s), *payloads)
 
 
 class FetchRequest(Struct, frozen=True, tag="fetch"):

@@ -18,21 +18,23 @@ from buffers.connect import connect
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.restore import LearnerStart, choose, load_trainer, resumed
 from learners.checkpoints.writer import CheckpointWriter
+from learners.executor.lockstep import End, FetchGroups, LearnerRank, Lockstep
+from learners.executor.place import RankPlace, join
+from learners.executor.starter import is_starter, start_ranks
 from learners.learner import Learner
-from learners.parallel.lockstep import End, FetchGroups, LearnerRank, Lockstep
-from learners.parallel.place import RankPlace, join
-from learners.parallel.starter import is_starter, start_ranks
 from learners.policy.policy import Policy
-from learners.replay.record import Recorder
 from learners.samples import SampleWriter
 from learners.session import LearnerSession, LearnerState, unless_late, unless_set
 from learners.status_reporter import StatusReporter
+from learners.step_record import Recorder
 from learners.trainer import Trainer
 from learners.validations import Validations
 from streamrl import service
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.checkpoints.find import require_new_run, require_steps_left
 from streamrl.config import RunConfig
+from streamrl.config.generator import GeneratorSettings
+from streamrl.config.weights import WeightSettings
 from streamrl.errors import ConfigError, UnreachableBufferError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.shutdown import Shutdown
@@ -51,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     config: RunConfig = arguments.run_config
     if arguments.resume:
         config = resumed(config)
-    if is_starter(config):
+    if is_starter(config.learner):
         return service.run(partial(start_ranks, config), role="learner-ranks", config=config)
     rank = int(os.environ.get("RANK", "0"))
     role = f"learner-{rank}" if rank else "learner"
@@ -61,12 +63,12 @@ def main(arguments: argparse.Namespace) -> int:
 async def train(config: RunConfig, shutdown: Shutdown) -> None:
     """Train until the run is over or a signal comes."""
     with shutdown.empty_handed():
-        _require_port(config)
+        _require_port(config.weights)
         require_algorithm(config.algorithm)
-        _warn_of_truncation(config)
+        _warn_of_truncation(config.generator)
         if config.learner.num_threads:
             torch.set_num_threads(config.learner.num_threads)
-        place = join(config)
+        place = join(config.learner)
         trainer, state, start = _load(config, place)
     buffer = connect(config)
     try:
@@ -235,16 +237,16 @@ def _make_sender(config: RunConfig, policy: Policy, learner_id: str) -> WeightSe
     return sender
 
 
-def _require_port(config: RunConfig) -> None:
-    if config.weights.address.endswith(":0"):
+def _require_port(weights: WeightSettings) -> None:
+    if weights.address.endswith(":0"):
         raise ConfigError(
-            f"weights.address {config.weights.address} has port 0, which only `streamrl launch` "
+            f"weights.address {weights.address} has port 0, which only `streamrl launch` "
             "resolves; daemons started on their own need a port they agree on"
         )
 
 
-def _warn_of_truncation(config: RunConfig) -> None:
-    for setting in config.generator.truncations:
+def _warn_of_truncation(generator: GeneratorSettings) -> None:
+    for setting in generator.truncations:
         log.warning(
             "%s cuts off the sampled distribution, and the learner's log-probabilities are over "
             "all tokens: importance weights will be below 1; set generator.keep_sampling_mask=true "

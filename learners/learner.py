@@ -20,17 +20,16 @@ from pathlib import Path
 
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.saver import RETRY_S, CheckpointSaver, wait_for_retry
+from learners.executor.lockstep import Accumulate, Discard, Lockstep, Save, Snapshot, Update
 from learners.fairness import FairnessWindow
-from learners.parallel.lockstep import Accumulate, Discard, Lockstep, Save, Snapshot, Update
-from learners.profiling.profile import StepTimes
-from learners.profiling.scaling import ScalingWindow
+from learners.profiling import ScalingWindow, StepTimes
 from learners.session import LearnerSession, LearnerState, unless_set
 from learners.status_reporter import StatusReporter
 from learners.validations import Validations
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, TransportError, UnreachableBufferError
 from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
-from streamrl.types import BufferStats, LearnerActivity, Loan, replace
+from streamrl.types import BufferStats, LearnerActivity, TakenBatch, replace
 from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -100,17 +99,17 @@ class Learner:
             step = await self._train()
             if step is None:
                 return
-            loan, metrics = step
+            taken, metrics = step
             # Before the buffer grants leases of the next version, which need these weights.
             if self._version % self._config.weights.publish_every == 0:
                 await self._publish()
             # The lines come before the checkpoint, so that whoever resumes from it finds them.
             try:
-                self._stats = await self._session.advance(self._version, loan)
+                self._stats = await self._session.advance(self._version, taken)
             except TransportError:
-                self._log(loan, metrics, replace(self._stats, books=self._session.state.books))
+                self._log(taken, metrics, replace(self._stats, books=self._session.state.books))
                 raise
-            self._log(loan, metrics, self._stats)
+            self._log(taken, metrics, self._stats)
             await self._saver.keep_up()
 
     def _is_complete(self) -> bool:
@@ -132,37 +131,37 @@ class Learner:
                 return True
         return False
 
-    async def _train(self) -> tuple[Loan, dict[str, float]] | None:
-        """One step over the loan that is returned, with metrics; None if it is stopped before.
+    async def _train(self) -> tuple[TakenBatch, dict[str, float]] | None:
+        """One step over the batch that is returned, with metrics; None if it is stopped before.
 
         Where the batch is lent in parts, each is trained while the next one is still sampled.
         """
-        wait_s, trained = 0.0, Loan()
+        wait_s, trained = 0.0, TakenBatch()
         while len(trained.headers) < self._config.learner.groups_per_step:
             start_s = time.perf_counter()
             try:
-                loan = await self._session.take(self._stopping, self._while_waiting)
+                taken = await self._session.take(self._stopping, self._while_waiting)
             except TransportError:
                 await self._discard(trained)
                 raise
             wait_s += time.perf_counter() - start_s
-            part = () if loan is None else self._session.new_headers
-            if loan is None or len(part) == len(loan.headers):
+            part = () if taken is None else self._session.new_headers
+            if taken is None or len(part) == len(taken.headers):
                 await self._discard(trained)
-            if loan is None:
+            if taken is None:
                 return None
             self._reporter.set_activity(LearnerActivity.COMPUTING)
             command = Accumulate(part, self._version)
-            if not await self._lockstep.accumulate(command, loan.groups, self._stopping):
+            if not await self._lockstep.accumulate(command, taken.groups, self._stopping):
                 log.warning("gave up the gradient of step %d, to save in time", self._version + 1)
                 return None
-            trained = loan
+            trained = taken
         metrics = await self._lockstep.run(Update())
         self._version += 1
         waits = {"learner/wait_s": wait_s, "learner/wait_due_s": trained.wait_due_s}
         return trained, {**metrics, **waits}
 
-    async def _discard(self, part: Loan) -> None:
+    async def _discard(self, part: TakenBatch) -> None:
         """Discard the gradient of a part whose batch ends or begins again."""
         if part:
             num_groups, step = len(part.headers), self._version + 1
@@ -187,22 +186,22 @@ class Learner:
         if self._published_version < self._version:
             await self._publish()
 
-    def _log(self, loan: Loan, metrics: Mapping[str, float], stats: BufferStats) -> None:
+    def _log(self, taken: TakenBatch, metrics: Mapping[str, float], stats: BufferStats) -> None:
         now_s = time.perf_counter()
         step_s, self._logged_s = now_s - self._logged_s, now_s
         self._records.log(
             self._version,
-            loan.headers,
+            taken.headers,
             {
                 **metrics,
                 # Of the save after the step before, if there was one.
                 **self._times.take("snapshot", "save"),
                 **self._validations.take(),
-                **staleness_metrics(loan.headers, self._version - 1),
+                **staleness_metrics(taken.headers, self._version - 1),
                 **books_metrics(stats.books),
                 **buffer_metrics(stats),
                 **reward_metrics(stats, [r.label for r in self._config.data.all_rewards]),
-                **self._fairness.metrics(stats, step_s, loan.headers),
+                **self._fairness.metrics(stats, step_s, taken.headers),
                 **self._scaling.metrics(stats, step_s, metrics),
                 **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
                 "learner/policy_version": self._version,

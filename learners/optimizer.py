@@ -2,16 +2,24 @@
 
 Invariant: the rate of a step is a function of the step alone, so a resumed run needs no scheduler
 state. An update whose gradient is not finite changes nothing, and few in a row are skipped.
+
+`by_mesh`: tensor parallelism leaves parameters that are sharded over different meshes. Torch's
+operations on lists of tensors, which AdamW and the gradient's norm are made of, take tensors of one
+mesh at a time. The norm is that of the whole gradient, each element counted once; all ranks call it
+together and get the same.
 """
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from learners.parallel.sharding import clip_gradients, split_by_mesh
+from learners.parallel.mesh import full
 from streamrl.config.learner import OptimizerGroup, OptimizerSettings
 from streamrl.errors import ConfigError, DivergedError, did_you_mean
 
@@ -22,7 +30,7 @@ LR_RATIO = "lr_ratio"
 
 
 def make_optimizer(
-    parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSettings
+    parameters: Mapping[str, Parameter], settings: OptimizerSettings
 ) -> torch.optim.AdamW:
     """AdamW over the named parameters; vectors (norms, biases) are not decayed.
 
@@ -33,7 +41,7 @@ def make_optimizer(
     for index, group in enumerate(settings.groups):
         if group not in found.values():
             raise ConfigError(_unmatched(index, settings.groups, parameters))
-    alike: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    alike: dict[tuple[float, float], list[Parameter]] = {}
     for name, parameter in parameters.items():
         key = _rate_and_decay(parameter, found[name], settings)
         alike.setdefault(key, []).append(parameter)
@@ -53,7 +61,7 @@ def make_optimizer(
 
 def update(
     optimizer: torch.optim.AdamW,
-    parameters: Iterable[torch.nn.Parameter],
+    parameters: Iterable[Parameter],
     rate: float,
     max_grad_norm: float | None,
     *,
@@ -148,7 +156,7 @@ def _find(name: str, groups: Iterable[OptimizerGroup]) -> OptimizerGroup | None:
 
 
 def _rate_and_decay(
-    parameter: torch.nn.Parameter, group: OptimizerGroup | None, settings: OptimizerSettings
+    parameter: Parameter, group: OptimizerGroup | None, settings: OptimizerSettings
 ) -> tuple[float, float]:
     lr = settings.lr if group is None or group.lr is None else group.lr
     usual = settings.weight_decay if parameter.ndim >= 2 else 0.0
@@ -156,7 +164,7 @@ def _rate_and_decay(
 
 
 def _unmatched(
-    index: int, groups: tuple[OptimizerGroup, ...], parameters: Mapping[str, torch.nn.Parameter]
+    index: int, groups: tuple[OptimizerGroup, ...], parameters: Mapping[str, Parameter]
 ) -> str:
     field = f"learner.optimizer.groups.{index}.parameters"
     pattern = groups[index].parameters
@@ -171,10 +179,53 @@ def _unmatched(
     return f"{field}: was {pattern!r}, which no parameter matches; {_near(pattern, parameters)}"
 
 
-def _near(pattern: str, parameters: Mapping[str, torch.nn.Parameter]) -> str:
+def _near(pattern: str, parameters: Mapping[str, Parameter]) -> str:
     """Names that were probably meant; by their parts, since a pattern seldom has whole names."""
     hint = did_you_mean(pattern, parameters)
     if hint.startswith("did you mean"):
         return hint
     parts = {part for name in parameters for part in name.split(".") if not part.isdigit()}
     return f"names have the parts {', '.join(sorted(parts))}"
+
+
+def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Its state is beside its parameters during a step, and in the host's memory otherwise."""
+    optimizer.register_step_pre_hook(lambda *_: _move(optimizer, to_host=False))
+    optimizer.register_step_post_hook(lambda *_: _move(optimizer, to_host=True))
+
+
+def _move(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
+    """The moments; the count of steps is one number and stays where the optimizer put it."""
+    for parameter, state in optimizer.state.items():
+        device = torch.device("cpu") if to_host else parameter.device
+        moments = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and t.ndim}
+        state.update({name: moment.to(device) for name, moment in moments.items()})
+
+
+def by_mesh(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+    """Those of one mesh together, in their order."""
+    ordered = list(parameters)
+    meshes = dict.fromkeys(_mesh(p) for p in ordered)
+    return [[p for p in ordered if _mesh(p) == mesh] for mesh in meshes]
+
+
+def split_by_mesh(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's parameter groups, each of one mesh."""
+    return [{**group, "params": one} for group in groups for one in by_mesh(group["params"])]
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> float:
+    """Scale the gradients so that their norm is at most `max_norm`; the norm before."""
+    parts = by_mesh(p for p in parameters if p.grad is not None)
+    norms = [full(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
+    total = norms[0] if len(norms) == 1 else torch.stack([torch.zeros(()), *norms]).norm()
+    if max_norm is not None:
+        for part in parts:
+            clip_grads_with_norm_(part, max_norm, total)
+    return float(total)
+
+
+def _mesh(parameter: Parameter) -> Any:
+    """None for a tensor that is not sharded."""
+    return getattr(parameter, "device_mesh", None)

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.trainer import Trainer
-from streamrl.config import RunConfig
 from streamrl.types import GapStatistics, ParityReport, ParitySamples
 
 
-def score(config: RunConfig, trainer: Trainer, samples: ParitySamples) -> ParityReport:
-    """The learner's log-probabilities against the engine's, over all and by position."""
+def score(trainer: Trainer, samples: ParitySamples, dtype: str) -> ParityReport:
+    """The learner's log-probabilities against the engine's, over all and by position;
+    `dtype` is `learner.dtype`."""
     batch = TrainingBatch.of(samples.groups, policy_version=0)
     gaps = (trainer.logprobs(batch) - batch.behavior_logprobs).double().numpy()
     lengths = batch.sequences.lengths.tolist()
@@ -24,7 +24,7 @@ def score(config: RunConfig, trainer: Trainer, samples: ParitySamples) -> Parity
     return ParityReport(
         engine=samples.engine,
         engine_dtype=samples.dtype,
-        learner_dtype=config.learner.dtype,
+        learner_dtype=dtype,
         num_prompts=len(samples.groups),
         overall=statistics_of(gaps, 0, int(positions.max())),
         by_position=tuple(_by_position(gaps, positions)),

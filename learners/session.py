@@ -1,4 +1,4 @@
-"""The learner's session with the buffer: attaching, the loan, advancing, and the books.
+"""The learner's session with the buffer: attaching, the taken batch, advancing, and the books.
 
 The buffer's client holds the learner term, the fencing number of the session; a learner that
 another one replaced gets FencedError. The session holds the version and the books of the last step:
@@ -6,7 +6,7 @@ a checkpoint stores them, and a buffer that lost its memory is restored from the
 
 Invariant: a request that such a buffer refuses is repeated once the session has attached again, in
 one place for all requests. Groups that were taken and not trained return to the buffer when a
-learner attaches, so attaching ends the loan at hand.
+learner attaches, so attaching ends the taken batch at hand.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from streamrl.types import (
     BufferStats,
     GroupHeader,
     LearnerActivity,
-    Loan,
+    TakenBatch,
     TrajectoryGroup,
     ranges_of,
     replace,
@@ -59,8 +59,8 @@ class LearnerSession:
     """One learner's side of the buffer, from the state it starts with.
 
     With several ranks `fetch` fetches the groups of these headers, each rank its share, and
-    returns that of the first one; a single rank gets the payloads with its loan. `learner_id` is
-    the one that the weight sender has.
+    returns that of the first one; a single rank gets the payloads with the batch that it takes.
+    `learner_id` is the one that the weight sender has.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LearnerSession:
         self._incarnation = ""
         self._held: tuple[GroupHeader, ...] = ()
         self.new_headers: tuple[GroupHeader, ...] = ()
-        """The groups that the last loan has brought."""
+        """The groups that the last taken batch has brought."""
 
     @property
     def state(self) -> LearnerState:
@@ -113,58 +113,58 @@ class LearnerSession:
 
     async def take(
         self, stopping: asyncio.Event, on_wait: Callable[[], Awaitable[None]]
-    ) -> Loan | None:
-        """The loan of the next batch, with its trajectories; None once `stopping` is set.
+    ) -> TakenBatch | None:
+        """Take the next batch, with its trajectories; None once `stopping` is set.
 
         Waits until generators have put enough groups, and calls `on_wait` every TAKE_WAIT_S. Under
-        an algorithm that accepts parts, the loan may be a part of the batch; the next call then
-        waits for more groups and returns all headers, and the trajectories of the new groups. It
-        returns those of all groups where the buffer has lent other ones instead: the batch begins
-        again. With several ranks the trajectories are those of the first one's share.
+        an algorithm that accepts parts, what is taken may be a part of the batch; the next call
+        waits for more groups then and returns all headers, and the trajectories of the new groups.
+        It returns those of all groups where the buffer has lent other ones instead: the batch
+        begins again. With several ranks the trajectories are those of the first one's share.
         """
         num_groups, version = self._config.learner.groups_per_step, self._state.policy_version
 
-        async def request() -> Loan | None:
+        async def request() -> TakenBatch | None:
             in_parts = accepts_parts(self._config.algorithm, self._config.learner.num_updates)
             num_held = len(self._held) if in_parts else None
             with_payloads = self._fetch is None
             take = self._buffer.take(
                 num_groups, version, TAKE_WAIT_S, with_payloads=with_payloads, num_held=num_held
             )
-            loan = await unless_set(stopping, take)
-            new = () if loan is None else loan.headers[len(self._held) :]
-            if self._fetch is None or loan is None or not self._continues(loan):
-                return loan
-            return replace(loan, groups=await self._fetch(new))
+            taken = await unless_set(stopping, take)
+            new = () if taken is None else taken.headers[len(self._held) :]
+            if self._fetch is None or taken is None or not self._continues(taken):
+                return taken
+            return replace(taken, groups=await self._fetch(new))
 
         while not stopping.is_set():
-            loan = await self._call(LearnerActivity.WAITING, request)
-            if loan is None:
+            taken = await self._call(LearnerActivity.WAITING, request)
+            if taken is None:
                 return None
-            if not loan.headers:
+            if not taken.headers:
                 num_missing = num_groups - len(self._held)
                 log.info("waiting for %d groups at version %d", num_missing, version)
                 await on_wait()
-            elif self._continues(loan):
-                self.new_headers = loan.headers[len(self._held) :]
-                self._held = loan.headers
-                return loan
+            elif self._continues(taken):
+                self.new_headers = taken.headers[len(self._held) :]
+                self._held = taken.headers
+                return taken
             else:
                 self._held = ()
         return None
 
-    def _continues(self, loan: Loan) -> bool:
-        """Whether the loan has groups, the first of them those that are held."""
-        return bool(loan.headers) and loan.headers[: len(self._held)] == self._held
+    def _continues(self, taken: TakenBatch) -> bool:
+        """Whether the taken batch has groups, the first of them those that are held."""
+        return bool(taken.headers) and taken.headers[: len(self._held)] == self._held
 
-    async def advance(self, policy_version: int, loan: Loan) -> BufferStats:
-        """Notify the buffer that the step to this version trained the loan.
+    async def advance(self, policy_version: int, taken: TakenBatch) -> BufferStats:
+        """Notify the buffer that the step to this version trained the taken batch.
 
         Returns:
             The buffer's stats after that.
         """
         self._held = ()
-        trained = [header.prompt_index for header in loan.headers]
+        trained = [header.prompt_index for header in taken.headers]
         # The books for a buffer that lost its memory before it recorded this step.
         books = books_with(self._state.books, trained)
         self._state = LearnerState(policy_version, books)

@@ -1,13 +1,13 @@
-"""The step of one batch: facts, then gradient and update for each of its mini-batches.
+"""The step of one batch: targets, then gradient and update for each of its mini-batches.
 
 Invariant: an update is that of its whole mini-batch however it was cut into micro-batches and
 divided among ranks, which call all of this together, and the only update of a batch also however
 the batch was cut into parts, where the algorithm accepts parts. Runs in one thread, apart from all
 input and output.
 
-Facts (advantages, proximal log-probabilities, values) are of the batch and stay as they are while
+Targets (advantages, proximal log-probabilities, values) are of the batch and stay as they are while
 its updates move the policy. With one update the training pass itself yields the proximal
-log-probabilities; `FactCollector` says when a pass of their own comes first.
+log-probabilities; `TargetCollector` says when a pass of their own comes first.
 """
 
 import logging
@@ -19,17 +19,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from learners.batch import MicroBatch, TrainingBatch
+from learners.batch.micro_batch import MicroBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner, mini_batches
-from learners.objective.facts import FactCollector, Facts, PolicyPasses
 from learners.objective.gradient import Accumulated, Gradient
-from learners.objective.step_metrics import MASKED, BatchPart, of_facts, of_updates, of_work
-from learners.optimizer import SkippedUpdates, learning_rate, make_optimizer, update
+from learners.objective.step_metrics import MASKED, BatchPart, of_batch, of_updates, of_work
+from learners.objective.targets import PolicyPasses, TargetCollector, Targets
+from learners.optimizer import (
+    SkippedUpdates,
+    keep_state_on_host,
+    learning_rate,
+    make_optimizer,
+    update,
+)
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import keep_state_on_host
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
-from learners.profiling.profile import StepProfile
+from learners.profiling import StepProfile
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
 from streamrl.algorithms.rollout_is import SEQUENCE_ESS
@@ -61,12 +67,13 @@ class Trainer:
         if config.learner.offload.optimizer:
             keep_state_on_host(self.optimizer)
         passes = PolicyPasses(config, policy, reference)
-        self._facts = FactCollector(config, self.credit, policy, passes, reference, critic, ranks)
-        self._gradient = Gradient(config, policy, passes, critic, ranks)
-        networks = {"policy": policy, "reference": reference, "critic": critic}
-        self._profile = StepProfile(
-            config, {name: n.network for name, n in networks.items() if n}, ranks.index
+        self._targets = TargetCollector(
+            config, self.credit, policy, passes, reference, critic, ranks
         )
+        self._gradient = Gradient(config, policy, passes, critic, ranks)
+        models = {"policy": policy, "reference": reference, "critic": critic}
+        networks = {name: model.network for name, model in models.items() if model}
+        self._profile = StepProfile(config.learner, config.run.path, networks, ranks.index)
         self._skipped = SkippedUpdates(config.learner.optimizer.max_skipped_updates)
         self._max_tokens = config.learner.max_tokens_per_micro_batch
         self._longest = 0
@@ -96,13 +103,13 @@ class Trainer:
             self._profile.begin(part.policy_version + 1)
         self._warn_of_long(part)
         micro_batches = self._pack(part)
-        facts, metrics = self._facts.collect(part, micro_batches)
+        targets, metrics = self._targets.collect(part, micro_batches)
         updates = self._mini_batches(part)
         if updates[0] != list(range(len(part))):
             micro_batches = self._pack(part, updates[0])
-        self._accumulate(part, facts, micro_batches, updates[0])
+        self._accumulate(part, targets, micro_batches, updates[0])
         train_s = time.perf_counter() - start
-        self._parts = (*self._parts, BatchPart(part, facts, metrics, updates, train_s))
+        self._parts = (*self._parts, BatchPart(part, targets, metrics, updates, train_s))
 
     def discard(self) -> None:
         """Clear the gradient; the next part is the first of a batch."""
@@ -116,13 +123,13 @@ class Trainer:
         start, parts = time.perf_counter(), self._parts
         updates = [self._update()]
         for chosen in parts[0].mini_batches[1:]:
-            batch, facts = parts[0].batch, parts[0].facts
-            self._accumulate(batch, facts, self._pack(batch, chosen), chosen)
+            batch, targets = parts[0].batch, parts[0].targets
+            self._accumulate(batch, targets, self._pack(batch, chosen), chosen)
             updates.append(self._update())
         self.discard()
         work = of_work(parts, self._max_tokens, update_s=time.perf_counter() - start)
         profile = self._profile.take(work["learner/train_s"])
-        return {**of_facts(parts), **of_updates(updates), **work, **profile}
+        return {**of_batch(parts), **of_updates(updates), **work, **profile}
 
     def take_weights(self) -> Mapping[int, NDArray[np.float32]]:
         """[response tokens] of the trajectories of the last batch's first part that this rank has
@@ -155,22 +162,23 @@ class Trainer:
 
     def _mini_batches(self, batch: TrainingBatch) -> list[list[int]]:
         """The trajectories of each update."""
+        learner, seed = self._config.learner, self._config.run.seed
         if resampling := self._config.algorithm.pf_ppo:
             rewards = batch.episodes.each(batch.rewards)
             chosen = self._ranks.first(pf_ppo_resample(rewards, resampling))
-            return mini_batches(batch, self._config, batch.episodes.members(chosen))
-        return mini_batches(batch, self._config)
+            return mini_batches(batch, learner, seed, batch.episodes.members(chosen))
+        return mini_batches(batch, learner, seed)
 
     def _accumulate(
         self,
         batch: TrainingBatch,
-        facts: Facts,
+        targets: Targets,
         micro_batches: list[MicroBatch],
         chosen: list[int],
     ) -> None:
         """Add the gradient of the update on these trajectories, which the micro-batches hold."""
-        facts, self._corrected = self._facts.of_update(batch, facts, micro_batches, chosen)
-        self._accumulated = self._gradient.accumulate(micro_batches, facts, self._accumulated)
+        targets, self._corrected = self._targets.of_update(batch, targets, micro_batches, chosen)
+        self._accumulated = self._gradient.accumulate(micro_batches, targets, self._accumulated)
 
     def _update(self) -> dict[str, float]:
         """One update of the policy and the critic; its metrics.

@@ -1,6 +1,6 @@
 """Trajectories of a rollout alone."""
 
-from actors.episodes.record import Rollout
+from actors.episode_record import Rollout
 from actors.episodes.rollout import ScoredRollout, assembled
 from streamrl.types import Trajectory
 

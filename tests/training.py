@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from learners.batch import MicroBatch, TrainingBatch
-from learners.parallel.mesh import Mesh
+from learners.batch.micro_batch import MicroBatch
+from learners.batch.training_batch import TrainingBatch
+from learners.parallel.mesh import Mesh, assign, full
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import assign, full
 from learners.policy.critic import Critic
 from learners.policy.loading import distribute
-from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
 from learners.policy.policy import Policy
+from learners.policy.sharding import compute_in
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, episode_indices

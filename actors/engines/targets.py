@@ -1,19 +1,40 @@
 """Which parts of an engine receive weights, each by itself: the engine, or each of its servers.
 
 Called by `actors.generator`, which runs a `WeightReceiver` for each.
+
+`weight_locality`: where they are received, which decides by which transport they come. Not always
+in this process, and not always on the GPU that samples.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from actors.engines.served.open import server_id
 from actors.engines.served.replicas import ReplicatedEngine
-from actors.locality import weight_locality
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.interfaces import Engine
-from streamrl.types import LoadReport, WeightUpdate
+from streamrl.types import LoadReport, Locality, WeightUpdate
+from streamrl.weights.locality import locality_of
 from streamrl.weights.receiver import Holding, WeightReceiver
+
+
+def weight_locality(generator: GeneratorSettings) -> Locality:
+    """By `generator.engine`; that of the engine's workers if they run on this machine."""
+    device = generator.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    match generator.engine:
+        case "sglang":
+            # The relay receives into this process's host memory.
+            return locality_of("cpu")
+        case "vllm" if generator.vllm.url:
+            return Locality(device_type=torch.device(device).type)
+        case _:
+            return locality_of(device, generator.num_ranks)
+
 
 Load = Callable[[WeightUpdate], Awaitable[LoadReport]]
 

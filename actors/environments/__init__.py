@@ -10,19 +10,32 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from actors.environments.single_turn import SingleTurn
 from actors.environments.user import UserEnvironment, check_arguments
 from actors.tools.environment import TOOLS, ToolEnvironment
 from actors.tools.toolset import Toolset
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, did_you_mean
-from streamrl.interfaces import Environment
+from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
+from streamrl.types import Completion
 from streamrl.user_code import is_user_code
 
 if TYPE_CHECKING:
     from actors.gateway.agent import Agent
 
 Make = Callable[..., "Environment | Agent"]
+
+
+class SingleTurn:
+    """One question, one answer."""
+
+    async def start(self, context: EnvironmentContext) -> Observation:
+        return Observation(token_ids=context.prompt_token_ids)
+
+    async def step(self, completion: Completion) -> Transition:
+        return Transition(done=True)
+
+    async def close(self) -> None:
+        """There is nothing to close."""
 
 
 def _calculator() -> Make:

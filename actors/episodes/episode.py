@@ -24,9 +24,9 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from actors.environments.single_turn import SingleTurn
-from actors.episodes.deadline import ClosedAfter, Deadline, DeadlineError
-from actors.episodes.record import Context, EpisodeRecord, Rollout, generate
+from actors.concurrency import ClosedAfter, Deadline, DeadlineError
+from actors.environments import SingleTurn
+from actors.episode_record import Context, EpisodeRecord, Rollout, generate
 from actors.gateway.agent import Agent, is_agent, play
 from actors.gateway.session import Session
 from streamrl.config.generator import EpisodeSettings

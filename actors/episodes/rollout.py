@@ -24,14 +24,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from msgspec import structs
 
+from actors.concurrency import together
+from actors.episode_record import Rollout, Segment, Span
 from actors.episodes.episode import EpisodeRun
-from actors.episodes.record import Rollout, Segment, Span
 from actors.gateway.agent import Agent
 from actors.prompts.seeds import seed_of
 from actors.rendering.messages import is_prefill
 from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import load_media, sees_media
-from actors.together import together
 from streamrl.config.generator import EpisodeSettings, OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (

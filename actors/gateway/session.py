@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.episodes.record import EpisodeRecord, generate
+from actors.episode_record import EpisodeRecord, generate
 from actors.rendering.messages import normalized
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import CompletionHandle, Message, Renderer, Sampler, ToolSchema

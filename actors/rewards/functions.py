@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from actors.concurrency import together
 from actors.rewards.calls.isolated import Processes
 from actors.rewards.calls.limits import RewardLimits
 from actors.rewards.calls.output import OutputLimit
 from actors.rewards.calls.threads import Threads
 from actors.rewards.forms import BoundFunction
-from actors.together import together
 from streamrl.interfaces import Episode, Score
 
 Scores = Sequence[Score | None]

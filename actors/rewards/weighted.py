@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.concurrency import together
 from actors.rewards.functions import Scorer, Scores
-from actors.together import together
 from streamrl.errors import RewardError, RolloutError
 from streamrl.interfaces import Episode, Score
 

@@ -13,8 +13,8 @@ import torch
 
 from actors.daemon import require_model
 from actors.engines import make_engine
-from actors.environments.runner import make_runner
 from actors.environments.stream import open_held_out_stream
+from actors.episodes.runner import make_runner
 from actors.rendering.renderer import ChatRenderer
 from actors.validation.validator import Validator
 from buffers.connect import connect, try_stats

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from actors.environments.runner import MixedRunner
+from actors.engines.targets import weight_locality
 from actors.episodes.rollout import unbuffered_lease
-from actors.locality import weight_locality
+from actors.episodes.runner import MixedRunner
 from actors.rendering.renderer import PromptTooLongError
 from actors.validation.scores import PREFIX, PromptResult, answer_of, scores
 from streamrl.config import RunConfig

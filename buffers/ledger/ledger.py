@@ -32,8 +32,8 @@ divided by `groups_per_step`; admission bounds them so that it is not too old by
 
 The fence: a call of a learner is refused unless its term is the ledger's.
 
-Loans: which groups are lent for which version, and which version trained them. These are exactly
-the ledger's TAKEN and TRAINED entries, each under the version that the entry has.
+Taken batches: which groups are lent for which version, and which version trained them. These are
+exactly the ledger's TAKEN and TRAINED entries, each under the version that the entry has.
 
 Batches: which finished groups are lent for the next step, and which are too far from it.
 
@@ -180,20 +180,20 @@ def require_learner_term(learner_term: int, current: int) -> None:
         raise LostMemoryError(f"lost memory: this buffer knows term {current}, not {learner_term}")
 
 
-class Loans:
+class TakenBatches:
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
         self._lent: dict[int, list[int]] = {}
         self._trained: dict[int, list[int]] = {}
 
     def require_turn(self, version: int, current: int) -> None:
-        """Refuse a loan out of turn."""
+        """Refuse to take a batch out of turn."""
         following = current + len(self._lent.keys() - {version})
         if version != following:
             raise LedgerError(f"take for version {version}; the next to be trained is {following}")
 
     def prompt_indices(self, version: int) -> tuple[int, ...]:
-        """The groups lent for `version`, oldest first; () if there is no such loan."""
+        """The groups lent for `version`, oldest first; () if there is no such taken batch."""
         return tuple(self._lent.get(version, ()))
 
     def lend(self, entry: Entry, version: int) -> None:
@@ -202,16 +202,16 @@ class Loans:
         self._lent.setdefault(version, []).append(entry.prompt_index)
 
     def train(self, version: int, current: int) -> None:
-        """The loan of the version before, which is the `current` one, has made `version`."""
+        """The taken batch of the version before, which is the `current` one, has made `version`."""
         if version != current + 1 or current not in self._lent:
             raise LedgerError(
                 f"advance to {version}: the ledger is at {current} and has lent for "
                 f"{sorted(self._lent)}"
             )
-        loan = self._lent.pop(version - 1)
-        for prompt_index in loan:
+        taken = self._lent.pop(version - 1)
+        for prompt_index in taken:
             self._entries.move(self._entries[prompt_index], State.TRAINED, version)
-        self._trained[version] = loan
+        self._trained[version] = taken
 
     def settle(self, version: int) -> None:
         """Acknowledge what was trained at versions <= `version`."""
@@ -233,20 +233,20 @@ class Loans:
 
 
 class Batches:
-    """The batches of one ledger, from its ready queue to its loans."""
+    """The batches of one ledger, from its ready queue to its taken batches."""
 
     def __init__(
         self,
         entries: Entries,
         ready: ReadyQueue,
-        loans: Loans,
+        taken_batches: TakenBatches,
         groups_per_step: int,
         max_staleness: int,
         overdue: OverduePolicy,
     ) -> None:
         self._entries = entries
         self._ready = ready
-        self._loans = loans
+        self._taken_batches = taken_batches
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._overdue = overdue
@@ -255,25 +255,25 @@ class Batches:
         self, num_groups: int, version: int, current: int, num_held: int | None
     ) -> tuple[GroupHeader, ...]:
         """See `Ledger.take`; the ledger is at version `current`."""
-        num_missing = num_groups - len(self._loans.prompt_indices(version))
+        num_missing = num_groups - len(self._taken_batches.prompt_indices(version))
         if num_missing > 0:
-            self._loans.require_turn(version, current)
+            self._taken_batches.require_turn(version, current)
             require_capacity(num_groups, self._max_staleness, self._groups_per_step)
             self.evict(version)
             self._drop_abandoned(num_missing, version)
             num_lendable = self._num_lendable(num_missing, version)
             if num_lendable == num_missing or num_held is not None:
                 self._lend(num_lendable, version)
-        loan = self._loans.prompt_indices(version)
-        if len(loan) < num_groups and (num_held is None or len(loan) <= num_held):
+        taken = self._taken_batches.prompt_indices(version)
+        if len(taken) < num_groups and (num_held is None or len(taken) <= num_held):
             return ()
-        return tuple(header_of(self._entries[prompt_index]) for prompt_index in loan)
+        return tuple(header_of(self._entries[prompt_index]) for prompt_index in taken)
 
     def awaited(self, version: int) -> tuple[Entry, ...]:
         """The leased groups among which the batch for `version` waits for some, because they are
         due; first due first. () unless enough others are finished.
         """
-        num_missing = self._groups_per_step - len(self._loans.prompt_indices(version))
+        num_missing = self._groups_per_step - len(self._taken_batches.prompt_indices(version))
         is_short = self._entries.count(State.BUFFERED) < num_missing
         if num_missing <= 0 or is_short or self._overdue is not OverduePolicy.WAIT:
             return ()
@@ -313,7 +313,7 @@ class Batches:
         for _ in range(num_groups):
             entry = self._ready.first()
             assert entry is not None, "they were counted"
-            self._loans.lend(entry, version)
+            self._taken_batches.lend(entry, version)
 
     def _num_lendable(self, num_missing: int, version: int) -> int:
         """How many of the oldest finished groups the batch for `version` may get now.
@@ -364,9 +364,9 @@ class Ledger:
         self.responses = self._entries.responses
         self._ready = ReadyQueue(self._entries)
         self._expiries = Expiries(self._entries)
-        self._loans = Loans(self._entries)
+        self._taken_batches = TakenBatches(self._entries)
         self.admission = Admission(self._entries, groups_per_step, max_staleness, final_version)
-        columns = (self._entries, self._ready, self._loans)
+        columns = (self._entries, self._ready, self._taken_batches)
         self._batches = Batches(*columns, groups_per_step, max_staleness, overdue)
         self._refused: Counter[RefusalReason] = Counter()
 
@@ -480,8 +480,8 @@ class Ledger:
         here, and every other prompt is open here or will be granted again.
         """
         is_older = books is not None and not self._entries.follows(books, self.learner_term)
-        self._loans.settle(version)
-        for entry in self._loans.give_back():
+        self._taken_batches.settle(version)
+        for entry in self._taken_batches.give_back():
             self._make_ready(entry)
         if books is not None and (is_older or self.version < version):
             self._entries.adopt(books)
@@ -497,9 +497,9 @@ class Ledger:
     ) -> tuple[GroupHeader, ...]:
         """Lend the oldest groups for training at `version`; () while there are too few.
 
-        Drops first what is too far from this version. The same version gets the same loan again.
-        With `num_held` a part of the batch is lent as soon as it can be, and () returned while the
-        loan has no more groups than these.
+        Drops first what is too far from this version. The same version gets the same batch again.
+        With `num_held` a part of the batch is lent as soon as it can be, and () returned while that
+        has no more groups than these.
         """
         require_learner_term(learner_term, self.learner_term)
         return self._batches.take(num_groups, version, self.version, num_held)
@@ -509,11 +509,11 @@ class Ledger:
         return self._batches.awaited(self.version)
 
     def advance(self, version: int, learner_term: int) -> None:
-        """The step that made `version` used the loan of the version before. May be repeated."""
+        """The step that made `version` used the batch of the version before. May be repeated."""
         require_learner_term(learner_term, self.learner_term)
         if version == self.version:
             return
-        self._loans.train(version, self.version)
+        self._taken_batches.train(version, self.version)
         self.version = version
         self._batches.evict(version)
 
@@ -522,7 +522,7 @@ class Ledger:
         require_learner_term(learner_term, self.learner_term)
         if version > self.version:
             raise LedgerError(f"acknowledge of version {version}; the ledger is at {self.version}")
-        self._loans.settle(version)
+        self._taken_batches.settle(version)
 
     def finish(self, learner_term: int) -> None:
         """No lease is granted from here on."""
@@ -586,7 +586,7 @@ class Ledger:
             elif entry.state is State.BUFFERED:
                 self._ready.add(entry)
             else:
-                self._loans.restore(entry)
+                self._taken_batches.restore(entry)
 
     def subscribe(self, on_event: Callable[[Event], None]) -> None:
         """Call `on_event` with every transition from here on."""

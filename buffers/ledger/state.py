@@ -45,9 +45,9 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
-    Loan,
     RetriedPrompt,
     SchedulingState,
+    TakenBatch,
     replace,
 )
 
@@ -353,8 +353,8 @@ class BufferState(Generic[Payload]):
         learner_term: int,
         now_s: float,
         num_held: int | None = None,
-    ) -> Loan:
-        """The loan without payloads. See `Ledger.take`."""
+    ) -> TakenBatch:
+        """The taken batch without payloads. See `Ledger.take`."""
         headers = self.ledger.take(num_groups, policy_version, learner_term, num_held)
         self._delete_freed()
         wait_due_s = self._wait_due_s(now_s)
@@ -362,7 +362,7 @@ class BufferState(Generic[Payload]):
             self._due_since_s = None
         elif self._due_since_s is None and self.ledger.awaited():
             self._due_since_s = now_s
-        return Loan(headers=headers, wait_due_s=wait_due_s)
+        return TakenBatch(headers=headers, wait_due_s=wait_due_s)
 
     def fetch(self, prompt_indices: Sequence[int]) -> tuple[Payload, ...]:
         """Each once.

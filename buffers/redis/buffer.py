@@ -39,10 +39,10 @@ from streamrl.types import (
     GroupHeader,
     HeartbeatReply,
     Lease,
-    Loan,
     OverduePolicy,
     PackedGroup,
     SchedulingState,
+    TakenBatch,
     TrajectoryGroup,
     pack,
 )
@@ -144,23 +144,23 @@ class RedisBuffer:
         *,
         with_payloads: bool = False,
         num_held: int | None = None,
-    ) -> Loan:
+    ) -> TakenBatch:
         """See the interface. Payloads are read in a second round trip, once their keys are known:
         a script would copy each one twice inside Redis and block other clients meanwhile."""
         held = -1 if num_held is None else num_held
 
-        async def attempt() -> tuple[Loan, float]:
+        async def attempt() -> tuple[TakenBatch, float]:
             reply = await self._call("take", num_groups, policy_version, self._learner_term, held)
-            return replies.loan(reply), POLL_S
+            return replies.taken(reply), POLL_S
 
         def may_take(n: Notification) -> bool:
             is_enough = n.num_buffered >= num_groups - (num_held or 0)
             return is_enough or n.learner_term != self._learner_term
 
-        loan = await self._wait_for(attempt, wait_s, may_take)
-        new = loan.headers[num_held or 0 :] if with_payloads else ()
+        taken = await self._wait_for(attempt, wait_s, may_take)
+        new = taken.headers[num_held or 0 :] if with_payloads else ()
         groups = await self.fetch([header.prompt_index for header in new])
-        return structs.replace(loan, groups=groups)
+        return structs.replace(taken, groups=groups)
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         payloads: list[bytes | None] = []

@@ -15,13 +15,13 @@ from streamrl.types import (
     HeartbeatReply,
     Lease,
     LengthHistogram,
-    Loan,
     OverduePolicy,
     PackedGroup,
     RefusalReason,
     ResponseLengths,
     RetriedPrompt,
     SchedulingState,
+    TakenBatch,
     TrajectoryGroup,
     ranges_of,
 )
@@ -72,11 +72,11 @@ def heartbeat_reply(reply: Sequence[Any]) -> tuple[HeartbeatReply, int]:
     return answer, learner_term
 
 
-def loan(reply: Sequence[Any]) -> Loan:
+def taken(reply: Sequence[Any]) -> TakenBatch:
     """Without payloads."""
     blobs, wait_due_s = reply
     headers = tuple(wire.decode(blob, GroupHeader) for blob in blobs)
-    return Loan(headers=headers, wait_due_s=float(wait_due_s))
+    return TakenBatch(headers=headers, wait_due_s=float(wait_due_s))
 
 
 def next_expiry_s(reply: bytes, at_most: float) -> float:

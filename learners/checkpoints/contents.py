@@ -18,7 +18,7 @@ number load what they need of it. A tensor has one part a rank. No pickle.
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from learners.trainer import Trainer
-from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -180,7 +179,7 @@ class _Role:
         self.adamw.state[parameter][kind] = allocated
 
 
-def tensors_of(trainer: Trainer, contents: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def tensors_of(trainer: Trainer, contents: Sequence[str]) -> dict[str, torch.Tensor]:
     """Those to save, by name."""
     tensors = {}
     for role in _roles(trainer):
@@ -189,15 +188,17 @@ def tensors_of(trainer: Trainer, contents: tuple[str, ...]) -> dict[str, torch.T
     return tensors
 
 
-def load_tensors(checkpoint: Path, config: RunConfig, trainer: Trainer) -> None:
-    """Into the trainer, those that `learner.checkpoint.load_contents` names.
+def load_tensors(
+    checkpoint: Path, contents: Sequence[str], trainer: Trainer, model_path: str
+) -> None:
+    """Into the trainer, those that `contents` name; `model_path` is where its model is from.
 
     Raises:
         ConfigError: the checkpoint is of another model than the run.
     """
-    contents, saved = config.learner.checkpoint.loaded, saved_tensors(checkpoint)
+    saved = saved_tensors(checkpoint)
     policy, *critics = _roles(trainer)
-    _require_same_model(policy.weights, saved, checkpoint, config)
+    _require_same_model(policy.weights, saved, checkpoint, model_path)
     for critic in critics:
         _require_critic(critic.weights, saved, checkpoint)
     if "optimizer" in contents:
@@ -215,7 +216,7 @@ def _roles(trainer: Trainer) -> Iterator[_Role]:
         yield _Role("critic/", "critic_optimizer/", critic.parameters(), critic.optimizer)
 
 
-def _require_same_model(ours: Tensors, saved: Tensors, path: Path, config: RunConfig) -> None:
+def _require_same_model(ours: Tensors, saved: Tensors, path: Path, model_path: str) -> None:
     theirs = {name: t.shape for name, t in saved.items() if name.startswith(MODEL)}
     other = f"run.resume: {path} is of another model:"
     for name in (name for name in (*ours, *theirs) if name in theirs):
@@ -224,7 +225,7 @@ def _require_same_model(ours: Tensors, saved: Tensors, path: Path, config: RunCo
         if expected != tuple(shape):
             raise ConfigError(
                 f"{other} {name.removeprefix(MODEL)} has the shape {tuple(shape)}, in model.path "
-                f"{config.model.path} {expected}"
+                f"{model_path} {expected}"
             )
     if missing := sorted(ours.keys() - theirs.keys()):
         raise ConfigError(f"{other} it has no {missing[0].removeprefix(MODEL)}")

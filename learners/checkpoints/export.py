@@ -33,7 +33,6 @@ from streamrl.checkpoints.find import (
     read_checkpoint,
     version_of,
 )
-from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, TransportError
@@ -84,10 +83,11 @@ def main(arguments: argparse.Namespace) -> int:
     default = run / "export" / checkpoint.path.name
     folder = Path(arguments.output) if arguments.output else default
     dtype, size = getattr(torch, arguments.dtype), arguments.max_shard_size
+    model, lora = config.model, config.learner.lora
     if arguments.adapter:
-        export_adapter(checkpoint.path, folder, config, dtype)
+        export_adapter(checkpoint.path, folder, model, lora, dtype)
     else:
-        export(checkpoint.path, folder, config, dtype, size)
+        export(checkpoint.path, folder, model, lora, dtype, size)
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(
         f"{folder}: step {checkpoint.policy_version}, {arguments.dtype}, {num_bytes / 1e6:,.1f} MB"
@@ -98,47 +98,60 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def export(
-    checkpoint: Path, folder: Path, config: RunConfig, dtype: torch.dtype, max_shard_size: str
+    checkpoint: Path,
+    folder: Path,
+    model: ModelSettings,
+    lora: LoraSettings | None,
+    dtype: torch.dtype,
+    max_shard_size: str,
 ) -> None:
     """Write the policy of a checkpoint, whose files have been compared with its manifest.
+
+    Args:
+        model: of the run; the base of an adapter.
 
     Raises:
         ConfigError: the folder exists already, or cannot be written; the model that an adapter
             belongs to is not there.
     """
-    trust = config.model.trust_remote_code
-    model = ModelSettings(path=str(checkpoint), trust_remote_code=trust)
+    trust = model.trust_remote_code
+    exported = ModelSettings(path=str(checkpoint), trust_remote_code=trust)
     described = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
     saved = whole_tensors(checkpoint, MODEL)
-    if config.learner.lora is not None:
-        saved = _merged(config, config.learner.lora, saved)
+    if lora is not None:
+        saved = _merged(model, lora, saved)
     with _new_folder(folder) as unfinished:
-        save_model(unfinished, described, model, _cast(saved, dtype), max_shard_size)
+        save_model(unfinished, described, exported, _cast(saved, dtype), max_shard_size)
 
 
 def _merged(
-    config: RunConfig, lora: LoraSettings, saved: Mapping[str, torch.Tensor]
+    model: ModelSettings, lora: LoraSettings, saved: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     try:
-        return merged_weights(lora, config.model, saved)
+        return merged_weights(lora, model, saved)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path: no model at {config.model.path!r}, which the adapter belongs to: {error}"
+            f"model.path: no model at {model.path!r}, which the adapter belongs to: {error}"
         ) from error
 
 
-def export_adapter(checkpoint: Path, folder: Path, config: RunConfig, dtype: torch.dtype) -> None:
+def export_adapter(
+    checkpoint: Path,
+    folder: Path,
+    model: ModelSettings,
+    lora: LoraSettings | None,
+    dtype: torch.dtype,
+) -> None:
     """Write the adapter of a checkpoint, for peft.
 
     Raises:
         ConfigError: the run has none; or as `export`.
     """
-    lora = config.learner.lora
     if lora is None:
         raise ConfigError("--adapter: the run trains all parameters (learner.lora is not set)")
     factors = {n: t for n, t in whole_tensors(checkpoint, MODEL).items() if ".lora_" in n}
     with _new_folder(folder) as unfinished:
-        save_adapter(lora, config.model.path, _cast(factors, dtype), unfinished)
+        save_adapter(lora, model.path, _cast(factors, dtype), unfinished)
 
 
 def _cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -15,8 +15,8 @@ from typing import Any
 
 from learners.checkpoints.restore import LearnerStart
 from learners.checkpoints.writer import CheckpointWriter
-from learners.replay.record import Recorder, forget, keep_settings
 from learners.session import LearnerState
+from learners.step_record import Recorder, forget, keep_settings
 from learners.trainer import Trainer
 from streamrl.checkpoints import abandoned
 from streamrl.checkpoints.retention import Validated

@@ -172,7 +172,7 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
                 f"learner.checkpoint.load_contents: {path} has no {content!r}, since it was saved "
                 f"with learner.checkpoint.contents [{', '.join(record['contents'])}]"
             )
-    load_tensors(path, config, trainer)
+    load_tensors(path, wanted, trainer, config.model.path)
     if "extra" in wanted:
         trainer.credit.load_state_dict(record["credit"])
         distributed = dist.is_initialized()

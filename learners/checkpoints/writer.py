@@ -281,7 +281,8 @@ class CheckpointWriter:
         files = [shard] if shard.exists() else []
         if self._is_main:
             has_weights = "hf_model" in record["contents"]
-            policy.save(folder, self._config, whole_tensors(folder, MODEL) if has_weights else {})
+            weights = whole_tensors(folder, MODEL) if has_weights else {}
+            policy.save(folder, self._config.model, weights)
             (folder / STATE_FILE).write_text(json.dumps(record))
             files += [path for path in folder.iterdir() if path.is_file()]
         return record_files(folder, files)

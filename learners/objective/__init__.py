@@ -1,1 +1,1 @@
-"""From a batch to the gradient of its objective: credit, the table of facts, the gradient."""
+"""From a batch to the gradient of its objective: credit, targets, the gradient."""

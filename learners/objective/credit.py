@@ -18,7 +18,7 @@ from functools import reduce
 import numpy as np
 import torch
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
 from streamrl.algorithms.kl import AdaptiveKL, kl_controller, kl_penalty
 from streamrl.algorithms.rewards import (
@@ -28,29 +28,35 @@ from streamrl.algorithms.rewards import (
     shape_rewards,
     token_rewards,
 )
-from streamrl.config import RunConfig
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.learner import LearnerSettings
 
 
 def mini_batches(
-    batch: TrainingBatch, config: RunConfig, resampled: Sequence[int] | None = None
+    batch: TrainingBatch,
+    learner: LearnerSettings,
+    seed: int,
+    resampled: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """The trajectories of each update, by their index in the batch, in the order of the updates.
 
     Args:
+        seed: of the run.
         resampled: the trajectories that take the place of the batch's, with repetitions.
     """
     indices = range(len(batch.lengths)) if resampled is None else resampled
     groups = batch.group_indices.tolist()
-    chosen = [[i for i in indices if groups[i] in update] for update in _groups(batch, config)]
+    chosen = [
+        [i for i in indices if groups[i] in update] for update in _groups(batch, learner, seed)
+    ]
     return [members for members in chosen if members]
 
 
-def _groups(batch: TrainingBatch, config: RunConfig) -> Iterator[frozenset[int]]:
+def _groups(batch: TrainingBatch, learner: LearnerSettings, seed: int) -> Iterator[frozenset[int]]:
     """Of each update."""
-    num_groups, learner = int(batch.group_indices.max()) + 1, config.learner
+    num_groups = int(batch.group_indices.max()) + 1
     for epoch in range(learner.epochs):
-        random = np.random.default_rng([config.run.seed, batch.policy_version, epoch])
+        random = np.random.default_rng([seed, batch.policy_version, epoch])
         order = random.permutation(num_groups)
         for groups in np.array_split(order, learner.updates_per_batch):
             yield frozenset(groups.tolist())

@@ -20,23 +20,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from learners.batch import MicroBatch
-from learners.objective.facts import (
-    Facts,
+from learners.batch.micro_batch import MicroBatch
+from learners.objective.targets import (
     PolicyPasses,
+    Targets,
     correct,
     finite_sequences,
     num_sequences,
     without_nonfinite,
 )
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import sum_gradients
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from learners.policy.sharding import sum_gradients
 from streamrl.algorithms.losses import BatchTotals, LossInput
-from streamrl.algorithms.objective import mask_metrics, policy_objective, trained_fraction
+from streamrl.algorithms.objective import (
+    mask_metrics,
+    policy_objective,
+    proximal_logprobs,
+    trained_fraction,
+)
 from streamrl.algorithms.parts import Rescaling
-from streamrl.algorithms.proximal import proximal_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics
 from streamrl.config import RunConfig
 
@@ -79,7 +83,7 @@ class SeenWeights:
 
 
 Term = TypeVar("Term", float, torch.Tensor)
-Work: TypeAlias = tuple[tuple[MicroBatch, Facts], ...]
+Work: TypeAlias = tuple[tuple[MicroBatch, Targets], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,16 +126,16 @@ class Gradient:
         self.seen_weights = SeenWeights(is_on=config.tracking.samples.num_groups > 0)
 
     def accumulate(
-        self, micro_batches: list[MicroBatch], facts: Facts, previous: Accumulated | None = None
+        self, micro_batches: list[MicroBatch], targets: Targets, previous: Accumulated | None = None
     ) -> Accumulated:
         """Add the gradient of these micro-batches to that of the previous parts of the batch.
 
         If a sequence is not finite, the gradient of all parts is computed anew without it.
         """
-        added: Work = tuple((m, facts) for m in micro_batches)
+        added: Work = tuple((m, targets) for m in micro_batches)
         num_given = num_sequences(added) + (0 if previous is None else previous.num_given)
-        if not facts.is_finite.all():
-            added = self._finite(added, [facts.is_finite[m.members] for m in micro_batches])
+        if not targets.is_finite.all():
+            added = self._finite(added, [targets.is_finite[m.members] for m in micro_batches])
         accumulated, is_finite = self._add(added, previous, num_given)
         work = accumulated.work
         known = [torch.ones(len(m.members), dtype=torch.bool) for m, _ in work[: -len(added)]]
@@ -156,7 +160,7 @@ class Gradient:
     ) -> tuple[Accumulated, list[torch.Tensor]]:
         """What is accumulated after this work, and [S] for each micro-batch of it, whether its
         sequences are finite."""
-        slices = [(m, facts.select(m)) for m, facts in work]
+        slices = [(m, targets.select(m)) for m, targets in work]
         mine = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
         totals = reduce(add, self._ranks.gather(mine))
         terms, shards, is_finite = [], [], []
@@ -219,7 +223,7 @@ class Gradient:
         return {name: term * rescaling.of_metric(name) for name, term in previous.terms.items()}
 
     def _backward(
-        self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals
+        self, micro_batch: MicroBatch, targets: Targets, totals: BatchTotals
     ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None, torch.Tensor]:
         """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
         whether its sequences are finite."""
@@ -227,14 +231,14 @@ class Gradient:
         assert current.logprobs is not None, "they are asked for by default"
         computed = (current.logprobs, current.entropy, current.kl)
         is_finite = finite_sequences(micro_batch.sequences, *computed)
-        proximal = self._proximal(facts, current.logprobs)
-        weights, loss_mask, statistics = facts.importance_weights, facts.loss_mask, None
+        proximal = self._proximal(targets, current.logprobs)
+        weights, loss_mask, statistics = targets.importance_weights, targets.loss_mask, None
         if weights is None:
             correction = correct(
                 self._algorithm,
                 current.logprobs,
-                facts.behavior_logprobs,
-                facts.staleness,
+                targets.behavior_logprobs,
+                targets.staleness,
                 micro_batch.sequences,
             )
             weights, statistics = correction.weights, correction.statistics
@@ -246,12 +250,12 @@ class Gradient:
         loss_input = LossInput(
             logprobs=current.logprobs,
             proximal_logprobs=proximal,
-            advantages=facts.advantages,
+            advantages=targets.advantages,
             importance_weights=weights,
             sequences=micro_batch.sequences,
-            rewards=facts.rewards,
+            rewards=targets.rewards,
             loss_mask=loss_mask,
-            sample_weights=facts.sample_weights,
+            sample_weights=targets.sample_weights,
             totals=totals,
             top_candidates=micro_batch.top_candidates,
             top_logprobs=current.top_logprobs,
@@ -259,7 +263,7 @@ class Gradient:
         output = policy_objective(
             loss_input,
             self._algorithm,
-            facts.reference_logprobs,
+            targets.reference_logprobs,
             exact_kl=current.kl,
             entropy=current.entropy,
         )
@@ -270,25 +274,25 @@ class Gradient:
             metrics |= mask_metrics(micro_batch.sampling_mask, loss_input)
         return metrics, statistics, is_finite
 
-    def _proximal(self, facts: Facts, logprobs: torch.Tensor) -> torch.Tensor:
+    def _proximal(self, targets: Targets, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal != "recompute":
             return proximal_logprobs(
-                self._algorithm.proximal, logprobs, facts.behavior_logprobs, facts.staleness
+                self._algorithm.proximal, logprobs, targets.behavior_logprobs, targets.staleness
             )
-        if facts.proximal_logprobs is None:
+        if targets.proximal_logprobs is None:
             return logprobs.detach()
-        return facts.proximal_logprobs
+        return targets.proximal_logprobs
 
     def _critic_backward(
-        self, micro_batch: MicroBatch, facts: Facts, totals: BatchTotals
+        self, micro_batch: MicroBatch, targets: Targets, totals: BatchTotals
     ) -> dict[str, torch.Tensor]:
-        if self._critic is None or facts.old_values is None or facts.returns is None:
+        if self._critic is None or targets.old_values is None or targets.returns is None:
             return {}
         if micro_batch.is_empty:
             _backward_of_nothing(self._critic.values(micro_batch))
             return {}
         return self._critic.backward(
-            micro_batch, facts.old_values, facts.returns, totals, facts.loss_mask
+            micro_batch, targets.old_values, targets.returns, totals, targets.loss_mask
         )
 
 

@@ -1,6 +1,6 @@
-"""Metrics of a step: of the facts and the work of its batch, and of its updates.
+"""Metrics of a step: of its batch, of the work on it, and of its updates.
 
-Invariant: metrics of the facts do not depend on how the batch was cut into parts.
+Invariant: metrics of the batch do not depend on how the batch was cut into parts.
 """
 
 import re
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from learners.batch import TrainingBatch, add_episode_sums, episode_means
-from learners.objective.facts import Facts
+from learners.batch.training_batch import TrainingBatch, add_episode_sums, episode_means
+from learners.objective.targets import Targets
 from streamrl.types.rollouts import ALIKE_WITHIN
 
 MASKED = "learner/num_masked_updates"
@@ -23,15 +23,15 @@ class BatchPart:
     """A part of a batch whose gradient is accumulated, or the whole of it."""
 
     batch: TrainingBatch
-    facts: Facts
+    targets: Targets
     means: dict[str, float]
-    """Metrics that came with its facts: means over its trajectories, or of a whole batch."""
+    """Metrics that came with its targets: means over its trajectories, or of a whole batch."""
     mini_batches: list[list[int]]
     """The trajectories of each update."""
     train_s: float
 
 
-def of_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
+def of_batch(parts: Sequence[BatchPart]) -> dict[str, float]:
     """Metrics of rewards, lengths and advantages."""
     counts = [len(part.batch.episodes) for part in parts]
     means = {
@@ -43,7 +43,7 @@ def of_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
     lengths = torch.cat([part.batch.episodes.sequences.lengths for part in parts]).float()
     truncated = torch.cat([p.batch.episodes.each(p.batch.is_truncated) for p in parts])
     at_deadline = torch.cat([p.batch.episodes.each(p.batch.is_at_deadline) for p in parts])
-    advantages = torch.cat([part.facts.advantages for part in parts])
+    advantages = torch.cat([part.targets.advantages for part in parts])
     episodes = add_episode_sums(part.batch.environment_sums for part in parts)
     return {
         **means,

@@ -1,1 +1,1 @@
-"""The ranks of a learner, and how they share its parameters, its batch and its sequences."""
+"""The ranks of a learner: what they exchange, and the mesh in which they stand."""

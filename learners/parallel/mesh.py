@@ -6,16 +6,21 @@ sequence x tensor ranks share theirs: along `sequence` each has a stretch of the
 
 Invariant: the mesh is the same on every rank and does not change; a learner without torchrun is a
 world of one with the same groups. The daemon makes it once, before the models.
+
+`full`, `described`, `assign`: between a tensor that may be sharded over a mesh and the whole of it.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from streamrl.config.learner import MeshSettings
 
@@ -96,3 +101,40 @@ def _join(world_size: int, device: torch.device) -> None:
 
 
 _DIMENSIONS: tuple[Dimension, ...] = ("replicate", "shard", "sequence", "tensor")
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded, without gradient; all ranks call it together.
+
+    Where a rank holds all of it already, that is the tensor itself and no copy.
+    """
+    tensor = tensor.detach()
+    return _by_its_strides(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _by_its_strides(tensor: DTensor) -> DTensor:
+    """torch 2.11 refuses a matrix that packs several and whose dimension is split once: it reads
+    the stride as the order of two splits."""
+    strided = [p.dim for p in tensor.placements if isinstance(p, _StridedShard)]
+    splits = [p.dim for p in tensor.placements if isinstance(p, Shard | _StridedShard)]
+    if not any(splits.count(dim) == 1 for dim in strided):
+        return tensor
+    order = DTensorSpec.compute_default_shard_order(tensor.placements)
+    spec = replace(tensor._spec, shard_order=order, use_strided_shard_as_shard_order=False)
+    return DTensor(tensor.to_local(), spec, requires_grad=False)
+
+
+def described(tensor: torch.Tensor) -> torch.Tensor:
+    """The shape and dtype of the whole, on the device `meta`; no other rank is needed."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+@torch.no_grad()
+def assign(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a whole tensor, which every rank has, into one that may be sharded."""
+    if isinstance(target, DTensor):
+        mesh, placements = target.device_mesh, target.placements
+        whole = whole.to(device=target.device, dtype=target.dtype)
+        target.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    else:
+        target.copy_(whole)

@@ -24,8 +24,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from learners.parallel.sequence import over_slices
-from learners.policy.packed import Packing, rows
+from learners.batch.micro_batch import Packing, rows
+from learners.policy.sequence_parallel import over_slices
 from streamrl.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from learners.batch import MicroBatch
-from learners.optimizer import learning_rate, make_optimizer, update
+from learners.batch.micro_batch import MicroBatch
+from learners.optimizer import keep_state_on_host, learning_rate, make_optimizer, update
 from learners.parallel.mesh import Mesh
-from learners.parallel.sharding import end_passes, keep_state_on_host
 from learners.policy.loading import load_network
-from learners.policy.master_weights import master_of
 from learners.policy.network import Network
+from learners.policy.sharding import end_passes, master_of
 from streamrl.algorithms.losses import BatchTotals, value_loss
 from streamrl.config import RunConfig
 

@@ -21,8 +21,8 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
-from learners.parallel.sequence import TokenSlice
-from learners.policy.packed import Packing
+from learners.batch.micro_batch import Packing
+from learners.policy.sequence_parallel import TokenSlice
 from streamrl.errors import ConfigError
 from streamrl.types import Media
 from streamrl.vision.tower import VisionTower

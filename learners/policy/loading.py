@@ -38,25 +38,19 @@ from transformers import (
     PreTrainedModel,
 )
 
-from learners.parallel.mesh import Mesh
+from learners.parallel.mesh import Mesh, assign
 from learners.parallel.ranks import Ranks, in_time
-from learners.parallel.sequence import sequence_block
-from learners.parallel.sharding import (
-    assign,
-    checkpoint_layers,
-    is_sharded,
-    layers,
-    require_gpu,
-    shard,
-)
-from learners.parallel.tensor import split_matrices
 from learners.policy import attention
 from learners.policy.hugging_face import make_skeleton
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
+from learners.policy.sequence_parallel import sequence_block
+from learners.policy.sharding import checkpoint_layers, is_sharded, layers, require_gpu, shard
+from learners.policy.tensor_parallel import split_matrices
 from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
+from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
@@ -170,7 +164,12 @@ class _Source:
             model,
             temperature=self.config.generator.temperature,
             has_values=self.has_values,
-            tower=_tower(model, self.config, self.mesh),
+            tower=_tower(
+                model,
+                self.config.model,
+                self.mesh,
+                is_trained=not self.config.learner.freeze_vision_tower,
+            ),
         )
 
     @property
@@ -252,13 +251,15 @@ def _require_whole_matrices(mesh: Mesh | None) -> None:
         )
 
 
-def _tower(model: PreTrainedModel, config: RunConfig, mesh: Mesh | None) -> VisionTower | None:
+def _tower(
+    model: PreTrainedModel, settings: ModelSettings, mesh: Mesh | None, *, is_trained: bool
+) -> VisionTower | None:
     """
     Raises:
         ConfigError: ranks would share the tokens or the matrices of a model that sees images.
     """
-    reader = PatchReader.of(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    tower = vision_tower(model, reader, is_trained=not config.learner.freeze_vision_tower)
+    reader = PatchReader.of(settings.path, trust_remote_code=settings.trust_remote_code)
+    tower = vision_tower(model, reader, is_trained=is_trained)
     for axis in ("sequence", "tensor"):
         if tower is not None and mesh is not None and mesh.size(axis) > 1:
             raise ConfigError(

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch.nn.functional import dropout
 from transformers import PreTrainedModel
 
-from learners.parallel.sharding import full
-from learners.policy.master_weights import master_of
+from learners.parallel.mesh import full
+from learners.policy.sharding import master_of
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, did_you_mean

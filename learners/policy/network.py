@@ -20,15 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree
 from transformers import PreTrainedModel
 
-from learners.batch import MicroBatch
-from learners.parallel.sequence import SequenceBlock, TokenSlice
+from learners.batch.micro_batch import MicroBatch, SharedPrompts, rows
 from learners.policy import attention
 from learners.policy.decoding import decode, is_attention_only, may_share_prompts, own_attention
-from learners.policy.packed import SharedPrompts, rows
+from learners.policy.sequence_parallel import SequenceBlock, TokenSlice
 from streamrl.algorithms.candidates import candidate_logprobs, masked_logprobs
 from streamrl.algorithms.kl import full_kl
-from streamrl.algorithms.logit_transform import LogitTransform
-from streamrl.algorithms.logprobs import TokenLogprobs, token_logprobs
+from streamrl.algorithms.logprobs import LogitTransform, TokenLogprobs, token_logprobs
 from streamrl.vision.tower import VisionTower, set_attention
 
 

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from learners.batch import MicroBatch
+from learners.batch.micro_batch import MicroBatch, Packing, SharedPrompts
 from learners.policy.decoding import can_be_packed
 from learners.policy.network import Network
-from learners.policy.packed import Packing, SharedPrompts
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.types import Media

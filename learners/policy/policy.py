@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from learners.batch import MicroBatch
-from learners.parallel.mesh import Mesh
-from learners.parallel.sharding import described, end_passes, full
+from learners.batch.micro_batch import MicroBatch
+from learners.parallel.mesh import Mesh, described, full
 from learners.policy.hugging_face import save_model
 from learners.policy.loading import load_network
 from learners.policy.lora import (
@@ -24,10 +23,11 @@ from learners.policy.lora import (
     merged_weights,
     without_adapter,
 )
-from learners.policy.master_weights import master_of
 from learners.policy.network import Network, NetworkOutput
+from learners.policy.sharding import end_passes, master_of
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
+from streamrl.config.model import ModelSettings
 
 
 class Policy:
@@ -130,11 +130,13 @@ class Policy:
         names = self.model.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
 
-    def save(self, folder: Path, config: RunConfig, weights: Mapping[str, torch.Tensor]) -> None:
+    def save(
+        self, folder: Path, settings: ModelSettings, weights: Mapping[str, torch.Tensor]
+    ) -> None:
         """See `save_model`; `weights` are those of parameters and buffers, whole, on the CPU."""
         if weights and self._lora is not None:
-            weights = merged_weights(self._lora, config.model, weights)
-        save_model(folder, self.model.config, config.model, weights)
+            weights = merged_weights(self._lora, settings, weights)
+        save_model(folder, self.model.config, settings, weights)
 
     def _mode(self) -> AbstractContextManager[None]:
         """What a forward pass runs in."""

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.groups import Groups
 from streamrl.algorithms.moments import Moments, whiten
-from streamrl.algorithms.sequences import Sequences
+from streamrl.algorithms.sequences import Groups, Sequences
 from streamrl.config.algorithm.advantages import (
     ADVANTAGE_SETTINGS,
     AdvantageSettings,

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from streamrl.algorithms.logit_transform import PLAIN_LOGITS, LogitTransform
-from streamrl.algorithms.logprobs import TokenLogprobs, token_logprobs
+from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform, TokenLogprobs, token_logprobs
 
 _CHUNK_ELEMENTS = 1 << 23
 """[m, H] products that exist at a time."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from streamrl.algorithms.logit_transform import PLAIN_LOGITS, LogitTransform
+from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform
 from streamrl.config.algorithm.settings import KL_KINDS, KlRewardSettings
 from streamrl.errors import did_you_mean
 

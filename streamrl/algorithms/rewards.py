@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.groups import Groups
 from streamrl.algorithms.moments import Moments, whiten
-from streamrl.algorithms.sequences import Sequences
+from streamrl.algorithms.sequences import Groups, Sequences
 from streamrl.config.algorithm.rewards import (
     LengthRewardSettings,
     NormScope,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.policy.policy import Policy
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file

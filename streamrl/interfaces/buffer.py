@@ -12,8 +12,8 @@ from streamrl.types import (
     GeneratorStatus,
     HeartbeatReply,
     Lease,
-    Loan,
     SchedulingState,
+    TakenBatch,
     TrajectoryGroup,
 )
 
@@ -82,14 +82,14 @@ class LearnerBuffer(Protocol):
         *,
         with_payloads: bool = False,
         num_held: int | None = None,
-    ) -> Loan:
-        """A loan of the oldest groups, to be trained at `policy_version`.
+    ) -> TakenBatch:
+        """A batch of the oldest groups, to be trained at `policy_version`.
 
         Waits until there are `num_groups` and, under `buffer.overdue: wait`, those that are due are
         among them; empty if that is not so after `wait_s`. A repeated call for the same version
-        returns the same loan.
+        returns the same batch.
 
-        A caller that holds the first `num_held` groups of the loan gets a part of it as soon as it
+        A caller that holds the first `num_held` groups of the batch gets a part of it as soon as it
         is longer: those that can be lent while groups that are due are still sampled. The payloads
         are those of the new groups.
         """
@@ -104,7 +104,7 @@ class LearnerBuffer(Protocol):
         ...
 
     async def advance(self, policy_version: int) -> BufferStats:
-        """The optimizer step that made this version has used the loan; returns the new stats."""
+        """The optimizer step that made this version has used its batch; returns the new stats."""
         ...
 
     async def acknowledge(self, policy_version: int) -> None:

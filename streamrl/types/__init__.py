@@ -17,10 +17,10 @@ from streamrl.types.buffer import (
     LearnerActivity,
     LearnerStatus,
     Lease,
-    Loan,
     OverduePolicy,
     RetriedPrompt,
     SchedulingState,
+    TakenBatch,
     admission_capacity,
 )
 from streamrl.types.index_ranges import IndexRanges, ranges_of
@@ -120,7 +120,6 @@ __all__ = [
     "Lease",
     "LengthHistogram",
     "LoadReport",
-    "Loan",
     "Locality",
     "Media",
     "Name",
@@ -138,6 +137,7 @@ __all__ = [
     "SamplingParams",
     "SchedulingState",
     "SharedEndpoint",
+    "TakenBatch",
     "TensorSpec",
     "Text",
     "TokenSets",

@@ -1,4 +1,4 @@
-"""Records of the buffer's interface: leases, loans, books, statuses and stats."""
+"""Records of the buffer's interface: leases, taken batches, books, statuses and stats."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -60,7 +60,7 @@ class Lease(Struct, frozen=True, kw_only=True):
     expires_at_s: Finite
 
 
-class Loan(Struct, frozen=True, kw_only=True):
+class TakenBatch(Struct, frozen=True, kw_only=True):
     """Groups lent to the learner for one version, in the order of lending; false if there are none.
 
     `groups` are the payloads of the last of `headers`, in the same order: of all but those that the

@@ -18,9 +18,8 @@ import torch
 from measure import measured
 from transformers import LlamaForCausalLM
 
-from learners.parallel.sharding import checkpoint_layers
-from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
+from learners.policy.sharding import checkpoint_layers, compute_in
 from streamrl.config import RunConfig
 from streamrl.placement.memory import LearnerMemory, ModelShape
 from tests.benchmarks.learner_runs.passes import SMOLLM2_135M, Load, make_batch, make_model

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learners.packing import owners, pack
+from learners.batch.packing import owners, pack
 
 VERL = "verl==0.6.0"
 FILE = Path("verl", "utils", "seqlen_balancing.py")

@@ -45,7 +45,7 @@ class Slow:
 
 ADVANTAGE = f"""
 import time
-from streamrl.algorithms.groups import Groups
+from streamrl.algorithms.sequences import Groups
 
 def slow(batch, settings):
     time.sleep({LEARNER_S})

@@ -14,8 +14,8 @@ import httpx2
 import psutil
 import pytest
 
+from actors.episode_record import Rollout
 from actors.episodes.episode import EpisodeRun
-from actors.episodes.record import Rollout
 from actors.gateway.gateway import Gateway
 from streamrl.config import RunConfig
 from streamrl.config.generator import EpisodeSettings

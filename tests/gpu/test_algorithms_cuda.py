@@ -10,8 +10,7 @@ if not torch.cuda.is_available():
 
 from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput  # noqa: E402
 from streamrl.algorithms.kl import full_kl, kl_penalty  # noqa: E402
-from streamrl.algorithms.logit_transform import LogitTransform  # noqa: E402
-from streamrl.algorithms.logprobs import token_logprobs  # noqa: E402
+from streamrl.algorithms.logprobs import LogitTransform, token_logprobs  # noqa: E402
 from streamrl.algorithms.losses import POLICY_LOSSES, LossConfig, LossInput  # noqa: E402
 from streamrl.algorithms.rewards import normalize, sample_weights, token_rewards  # noqa: E402
 from streamrl.algorithms.rollout_is import (  # noqa: E402

@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from learners.batch.micro_batch import Packing  # noqa: E402
 from learners.policy import attention  # noqa: E402
 from learners.policy.attention import Scores, _bucketed  # noqa: E402
-from learners.policy.master_weights import compute_in  # noqa: E402
 from learners.policy.network import Network  # noqa: E402
-from learners.policy.packed import Packing  # noqa: E402
+from learners.policy.sharding import compute_in  # noqa: E402
 from streamrl.algorithms.logprobs import token_logprobs  # noqa: E402
 from tests.tiny_model import make_llama  # noqa: E402
 from tests.training import make_batch  # noqa: E402

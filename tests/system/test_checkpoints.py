@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from actors.make_model import make_tokenizer
-from learners.batch import TrainingBatch
+from learners.batch.packing import share
+from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.contents import whole_tensors
 from learners.checkpoints.restore import restore
 from learners.checkpoints.writer import CheckpointWriter
-from learners.packing import share
 from learners.parallel.mesh import make_mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.daemon import _warn_of_truncation
 from streamrl.algorithms.rollout_is import rollout_is_weights
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
@@ -192,8 +192,8 @@ def test_vetoed_tokens_are_not_accepted_and_clipped_ones_are():
 )
 def test_what_cuts_the_sampled_distribution_is_warned_of(caplog, setting, value):
     config = make_config(generator={setting: value})
-    _warn_of_truncation(config)
+    _warn_of_truncation(config.generator)
     (message,) = caplog.messages
     assert message.startswith(f"generator.{setting} {value:g} cuts off the sampled distribution")
-    _warn_of_truncation(make_config())
+    _warn_of_truncation(make_config().generator)
     assert len(caplog.messages) == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner, CreditAssignment
 from learners.trainer import Trainer
 from streamrl.algorithms.advantages import ADVANTAGES

@@ -13,7 +13,7 @@ import pytest
 
 from actors import version_gate
 from actors.engines.targets import WeightTarget
-from actors.environments.single_turn import SingleTurn
+from actors.environments import SingleTurn
 from actors.episodes.rollout import GroupProgress, GroupRunner
 from actors.generator import Generator
 from actors.leased_group import LeasedGroup

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.algorithm.losses import LOSS_SETTINGS, RATIO_SETTINGS, SEQUENCE_MEAN_LOSSES
 from streamrl.errors import ConfigError

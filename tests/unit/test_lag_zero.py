@@ -7,7 +7,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.trainer import Trainer
 from streamrl.types import TrajectoryGroup
 from tests.training import make_batch, make_config, make_groups, make_trainer

@@ -13,9 +13,9 @@ import torch
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
+from learners.executor.lockstep import LearnerRank, Lockstep
 from learners.learner import Learner
-from learners.parallel.lockstep import LearnerRank, Lockstep
 from learners.parallel.ranks import Ranks
 from learners.session import LearnerSession, LearnerState
 from learners.trainer import Trainer
@@ -26,7 +26,7 @@ from streamrl.types import (
     BufferStats,
     GroupHeader,
     LearnerActivity,
-    Loan,
+    TakenBatch,
     TrajectoryGroup,
     ValidationReport,
     ValidatorStatus,
@@ -68,7 +68,7 @@ class PartsBuffer(MemoryBuffer):
         *,
         with_payloads: bool = False,
         num_held: int | None = None,
-    ) -> Loan:
+    ) -> TakenBatch:
         self.held.append(num_held)
         async with self._changed:
             least = num_groups if num_held is None else num_held + 1
@@ -78,12 +78,12 @@ class PartsBuffer(MemoryBuffer):
                         lambda: self._has_lost_memory or len(self.lent) >= least
                     )
             except TimeoutError:
-                return Loan()
+                return TakenBatch()
         if self._has_lost_memory:
             self._has_lost_memory, self.lent = False, ()
             raise LostMemoryError("it restarted")
         headers = tuple(map(GroupHeader.of, self.lent))
-        return Loan(headers=headers, groups=self.lent[num_held or 0 :])
+        return TakenBatch(headers=headers, groups=self.lent[num_held or 0 :])
 
     async def advance(self, policy_version: int) -> BufferStats:
         self.advanced.append(policy_version)

@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from actors.engines.hf.weights import SpareWeights
 from actors.engines.model import require_same_parameters
-from learners.parallel import sharding
+from learners.policy import sharding
 from learners.policy.lora import (
     Factors,
     MergedWeights,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.trainer import Trainer
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.config import RunConfig

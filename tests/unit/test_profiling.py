@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from learners.policy.network import Network
-from learners.profiling.profile import PEAK_TFLOPS, NetworkFlops, StepTimes, peak_flops
+from learners.profiling import PEAK_TFLOPS, NetworkFlops, StepTimes, peak_flops
 from streamrl.errors import ConfigError
 from tests.training import make_batch, make_config, make_network, make_trainer
 

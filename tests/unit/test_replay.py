@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from actors.make_model import make_tokenizer
-from learners.batch import TrainingBatch
+from learners import step_record as record
+from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.restore import choose, load_trainer
-from learners.parallel.lockstep import Accumulate, Discard, LearnerRank, Save, Update
+from learners.executor.lockstep import Accumulate, Discard, LearnerRank, Save, Update
 from learners.parallel.ranks import Ranks
-from learners.replay import record
-from learners.replay.record import Recorder
-from learners.replay.replay import Replay, choose_start
+from learners.replay import Replay, choose_start
 from learners.session import LearnerState
+from learners.step_record import Recorder
 from streamrl.checkpoints.find import checkpoints_of, path_of
 from streamrl.checkpoints.history import continued, new_history, write_history
 from streamrl.cli.main import main
@@ -354,10 +354,10 @@ def test_a_record_that_could_not_be_synced_is_synced_by_the_next_flush(tmp_path,
         raise OSError(5, "Input/output error", str(path))
 
     synced: list[Path] = []
-    monkeypatch.setattr("learners.replay.record.sync", failing)
+    monkeypatch.setattr("learners.step_record.sync", failing)
     with pytest.raises(OSError, match="Input/output error"):
         recorder.flush()
-    monkeypatch.setattr("learners.replay.record.sync", synced.append)
+    monkeypatch.setattr("learners.step_record.sync", synced.append)
     recorder.flush()
     recorder.flush()
     assert [path.name for path in synced] == ["step-00000001.rank-00.zst", "record"]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from learners.replay.record import settings_files
-from learners.replay.replay import Replay
+from learners.replay import Replay
+from learners.step_record import settings_files
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, to_yaml
 from tests.unit.test_replay import configure, replayed, train

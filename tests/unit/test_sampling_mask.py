@@ -14,8 +14,8 @@ from msgspec import structs
 
 from actors.engines.hf.batch import HfRequest, RunningBatch
 from actors.engines.hf.engine import HfEngine
-from actors.episodes.record import EpisodeRecord
-from learners.batch import TrainingBatch
+from actors.episode_record import EpisodeRecord
+from learners.batch.training_batch import TrainingBatch
 from learners.policy.policy import Policy
 from streamrl import wire
 from streamrl.config import RunConfig

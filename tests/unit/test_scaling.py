@@ -9,7 +9,7 @@ from msgspec import structs
 
 from actors.leased_group import LeasedGroup
 from actors.status_report import Occupancy
-from learners.profiling.scaling import ScalingWindow
+from learners.profiling import ScalingWindow
 from streamrl.config.generator import GeneratorSettings
 from streamrl.diagnosis.scaling import (
     Load,

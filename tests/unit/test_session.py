@@ -10,7 +10,7 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from learners.session import LearnerSession, LearnerState, unless_late
 from streamrl.errors import ConfigError, FencedError, TransportError
-from streamrl.types import Books, BufferStats, LearnerActivity, Lease, Loan, TrajectoryGroup
+from streamrl.types import Books, BufferStats, LearnerActivity, Lease, TakenBatch, TrajectoryGroup
 from tests.records import make_group
 from tests.training import make_config
 
@@ -65,7 +65,7 @@ async def nothing() -> None:
     pass
 
 
-async def take(session: LearnerSession) -> Loan:
+async def take(session: LearnerSession) -> TakenBatch:
     async with asyncio.timeout(10):
         loan = await session.take(asyncio.Event(), nothing)
     assert loan is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actors.make_model import make_tokenizer
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.restore import restore
 from learners.objective import step_metrics
 from learners.objective.credit import mini_batches
@@ -44,7 +44,7 @@ def several(updates: int = 2, epochs: int = 1, **sections: Any) -> RunConfig:
 
 def groups_of(batch: TrainingBatch, config: RunConfig) -> list[list[int]]:
     """The groups of each update; whole ones."""
-    updates = mini_batches(batch, config)
+    updates = mini_batches(batch, config.learner, config.run.seed)
     found = [sorted({int(batch.group_indices[i]) for i in chosen}) for chosen in updates]
     for chosen, groups in zip(updates, found, strict=True):
         assert chosen == [i for i, g in enumerate(batch.group_indices.tolist()) if g in groups]
@@ -81,7 +81,8 @@ def test_the_mini_batches_depend_on_seed_and_version_alone():
 
 def test_one_update_takes_the_batch_as_it_is():
     batch = make_batch()
-    assert mini_batches(batch, make_config()) == [list(range(len(batch.lengths)))]
+    config = make_config()
+    assert mini_batches(batch, config.learner, config.run.seed) == [list(range(len(batch.lengths)))]
 
 
 def test_more_updates_than_groups_are_refused():
@@ -93,7 +94,7 @@ def test_what_is_resampled_is_trained_with_its_group():
     batch, config = make_batch(), several(updates=2)
     first, second = groups_of(batch, config)
     chosen = [19, 3, 3, 0, 7]
-    updates = mini_batches(batch, config, chosen)
+    updates = mini_batches(batch, config.learner, config.run.seed, chosen)
     groups = [[int(batch.group_indices[i]) for i in update] for update in updates]
     assert sorted(i for update in updates for i in update) == sorted(chosen)
     assert all(set(g) <= set(first) or set(g) <= set(second) for g in groups)
@@ -110,7 +111,7 @@ def ppo_by_hand(batch: TrainingBatch, config: RunConfig, updates: int) -> Iterat
     with torch.no_grad():
         old = torch.cat([plain_logprobs(model, t) for t in batch.trajectories])
     weights = (old - batch.behavior_logprobs).exp().clamp(max=2)
-    for chosen in mini_batches(batch, config)[:updates]:
+    for chosen in mini_batches(batch, config.learner, config.run.seed)[:updates]:
         rows = batch.rows(chosen)
         logprobs = torch.cat([plain_logprobs(model, batch.trajectories[i]) for i in chosen])
         loss = (weights[rows] * ppo(logprobs, old[rows], advantages[rows])).mean()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from learners.parallel import lockstep
+from learners.executor import lockstep
 from streamrl.errors import TransportError
-from streamrl.types import BufferStats, Loan
+from streamrl.types import BufferStats, TakenBatch
 from tests.training import make_groups
 from tests.unit.test_learner import PartsBuffer, Run, configure
 from tests.waiting import until
@@ -34,7 +34,7 @@ class SilentBuffer(PartsBuffer):
         await self._maybe_silent("attach")
         return await super().attach(*arguments)
 
-    async def take(self, *arguments: Any, **options: Any) -> Loan:
+    async def take(self, *arguments: Any, **options: Any) -> TakenBatch:
         await self._maybe_silent("take")
         return await super().take(*arguments, **options)
 

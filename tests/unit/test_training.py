@@ -6,7 +6,7 @@ import torch
 from msgspec import structs
 from transformers import LlamaForCausalLM
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
 from learners.trainer import Trainer
 from streamrl.config import RunConfig

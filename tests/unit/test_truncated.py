@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
 from learners.trainer import Trainer
 from streamrl.types import FinishReason

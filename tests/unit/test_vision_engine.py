@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from actors.engines.hf.engine import HfEngine
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.policy.network import Network
 from streamrl.errors import RolloutError
 from streamrl.types import Completion, Media, SamplingParams, Trajectory, TrajectoryGroup

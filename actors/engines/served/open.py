@@ -38,7 +38,7 @@ from actors.engines.served.replicas import Replica, ReplicatedEngine
 from actors.engines.served.server import AnyLabels, Labels, ServedRequest, Server, is_of_a_run
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
-from streamrl.config.generator import ServerSettings
+from streamrl.config.generator import GeneratorSettings, ServerSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, SamplingParams
 
@@ -164,14 +164,14 @@ def wait_until_up(
         time.sleep(_CHECK_S)
 
 
-def require_length(http: Http, config: RunConfig, num_reserved: int = 0) -> None:
+def require_length(http: Http, max_model_len: int, num_reserved: int = 0) -> None:
     """Refuses a server whose context is too short; it keeps `num_reserved` positions of it."""
     models = http.request_sync("GET", "/v1/models", answer=Models)
     longest = models.data[0].max_model_len - num_reserved
-    if longest < config.max_model_len:
+    if longest < max_model_len:
         raise ConfigError(
             f"the server at {http.url} takes {longest} tokens of prompt and completion, and "
-            f"generator.max_model_len is {config.max_model_len}"
+            f"generator.max_model_len is {max_model_len}"
         )
 
 
@@ -181,10 +181,10 @@ def model_id(http: Http) -> str:
     return answer.data[0].id
 
 
-def request_timeout_s(config: RunConfig) -> float:
+def request_timeout_s(generator: GeneratorSettings) -> float:
     """Longest wait for one completion, which fails then; its episode's deadline ends it before,
     unless the server does not answer."""
-    return config.generator.group_deadline_s + _ANSWER_S
+    return generator.group_deadline_s + _ANSWER_S
 
 
 def probe(sample: Callable[[ServedRequest], Completion], num_candidates: int = 0) -> None:

@@ -106,7 +106,7 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
         "enable_metrics": True,
         # Only SGLang's minimum length needs a tokenizer.
         "skip_tokenizer_init": generator.min_new_tokens == 0,
-        **({} if has_gpu() else _on_cpu(config)),
+        **({} if has_gpu() else _on_cpu(generator.max_num_seqs, config.max_model_len)),
         **({"disable_overlap_schedule": True} if generator.sglang.keeps_old_kv else {}),
         **given,
         **generator.engine_kwargs,
@@ -114,11 +114,11 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
     return [sys.executable, "-m", "sglang.launch_server", *flags(arguments)]
 
 
-def _on_cpu(config: RunConfig) -> dict[str, Any]:
+def _on_cpu(max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
     """SGLang's kernels for a plain CPU, a KV cache for the requests that run at a time (by default
     it is half of the machine's memory), and no core for a server that waits: by default it polls.
     """
-    num_tokens = config.generator.max_num_seqs * (config.max_model_len + NUM_RESERVED)
+    num_tokens = max_num_seqs * (max_model_len + NUM_RESERVED)
     return {
         "device": "cpu",
         "attention_backend": "torch_native",

@@ -213,7 +213,7 @@ class SglangKind:
             http.request_sync("GET", "/health")
 
     def require_settings(self, http: Http) -> None:
-        require_length(http, self._config, NUM_RESERVED)
+        require_length(http, self._config.max_model_len, NUM_RESERVED)
         info = http.request_sync("GET", "/server_info", answer=dict[str, Any])
         for name in ("tp_size", "enable_deterministic_inference"):
             if info.get(name) != getattr(self.settings, name):
@@ -287,7 +287,7 @@ class SglangKind:
             labels,
             seed=self._seed,
             is_deterministic=self.settings.enable_deterministic_inference,
-            request_timeout_s=request_timeout_s(self._config),
+            request_timeout_s=request_timeout_s(self._config.generator),
         )
 
 

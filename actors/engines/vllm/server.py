@@ -162,7 +162,7 @@ class VllmKind:
 
     def require_settings(self, http: Http) -> None:
         http.request_sync("POST", "/init_weight_transfer_engine", {"init_info": {}})
-        require_length(http, self._config)
+        require_length(http, self._config.max_model_len)
         num_workers = http.request_sync("GET", "/get_world_size", answer=WorldSize).world_size
         if num_workers != self.settings.tensor_parallel_size:
             raise ConfigError(
@@ -201,7 +201,7 @@ class VllmKind:
         )
 
     def server(self, http: Http, labels: Labels) -> VllmServer:
-        timeout_s = request_timeout_s(self._config)
+        timeout_s = request_timeout_s(self._config.generator)
         loader = WeightLoader(
             HttpVerbs(http, timeout_s),
             self.settings,

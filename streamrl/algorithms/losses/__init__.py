@@ -14,11 +14,12 @@ its geo_mean counts them); in geo_mean a sequence of zero weights contributes 0,
 
 from streamrl.algorithms.losses.aggregation import (
     BatchTotals,
+    LossInput,
+    LossOutput,
     aggregate,
     denominator,
     token_mean,
 )
-from streamrl.algorithms.losses.input import LossInput, LossOutput
 from streamrl.algorithms.losses.policy import POLICY_LOSSES, LossConfig, PolicyLoss, policy_loss
 from streamrl.algorithms.losses.terms import entropy_bonus, kl_loss, sft_loss, value_loss
 from streamrl.config.algorithm.losses import LOSS_SETTINGS

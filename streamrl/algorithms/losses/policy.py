@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.candidates import Candidates
-from streamrl.algorithms.losses.aggregation import aggregate, token_mean
-from streamrl.algorithms.losses.input import LossInput, LossOutput
+from streamrl.algorithms.losses.aggregation import LossInput, LossOutput, aggregate, token_mean
 from streamrl.config.algorithm.losses import (
     AggregationMode,
     CispoSettings,

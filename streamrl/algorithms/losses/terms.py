@@ -7,8 +7,13 @@ without its coefficient.
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.losses.aggregation import BatchTotals, aggregate, token_mean
-from streamrl.algorithms.losses.input import LossInput, LossOutput
+from streamrl.algorithms.losses.aggregation import (
+    BatchTotals,
+    LossInput,
+    LossOutput,
+    aggregate,
+    token_mean,
+)
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.algorithm.settings import ValueSettings

@@ -24,12 +24,12 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.hf.engine import HfEngine
-from actors.environments.runner import MixedRunner, make_runner
 from actors.environments.stream import open_stream
 from actors.episodes.rollout import unbuffered_lease
+from actors.episodes.runner import MixedRunner, make_runner
 from actors.evaluation import greedy_groups_of, scores_of
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.restore import load_trainer
 from streamrl.cli.ablation.lag import LAG_FILE, Lag
 from streamrl.config import RunConfig, load_config, to_yaml

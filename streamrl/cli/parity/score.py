@@ -20,7 +20,9 @@ def main(arguments: argparse.Namespace) -> int:
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
     trainer = Trainer(config, Policy.from_config(config))
-    reports = [score(config, trainer, _read(Path(file))) for file in arguments.samples]
+    reports = [
+        score(trainer, _read(Path(file)), config.learner.dtype) for file in arguments.samples
+    ]
     file = Path(arguments.out)
     file.parent.mkdir(parents=True, exist_ok=True)
     content = msgspec.json.encode({"unit": "nats", "reports": reports})

@@ -18,7 +18,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from learners.parallel.starter import failure
+from learners.executor.starter import failure
 from streamrl.config import PARENT_VARIABLE
 from streamrl.error_record import ERROR_FILE_VARIABLE, read_record
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from learners.replay.replay import Measured, Replay, ReplayReport
+from learners.replay import Measured, Replay, ReplayReport
 from streamrl.cli.display.figure import drawn
 from streamrl.errors import StreamRLError
 

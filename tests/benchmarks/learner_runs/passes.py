@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learners.batch import TrainingBatch
-from learners.policy.master_weights import compute_in
+from learners.batch.training_batch import TrainingBatch
 from learners.policy.network import Network
+from learners.policy.sharding import compute_in
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
 
 SMALL = {

@@ -72,7 +72,7 @@ def largest_gap(verl: Path) -> float:
 
 def ours() -> Work:
     from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages
-    from streamrl.algorithms.losses.input import LossInput
+    from streamrl.algorithms.losses.aggregation import LossInput
     from streamrl.algorithms.losses.policy import ppo
     from streamrl.algorithms.sequences import Sequences
     from streamrl.config.algorithm.advantages import GroupNormSettings

@@ -10,7 +10,7 @@ from streamrl.algorithms.kl import (
     kl_controller,
     kl_penalty,
 )
-from streamrl.algorithms.logit_transform import LogitTransform
+from streamrl.algorithms.logprobs import LogitTransform
 from streamrl.config.algorithm.settings import KL_ESTIMATORS, KL_KINDS, KlRewardSettings
 
 

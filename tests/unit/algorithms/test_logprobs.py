@@ -9,8 +9,7 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from streamrl.algorithms import logprobs as module
-from streamrl.algorithms.logit_transform import LogitTransform
-from streamrl.algorithms.logprobs import token_logprobs
+from streamrl.algorithms.logprobs import LogitTransform, token_logprobs
 from streamrl.errors import ConfigError
 
 TRANSFORMS = [

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from streamrl.algorithms.losses import POLICY_LOSSES, LossConfig, LossInput
-from streamrl.algorithms.objective import policy_objective
-from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
+from streamrl.algorithms.objective import policy_objective, proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm import AlgorithmSettings
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamrl.algorithms.candidates import Candidates, candidate_logprobs, masked_logprobs
-from streamrl.algorithms.logit_transform import LogitTransform
+from streamrl.algorithms.logprobs import LogitTransform
 from streamrl.algorithms.losses import LossInput, policy_loss
 from streamrl.algorithms.losses.policy import topk_kl, topk_tv
 from streamrl.algorithms.sequences import Sequences

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.environments.runner import MixedRunner, make_runner
 from actors.environments.stream import open_held_out_stream, open_stream
 from actors.episodes.rollout import unbuffered_lease
+from actors.episodes.runner import MixedRunner, make_runner
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError

@@ -3,8 +3,8 @@
 import inspect
 from types import SimpleNamespace
 
-from actors.environments.runner import make_runner
-from actors.environments.single_turn import SingleTurn
+from actors.environments import SingleTurn
+from actors.episodes.runner import make_runner
 from actors.rewards.forms import BoundFunction
 from streamrl.config import RunConfig
 from streamrl.interfaces import Episode, Prompt, Score

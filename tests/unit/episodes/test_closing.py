@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.environments import make_environment
-from actors.environments.runner import open_group
-from actors.environments.single_turn import SingleTurn
-from actors.episodes import deadline
-from actors.episodes.deadline import Deadline, DeadlineError
+from actors import concurrency as deadline
+from actors.concurrency import Deadline, DeadlineError
+from actors.environments import SingleTurn, make_environment
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import unbuffered_lease
+from actors.episodes.runner import open_group
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Transition
 from streamrl.types import Completion, SamplingParams

@@ -7,7 +7,12 @@ import pytest
 from msgspec import structs
 
 from actors.episodes.rollout import unbuffered_lease
-from learners.batch import TrainingBatch, add_episode_sums, episode_means, episode_sums
+from learners.batch.training_batch import (
+    TrainingBatch,
+    add_episode_sums,
+    episode_means,
+    episode_sums,
+)
 from learners.trainer import Trainer
 from streamrl.interfaces import Transition
 from streamrl.tracking.jsonl import JsonlTracker

@@ -14,7 +14,7 @@ from actors.engines.hf.engine import HfEngine
 from actors.episodes.rollout import GroupRunner, unbuffered_lease
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from streamrl.config.data import DataSettings
 from streamrl.interfaces import EnvironmentContext, Observation
 from streamrl.types import Completion, SamplingParams, Trajectory, TrajectoryGroup

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from actors.environments.runner import MixedRunner
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import TruncatedGroupError, unbuffered_lease
+from actors.episodes.runner import MixedRunner
 from streamrl.config.generator import EpisodeSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Transition

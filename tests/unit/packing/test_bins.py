@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-import learners.packing as packing
-from learners.packing import longest_first, owners, pack
+import learners.batch.packing as packing
+from learners.batch.packing import longest_first, owners, pack
 from streamrl.errors import ConfigError
 
 MAX_TOKENS = 100

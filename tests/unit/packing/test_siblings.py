@@ -5,8 +5,8 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from learners.packing import Beginnings, beside_each_other, pack
-from learners.policy.packed import MOST
+from learners.batch.micro_batch import MOST
+from learners.batch.packing import Beginnings, beside_each_other, pack
 from tests.training import make_network, sibling_batch
 
 CPU = torch.device("cpu")

@@ -13,15 +13,15 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from learners.batch import TrainingBatch
-from learners.packing import share
-from learners.parallel.mesh import Mesh, make_mesh
-from learners.parallel.place import data_ranks
+from learners.batch.packing import share
+from learners.batch.training_batch import TrainingBatch
+from learners.executor.place import data_ranks
+from learners.parallel.mesh import Mesh, assign, full, make_mesh
 from learners.parallel.ranks import Ranks
-from learners.parallel.sequence import sequence_block
-from learners.parallel.sharding import assign, full, shard
-from learners.parallel.tensor import split_matrices
 from learners.policy.network import Network
+from learners.policy.sequence_parallel import sequence_block
+from learners.policy.sharding import shard
+from learners.policy.tensor_parallel import split_matrices
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader
 from tests.ranks import run_ranks

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
-from learners.batch import TrainingBatch
-from learners.packing import share
-from learners.parallel.mesh import make_mesh
+from learners.batch.packing import share
+from learners.batch.training_batch import TrainingBatch
+from learners.parallel.mesh import full, make_mesh
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import full
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings

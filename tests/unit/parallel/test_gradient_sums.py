@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from learners.batch import TrainingBatch
-from learners.packing import share
-from learners.parallel.mesh import make_mesh
+from learners.batch.packing import share
+from learners.batch.training_batch import TrainingBatch
+from learners.parallel.mesh import full, make_mesh
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import full
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader
 from tests.ranks import run_ranks

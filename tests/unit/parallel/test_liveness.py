@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from learners.parallel import liveness
-from learners.parallel.liveness import Liveness
+from learners.executor import liveness
+from learners.executor.liveness import Liveness
 from streamrl.errors import EXIT_UNREACHABLE, TransportError
 from tests.waiting import block_until
 
@@ -24,7 +24,7 @@ class Exits:
         self.called = threading.Event()
         monkeypatch.setattr(liveness, "BEAT_S", 0.02)
         monkeypatch.setattr(liveness, "GRACE_S", 0.05)
-        monkeypatch.setattr("learners.parallel.liveness.os._exit", self.exit)
+        monkeypatch.setattr("learners.executor.liveness.os._exit", self.exit)
 
     def exit(self, code: int) -> None:
         self.code = code
@@ -63,7 +63,7 @@ def test_a_process_that_ended_is_named_and_ends_this_one(exits):
 FAILS_AT_ONCE = """
 import os, sys
 from torch._C._distributed_c10d import TCPStore
-from learners.parallel.liveness import Liveness
+from learners.executor.liveness import Liveness
 
 Liveness(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), 1, 2).start()
 os._exit(2)

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from learners.batch import TrainingBatch
-from learners.packing import share
-from learners.parallel.mesh import Mesh, make_mesh
+from learners.batch.packing import share
+from learners.batch.training_batch import TrainingBatch
+from learners.parallel.mesh import Mesh, full, make_mesh
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import full
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config.learner import MeshSettings

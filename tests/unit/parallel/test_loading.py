@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from learners.parallel.mesh import make_mesh
-from learners.parallel.sharding import full
+from learners.parallel.mesh import full, make_mesh
 from learners.policy.loading import load_network
 from streamrl.config.learner import MeshSettings
 from tests.model_families import make_model

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from actors.make_model import make_tokenizer
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.contents import tensors_of
 from learners.checkpoints.restore import restore
 from learners.checkpoints.writer import CheckpointWriter
-from learners.parallel.lockstep import Accumulate, LearnerRank, Lockstep, Save, Snapshot, Update
-from learners.parallel.mesh import make_mesh
+from learners.executor.lockstep import Accumulate, LearnerRank, Lockstep, Save, Snapshot, Update
+from learners.parallel.mesh import full, make_mesh
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import full
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerState

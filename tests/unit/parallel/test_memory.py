@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from learners.parallel import sharding
-from learners.parallel.sharding import checkpoint_layers, keep_state_on_host, require_gpu
+from learners.optimizer import keep_state_on_host
+from learners.policy import sharding
 from learners.policy.loading import load_network
 from learners.policy.network import Network
+from learners.policy.sharding import checkpoint_layers, require_gpu
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.config.learner import OffloadSettings

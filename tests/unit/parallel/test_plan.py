@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from learners.packing import owners_of, share
+from learners.batch.packing import owners_of, share
 from streamrl.types import GroupHeader
 
 sizes = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=40)

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from learners.batch import TrainingBatch
-from learners.parallel.mesh import Mesh, make_mesh
-from learners.parallel.sharding import assign, full, shard
+from learners.batch.training_batch import TrainingBatch
+from learners.parallel.mesh import Mesh, assign, full, make_mesh
 from learners.policy.network import Network
 from learners.policy.policy import Policy
+from learners.policy.sharding import shard
 from streamrl.config.learner import MeshSettings
 from tests.ranks import run_ranks
 from tests.training import make_groups, make_network

@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from learners.parallel.mesh import make_mesh
-from learners.parallel.sharding import full, shard
+from learners.parallel.mesh import full, make_mesh
 from learners.policy.network import Network
+from learners.policy.sharding import shard
 from streamrl.config.learner import MeshSettings
 from tests.model_families import make_model
 from tests.ranks import run_ranks

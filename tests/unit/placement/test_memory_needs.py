@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learners.parallel.sharding import checkpoint_layers
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
+from learners.policy.sharding import checkpoint_layers
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.errors import ConfigError

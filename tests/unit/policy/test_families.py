@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learners.batch import MicroBatch
+from learners.batch.micro_batch import MicroBatch
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from tests.documents import ROOT

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
+from learners.batch.micro_batch import Packing
 from learners.policy import attention
 from learners.policy.attention import Scores, _bucketed
-from learners.policy.packed import Packing
 
 LENGTHS = (5, 1, 12, 3)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learners.batch import MicroBatch
+from learners.batch.micro_batch import MicroBatch, Packing
 from learners.policy.attention import (
     LayerMask,
     UnsupportedAttention,
@@ -15,7 +15,6 @@ from learners.policy.attention import (
 )
 from learners.policy.loading import load_network
 from learners.policy.network import Network
-from learners.policy.packed import Packing
 from learners.policy.packing_check import choose_packing
 from learners.policy.policy import Policy
 from learners.trainer import Trainer

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learners.policy.master_weights import compute_in, master_of
 from learners.policy.policy import Policy
+from learners.policy.sharding import compute_in, master_of
 from learners.trainer import Trainer
 from streamrl.algorithms import logprobs as logprobs_module
 from tests.training import make_batch, make_config, make_micro_batch, make_network

@@ -2,7 +2,7 @@
 
 import torch
 
-from learners.policy.master_weights import compute_in
+from learners.policy.sharding import compute_in
 from tests.training import make_micro_batch, make_network
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from learners.batch import MicroBatch
+from learners.batch.micro_batch import MicroBatch, SharedPrompts, rows
 from learners.policy import attention
 from learners.policy.network import Network
-from learners.policy.packed import SharedPrompts, rows
 from learners.policy.packing_check import choose_packing
-from learners.profiling.profile import NetworkFlops
+from learners.profiling import NetworkFlops
 from tests.model_families import FAMILIES, WINDOW, make_model
 from tests.tiny_model import make_llama
 from tests.training import make_config, make_network, make_trainer, sibling_batch

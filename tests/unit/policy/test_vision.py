@@ -6,13 +6,14 @@ import torch
 from msgspec import structs
 from torch import distributed
 
-from learners.batch import MicroBatch, TrainingBatch
-from learners.parallel.mesh import make_mesh
-from learners.parallel.sharding import full, shard
+from learners.batch.micro_batch import MicroBatch
+from learners.batch.training_batch import TrainingBatch
+from learners.parallel.mesh import full, make_mesh
 from learners.policy import packing_check
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from learners.policy.policy import Policy
+from learners.policy.sharding import shard
 from streamrl.config.learner import MeshSettings
 from streamrl.errors import ConfigError
 from streamrl.types import Media, TrajectoryGroup
@@ -153,7 +154,7 @@ def test_a_saved_model_sees_as_the_one_it_was_made_from(tmp_path):
     with torch.no_grad():
         expected = policy(batch).logprobs
     weights = {name: p.detach() for name, p in policy.parameters().items()}
-    policy.save(tmp_path / "saved", config, weights)
+    policy.save(tmp_path / "saved", config.model, weights)
     again = Policy.from_config(config, tmp_path / "saved")
     with torch.no_grad():
         assert torch.equal(again(batch).logprobs, expected)

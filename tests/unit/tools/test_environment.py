@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actors.episode_record import Rollout
 from actors.episodes.episode import EpisodeRun
-from actors.episodes.record import Rollout
 from actors.rendering.renderer import ChatRenderer
 from actors.sandbox.isolation import find_isolation
 from actors.tools.environment import ToolEnvironment

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from actors.episodes.record import EpisodeRecord
+from actors.episode_record import EpisodeRecord
 from actors.episodes.rollout import GroupRunner, unbuffered_lease
 from streamrl.interfaces import EnvironmentContext, Observation, Prompt, Transition
 from streamrl.types import Completion, FinishReason, Media, SamplingParams

@@ -29,20 +29,30 @@ Systems.
 
 A step that is not chosen costs one comparison. What cannot be written is logged; the
 step counts nevertheless.
+
+`ScalingWindow`: how busy generators and learner are over the last steps, for
+`streamrl.diagnosis.scaling`.
+
+A window is of the same processes from its first step to its last, and has no step that
+waited for them to start.
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from learners.policy.network import Network, NetworkOutput
-from streamrl.config import RunConfig
+from streamrl.config.learner import LearnerSettings, ProfilerSettings
+from streamrl.diagnosis.scaling import Load, busy_frac, scaling_metrics
 from streamrl.errors import ConfigError
+from streamrl.types import BufferStats, GeneratorStatus
 
 Moment = float | torch.cuda.Event
 
@@ -243,8 +253,10 @@ MAX_ALLOCATIONS = 100_000
 class Tracer:
     """Of one rank; `begin` and `end` stand around the steps, in the thread that computes them."""
 
-    def __init__(self, config: RunConfig, device: torch.device, rank: int) -> None:
-        self._settings = settings = config.learner.profiler
+    def __init__(
+        self, settings: ProfilerSettings, run: Path, device: torch.device, rank: int
+    ) -> None:
+        self._settings = settings
         for name in ("memory", "nvtx"):
             if getattr(settings, name) and device.type != "cuda":
                 raise ConfigError(
@@ -253,7 +265,7 @@ class Tracer:
                 )
         is_chosen = rank in settings.ranks or not settings.ranks
         self._steps = frozenset(settings.steps) if is_chosen else frozenset()
-        self._folder = config.run.path / "profiler"
+        self._folder = run / "profiler"
         self._rank = rank
         self._step: int | None = None
         self._profile: torch.profiler.profile | None = None
@@ -304,12 +316,14 @@ PHASES = ("plan", "score", "forward", "backward", "update")
 
 
 class StepProfile:
-    """Of the networks of one rank."""
+    """Of the networks of one rank; `run` is the run's folder."""
 
-    def __init__(self, config: RunConfig, networks: Mapping[str, Network], rank: int = 0) -> None:
-        learner, device = config.learner, networks["policy"].device
+    def __init__(
+        self, learner: LearnerSettings, run: Path, networks: Mapping[str, Network], rank: int = 0
+    ) -> None:
+        device = networks["policy"].device
         self._times = StepTimes(device, with_nvtx=learner.profiler.nvtx)
-        self._tracer = Tracer(config, device, rank)
+        self._tracer = Tracer(learner.profiler, run, device, rank)
         self._peak = peak_flops(device, learner.dtype, learner.peak_tflops)
         # The ranks of one block share the trajectories of its data rank.
         self._ranks_per_share = learner.mesh.sequence * learner.mesh.tensor
@@ -368,3 +382,68 @@ class StepProfile:
             self._times.begin("backward")
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._times.end("backward"))
+
+
+NUM_STEPS = 20
+WINDOW_S = 60.0
+_MIN_STEPS = 3
+
+
+class _Step(NamedTuple):
+    """Times of a step, and the generators at its end."""
+
+    step_s: float
+    wait_s: float
+    train_s: float
+    generators: Mapping[str, GeneratorStatus]
+
+
+class ScalingWindow:
+    """The last NUM_STEPS steps, or those of WINDOW_S if they are more; the learner calls `metrics`
+    after each step."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._steps: deque[_Step] = deque()
+
+    def metrics(
+        self, stats: BufferStats, step_s: float, metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Those of the window that ends with this step, whose metrics are given."""
+        generators = {status.session: status for status in stats.generators}
+        if self._steps and self._steps[-1].generators.keys() != generators.keys():
+            self._steps.clear()
+        waits = metrics.get("learner/wait_s", 0.0), metrics.get("learner/train_s", 0.0)
+        self._steps.append(_Step(step_s, *waits, generators))
+        self._forget()
+        return scaling_metrics(self._load(stats.capacity))
+
+    def _load(self, capacity: int) -> Load | None:
+        """None before there are enough steps, or unless every generator says how busy it is.
+
+        The first step of the window ends where it begins.
+        """
+        first, *steps = self._steps
+        last = steps[-1].generators if len(steps) >= _MIN_STEPS else {}
+        if not last or not all(status.max_num_groups for status in last.values()):
+            return None
+        busy = (
+            status.max_num_groups * busy_frac(status, first.generators[session])
+            for session, status in last.items()
+        )
+        num_steps = len(steps)
+        return Load(
+            step_s=sum(step.step_s for step in steps) / num_steps,
+            wait_s=sum(step.wait_s for step in steps) / num_steps,
+            train_s=sum(step.train_s for step in steps) / num_steps,
+            num_generators=len(last),
+            num_ranks=self._num_ranks,
+            max_groups=sum(status.max_num_groups for status in last.values()),
+            busy_groups=sum(busy),
+            capacity=capacity,
+        )
+
+    def _forget(self) -> None:
+        total_s = sum(step.step_s for step in self._steps)
+        while len(self._steps) > NUM_STEPS + 1 and total_s - self._steps[0].step_s > WINDOW_S:
+            total_s -= self._steps.popleft().step_s

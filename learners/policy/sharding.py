@@ -13,19 +13,21 @@ those without; each option moves memory alone.
 gradients are the same bits; only memory and time change. The wrapping is inside the layer's hooks,
 so a layer that is sharded is gathered before it is computed again. It comes before sharding.
 
-`by_mesh`: tensor parallelism leaves parameters that are sharded over different meshes. Torch's
-operations on lists of tensors, which the optimizer and the gradient's norm are made of, take
-tensors of one mesh at a time. The norm is that of the whole gradient, each element counted once;
-all ranks call it together and get the same.
+`compute_in`: master weights, which are float32 parameters behind those that a narrower dtype
+computes with. On one rank the modules of a network hold copies of its parameters in the compute
+dtype. Each copy's gradient is added to its master's in float32 and freed as soon as it is complete,
+so micro-batches accumulate in float32; the copies follow the masters before a forward pass. Shards
+do the same on several ranks. Optimizer, checkpoints and weight channel see masters alone, under the
+parameters' names.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -34,19 +36,72 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from learners.parallel.mesh import Mesh
 from learners.policy.decoding import decoder_of
-from learners.policy.master_weights import compute_in
 from learners.policy.network import Network
 from streamrl.config.learner import OffloadSettings
 from streamrl.errors import ConfigError
+
+_ATTRIBUTE = "streamrl_master"
+
+Held = TypeVar("Held", bound=Tensor)
+
+
+def compute_in(network: Module, dtype: torch.dtype) -> None:
+    """Give the network's modules copies in `dtype`, which forward and backward passes then use.
+
+    A network of which nothing is trained is cast itself and has no masters.
+    """
+    if not any(p.requires_grad for p in network.parameters()):
+        # Not `network.to`: rotary frequencies are buffers, and stay exact as the policy's do.
+        for parameter in network.parameters():
+            parameter.data = parameter.data.to(dtype)
+    elif any(p.dtype != dtype for p in network.parameters()):
+        copies = _replace_parameters(network, dtype)
+        network.register_forward_pre_hook(lambda *_: _follow(copies))
+
+
+def master_of(parameter: Held) -> Held:
+    """What the optimizer changes; the parameter itself where it is no copy."""
+    master: Held = getattr(parameter, _ATTRIBUTE, parameter)
+    return master
+
+
+@torch.no_grad()
+def _follow(copies: list[Parameter]) -> None:
+    """Always, because a fused optimizer leaves no trace that it has changed a parameter."""
+    for copy in copies:
+        copy.copy_(master_of(copy))
+
+
+def _replace_parameters(network: Module, dtype: torch.dtype) -> list[Parameter]:
+    copies: dict[Parameter, Parameter] = {p: _copy(p, dtype) for p in network.parameters()}
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, copies[parameter])
+    return list(copies.values())
+
+
+def _copy(master: Parameter, dtype: torch.dtype) -> Parameter:
+    copy = Parameter(master.detach().to(dtype, copy=True), requires_grad=master.requires_grad)
+    setattr(copy, _ATTRIBUTE, master)
+    if master.requires_grad:
+        copy.register_post_accumulate_grad_hook(_hand_over)
+    return copy
+
+
+def _hand_over(copy: Tensor) -> None:
+    """Called by a backward pass when the copy's gradient of this micro-batch is complete."""
+    gradient, copy.grad = copy.grad, None
+    master: Parameter = getattr(copy, _ATTRIBUTE)
+    assert gradient is not None, "the hook runs after it is there"
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)
 
 
 def require_gpu(settings: OffloadSettings, device: torch.device) -> None:
@@ -60,20 +115,6 @@ def require_gpu(settings: OffloadSettings, device: torch.device) -> None:
             f"learner.offload.{settings.chosen[0]} moves memory from a GPU to the host, and the "
             f"learner runs on {device}: leave it out"
         )
-
-
-def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Its state is beside its parameters during a step, and in the host's memory otherwise."""
-    optimizer.register_step_pre_hook(lambda *_: _move(optimizer, to_host=False))
-    optimizer.register_step_post_hook(lambda *_: _move(optimizer, to_host=True))
-
-
-def _move(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
-    """The moments; the count of steps is one number and stays where the optimizer put it."""
-    for parameter, state in optimizer.state.items():
-        device = torch.device("cpu") if to_host else parameter.device
-        moments = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and t.ndim}
-        state.update({name: moment.to(device) for name, moment in moments.items()})
 
 
 def shard(
@@ -131,43 +172,6 @@ def end_passes(network: Network) -> None:
         network.reshard()
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded, without gradient; all ranks call it together.
-
-    Where a rank holds all of it already, that is the tensor itself and no copy.
-    """
-    tensor = tensor.detach()
-    return _by_its_strides(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _by_its_strides(tensor: DTensor) -> DTensor:
-    """torch 2.11 refuses a matrix that packs several and whose dimension is split once: it reads
-    the stride as the order of two splits."""
-    strided = [p.dim for p in tensor.placements if isinstance(p, _StridedShard)]
-    splits = [p.dim for p in tensor.placements if isinstance(p, Shard | _StridedShard)]
-    if not any(splits.count(dim) == 1 for dim in strided):
-        return tensor
-    order = DTensorSpec.compute_default_shard_order(tensor.placements)
-    spec = replace(tensor._spec, shard_order=order, use_strided_shard_as_shard_order=False)
-    return DTensor(tensor.to_local(), spec, requires_grad=False)
-
-
-def described(tensor: torch.Tensor) -> torch.Tensor:
-    """The shape and dtype of the whole, on the device `meta`; no other rank is needed."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-@torch.no_grad()
-def assign(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a whole tensor, which every rank has, into one that may be sharded."""
-    if isinstance(target, DTensor):
-        mesh, placements = target.device_mesh, target.placements
-        whole = whole.to(device=target.device, dtype=target.dtype)
-        target.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
-    else:
-        target.copy_(whole)
-
-
 def layers(network: Network) -> Iterator[torch.nn.Module]:
     """The decoder's layers: what its lists of modules hold."""
     for child in decoder_of(network.model).children():
@@ -188,32 +192,3 @@ def _checkpointed(
     with keeping:
         output: torch.Tensor = checkpoint(forward, *inputs, use_reentrant=False, **options)
     return output
-
-
-def by_mesh(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-    """Those of one mesh together, in their order."""
-    ordered = list(parameters)
-    meshes = dict.fromkeys(_mesh(p) for p in ordered)
-    return [[p for p in ordered if _mesh(p) == mesh] for mesh in meshes]
-
-
-def split_by_mesh(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups, each of one mesh."""
-    return [{**group, "params": one} for group in groups for one in by_mesh(group["params"])]
-
-
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> float:
-    """Scale the gradients so that their norm is at most `max_norm`; the norm before."""
-    parts = by_mesh(p for p in parameters if p.grad is not None)
-    norms = [full(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
-    total = norms[0] if len(norms) == 1 else torch.stack([torch.zeros(()), *norms]).norm()
-    if max_norm is not None:
-        for part in parts:
-            clip_grads_with_norm_(part, max_norm, total)
-    return float(total)
-
-
-def _mesh(parameter: Parameter) -> Any:
-    """None for a tensor that is not sharded."""
-    return getattr(parameter, "device_mesh", None)

@@ -31,9 +31,8 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from learners.batch import MicroBatch
+from learners.batch.micro_batch import MicroBatch, Packing, SharedPrompts
 from learners.parallel.mesh import Mesh
-from learners.policy.packed import Packing, SharedPrompts
 from streamrl.errors import ConfigError
 
 Attention = Callable[..., tuple[torch.Tensor, None]]

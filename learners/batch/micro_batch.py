@@ -1,4 +1,7 @@
-"""A packed row of tokens: trajectories one after the other, without padding.
+"""A micro-batch: the trajectories of one forward pass, as one packed row of tokens.
+
+They stand one after the other, without padding. Invariant: a micro-batch says which rows of the
+batch it holds.
 
 `Packing`: where the trajectories end, and which of them are alike in length. `rows` takes rows of a
 tensor by their indices, some of them repeatedly; the gradient of a row is summed in one order,
@@ -12,8 +15,8 @@ predicts one is left out, too.
 Invariant: log-probabilities and gradients are those of the micro-batch without sharing, up to the
 order of sums. A trajectory that is not finite may make those that begin like it so, too.
 The network decides whether it may share.
-Shapes: N tokens of the micro-batch, n of them computed, S trajectories, B of them in a bucket, L
-the longest of a bucket, R response tokens.
+Shapes: N tokens of the micro-batch (prompts included), n of them computed, S trajectories, B of
+them in a bucket, L the longest of a bucket, R response tokens, M candidates of these.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +26,10 @@ from functools import cached_property
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from streamrl.algorithms.candidates import Candidates
+from streamrl.algorithms.sequences import Sequences
+from streamrl.types import Media
 
 
 def rows(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -215,3 +222,78 @@ def leaders_of(prompts: Iterable[NDArray[np.integer]]) -> NDArray[np.int64]:
     found: dict[bytes, int] = {}
     leaders = [found.setdefault(ids.tobytes(), i) for i, ids in enumerate(prompts)]
     return np.array(leaders, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One forward pass: N tokens of some of the step's trajectories."""
+
+    token_ids: torch.Tensor
+    """[1, N] int64"""
+    packing: Packing
+    predictors: torch.Tensor
+    """[R] positions in N whose hidden states predict the response tokens."""
+    targets: torch.Tensor
+    """[R] int64, the response tokens."""
+    members: torch.Tensor
+    """[S] which of the step's trajectories these are."""
+    responses: torch.Tensor
+    """[R] which of the step's response tokens these are."""
+    sequences: Sequences
+    prompt_indices: tuple[int, ...]
+    """[S] places in the prompt stream."""
+    media: tuple[tuple[Media, ...], ...]
+    """Of each stretch of `packing`, in the order of their places."""
+    sampling_mask: Candidates | None = None
+    """What each response token was sampled among; no candidate for the whole vocabulary."""
+    top_candidates: Candidates | None = None
+    """The likeliest others beside each response token, as the behavior policy saw them."""
+
+    shared_prompts: SharedPrompts | None = None
+    """What is left to compute where trajectories begin alike; None if that is about everything."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no trajectory: it accompanies a micro-batch of another rank."""
+        return not len(self.members)
+
+    def select(self, is_kept: torch.Tensor) -> "MicroBatch":
+        """The trajectories for which [S] bool, on the CPU, is true; itself if that is each."""
+        if is_kept.all():
+            return self
+        chosen, responses = is_kept.nonzero()[:, 0].tolist(), self.sequences.expand(is_kept)
+        tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
+        device = self.token_ids.device
+        places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
+        predictors = places[self.predictors[responses.to(device)]]
+        lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
+        return MicroBatch(
+            # Not one of those that are left out, whose hidden states may be NaN.
+            token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
+            packing=Packing(lengths, device),
+            predictors=predictors,
+            targets=self.targets[responses.to(device)],
+            members=self.members[is_kept],
+            responses=self.responses[responses],
+            sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
+            prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
+            media=tuple(self.media[i] for i in chosen) or ((),),
+            sampling_mask=self.sampling_mask and self.sampling_mask.select(responses.to(device)),
+            top_candidates=self.top_candidates and self.top_candidates.select(responses.to(device)),
+            shared_prompts=self._shared(chosen, token_ids, lengths, predictors),
+        )
+
+    def _shared(
+        self,
+        chosen: Sequence[int],
+        token_ids: torch.Tensor,
+        lengths: tuple[int, ...],
+        predictors: torch.Tensor,
+    ) -> SharedPrompts | None:
+        """Of the chosen trajectories, if prompts are shared: all of their tokens may be too many
+        for the memory."""
+        if self.shared_prompts is None or not chosen:
+            return None
+        prompts = [self.shared_prompts.prompts[i] for i in chosen]
+        ids, at = token_ids[0].cpu().numpy(), predictors.cpu().numpy()
+        return SharedPrompts.of(ids, lengths, prompts, at, token_ids.device, most=1.0)

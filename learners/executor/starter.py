@@ -19,8 +19,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from learners.parallel import liveness
+from learners.executor import liveness
 from streamrl.config import RunConfig
+from streamrl.config.learner import LearnerSettings
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.errors import EXIT_UNREACHABLE, StreamRLError, error_of
 from streamrl.service import force_s
@@ -32,9 +33,9 @@ LATE_S = 0.5
 _TIMEOUT = timedelta(minutes=5)
 
 
-def is_starter(config: RunConfig) -> bool:
+def is_starter(settings: LearnerSettings) -> bool:
     """Whether this process is none of the ranks, and has to start them."""
-    return config.learner.num_ranks > 1 and "RANK" not in os.environ
+    return settings.num_ranks > 1 and "RANK" not in os.environ
 
 
 async def start_ranks(config: RunConfig, shutdown: Shutdown) -> None:

@@ -20,11 +20,11 @@ import torch
 from msgspec import Struct
 
 from buffers.messages import ErrorReply
-from learners.batch import TrainingBatch
-from learners.packing import share
-from learners.parallel.liveness import Liveness
+from learners.batch.packing import share
+from learners.batch.training_batch import TrainingBatch
+from learners.executor.liveness import Liveness
+from learners.parallel.mesh import full
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import full
 from learners.samples import StepSamples
 from learners.session import LearnerState
 from learners.trainer import Trainer

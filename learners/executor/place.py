@@ -12,11 +12,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from learners.parallel.liveness import Liveness
+from learners.executor.liveness import Liveness
 from learners.parallel.mesh import Mesh, make_mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.loading import device_of
-from streamrl.config import RunConfig
+from streamrl.config.learner import LearnerSettings
 from streamrl.errors import ConfigError
 
 # Commands wait as long as the first rank waits for groups; who is lost, `Liveness` knows.
@@ -48,13 +48,13 @@ class RankPlace:
             dist.destroy_process_group()
 
 
-def join(config: RunConfig) -> RankPlace:
+def join(settings: LearnerSettings) -> RankPlace:
     """Join the ranks that torchrun started; waits until all are there.
 
     Raises:
         ConfigError: the sizes of `learner.mesh`, or the batch, do not fit so many ranks.
     """
-    settings, num_ranks = config.learner, int(os.environ.get("WORLD_SIZE", "1"))
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if settings.num_ranks not in (1, num_ranks):
         raise ConfigError(
             f"learner.num_ranks {settings.num_ranks} is for a learner that is started without "

@@ -1,10 +1,14 @@
-"""The facts of a batch: everything known of its tokens before the first backward pass.
+"""The targets of a batch: what the loss of each token is computed from, besides the network.
+
+They are known before the first backward pass: advantages, proximal and reference log-probabilities,
+values and returns, masks and weights.
 
     passes without gradient (proximal, reference, values) -> credit -> one table
 
 Invariant: one row per response token (or trajectory) in every column, in the order of the batch;
 every rank has all rows, so what compares trajectories is right however they are divided among the
-ranks. A pass that no setting uses is not made. A micro-batch gets its rows by `Facts.select` alone.
+ranks. A pass that no setting uses is not made. A micro-batch gets its rows by `Targets.select`
+alone.
 Shapes: R response tokens, S trajectories.
 
 `correct`: what `algorithm.rollout_is` makes of the log-probabilities of stale data. Rejection and
@@ -38,14 +42,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from learners.batch import MicroBatch, TrainingBatch
+from learners.batch.micro_batch import MicroBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
 from learners.parallel.ranks import Ranks
-from learners.parallel.sharding import has_shards
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
-from streamrl.algorithms.proximal import proximal_logprobs, weighed_logprobs
+from learners.policy.sharding import has_shards
+from streamrl.algorithms.objective import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig
@@ -106,7 +111,7 @@ def correct(
 
 
 class PolicyPasses:
-    """`FactCollector` asks for log-probabilities, `Gradient` for what the loss needs."""
+    """`TargetCollector` asks for log-probabilities, `Gradient` for what the loss needs."""
 
     def __init__(self, config: RunConfig, policy: Policy, reference: Policy | None) -> None:
         algorithm = config.algorithm
@@ -213,7 +218,7 @@ _PER_TRAJECTORY = frozenset({"rewards", "sample_weights", "is_finite"})
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class Targets:
     """Columns [R] unless stated otherwise; None where no setting uses the column."""
 
     behavior_logprobs: torch.Tensor
@@ -247,8 +252,8 @@ class Facts:
             return self.advantages
         return torch.where(self.loss_mask, self.advantages, 0.0)
 
-    def with_correction(self, rows: torch.Tensor, correction: Correction) -> "Facts":
-        """The facts of an update on these rows, with a correction made for it as a whole."""
+    def with_correction(self, rows: torch.Tensor, correction: Correction) -> "Targets":
+        """The targets of an update on these rows, with a correction made for it as a whole."""
         weights = torch.ones_like(self.behavior_logprobs)
         mask = torch.ones_like(weights, dtype=torch.bool)
         if correction.weights is not None:
@@ -259,9 +264,11 @@ class Facts:
             mask = mask & self.loss_mask
         return replace(self, importance_weights=weights, loss_mask=mask)
 
-    def select(self, micro_batch: MicroBatch) -> "Facts":
+    def select(self, micro_batch: MicroBatch) -> "Targets":
         """The rows of this micro-batch, on its device."""
-        return Facts(**{field.name: self._rows(field.name, micro_batch) for field in fields(self)})
+        return Targets(
+            **{field.name: self._rows(field.name, micro_batch) for field in fields(self)}
+        )
 
     def _rows(self, name: str, micro_batch: MicroBatch) -> Any:
         column: torch.Tensor | None = getattr(self, name)
@@ -271,7 +278,7 @@ class Facts:
         return column[rows].to(micro_batch.token_ids.device)
 
 
-class FactCollector:
+class TargetCollector:
     """Makes the table of each batch; `credit` keeps its state from batch to batch."""
 
     def __init__(
@@ -297,7 +304,7 @@ class FactCollector:
 
     def collect(
         self, batch: TrainingBatch, micro_batches: list[MicroBatch]
-    ) -> tuple[Facts, dict[str, float]]:
+    ) -> tuple[Targets, dict[str, float]]:
         """The table of a batch that is cut into these micro-batches, and its metrics.
 
         A role with a limit of its own cuts it anew for its pass.
@@ -331,7 +338,7 @@ class FactCollector:
             finite(in_reward, batch.behavior_logprobs),
             finite(values, torch.zeros(num_tokens)),
         )
-        facts = Facts(
+        targets = Targets(
             behavior_logprobs=batch.behavior_logprobs,
             staleness=batch.staleness,
             advantages=credit.advantages,
@@ -345,37 +352,41 @@ class FactCollector:
             returns=credit.returns,
             is_finite=is_finite,
         )
-        if facts.proximal_logprobs is None or sampled is None:
-            return facts, credit.metrics
-        behavior, staleness = facts.behavior_logprobs, facts.staleness
+        if targets.proximal_logprobs is None or sampled is None:
+            return targets, credit.metrics
+        behavior, staleness = targets.behavior_logprobs, targets.staleness
         correction = correct(
-            config, sampled, behavior, staleness, batch.sequences, facts.trained_advantages
+            config, sampled, behavior, staleness, batch.sequences, targets.trained_advantages
         )
         rows = torch.arange(num_tokens)
-        return facts.with_correction(rows, correction), {**credit.metrics, **correction.metrics}
+        return targets.with_correction(rows, correction), {**credit.metrics, **correction.metrics}
 
     def of_update(
-        self, batch: TrainingBatch, facts: Facts, micro_batches: list[MicroBatch], chosen: list[int]
-    ) -> tuple[Facts, dict[str, float]]:
-        """The facts for the update on these trajectories, and the metrics that this adds.
+        self,
+        batch: TrainingBatch,
+        targets: Targets,
+        micro_batches: list[MicroBatch],
+        chosen: list[int],
+    ) -> tuple[Targets, dict[str, float]]:
+        """The targets for the update on these trajectories, and the metrics that this adds.
 
         Importance weights of the current policy that depend on all of the update are made here, by
-        a pass of their own; other ones are in the facts, or made by each micro-batch.
+        a pass of their own; other ones are in the targets, or made by each micro-batch.
         """
         config = self._config
-        if facts.importance_weights is not None or not config.corrects_as_a_whole:
-            return facts, {}
+        if targets.importance_weights is not None or not config.corrects_as_a_whole:
+            return targets, {}
         num_tokens = batch.sequences.num_tokens
         logprobs = self._ranks.sum(self._passes.logprobs(micro_batches, num_tokens))
         rows, lengths = batch.rows(chosen), batch.sequences.lengths[chosen]
-        behavior, staleness = facts.behavior_logprobs[rows], facts.staleness[rows]
+        behavior, staleness = targets.behavior_logprobs[rows], targets.staleness[rows]
         sequences = Sequences.from_lengths(lengths)
         is_finite = finite_sequences(batch.sequences, logprobs)
         sampled = torch.where(sequences.expand(is_finite[chosen]), logprobs[rows], behavior)
-        advantages = facts.trained_advantages[rows]
+        advantages = targets.trained_advantages[rows]
         correction = correct(config, sampled, behavior, staleness, sequences, advantages)
-        facts = replace(facts, is_finite=facts.is_finite & is_finite)
-        return facts.with_correction(rows, correction), correction.metrics
+        targets = replace(targets, is_finite=targets.is_finite & is_finite)
+        return targets.with_correction(rows, correction), correction.metrics
 
 
 def _finite(

@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.contents import tensors_of, whole_tensors
 from learners.checkpoints.restore import load_trainer
 from learners.checkpoints.writer import random_state, restore_random_state
 from learners.parallel.ranks import Ranks
-from learners.replay.record import ReplayPart, first_change, read_step, recorded_steps, settings_of
+from learners.step_record import ReplayPart, first_change, read_step, recorded_steps, settings_of
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.checkpoints.find import Checkpoint, checkpoints_of, list_checkpoints, read_checkpoint
 from streamrl.checkpoints.history import read_history

@@ -35,7 +35,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from learners.policy.packed import MOST, leaders_of
+from learners.batch.micro_batch import MOST, leaders_of
 from streamrl.errors import ConfigError
 from streamrl.types import GroupHeader
 

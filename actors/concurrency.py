@@ -1,19 +1,41 @@
-"""The deadline of an episode, of a turn or of a close: what it limits is stopped, then canceled.
+"""Coroutines side by side, under a deadline, and closed whatever becomes of them.
 
+`together`: several at once, all of whose results are needed. None is left running.
+
+`Deadline`: of an episode, of a turn or of a close. What it limits is stopped, then canceled.
 Invariant: `stop` is set at the deadline and not before; a block that ends in time leaves no timer,
 and a cancellation from elsewhere stays one. There are several for every episode, so each is one
 timer, without the coroutines of `asyncio.timeout`.
 
-What is opened for an episode or a group is closed however it ends. A close that fails hides no
-earlier error and no cancellation, and one that hangs holds nobody up for longer than CLOSE_S.
+`ClosedAfter`: what is opened for an episode or a group is closed however it ends. A close that
+fails hides no earlier error and no cancellation, and one that hangs holds nobody up for longer than
+CLOSE_S.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from types import TracebackType
+from typing import Any, TypeVar
 
 from streamrl.errors import RolloutError
+
+T = TypeVar("T")
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; the first error cancels the others and is raised."""
+    calls = list(calls)
+    if len(calls) == 1:
+        return [await calls[0]]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(call) for call in calls]
+    except* RolloutError as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in running]
+
 
 # An engine may be loading an update at the deadline, and an environment has to see the last turn.
 _GRACE_S = 30.0

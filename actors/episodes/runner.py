@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from actors.concurrency import ClosedAfter, Deadline, DeadlineError
 from actors.environments import environment_maker
 from actors.environments.stream import HeldOutStream, Stream
-from actors.episodes.deadline import ClosedAfter, Deadline, DeadlineError
 from actors.episodes.rollout import GroupProgress, GroupRunner, unbuffered_lease
 from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError

@@ -1,0 +1,1 @@
+"""What runs on every rank: commands in one order, who joins, starts and lives."""

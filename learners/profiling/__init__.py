@@ -1,1 +1,0 @@
-"""Where a step's time goes: its phases, its floating-point operations, and traces of it."""

@@ -1,1 +1,0 @@
-"""What a run has trained, recorded step by step, and trained again."""
